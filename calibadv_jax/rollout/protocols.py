@@ -1,0 +1,54 @@
+"""What the agent loop needs of a sampler and of a retriever; backends are swappable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from calibadv_jax.trajectory import Document, StopReason
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one completion is sampled."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    seed: int = 0  # uint32; same seed, same context, same policy: same tokens
+    stop: tuple[str, ...] = ()  # kept in the completion
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Token-out: exactly what was sampled."""
+
+    token_ids: list[int]  # stop string and end-of-text token included
+    logprobs: list[float]  # one per token, at the sampling temperature (greedy: at temperature 1)
+    stop_reason: StopReason
+    policy_versions: tuple[int, ...]
+
+
+class Sampler(Protocol):
+    """Token-in, token-out. `session` names a trajectory, so that a backend can reuse its KV cache."""
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: SamplingParams, session: str
+    ) -> Completion: ...
+
+    def release(self, session: str) -> None:
+        """The trajectory has ended; its cache may be reused."""
+        ...
+
+    async def load(self, snapshot: Path) -> None:
+        """Take the weights of a published policy snapshot."""
+        ...
+
+
+class Retriever(Protocol):
+    """Best documents first; one list per query, in the order of the queries."""
+
+    async def search(self, queries: Sequence[str]) -> list[list[Document]]: ...

@@ -1,0 +1,116 @@
+"""The values that flow between the stages: questions, turns, trajectories.
+
+Every stage takes and returns these; no stage imports another stage. Spans (which token was sampled,
+which was appended by the environment) come from the agent loop that wrote them, never from text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+TurnKind = Literal["search", "answer", "invalid", "unfinished"]
+StopReason = Literal["stop", "eos", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with at least one accepted answer."""
+
+    id: str
+    text: str
+    golden_answers: tuple[str, ...]
+    data_source: str
+    supporting_ids: tuple[str, ...] = ()  # corpus ids of the passages known to answer it; may be empty
+
+
+@dataclass(frozen=True)
+class Document:
+    """A retrieved passage, as it is shown to the policy (protocol tags already neutralised)."""
+
+    id: str  # identity for the silver document set; corpus id
+    title: str
+    text: str
+    score: float | None = None
+
+
+@dataclass
+class Turn:
+    """One model segment and what the environment appended after it."""
+
+    kind: TurnKind
+    token_ids: np.ndarray  # int32 [N], as sampled
+    logprobs: np.ndarray  # float32 [N], of the sampled tokens under the sampler's policy
+    text: str = ""  # decoded sampled tokens, end-of-text token removed
+    think: str = ""
+    query: str = ""  # kind "search" only
+    answer: str = ""  # kind "answer" only
+    documents: tuple[Document, ...] = ()  # in the order shown; empty unless a search was executed
+    observation_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [M]
+    observation_text: str = ""
+    stop_reason: StopReason = "stop"
+    policy_versions: tuple[int, ...] = ()
+
+
+@dataclass
+class Trajectory:
+    """One attempt at a question. Response = all turns laid end to end; the prompt is not part of it."""
+
+    question: Question
+    prompt_ids: np.ndarray  # int32 [P]
+    turns: list[Turn] = field(default_factory=list)
+    index: int = 0  # position within its group
+    format_valid: bool = False  # set by the reward stage
+    answer_score: float = 0.0  # answer reward x format validity, set by the reward stage
+    metrics: dict[str, float] = field(default_factory=dict)  # em, f1, cover_em, …
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        """int32 [T]: sampled and observation tokens of all turns, in order."""
+        parts = [part for turn in self.turns for part in (turn.token_ids, turn.observation_ids)]
+        return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool [T]: True where the policy sampled the token."""
+        parts = [
+            np.full(len(ids), sampled)
+            for turn in self.turns
+            for ids, sampled in ((turn.token_ids, True), (turn.observation_ids, False))
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0, bool)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 [T]: the sampler's log-probabilities; 0 on observation tokens."""
+        parts = [
+            part
+            for turn in self.turns
+            for part in (turn.logprobs, np.zeros(len(turn.observation_ids), np.float32))
+        ]
+        return np.concatenate(parts).astype(np.float32) if parts else np.zeros(0, np.float32)
+
+    @property
+    def policy_versions(self) -> tuple[int, ...]:
+        """Versions of the policy that wrote it, ascending."""
+        return tuple(sorted({version for turn in self.turns for version in turn.policy_versions}))
+
+    @property
+    def num_searches(self) -> int:
+        return sum(turn.kind == "search" for turn in self.turns)
+
+    @property
+    def answer(self) -> str | None:
+        """Text of the answer turn, or None where the trajectory never answered."""
+        last = self.turns[-1] if self.turns else None
+        return last.answer if last is not None and last.kind == "answer" else None
+
+
+@dataclass
+class Group:
+    """All trajectories of one question in one step: the unit of GRPO's normalisation."""
+
+    question: Question
+    trajectories: list[Trajectory]
