@@ -251,6 +251,8 @@ class OptimizerConfig:
     name: Literal["adamw", "muon"] = "adamw"
     """muon: orthogonalised momentum on matrices, AdamW on the rest."""
     lr: float = 5e-7
+    adam_lr: float = 0.0
+    """muon: peak rate of the parameters that are not layer matrices; 0: the same."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     warmup_steps: int = 0
     """Optimizer updates of linear warm-up."""
@@ -261,7 +263,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _require(self, "> 0", "lr max_grad_norm")
-        _require(self, ">= 0", "warmup_steps weight_decay")
+        _require(self, ">= 0", "adam_lr warmup_steps weight_decay")
 
 
 @dataclass

@@ -1,0 +1,92 @@
+"""Where every array lives: one table from logical axis to mesh axis.
+
+Mesh axes: `data` (replicas), `fsdp` (parameters and batch split), `tensor` (heads, MLP, vocabulary).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from calibadv_jax.config import MeshConfig
+from calibadv_jax.errors import UserError
+from calibadv_jax.policy.weights import WEIGHTS
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+RULES: dict[str, str | tuple[str, ...] | None] = {
+    "batch": ("data", "fsdp"),
+    "length": None,
+    "activation": None,
+    "layers": None,
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "norm": None,
+}
+
+
+def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
+    """A mesh of all devices; one axis may be -1 and takes what the others leave.
+
+    Raises:
+        UserError: the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [config.data, config.fsdp, config.tensor]
+    if sizes.count(-1) == 1:
+        rest = int(np.prod([size for size in sizes if size != -1]))
+        sizes[sizes.index(-1)] = len(devices) // rest
+    if any(size < 1 for size in sizes) or int(np.prod(sizes)) != len(devices):
+        raise UserError(
+            f"mesh: data {config.data} x fsdp {config.fsdp} x tensor {config.tensor} does not fit"
+            f" {len(devices)} device(s); set one axis to -1 to take the rest"
+        )
+    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def spec(*axes: str | None) -> P:
+    """PartitionSpec of an array with these logical axes."""
+    return P(*(None if axis is None else RULES[axis] for axis in axes))
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Pins an intermediate array to the table's layout; no effect outside `jax.set_mesh`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.empty else jax.lax.with_sharding_constraint(x, spec(*axes))
+
+
+def param_shardings(abstract: Any, mesh: Mesh) -> Any:
+    """NamedSharding for every parameter of a nested dict, by its path.
+
+    An axis that a mesh axis does not divide stays whole: the layout is then poorer, never wrong.
+    """
+
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
+        axes = WEIGHTS[".".join(str(key.key) for key in path)].axes
+        sizes = zip(leaf.shape, spec(*axes), strict=True)
+        fitted = [name if size % _size(mesh, name) == 0 else None for size, name in sizes]
+        return NamedSharding(mesh, P(*fitted))
+
+    return jax.tree_util.tree_map_with_path(sharding, abstract)
+
+
+def batch_sharding(mesh: Mesh, leading: int = 0) -> NamedSharding:
+    """Rows over data and fsdp; `leading` unsharded axes come before the row axis."""
+    return NamedSharding(mesh, P(*([None] * leading), RULES["batch"]))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def _size(mesh: Mesh, names: str | tuple[str, ...] | None) -> int:
+    if names is None:
+        return 1
+    return int(np.prod([mesh.shape[name] for name in ((names,) if isinstance(names, str) else names)]))

@@ -1,0 +1,254 @@
+"""One decoder for Qwen2/2.5, Qwen3 and Llama 3.x (Flax NNX).
+
+Layers are stacked on a leading axis. Parameters travel as a plain nested dict of arrays; `merge`
+puts them back behind the modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from calibadv_jax.config import PolicyConfig
+from calibadv_jax.policy import attention
+from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.policy.sharding import constrain
+
+Params = dict[str, Any]
+Cache = list[tuple[jax.Array, jax.Array]]  # per layer: keys and values [S, K, T, H]
+
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How the decoder computes; nothing of it is stored in a checkpoint."""
+
+    compute_dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    remat: str = "none"
+    kernel: str = "xla"
+    attention_chunk: int = 1024
+
+    @classmethod
+    def from_config(cls, config: PolicyConfig) -> Numerics:
+        kernel = config.attention
+        if kernel == "auto":
+            half = config.compute_dtype == "bfloat16"
+            kernel = "cudnn" if half and jax.default_backend() == "gpu" else "xla"
+        return cls(
+            jnp.dtype(config.compute_dtype),
+            jnp.dtype(config.param_dtype),
+            config.remat,
+            kernel,
+            config.attention_chunk,
+        )
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention."""
+
+    def __init__(self, architecture: Architecture, numerics: Numerics, rngs: nnx.Rngs):
+        a = architecture
+        dtypes: Any = {"dtype": numerics.compute_dtype, "param_dtype": numerics.param_dtype, "rngs": rngs}
+        self.architecture, self.numerics = architecture, numerics
+        self.q = nnx.Linear(a.hidden_size, a.num_heads * a.head_dim, use_bias=a.qkv_bias, **dtypes)
+        self.k = nnx.Linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias, **dtypes)
+        self.v = nnx.Linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias, **dtypes)
+        self.o = nnx.Linear(a.num_heads * a.head_dim, a.hidden_size, use_bias=a.out_bias, **dtypes)
+        if a.qk_norm:
+            self.q_norm = nnx.RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
+            self.k_norm = nnx.RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
+
+    def project(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B, T, D] -> q [B, T, N, H], k and v [B, T, K, H], rotated."""
+        heads = (*x.shape[:2], -1, self.architecture.head_dim)
+        q, k, v = self.q(x).reshape(heads), self.k(x).reshape(heads), self.v(x).reshape(heads)
+        if self.architecture.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return attention.rotate(q, cos, sin), attention.rotate(k, cos, sin), v
+
+    def output(self, x: jax.Array) -> jax.Array:
+        """[B, T, N, H] -> [B, T, D]."""
+        return self.o(x.reshape(*x.shape[:2], -1))
+
+
+class Mlp(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, architecture: Architecture, numerics: Numerics, rngs: nnx.Rngs):
+        a = architecture
+        kwargs: Any = {
+            "use_bias": a.mlp_bias,
+            "dtype": numerics.compute_dtype,
+            "param_dtype": numerics.param_dtype,
+            "rngs": rngs,
+        }
+        self.gate = nnx.Linear(a.hidden_size, a.intermediate_size, **kwargs)
+        self.up = nnx.Linear(a.hidden_size, a.intermediate_size, **kwargs)
+        self.down = nnx.Linear(a.intermediate_size, a.hidden_size, **kwargs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """Pre-norm decoder layer."""
+
+    def __init__(self, architecture: Architecture, numerics: Numerics, rngs: nnx.Rngs):
+        a = architecture
+        norm: Any = {
+            "epsilon": a.rms_norm_eps,
+            "dtype": numerics.compute_dtype,
+            "param_dtype": numerics.param_dtype,
+            "rngs": rngs,
+        }
+        self.attn_norm = nnx.RMSNorm(a.hidden_size, **norm)
+        self.attn = Attention(a, numerics, rngs)
+        self.mlp_norm = nnx.RMSNorm(a.hidden_size, **norm)
+        self.mlp = Mlp(a, numerics, rngs)
+
+    def packed(self, x: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        q, k, v = self.attn.project(self.attn_norm(x), cos, sin)
+        numerics = self.attn.numerics
+        mixed = attention.packed_attention(
+            q, k, v, segment_ids, numerics.kernel, numerics.attention_chunk
+        )
+        x = x + self.attn.output(mixed)
+        return constrain(x + self.mlp(self.mlp_norm(x)), "batch", "length", "activation")
+
+    def cached(
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        positions: jax.Array,
+        layer: tuple[jax.Array, jax.Array],
+        slots: jax.Array | None,
+        columns: jax.Array,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        q, k, v = self.attn.project(self.attn_norm(x), cos, sin)
+        rows = jnp.arange(x.shape[0]) if slots is None else slots
+        keys, values = (
+            old.at[rows[:, None], :, columns].set(new.astype(old.dtype), mode="drop")
+            for old, new in zip(layer, (k, v), strict=True)
+        )
+        seen = (keys, values) if slots is None else (keys[slots], values[slots])
+        x = x + self.attn.output(attention.cached_attention(q, *seen, positions).astype(x.dtype))
+        return x + self.mlp(self.mlp_norm(x)), (keys, values)
+
+
+class Decoder(nnx.Module):
+    """Token ids to hidden states; `logits` applies the (possibly tied) output head."""
+
+    def __init__(self, architecture: Architecture, numerics: Numerics, rngs: nnx.Rngs):
+        a = architecture
+        dtypes: Any = {"dtype": numerics.compute_dtype, "param_dtype": numerics.param_dtype, "rngs": rngs}
+        self.architecture, self.numerics = architecture, numerics
+        self.embed = nnx.Embed(
+            a.vocab_size, a.hidden_size, embedding_init=nnx.initializers.normal(0.02), **dtypes
+        )
+
+        @nnx.split_rngs(splits=a.num_layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stacked(rngs: nnx.Rngs) -> Block:
+            return Block(a, numerics, rngs)
+
+        self.layers = stacked(rngs)
+        self.final_norm = nnx.RMSNorm(a.hidden_size, epsilon=a.rms_norm_eps, **dtypes)
+        if not a.tie_word_embeddings:
+            self.lm_head = nnx.Linear(a.hidden_size, a.vocab_size, use_bias=False, **dtypes)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """Packed rows: tokens, positions, segment_ids int32 [B, T] -> hidden [B, T, D].
+
+        Positions restart in every segment; padding is a segment of its own.
+        """
+        x = constrain(self._embedded(tokens), "batch", "length", "activation")
+        cos, sin = self._rotary(positions)
+        graph, stack = nnx.split(self.layers)
+
+        def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
+            return nnx.merge(graph, params).packed(x, cos, sin, segment_ids), None
+
+        if self.numerics.remat != "none":
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.numerics.remat])
+        x, _ = jax.lax.scan(layer, x, stack)
+        return self.final_norm(x)
+
+    def decode(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        valid: jax.Array,
+        cache: Cache,
+        slots: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        """Appends tokens [B, n] at `positions` to cache rows and returns their hidden states [B, n, D].
+
+        Args:
+            valid: bool [B, n]; invalid tokens are not written and their output means nothing.
+            slots: int32 [B], the cache row of each batch row; None: row b is slot b.
+        """
+        length = cache[0][0].shape[2]
+        columns = jnp.where(valid, positions, length)  # out of range: the write is dropped
+        x = self._embedded(tokens)
+        cos, sin = self._rotary(positions)
+        graph, stack = nnx.split(self.layers)
+        updated: Cache = []
+        # Unrolled: a scan would copy each layer's cache in and out at every token.
+        for index, layer in enumerate(cache):
+            block = nnx.merge(graph, jax.tree.map(lambda p, i=index: p[i], stack))
+            x, layer = block.cached(x, cos, sin, positions, layer, slots, columns)
+            updated.append(layer)
+        return self.final_norm(x), updated
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] -> float32 [..., V]."""
+        logits = (
+            self.embed.attend(hidden) if self.architecture.tie_word_embeddings else self.lm_head(hidden)
+        )
+        return logits.astype(jnp.float32)
+
+    def _embedded(self, tokens: jax.Array) -> jax.Array:
+        return self.embed(tokens).astype(self.numerics.compute_dtype)
+
+    def _rotary(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        angles = positions[..., None].astype(jnp.float32) * attention.inverse_frequencies(self.architecture)
+        return jnp.cos(angles), jnp.sin(angles)
+
+
+class Policy:
+    """A decoder without its parameters: what jitted functions close over.
+
+    `policy.merge(params)` gives the `Decoder`; `policy.init(key)` draws parameters.
+    """
+
+    def __init__(self, architecture: Architecture, numerics: Numerics):
+        self.architecture, self.numerics = architecture, numerics
+        abstract = nnx.eval_shape(lambda: Decoder(architecture, numerics, nnx.Rngs(0)))
+        self.graph, state = nnx.split(abstract)
+        self.abstract_params: Params = nnx.to_pure_dict(state)  # leaves: ShapeDtypeStruct
+
+    def merge(self, params: Params) -> Decoder:
+        return nnx.merge(self.graph, params)
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh parameters; jit it with `out_shardings` so that they are born sharded."""
+        return nnx.to_pure_dict(nnx.state(Decoder(self.architecture, self.numerics, nnx.Rngs(key))))
+
+    def empty_cache(self, slots: int, length: int) -> Cache:
+        """Zeroed keys and values for `slots` rows of `length` tokens."""
+        a = self.architecture
+        shape = (slots, a.num_kv_heads, length, a.head_dim)
+        dtype = self.numerics.compute_dtype
+        return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(a.num_layers)]

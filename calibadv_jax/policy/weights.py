@@ -1,0 +1,123 @@
+"""The weight-name table: our parameter path <-> HuggingFace name, layout and logical axes.
+
+One row a parameter, used in both directions and for sharding. `layers` parameters are stacked on a
+leading axis here and are one tensor a layer in HuggingFace's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from calibadv_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Weight:
+    """How one parameter is named and laid out."""
+
+    hf: str  # HuggingFace name; {layer} for stacked parameters
+    axes: tuple[str, ...]  # logical axes of our array
+    transposed: bool = False  # HuggingFace stores [out, in], we store [in, out]
+
+    @property
+    def stacked(self) -> bool:
+        return "{layer}" in self.hf
+
+
+def _layer(name: str, *axes: str, transposed: bool = False) -> Weight:
+    return Weight("model.layers.{layer}." + name, ("layers", *axes), transposed)
+
+
+WEIGHTS: dict[str, Weight] = {
+    "embed.embedding": Weight("model.embed_tokens.weight", ("vocab", "embed")),
+    "layers.attn_norm.scale": _layer("input_layernorm.weight", "norm"),
+    "layers.attn.q.kernel": _layer("self_attn.q_proj.weight", "embed", "heads", transposed=True),
+    "layers.attn.k.kernel": _layer("self_attn.k_proj.weight", "embed", "kv_heads", transposed=True),
+    "layers.attn.v.kernel": _layer("self_attn.v_proj.weight", "embed", "kv_heads", transposed=True),
+    "layers.attn.o.kernel": _layer("self_attn.o_proj.weight", "heads", "embed", transposed=True),
+    "layers.attn.q.bias": _layer("self_attn.q_proj.bias", "heads"),
+    "layers.attn.k.bias": _layer("self_attn.k_proj.bias", "kv_heads"),
+    "layers.attn.v.bias": _layer("self_attn.v_proj.bias", "kv_heads"),
+    "layers.attn.o.bias": _layer("self_attn.o_proj.bias", "norm"),
+    "layers.attn.q_norm.scale": _layer("self_attn.q_norm.weight", "norm"),
+    "layers.attn.k_norm.scale": _layer("self_attn.k_norm.weight", "norm"),
+    "layers.mlp_norm.scale": _layer("post_attention_layernorm.weight", "norm"),
+    "layers.mlp.gate.kernel": _layer("mlp.gate_proj.weight", "embed", "mlp", transposed=True),
+    "layers.mlp.up.kernel": _layer("mlp.up_proj.weight", "embed", "mlp", transposed=True),
+    "layers.mlp.down.kernel": _layer("mlp.down_proj.weight", "mlp", "embed", transposed=True),
+    "layers.mlp.gate.bias": _layer("mlp.gate_proj.bias", "mlp"),
+    "layers.mlp.up.bias": _layer("mlp.up_proj.bias", "mlp"),
+    "layers.mlp.down.bias": _layer("mlp.down_proj.bias", "norm"),
+    "final_norm.scale": Weight("model.norm.weight", ("norm",)),
+    "lm_head.kernel": Weight("lm_head.weight", ("embed", "vocab"), transposed=True),
+}
+
+
+def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dict -> {dotted path: leaf}."""
+    flat: dict[str, Any] = {}
+    for name, value in params.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """{dotted path: leaf} -> nested dict."""
+    nested: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, name = path.split(".")
+        node = nested
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = value
+    return nested
+
+
+def to_hf(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields HuggingFace names and host arrays, one layer at a time, from a nested dict of arrays."""
+    for path, value in flatten(params).items():
+        weight = WEIGHTS[path]
+        array = np.asarray(value)
+        for index, part in enumerate(array) if weight.stacked else [(0, array)]:
+            yield weight.hf.format(layer=index), part.T if weight.transposed else part
+
+
+def hf_shapes(abstract: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """HuggingFace name -> shape, for a nested dict of arrays or ShapeDtypeStructs."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, leaf in flatten(abstract).items():
+        weight = WEIGHTS[path]
+        shape = leaf.shape[1:] if weight.stacked else leaf.shape
+        for index in range(leaf.shape[0] if weight.stacked else 1):
+            shapes[weight.hf.format(layer=index)] = shape[::-1] if weight.transposed else shape
+    return shapes
+
+
+def check_hf(found: Mapping[str, tuple[int, ...]], abstract: Mapping[str, Any], source: str) -> None:
+    """Compares a checkpoint's names and shapes with the policy's.
+
+    Raises:
+        UserError: one message that lists every missing, extra and misshapen tensor.
+    """
+    expected = hf_shapes(abstract)
+    problems = [f"missing {name} {list(expected[name])}" for name in expected if name not in found]
+    problems += [f"unexpected {name} {list(found[name])}" for name in found if name not in expected]
+    problems += [
+        f"{name} has shape {list(found[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    if problems:
+        raise UserError(f"{source}: {len(problems)} tensor(s) do not fit config.json: {'; '.join(problems)}")
+
+
+def from_hf(path: str, read: Any, num_layers: int) -> np.ndarray:
+    """Assembles our parameter at dotted `path`; `read(name)` gives a HuggingFace tensor as numpy array."""
+    weight = WEIGHTS[path]
+    names = [weight.hf.format(layer=index) for index in range(num_layers if weight.stacked else 1)]
+    parts = [read(name).T if weight.transposed else read(name) for name in names]
+    return np.stack(parts) if weight.stacked else np.ascontiguousarray(parts[0])

@@ -1,0 +1,357 @@
+"""The embedded sampler: continuous batching over a KV cache, in process, on the trainer's mesh.
+
+A trajectory owns one row of the cache ("slot") from its first turn to its release, so that each
+turn prefills only what is new. Prefill and decode have static shapes; between chunks of decoded
+tokens finished rows are handed back and waiting ones admitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from calibadv_jax.config import SamplerConfig
+from calibadv_jax.policy.sharding import RULES, replicated
+from calibadv_jax.policy.transformer import Cache, Params, Policy
+from calibadv_jax.rollout.protocols import Completion, SamplingParams
+from calibadv_jax.rollout.sampling import sample_tokens
+from calibadv_jax.trajectory import StopReason
+
+
+@dataclass
+class _Request:
+    """One completion in progress."""
+
+    session: str
+    context: list[int]
+    sampling: SamplingParams
+    future: asyncio.Future[Completion]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def everything(self) -> list[int]:
+        return self.context + self.tokens
+
+
+class JaxSampler:
+    """Implements `rollout.protocols.Sampler`.
+
+    Args:
+        tokenizer: decides, with `eos_token_id`, where a completion ends.
+        max_length: tokens of the longest trajectory, prompt included.
+        restore: reads a published snapshot: folder -> (version, parameters in the policy's shardings).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: Any,
+        config: SamplerConfig,
+        mesh: Mesh,
+        max_length: int,
+        restore: Callable[[Path], tuple[int, Params]],
+    ):
+        self.policy, self.tokenizer, self.config, self.mesh = policy, tokenizer, config, mesh
+        self.max_length = max_length
+        self._restore = restore
+        self._params: Params | None = None
+        self._version = -1
+        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._slots = -(-config.slots // shards) * shards
+        self._cache: Cache | None = None
+        self._cached: list[list[int]] = [[] for _ in range(self._slots)]  # token ids each row holds
+        self._slot_of: dict[str, int] = {}
+        self._waiting: deque[_Request] = deque()
+        self._active: dict[int, _Request] = {}
+        self._pump_task: asyncio.Task[None] | None = None
+        self._prefill = jax.jit(self._prefill_rows, donate_argnums=1)
+        self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
+        self._pause_table: dict[tuple[str, ...], jax.Array] = {}
+
+    async def load(self, snapshot: Path) -> None:
+        """Takes the weights of a snapshot. No completion may be in progress.
+
+        Raises:
+            RuntimeError: completions are in progress.
+        """
+        if self._active or self._waiting:
+            raise RuntimeError("weights can not be swapped while completions are in progress")
+        self._version, self._params = await asyncio.to_thread(self._restore, snapshot)
+        for row in self._cached:
+            row.clear()
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: SamplingParams, session: str
+    ) -> Completion:
+        """Samples up to a stop string, end-of-text, or `sampling.max_tokens`.
+
+        Raises:
+            RuntimeError: no snapshot was loaded.
+            ValueError: the context is empty, or leaves no room for a token.
+        """
+        if self._params is None:
+            raise RuntimeError("no weights: load a snapshot before generating")
+        if not 0 < len(token_ids) < self.max_length:
+            raise ValueError(f"context of {len(token_ids)} tokens; must be 1 to {self.max_length - 1}")
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Request(session, list(token_ids), sampling, future))
+        self._kick()
+        return await future
+
+    def release(self, session: str) -> None:
+        """Frees the session's slot and drops what it still had in progress."""
+        self._waiting = deque(request for request in self._waiting if request.session != session)
+        slot = self._slot_of.pop(session, None)
+        if slot is not None:
+            self._active.pop(slot, None)
+            self._cached[slot].clear()
+            if self._waiting:
+                self._kick()
+
+    def _kick(self) -> None:
+        if self._pump_task is None or self._pump_task.done():
+            self._pump_task = asyncio.get_running_loop().create_task(self._pump())
+
+    async def _pump(self) -> None:
+        """Runs while there is work; one device call at a time, off the event loop."""
+        while True:
+            await asyncio.sleep(0)  # whoever is ready now hands in its request before rows are chosen
+            self._admit()
+            if not self._active:
+                return
+            requests = dict(self._active)
+            try:
+                ended = await asyncio.to_thread(self._advance, requests)
+            except Exception as error:
+                self._fail(error)
+                raise
+            for slot, reason in ended.items():
+                request = requests[slot]
+                if self._active.get(slot) is request:
+                    del self._active[slot]
+                if not request.future.done():
+                    request.future.set_result(
+                        Completion(request.tokens, request.logprobs, reason, (self._version,))
+                    )
+
+    def _fail(self, error: Exception) -> None:
+        """Hands an engine error to everyone who waits; the donated cache is gone with it."""
+        for request in [*self._active.values(), *self._waiting]:
+            if not request.future.done():
+                request.future.set_exception(error)
+        self._active.clear()
+        self._waiting.clear()
+        self._cache = None
+
+    def _admit(self) -> None:
+        held = deque[_Request]()
+        taken = set(self._slot_of.values())
+        free = deque(slot for slot in range(self._slots) if slot not in taken)
+        while self._waiting:
+            request = self._waiting.popleft()
+            if request.future.done():
+                continue
+            if request.session not in self._slot_of:
+                if not free:
+                    held.append(request)
+                    continue
+                self._slot_of[request.session] = free.popleft()
+            self._active[self._slot_of[request.session]] = request
+        self._waiting = held
+
+    def _advance(self, requests: dict[int, _Request]) -> dict[int, StopReason]:
+        """Prefills what is new in every row, decodes one chunk, and says which rows ended."""
+        with jax.set_mesh(self.mesh):
+            if self._cache is None:
+                self._cache = self._new_cache()
+                for row in self._cached:
+                    row.clear()
+            self._fill(requests)
+            self._chunk(requests)
+        reasons = {slot: self._ended(request) for slot, request in requests.items()}
+        return {slot: reason for slot, reason in reasons.items() if reason is not None}
+
+    def _new_cache(self) -> Cache:
+        heads = RULES["kv_heads"]
+        fits = self.policy.architecture.num_kv_heads % self.mesh.shape["tensor"] == 0
+        sharding = NamedSharding(self.mesh, P(RULES["batch"], heads if fits else None))
+        make = jax.jit(
+            lambda: self.policy.empty_cache(self._slots, self.max_length), out_shardings=sharding
+        )
+        return make()
+
+    def _fill(self, requests: dict[int, _Request]) -> None:
+        """Brings all but the last context token of every row into the cache."""
+        pending: dict[int, list[int]] = {}
+        for slot, request in requests.items():
+            tokens = request.everything
+            kept = _common_prefix(self._cached[slot], tokens[:-1])
+            del self._cached[slot][kept:]
+            if kept < len(tokens) - 1:
+                pending[slot] = tokens[kept:-1]
+        while pending:
+            widest = max(len(tokens) for tokens in pending.values())
+            width = next(w for w in self._widths() if w >= min(widest, self.config.prefill_chunk))
+            rows = next(r for r in self._row_counts() if r >= len(pending))
+            tokens = np.zeros((rows, width), np.int32)
+            starts, counts = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+            # Rows beyond the pending ones write nothing; an unused slot index keeps them harmless.
+            unused = [slot for slot in range(self._slots) if slot not in pending]
+            slots = np.array([*pending, *unused][:rows], np.int32)
+            for row, slot in enumerate(list(pending)):
+                block = pending[slot][:width]
+                tokens[row, : len(block)] = block
+                starts[row], counts[row] = len(self._cached[slot]), len(block)
+                self._cached[slot].extend(block)
+                pending[slot] = pending[slot][width:]
+                if not pending[slot]:
+                    del pending[slot]
+            whole = rows == self._slots
+            if whole:  # row b is slot b: no gather of the cache
+                order = np.argsort(slots)
+                tokens, starts, counts = tokens[order], starts[order], counts[order]
+            self._cache = self._prefill(
+                self._params, self._cache, *self._put(tokens, starts, counts), None if whole else slots
+            )
+
+    def _chunk(self, requests: dict[int, _Request]) -> None:
+        """Decodes up to `decode_chunk` tokens in every row and appends them to the requests."""
+        shape = self._slots
+        last, positions, remaining, top_k = (np.zeros(shape, np.int32) for _ in range(4))
+        seeds = np.zeros(shape, np.uint32)
+        temperatures, top_p = np.ones(shape, np.float32), np.ones(shape, np.float32)
+        for slot, request in requests.items():
+            sampling = request.sampling
+            last[slot] = request.everything[-1]
+            positions[slot] = len(request.everything) - 1
+            room = self.max_length - len(request.everything)
+            remaining[slot] = min(sampling.max_tokens - len(request.tokens), room)
+            temperatures[slot], top_p[slot] = sampling.temperature, sampling.top_p
+            top_k[slot], seeds[slot] = sampling.top_k, sampling.seed & 0xFFFFFFFF
+        stops = {request.sampling.stop for request in requests.values()}
+        pause = self._pauses(tuple(sorted({stop for group in stops for stop in group})))
+        filtered = any(r.sampling.top_p < 1 or r.sampling.top_k > 0 for r in requests.values())
+        rows = self._put(last, positions, remaining, seeds, temperatures, top_p, top_k)
+        self._cache, tokens, logprobs, counts = self._decode(
+            self._params, self._cache, rows, pause, filtered, self.config.decode_chunk
+        )
+        tokens, logprobs, counts = jax.device_get((tokens, logprobs, counts))
+        for slot, request in requests.items():
+            count = int(counts[slot])
+            self._cached[slot].append(int(last[slot]))
+            self._cached[slot].extend(tokens[slot, : count - 1].tolist())
+            request.tokens.extend(tokens[slot, :count].tolist())
+            request.logprobs.extend(logprobs[slot, :count].tolist())
+
+    def _ended(self, request: _Request) -> StopReason | None:
+        if request.tokens[-1] == self.tokenizer.eos_token_id:
+            return "eos"
+        text = self.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        if any(stop in text for stop in request.sampling.stop):
+            return "stop"
+        full = len(request.everything) >= self.max_length
+        return "length" if full or len(request.tokens) >= request.sampling.max_tokens else None
+
+    def _pauses(self, stop: tuple[str, ...]) -> jax.Array:
+        """bool [V]: tokens at which a row pauses, for the host to look whether a stop string is complete.
+
+        A stop string can only end inside a token that contains its last character.
+        """
+        if stop not in self._pause_table:
+            endings = {text[-1] for text in stop}
+            table = np.zeros(self.policy.architecture.vocab_size, bool)
+            for token in range(min(len(self.tokenizer), len(table))):
+                text = self.tokenizer.decode([token], skip_special_tokens=False)
+                table[token] = any(ending in text for ending in endings)
+            table[self.tokenizer.eos_token_id] = True
+            self._pause_table[stop] = jax.device_put(table, replicated(self.mesh))
+        return self._pause_table[stop]
+
+    def _put(self, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
+        return jax.device_put(arrays, replicated(self.mesh))
+
+    def _widths(self) -> list[int]:
+        full = self.config.prefill_chunk
+        return sorted({max(1, full // 4), full})
+
+    def _row_counts(self) -> list[int]:
+        return sorted({max(1, self._slots // 8), self._slots})
+
+    def _prefill_rows(
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: jax.Array,
+        starts: jax.Array,
+        counts: jax.Array,
+        slots: jax.Array | None,
+    ) -> Cache:
+        """tokens [B, W], of which the first counts [B] are written from column starts [B] on."""
+        offsets = jnp.arange(tokens.shape[1])
+        positions = starts[:, None] + offsets
+        valid = offsets < counts[:, None]
+        return self.policy.merge(params).decode(tokens, positions, valid, cache, slots)[1]
+
+    def _decode_rows(
+        self,
+        params: Params,
+        cache: Cache,
+        rows: tuple[jax.Array, ...],
+        pause: jax.Array,
+        filtered: bool,
+        chunk: int,
+    ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+        """Decodes until every row has paused, run out, or made `chunk` tokens.
+
+        Returns the cache, tokens int32 [S, chunk], log-probabilities float32 [S, chunk], counts [S].
+        """
+        last, positions, remaining, seeds, temperatures, top_p, top_k = rows
+        decoder = self.policy.merge(params)
+        num_rows = last.shape[0]
+
+        def running(carry: Any) -> jax.Array:
+            return (carry[0] < chunk) & jnp.any(carry[3])
+
+        def one_token(carry: Any) -> Any:
+            step, cache, last, live, tokens, logprobs, counts = carry
+            at = positions + counts
+            hidden, cache = decoder.decode(last[:, None], at[:, None], live[:, None], cache)
+            chosen, chosen_logprobs = sample_tokens(
+                decoder.logits(hidden[:, 0]), seeds, at, temperatures, top_p, top_k, filtered
+            )
+            last = jnp.where(live, chosen, last)
+            tokens = tokens.at[:, step].set(jnp.where(live, chosen, 0))
+            logprobs = logprobs.at[:, step].set(jnp.where(live, chosen_logprobs, 0.0))
+            counts = counts + live.astype(jnp.int32)
+            live = live & ~pause[chosen] & (counts < remaining)
+            return step + 1, cache, last, live, tokens, logprobs, counts
+
+        start = (
+            jnp.int32(0),
+            cache,
+            last,
+            remaining > 0,
+            jnp.zeros((num_rows, chunk), jnp.int32),
+            jnp.zeros((num_rows, chunk), jnp.float32),
+            jnp.zeros(num_rows, jnp.int32),
+        )
+        _, cache, _, _, tokens, logprobs, counts = jax.lax.while_loop(running, one_token, start)
+        return cache, tokens, logprobs, counts
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    shared = min(len(left), len(right))
+    if list(left[:shared]) == list(right[:shared]):
+        return shared
+    return next(index for index in range(shared) if left[index] != right[index])

@@ -1,0 +1,215 @@
+"""The embedded sampler against the learner's own forward pass."""
+
+import asyncio
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calibadv_jax.config import MeshConfig, SamplerConfig
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.logprobs import token_logprobs
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.rollout.jax_sampler import JaxSampler
+from calibadv_jax.rollout.protocols import SamplingParams
+from calibadv_jax.rollout.sampling import sample_tokens
+
+CHARACTERS = "abcdefghij<>/ "
+EOS = len(CHARACTERS)
+
+
+class CharTokenizer:
+    """One token a character, and two that carry a tag's end together with another character."""
+
+    eos_token_id = EOS
+    pieces = [*CHARACTERS, "<eos>", ">a", ">\n", "x", "y"]
+
+    def __len__(self):
+        return len(self.pieces)
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(self.pieces[i] for i in ids)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": 19,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+    }
+    return Policy(architecture_from_hf(config), Numerics())
+
+
+@pytest.fixture(scope="module")
+def params(policy):
+    params = policy.init(jax.random.key(3))
+    params["embed"]["embedding"] = params["embed"]["embedding"] * 20.0  # far from uniform
+    return params
+
+
+def make_sampler(policy, params, max_length=96, **config):
+    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    defaults = {"slots": 4, "decode_chunk": 5, "prefill_chunk": 8}
+    sampler = JaxSampler(
+        policy, CharTokenizer(), SamplerConfig(**(defaults | config)), mesh, max_length, lambda _: (7, params)
+    )
+    asyncio.run(sampler.load(None))
+    return sampler
+
+
+def recompute(policy, params, tokens, temperature=1.0):
+    decoder = policy.merge(params)
+    row = jnp.asarray(tokens, jnp.int32)[None]
+    hidden = decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row))
+    targets = jnp.concatenate([row[:, 1:], row[:, :1]], axis=1)
+    return np.asarray(token_logprobs(decoder, hidden, targets, temperature, 1024)[0][0])
+
+
+def test_logprobs_equal_the_learners_over_multi_turn_trajectories(policy, params):
+    sampler = make_sampler(policy, params)
+
+    async def trajectory(index):
+        tokens, spans = [1, 2, 3 + index], []
+        for turn in range(3):
+            sampling = SamplingParams(12, 0.8, seed=100 * index + turn, stop=("</j>",))
+            done = await sampler.generate(tokens, sampling, f"t{index}")
+            spans.append((len(tokens), done))
+            tokens = tokens + done.token_ids + [4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5][: 3 + 4 * turn]
+        sampler.release(f"t{index}")
+        return tokens, spans
+
+    async def everything():
+        return await asyncio.gather(*(trajectory(i) for i in range(7)))  # more than there are slots
+
+    for tokens, spans in asyncio.run(everything()):
+        expected = recompute(policy, params, tokens, 0.8)
+        for start, done in spans:
+            got = np.array(done.logprobs)
+            np.testing.assert_allclose(got, expected[start - 1 : start - 1 + len(got)], atol=1e-3)
+            assert done.policy_versions == (7,)
+
+
+def test_same_seed_gives_same_tokens_whoever_else_is_in_the_batch(policy, params):
+    sampling = SamplingParams(20, 1.0, seed=5)
+
+    async def alone(sampler):
+        return await sampler.generate([1, 2, 3], sampling, "x")
+
+    async def crowded(sampler):
+        others = [
+            sampler.generate([4, 5, i], SamplingParams(20, 1.0, seed=i), f"o{i}") for i in range(3)
+        ]
+        return (await asyncio.gather(*others, alone(sampler)))[-1]
+
+    first = asyncio.run(alone(make_sampler(policy, params)))
+    second = asyncio.run(crowded(make_sampler(policy, params)))
+    assert first.token_ids == second.token_ids
+    other_seed = SamplingParams(20, 1.0, seed=6)
+    third = asyncio.run(make_sampler(policy, params).generate([1, 2, 3], other_seed, "x"))
+    assert third.token_ids != first.token_ids
+
+
+def test_greedy_is_the_argmax(policy, params):
+    done = asyncio.run(make_sampler(policy, params).generate([1, 2, 3], SamplingParams(9, 0.0), "g"))
+    tokens = [1, 2, 3]
+    decoder = policy.merge(params)
+    for sampled in done.token_ids:
+        row = jnp.asarray(tokens)[None]
+        hidden = decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row))
+        assert int(jnp.argmax(decoder.logits(hidden)[0, -1])) == sampled
+        tokens.append(sampled)
+
+
+def test_stops_inside_a_token_and_keeps_it(policy, params):
+    """A stop string may end in the middle of a token; the token stays as it was sampled."""
+    pieces = CharTokenizer.pieces
+    forced = [pieces.index("<"), pieces.index("/"), pieces.index("j"), pieces.index(">\n")]
+    script = dict(zip([3, *forced[:-1]], forced, strict=True))
+
+    class Scripted:
+        """A decoder whose next token is a fixed function of the last one."""
+
+        def __init__(self, real):
+            self.real = real
+
+        def decode(self, tokens, positions, valid, cache, slots=None):
+            return jax.nn.one_hot(tokens, 19), self.real.decode(tokens, positions, valid, cache, slots)[1]
+
+        def logits(self, hidden):
+            table = jnp.zeros((19, 19))
+            for last, following in script.items():
+                table = table.at[last, following].set(50.0)
+            return hidden @ table
+
+    class ScriptedPolicy(Policy):
+        def merge(self, params):
+            return Scripted(super().merge(params))
+
+    scripted = ScriptedPolicy(policy.architecture, policy.numerics)
+    sampler = make_sampler(scripted, params)
+    done = asyncio.run(sampler.generate([1, 3], SamplingParams(30, stop=("</j>",)), "s"))
+    assert done.token_ids == forced
+    assert done.stop_reason == "stop"
+
+
+def test_length_limits(policy, params):
+    sampler = make_sampler(policy, params, max_length=24)
+    params_no_stop = SamplingParams(200, 1.0, seed=1, stop=())
+    done = asyncio.run(sampler.generate([1, 2, 3], params_no_stop, "a"))
+    assert done.stop_reason == "eos" or len(done.token_ids) == 21
+    with pytest.raises(ValueError, match="context of 24"):
+        asyncio.run(sampler.generate([1] * 24, params_no_stop, "b"))
+
+
+def test_refuses_to_swap_weights_in_flight(policy, params):
+    sampler = make_sampler(policy, params)
+
+    async def swap():
+        running = asyncio.ensure_future(sampler.generate([1, 2], SamplingParams(8), "a"))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="in progress"):
+            await sampler.load(None)
+        await running
+
+    asyncio.run(swap())
+
+
+@pytest.mark.parametrize(("top_p", "top_k", "allowed"), [(1.0, 2, {0, 1}), (0.55, 0, {0, 1}), (0.01, 0, {0})])
+def test_filters_keep_the_best_tokens(top_p, top_k, allowed):
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]).repeat(400, 0))
+    tokens, logprobs = sample_tokens(
+        logits,
+        jnp.arange(400, dtype=jnp.uint32),
+        jnp.zeros(400, jnp.int32),
+        jnp.ones(400),
+        jnp.full(400, top_p),
+        jnp.full(400, top_k, jnp.int32),
+        filtered=True,
+    )
+    assert set(np.asarray(tokens).tolist()) == allowed
+    np.testing.assert_allclose(logprobs, np.asarray(logits)[0, np.asarray(tokens)], atol=1e-6)
+
+
+def test_frequencies_follow_the_distribution():
+    probabilities = np.array([0.5, 0.25, 0.2, 0.05, 0.0])
+    count = 20_000
+    tokens, _ = sample_tokens(
+        jnp.log(jnp.asarray(probabilities, jnp.float32))[None].repeat(count, 0),
+        jnp.arange(count, dtype=jnp.uint32),
+        jnp.zeros(count, jnp.int32),
+        jnp.ones(count),
+        jnp.ones(count),
+        jnp.zeros(count, jnp.int32),
+        filtered=False,
+    )
+    observed = np.bincount(np.asarray(tokens), minlength=5) / count
+    np.testing.assert_allclose(observed, probabilities, atol=0.015)
