@@ -110,6 +110,7 @@ class PromptConfig:
 class RolloutConfig:
     __pydantic_config__ = STRICT
     questions_per_step: int = 512
+    """Questions drawn per training step."""
     group_size: int = 5
     """Trajectories per question."""
     max_searches: int = 4
@@ -125,7 +126,9 @@ class RolloutConfig:
     on_invalid: Literal["end", "retry"] = "end"
     """A turn that is neither search nor answer ends the trajectory (CalibAdv) or is told so (Search-R1)."""
     temperature: float = 1.0
+    """Sampling temperature; 0: greedy."""
     top_p: float = 1.0
+    """Sample from the smallest set of tokens with this probability; 1: off."""
     top_k: int = 0
     """0: off."""
     max_concurrency: int = 512
@@ -142,7 +145,8 @@ class RolloutConfig:
         _require(self, "in (0, 1]", "top_p")
         if self.max_prompt_length >= self.max_length:
             raise ValueError(
-                f"max_prompt_length is {self.max_prompt_length}, but must be below max_length ({self.max_length})"
+                f"max_prompt_length is {self.max_prompt_length},"
+                f" but must be below max_length ({self.max_length})"
             )
 
 
@@ -192,6 +196,7 @@ class RetrieverConfig:
 class RewardConfig:
     __pydantic_config__ = STRICT
     answer: Literal["f1", "em", "cover_em"] = "f1"
+    """Score of the answer against the golden answers; the best match counts."""
     format: bool = True
     """Multiply the answer reward by format validity (0 or 1)."""
     shuffle: bool = False
@@ -202,6 +207,7 @@ class RewardConfig:
 class AdvantageConfig:
     __pydantic_config__ = STRICT
     name: Literal["grpo", "calibadv"] = "calibadv"
+    """grpo: one advantage a trajectory; calibadv: calibrated by turn (arXiv 2604.18235)."""
     normalize_std: bool = True
     """Divide by the group's standard deviation (GRPO); false: centre only (Dr. GRPO)."""
     soft_penalty: bool = True
@@ -213,11 +219,11 @@ class AdvantageConfig:
     rebalance: bool = True
     """calibadv: balance positive and negative advantage of the answer turns within each group."""
     target_ratio: float = 1.0
-    """calibadv: the paper's lambda: |negative sum| / positive sum over answer-turn tokens after rebalancing."""
+    """calibadv: the paper's lambda: |negative sum| / positive sum over answer-turn tokens, rebalanced."""
     adjust: Literal["positive", "negative"] = "positive"
     """calibadv: the side that is rescaled."""
     order: Literal["penalty_first", "rebalance_first"] = "penalty_first"
-    """calibadv: which of the two acts first; they touch the same tokens only where a trajectory ends in a search."""
+    """calibadv: which acts first; they act on different turns, so the result is the same."""
 
     def __post_init__(self) -> None:
         _require(self, "in [0, 1]", "silver_threshold")
@@ -228,14 +234,17 @@ class AdvantageConfig:
 class LossConfig:
     __pydantic_config__ = STRICT
     clip_low: float = 0.2
+    """PPO clip: lower bound 1 - clip_low of the probability ratio."""
     clip_high: float = 0.2
-    """PPO clip: the probability ratio is held within [1 - clip_low, 1 + clip_high]."""
+    """PPO clip: upper bound 1 + clip_high."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Mean over the trained tokens of the mini-batch, or over its trajectories of each one's token mean."""
     kl_coef: float = 0.0
     """Weight of the KL term to the initial policy; 0: no reference policy is kept."""
     kl_estimator: Literal["low_var_kl", "kl", "abs", "mse"] = "low_var_kl"
+    """Estimator of the KL divergence per token."""
     entropy_coef: float = 0.0
+    """Weight of the entropy bonus; 0: off."""
     old_logprobs: Literal["recompute", "sampler"] = "recompute"
     """Denominator of the ratio: recomputed by the learner before the first update, or as sampled."""
     importance_cap: float = 0.0
@@ -251,15 +260,21 @@ class OptimizerConfig:
     name: Literal["adamw", "muon"] = "adamw"
     """muon: orthogonalised momentum on matrices, AdamW on the rest."""
     lr: float = 5e-7
+    """Peak learning rate."""
     adam_lr: float = 0.0
     """muon: peak rate of the parameters that are not layer matrices; 0: the same."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """Learning rate after the warm-up."""
     warmup_steps: int = 0
     """Optimizer updates of linear warm-up."""
     weight_decay: float = 0.0
+    """Decoupled weight decay."""
     beta1: float = 0.9
+    """Decay of the first moment."""
     beta2: float = 0.999
+    """Decay of the second moment."""
     max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
 
     def __post_init__(self) -> None:
         _require(self, "> 0", "lr max_grad_norm")
@@ -280,6 +295,7 @@ class LearnerConfig:
     microbatch_rows: int = 8
     """Packed rows per forward/backward pass."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer of the training steps."""
 
     def __post_init__(self) -> None:
         _require(self, ">= 1", "steps epochs row_length microbatch_rows")
@@ -289,14 +305,18 @@ class LearnerConfig:
 @dataclass
 class SftConfig:
     __pydantic_config__ = STRICT
+    init_from: str = ""
+    """HuggingFace folder to start from; empty: random parameters of policy.init."""
     demonstrations: str = ""
     """JSONL of demonstrations, or the name of a generator: world."""
     phases: list[SftPhase] = field(default_factory=list)
     """Stages of the cold start, in order."""
     row_length: int = 512
+    """Tokens of a packed row."""
     rows: int = 16
     """Packed rows per update."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """Optimizer of the cold start."""
     output: str = "${run.dir}/sft"
     """HuggingFace folder the trained policy is written to."""
 
@@ -308,6 +328,7 @@ class SftConfig:
 class SftPhase:
     __pydantic_config__ = STRICT
     steps: int = 100
+    """Optimizer updates."""
     kind: str = "demonstrations"
     """What is learned from; see docs/configuration.md."""
     loss_on: Literal["sampled", "all"] = "sampled"
@@ -323,13 +344,21 @@ class WorldConfig:
     dir: str = ""
     """Folder the generated encyclopedia is written to; empty: none is made."""
     seed: int = 0
+    """Seed of the world; it does not depend on run.seed."""
     people: int = 160
+    """Fictional persons."""
     cities: int = 50
+    """Fictional cities."""
     companies: int = 50
+    """Fictional companies."""
     train_questions: int = 2000
+    """Questions written to data.train."""
     eval_questions: int = 200
+    """Held-out questions."""
     one_hop: float = 0.25
+    """Share of questions that one passage answers."""
     two_hop: float = 0.5
+    """Share of questions that need a passage to find the next."""
     comparison: float = 0.25
     """Shares of the question types; they are normalised."""
 
@@ -350,6 +379,7 @@ class CheckpointConfig:
     snapshot_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the policy snapshots that samplers load."""
     snapshots_kept: int = 2
+    """Policy snapshots kept."""
 
     def __post_init__(self) -> None:
         _require(self, ">= 0", "every")
@@ -359,6 +389,8 @@ class CheckpointConfig:
 @dataclass
 class EvaluateConfig:
     __pydantic_config__ = STRICT
+    policy: str = ""
+    """HuggingFace folder to evaluate; empty: policy.path."""
     every: int = 0
     """Training steps between evaluations; 0: none during training."""
     temperatures: list[float] = field(default_factory=lambda: [0.0])
@@ -366,6 +398,7 @@ class EvaluateConfig:
     samples: int = 1
     """Trajectories per question at temperatures above 0."""
     output: str = "${run.dir}/evaluation.json"
+    """JSON file of the scores."""
 
     def __post_init__(self) -> None:
         _require(self, ">= 0", "every")
@@ -378,16 +411,20 @@ class ExportConfig:
     source: str = ""
     """Checkpoint or snapshot to export; empty: the newest full checkpoint of run.dir."""
     output: str = "${run.dir}/hf"
+    """HuggingFace folder to write."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of the exported weights."""
 
 
 @dataclass
 class LogConfig:
     __pydantic_config__ = STRICT
     tensorboard: bool = True
+    """Write TensorBoard event files beside metrics.jsonl."""
     rollouts: bool = True
     """Keep every trajectory as rollouts/step_N.jsonl."""
     progress: bool = True
+    """Show a line a step, and a bar where standard error is a terminal."""
 
 
 @dataclass
@@ -418,7 +455,7 @@ class Config:
         if self.learner.row_length < self.rollout.max_length:
             raise ValueError(
                 f"learner.row_length is {self.learner.row_length}, but a trajectory may have"
-                f" rollout.max_length = {self.rollout.max_length} tokens: raise it, or lower rollout.max_length"
+                f" rollout.max_length = {self.rollout.max_length} tokens: raise the one or lower the other"
             )
 
 
@@ -441,7 +478,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         UserError: missing file, bad YAML, unknown key (with the nearest known one), bad value.
     """
     import yaml
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     path = Path(path)
@@ -453,10 +490,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     # Defaults come first, so that an interpolation may name a key which the file leaves alone.
     defaults = OmegaConf.create(dataclasses.asdict(Config()))
     try:
-        given = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        loaded = OmegaConf.load(path)
+        if not isinstance(loaded, DictConfig):
+            raise UserError(f"{path}: expected a mapping of sections, got a list")
+        given = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
         _refuse_unknown(OmegaConf.to_container(given), path)
         merged = OmegaConf.to_container(OmegaConf.merge(defaults, given), resolve=True)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from error
@@ -478,8 +518,6 @@ def _refuse_unknown(given: Any, path: Path) -> None:
             if dataclasses.is_dataclass(keys[dotted]) and isinstance(value, dict):
                 walk(value, f"{dotted}.")
 
-    if not isinstance(given, dict):
-        raise UserError(f"{path}: expected a mapping of sections, got {type(given).__name__}")
     walk(given, "")
 
 

@@ -18,6 +18,7 @@ class Sample:
     mask: np.ndarray  # bool [T], True where the token is trained
     advantages: np.ndarray  # float32 [T]
     logprobs: np.ndarray  # float32 [T], from the sampler; 0 where not sampled
+    old_logprobs: np.ndarray | None = None  # float32 [T], the ratio's denominator; None: the sampler's
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +111,8 @@ def pack(
         batch.weights[at.row, before] = weight[1:]
         batch.advantages[at.row, before] = sample.advantages[1:]
         batch.sampler_logprobs[at.row, before] = sample.logprobs[1:]
-        batch.old_logprobs[at.row, before] = sample.logprobs[1:]
+        old = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
+        batch.old_logprobs[at.row, before] = old[1:]
     return batch
 
 

@@ -1,0 +1,92 @@
+"""From nothing to a better search agent: ``python -m calibadv_jax.quickstart --config FILE``.
+
+Generates the world, builds the index, starts the retriever, makes the cold start, evaluates it, trains,
+evaluates again and exports: the other entry points, one after the other.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from calibadv_jax import cli
+from calibadv_jax.config import Config
+
+if TYPE_CHECKING:
+    from calibadv_jax.evaluate import Report
+
+
+def run(config: Config) -> None:
+    """Runs the whole chain in `run.dir`, and ends with a table and the paths of what was written."""
+    import json
+    from dataclasses import replace
+    from pathlib import Path
+
+    from calibadv_jax import export, sft, train
+    from calibadv_jax.data.world import write_world
+    from calibadv_jax.errors import UserError
+    from calibadv_jax.evaluate import evaluate_folder
+    from calibadv_jax.metrics.console import Console
+    from calibadv_jax.wiring import open_retriever
+
+    if not config.world.dir:
+        raise UserError("world.dir is empty: the quickstart generates its world there")
+    console = Console(config.log.progress)
+    seconds: dict[str, float] = {}
+    begun = time.monotonic()
+
+    def lap(name: str) -> None:
+        seconds[name] = time.monotonic() - begun - sum(seconds.values())
+
+    write_world(config.world)
+    lap("world")
+    if not (Path(config.sft.output) / "config.json").is_file():
+        sft.run(config)
+    lap("cold start")
+    with open_retriever(config) as retriever:
+        running = replace(config, retriever=replace(config.retriever, url=retriever.url))
+        lap("retriever")
+        before = evaluate_folder(running, running.sft.output, retriever)
+        lap("evaluation before")
+        train.run(running)
+        lap("training")
+        output = export.run(running)
+        lap("export")
+        after = evaluate_folder(running, str(output), retriever)
+        lap("evaluation after")
+    seconds["total"] = time.monotonic() - begun
+    report = Path(config.run.dir) / "quickstart.json"
+    report.write_text(json.dumps({"before": before, "after": after, "seconds": seconds}, indent=2))
+    console.say(comparison_table(before, after))
+    console.say("  ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
+    for label, path in {
+        "policy": output,
+        "cold start": config.sft.output,
+        "metrics": Path(config.run.dir) / "metrics.jsonl",
+        "rollouts": Path(config.run.dir) / "rollouts",
+        "report": report,
+    }.items():
+        console.say(f"{label:>10}  {path}")
+
+
+def comparison_table(before: Report, after: Report) -> str:
+    """F1 before and after, and format validity after, for each temperature and kind of question."""
+    from calibadv_jax.metrics.console import table
+
+    rows = [
+        [
+            temperature,
+            source,
+            before[temperature][source]["f1"],
+            values["f1"],
+            values["format"],
+            values["searches"],
+        ]
+        for temperature, sources in after.items()
+        for source, values in sources.items()
+    ]
+    return table(rows, ["temperature", "questions", "F1 before", "F1 after", "format", "searches"])
+
+
+if __name__ == "__main__":
+    cli.main(run, "calibadv_jax.quickstart", "From nothing to a better search agent.")

@@ -1,0 +1,64 @@
+"""Packing: every token at its place, weights that sum to one, few shapes."""
+
+import numpy as np
+import pytest
+
+from calibadv_jax.learner.batching import Sample, microbatches, pack, place, token_weights, unpack
+
+
+def make(length, trained, start=0):
+    mask = np.zeros(length, bool)
+    mask[length - trained :] = True
+    tokens = np.arange(start, start + length, dtype=np.int32)
+    return Sample(tokens, mask, tokens.astype(np.float32), -tokens.astype(np.float32))
+
+
+def test_every_sample_is_found_again_where_it_was_placed():
+    samples = [make(n, 2, 100 * i) for i, n in enumerate([5, 9, 3, 7, 4])]
+    batch = pack(samples, 12)
+    placements, rows = place([5, 9, 3, 7, 4], 12)
+    assert batch.tokens.shape == (rows, 12) == (3, 12)
+    for sample, at in zip(samples, placements, strict=True):
+        here = slice(at.start, at.start + at.length)
+        np.testing.assert_array_equal(batch.tokens[at.row, here], sample.tokens)
+        np.testing.assert_array_equal(batch.positions[at.row, here], np.arange(at.length))
+        assert len(set(batch.segment_ids[at.row, here])) == 1
+        np.testing.assert_array_equal(batch.targets[at.row, here][:-1], sample.tokens[1:])
+        assert batch.weights[at.row, at.start + at.length - 1] == 0  # nothing follows the last token
+
+
+def test_no_two_samples_share_a_segment():
+    batch = pack([make(3, 1), make(4, 1), make(5, 1)], 12)
+    assert batch.tokens.shape[0] == 1
+    assert sorted(set(batch.segment_ids[0].tolist())) == [1, 2, 3]
+
+
+def test_token_mean_weights_every_trained_token_alike():
+    weights = token_weights([make(5, 1), make(5, 3)], "token_mean")
+    assert np.concatenate(weights)[np.concatenate(weights) > 0].tolist() == [0.25] * 4
+
+
+def test_sequence_mean_weights_every_trained_trajectory_alike():
+    weights = token_weights([make(5, 1), make(5, 4), make(5, 0)], "sequence_mean")
+    np.testing.assert_allclose([w.sum() for w in weights], [0.5, 0.5, 0.0])
+
+
+def test_unpack_inverts_pack():
+    samples = [make(n, 2, 10 * i) for i, n in enumerate([5, 9, 3])]
+    batch = pack(samples, 12)
+    back = unpack(batch.sampler_logprobs, [5, 9, 3], 12)
+    for sample, values in zip(samples, back, strict=True):
+        np.testing.assert_array_equal(values[1:], sample.logprobs[1:])
+
+
+def test_microbatches_round_up_to_a_power_of_two():
+    batch = pack([make(10, 1) for _ in range(5)], 10)
+    split, filled = microbatches(batch, 2)
+    assert split.tokens.shape == (4, 2, 10)
+    assert filled == 3
+    assert float(split.weights.sum()) == pytest.approx(1.0)
+
+
+def test_too_long_a_sample_is_refused():
+    with pytest.raises(ValueError, match="sample 0 has 13 tokens, but a row holds 12"):
+        pack([make(13, 1)], 12)

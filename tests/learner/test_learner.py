@@ -1,0 +1,193 @@
+"""Identities of the update: packing, microbatches, meshes, masks."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
+from calibadv_jax.learner.batching import Sample, pack
+from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh, param_shardings
+from calibadv_jax.policy.transformer import Numerics, Policy
+
+VOCAB = 40
+
+
+@pytest.fixture(scope="module")
+def policy():
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    }
+    return Policy(architecture_from_hf(config), Numerics(remat="full"))
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+
+
+def sample(rng, length, prompt=3):
+    mask = rng.random(length) < 0.6
+    mask[:prompt] = False
+    mask[-1] = True
+    return Sample(
+        rng.integers(0, VOCAB, length).astype(np.int32),
+        mask,
+        rng.normal(size=length).astype(np.float32) * mask,
+        (-rng.random(length).astype(np.float32)) * mask,
+    )
+
+
+def samples(count=9, seed=0):
+    rng = np.random.default_rng(seed)
+    return [sample(rng, int(rng.integers(6, 20))) for _ in range(count)]
+
+
+def sgd_step(policy, mesh, batch, rows, loss, seed=0):
+    """One plain gradient step, so that parameters differ by exactly -gradient."""
+    learner = Learner(policy, optax.sgd(1.0), mesh, rows)
+    state = learner.init(init_params(policy, mesh, seed))
+    before = jax.device_get(state["params"])
+    state, metrics = learner.update(state, batch, loss)
+    after = jax.device_get(state["params"])
+    return jax.tree.map(lambda a, b: b - a, after, before), metrics
+
+
+def assert_same(left, right, atol=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), left, right)
+
+
+LOSS = policy_gradient(LossConfig(entropy_coef=0.01, importance_cap=2.0), on_policy=False)
+
+
+def test_packed_rows_equal_one_sample_a_row(policy, one_device):
+    chosen = samples()
+    packed, metrics = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
+    long_rows = pack(chosen, 32)
+    single = pack(chosen, 19)
+    assert long_rows.tokens.shape[0] < single.tokens.shape[0]
+    apart, metrics_apart = sgd_step(policy, one_device, single, single.tokens.shape[0], LOSS)
+    assert_same(packed, apart)
+    assert metrics["actor/loss"] == pytest.approx(metrics_apart["actor/loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_microbatches_equal_the_batch(policy, one_device, aggregation):
+    batch = pack(samples(), 24, aggregation)
+    whole, metrics = sgd_step(policy, one_device, batch, batch.tokens.shape[0], LOSS)
+    split, metrics_split = sgd_step(policy, one_device, batch, 2, LOSS)
+    assert_same(whole, split)
+    for name in metrics:
+        assert metrics[name] == pytest.approx(metrics_split[name], abs=1e-5), name
+
+
+def test_eight_devices_equal_one(policy, one_device):
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 (simulated) devices")
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    batch = pack(samples(), 24)
+    alone, metrics = sgd_step(policy, one_device, batch, 4, LOSS)
+    sharded, metrics_sharded = sgd_step(policy, mesh, batch, 4, LOSS)
+    assert_same(alone, sharded)
+    assert metrics["actor/grad_norm"] == pytest.approx(metrics_sharded["actor/grad_norm"], rel=1e-4)
+    kernel = param_shardings(policy.abstract_params, mesh)["layers"]["mlp"]["gate"]["kernel"]
+    assert kernel.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
+
+
+def test_optimizer_state_lives_where_its_parameter_lives(policy):
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 (simulated) devices")
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    for name in ("adamw", "muon"):
+        optimizer = make_optimizer(OptimizerConfig(name=name), make_schedule(OptimizerConfig(), 10))
+        learner = Learner(policy, optimizer, mesh, 4)
+        state = learner.init(init_params(policy, mesh, 0))
+        kernel = state["params"]["layers"]["mlp"]["down"]["kernel"]
+        moments = [
+            leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state["opt_state"])
+            if leaf.shape == kernel.shape and "down" in jax.tree_util.keystr(path)
+        ]
+        assert moments
+        assert all(leaf.sharding == kernel.sharding for leaf in moments)
+
+
+def test_untrained_tokens_have_no_influence(policy, one_device):
+    """Advantages, log-probabilities and targets under a False mask change nothing at all."""
+    chosen = samples()
+    rng = np.random.default_rng(1)
+    noisy = [
+        Sample(
+            s.tokens,
+            s.mask,
+            np.where(s.mask, s.advantages, rng.normal(size=len(s.mask))).astype(np.float32),
+            np.where(s.mask, s.logprobs, rng.normal(size=len(s.mask))).astype(np.float32),
+        )
+        for s in chosen
+    ]
+    clean, _ = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
+    same, _ = sgd_step(policy, one_device, pack(noisy, 32), 4, LOSS)
+    jax.tree.map(np.testing.assert_array_equal, clean, same)
+
+
+def test_gradient_of_masked_logprobs_is_exactly_zero(policy, one_device):
+    batch = pack(samples(), 32)
+
+    def total(logprobs):
+        return LOSS(logprobs, np.zeros_like(batch.weights), batch, None)[0]
+
+    gradient = jax.grad(total)(np.full_like(batch.weights, -1.0))
+    assert np.all(np.asarray(gradient)[batch.weights == 0] == 0.0)
+    assert np.any(np.asarray(gradient)[batch.weights > 0] != 0.0)
+
+
+def test_recomputed_logprobs_match_the_loss(policy, one_device):
+    chosen = samples()
+    batch = pack(chosen, 32)
+    learner = Learner(policy, optax.sgd(1.0), one_device, 4)
+    params = init_params(policy, one_device, 0)
+    logprobs = learner.logprobs(params, batch)
+    assert logprobs.shape == batch.tokens.shape
+    expected = -float(np.sum(batch.weights * logprobs))
+    _, metrics = learner.update(learner.init(params), batch, negative_log_likelihood)
+    assert metrics["actor/loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_non_finite_gradient_is_skipped(policy, one_device):
+    batch = pack(samples(), 32)
+    batch.advantages[0, 3] = np.nan
+    batch.weights[0, 3] = 0.1
+    learner = Learner(policy, optax.adamw(0.1), one_device, 4)
+    state = learner.init(init_params(policy, one_device, 0))
+    before = jax.device_get(state)
+    state, metrics = learner.update(state, batch, LOSS)
+    assert metrics["actor/skipped"] == 1.0
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state))
+
+
+def test_on_policy_shortcut_equals_recomputing(policy, one_device):
+    batch = pack(samples(), 32)
+    learner = Learner(policy, optax.sgd(1.0), one_device, 4)
+    batch.old_logprobs[:] = learner.logprobs(init_params(policy, one_device, 0), batch)
+    config = LossConfig()
+    shortcut, _ = sgd_step(policy, one_device, batch, 4, policy_gradient(config, on_policy=True))
+    recomputed, _ = sgd_step(policy, one_device, batch, 4, policy_gradient(config, on_policy=False))
+    assert_same(shortcut, recomputed)
+
+
+def test_rows_must_fill_the_mesh(policy):
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 (simulated) devices")
+    with pytest.raises(ValueError, match="multiple of data x fsdp = 8"):
+        Learner(policy, optax.sgd(1.0), make_mesh(MeshConfig()), 4)
