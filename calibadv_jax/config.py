@@ -349,6 +349,8 @@ class WorldConfig:
     """Fictional persons."""
     cities: int = 50
     """Fictional cities."""
+    works: int = 40
+    """Fictional books."""
     companies: int = 50
     """Fictional companies."""
     train_questions: int = 2000
@@ -363,7 +365,7 @@ class WorldConfig:
     """Shares of the question types; they are normalised."""
 
     def __post_init__(self) -> None:
-        _require(self, ">= 1", "people cities companies train_questions eval_questions")
+        _require(self, ">= 1", "people cities companies works train_questions eval_questions")
         _require(self, ">= 0", "one_hop two_hop comparison")
 
 

@@ -1,0 +1,99 @@
+"""CalibAdv: GRPO advantages, calibrated turn by turn (arXiv 2604.18235).
+
+Soft penalty: a losing trajectory's search turn that found silver documents is blamed less.
+Rebalance: within a group, the positive and negative advantage of the answer turns is brought to a
+given ratio. An answer turn is a trajectory's last sampled turn, whatever its kind. The two never touch
+the same turn, so their order does not change the result.
+"""
+
+from __future__ import annotations
+
+from calibadv_jax.advantages import grpo
+from calibadv_jax.advantages.credit import GroupCredit, answer_mass, last_sampled_turn
+from calibadv_jax.advantages.silver import silver_documents, turn_correctness
+from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.trajectory import Group
+
+
+def assign(group: Group, config: AdvantageConfig) -> GroupCredit:
+    """GRPO, then the calibration steps that are switched on, in the configured order.
+
+    Raises:
+        ValueError: a score is not finite.
+    """
+    credit = grpo.assign(group, config)
+    credit.silver = silver_documents(group, config.silver_threshold)
+    credit.correctness = [
+        turn_correctness(trajectory, credit.silver, config.correctness) for trajectory in group.trajectories
+    ]
+    for step in _ORDERS[config.order]:
+        step(credit, config)
+    return credit
+
+
+def _soften(credit: GroupCredit, config: AdvantageConfig) -> None:
+    """Search turns with a negative advantage keep 1 - correctness of it; answer turns keep it all."""
+    if not config.soft_penalty:
+        return
+    for trajectory, turns, correctness in zip(
+        credit.group.trajectories, credit.turns, credit.correctness, strict=True
+    ):
+        searches = slice(last_sampled_turn(trajectory) or 0)  # correctness is 0 where the kind is another
+        turns[searches] *= 1 - correctness[searches] * (turns[searches] < 0)
+
+
+def _rebalance(credit: GroupCredit, config: AdvantageConfig) -> None:
+    """Rescales one side so that |negative sum| / positive sum is the target over answer-turn tokens.
+
+    Where a side is empty nothing can balance it: the answer turns become 0, the other turns stay.
+    The factor is unbounded, as upstream.
+    """
+    if not config.rebalance:
+        return
+    positive, negative = answer_mass(credit.group, credit.answer_advantages())
+    factors = {"positive": 1.0, "negative": 1.0}
+    if positive == 0 or negative == 0:
+        factors = {"positive": 0.0, "negative": 0.0}
+    elif config.adjust == "positive":
+        factors["positive"] = negative / (positive * config.target_ratio)
+    else:
+        factors["negative"] = config.target_ratio * positive / negative
+    for trajectory, turns in zip(credit.group.trajectories, credit.turns, strict=True):
+        index = last_sampled_turn(trajectory)
+        if index is not None:
+            turns[index] *= factors["positive" if turns[index] > 0 else "negative"]
+
+
+_ORDERS = {"penalty_first": (_soften, _rebalance), "rebalance_first": (_rebalance, _soften)}
+
+_CORRECTNESS_WORDS = {
+    "fraction": "number of its newly found silver documents / number of its documents",
+    "max": "largest weight among its newly found silver documents",
+    "mean": "sum of the weights of its newly found silver documents / number of its documents",
+}
+
+
+def describe(config: AdvantageConfig) -> list[str]:
+    """What this configuration does, a line a switch."""
+    lines = ["advantage calibadv: GRPO calibrated by turn", grpo.describe_statistics(config)]
+    if config.soft_penalty:
+        lines += [
+            "soft penalty ON: a negative advantage of a search turn is scaled by 1 - correctness;"
+            " a turn's correctness is 0 if it repeats an earlier one",
+            f"  correctness {config.correctness}: {_CORRECTNESS_WORDS[config.correctness]}",
+            "  silver documents: those seen by the group's best format-valid trajectories, if their score"
+            f" is at least {config.silver_threshold:g}",
+        ]
+    else:
+        lines.append("soft penalty OFF: search turns keep their trajectory's whole advantage")
+    if config.rebalance:
+        lines.append(
+            f"rebalance ON: within each group the {config.adjust} side is rescaled until |negative sum| /"
+            f" positive sum = {config.target_ratio:g} (lambda) over the tokens of the answer turns;"
+            " answer turns of one-sided groups become 0"
+        )
+    else:
+        lines.append("rebalance OFF: answer turns keep their trajectory's whole advantage")
+    if config.soft_penalty and config.rebalance:
+        lines.append(f"order {config.order}: they act on different turns, either order gives the same")
+    return lines

@@ -1,0 +1,66 @@
+"""What every advantage algorithm produces: one advantage a turn, spread over its sampled tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from calibadv_jax.trajectory import Group, Trajectory
+
+
+@dataclass
+class GroupCredit:
+    """Credit of one group of G trajectories; trajectory i has K_i turns."""
+
+    group: Group
+    raw: np.ndarray  # float64 [G]: advantage of each trajectory before any calibration
+    turns: list[np.ndarray]  # G × float64 [K_i]: advantage of the sampled tokens of each turn
+    correctness: list[np.ndarray]  # G × float64 [K_i] in [0, 1]; 0 where a turn has none
+    silver: dict[str, float] = field(default_factory=dict)  # document id -> weight in (0, 1]
+
+    def answer_advantages(self) -> list[float]:
+        """Advantage of each trajectory's last sampled turn, length G; 0 where nothing was sampled."""
+        last = [last_sampled_turn(trajectory) for trajectory in self.group.trajectories]
+        return [
+            0.0 if index is None else float(turns[index])
+            for index, turns in zip(last, self.turns, strict=True)
+        ]
+
+
+def last_sampled_turn(trajectory: Trajectory) -> int | None:
+    """Index of the last turn with a sampled token, whatever its kind; None if there is none.
+
+    CalibAdv's "answer turn". An empty last turn gives way to the one before it.
+    """
+    for index in range(len(trajectory.turns) - 1, -1, -1):
+        if len(trajectory.turns[index].token_ids):
+            return index
+    return None
+
+
+def spread(turn_advantages: np.ndarray, trajectory: Trajectory) -> np.ndarray:
+    """float64 [K] -> float32 [T], aligned with `Trajectory.response_ids`; 0 on observation tokens."""
+    lengths = [(len(turn.token_ids), len(turn.observation_ids)) for turn in trajectory.turns]
+    tokens = np.zeros(sum(map(sum, lengths)), np.float32)
+    start = 0
+    for advantage, (num_sampled, num_observed) in zip(turn_advantages, lengths, strict=True):
+        tokens[start : start + num_sampled] = advantage
+        start += num_sampled + num_observed
+    return tokens
+
+
+def answer_mass(group: Group, advantages: Sequence[float]) -> tuple[float, float]:
+    """Sums over the tokens of the last sampled turns, given each trajectory's advantage there.
+
+    Returns the positive sum and the magnitude of the negative sum; both are exact to one rounding, so
+    that the order of the trajectories does not matter.
+    """
+    masses = []
+    for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+        index = last_sampled_turn(trajectory)
+        if index is not None:
+            masses.append(advantage * len(trajectory.turns[index].token_ids))
+    return math.fsum(mass for mass in masses if mass > 0), -math.fsum(mass for mass in masses if mass < 0)

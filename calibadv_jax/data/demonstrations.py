@@ -1,0 +1,193 @@
+"""Demonstrations for the cold start: deliberately imperfect ones from fresh worlds, or a user's own.
+
+No generated demonstration shows a complete two-hop solution: such a question is either answered too
+early, with the bridge, or cut after its second search. Putting the two halves together is left to RL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from calibadv_jax.config import WorldConfig
+from calibadv_jax.data.questions import parse_question, read_jsonl
+from calibadv_jax.data.words import POOLS
+from calibadv_jax.data.world import Facts, WorldQuestion, ask, make_facts, write_passages
+from calibadv_jax.errors import UserError
+from calibadv_jax.trajectory import Document, Question
+
+NUM_DOCUMENTS = 3
+PER_WORLD = 100  # demonstrations before a fresh world is drawn
+SIZES = {"person": 60, "city": 20, "company": 20, "work": 20}
+
+
+@dataclass(frozen=True)
+class DemoTurn:
+    """What the policy should write, and what the retriever would have answered."""
+
+    text: str
+    documents: tuple[Document, ...] = ()
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    question: Question
+    turns: tuple[DemoTurn, ...]
+
+
+@dataclass(frozen=True)
+class Flaws:
+    """How imperfect the demonstrations are."""
+
+    guess: float = 0.4  # one_hop: answers with a random entity of the right kind, without any search
+    hasty_bridge: float = 0.7  # two_hop: answers with the bridge; otherwise cut after the second search
+    hasty_comparison: float = 0.5  # comparison: answers at random after the first search
+
+
+def imperfect(seed: int, config: WorldConfig, flaws: Flaws = Flaws()) -> Iterator[Demonstration]:
+    """Endless demonstrations of all question types, in the shares of the config."""
+    rng = np.random.default_rng(seed)
+    shares = np.array([config.one_hop, config.two_hop, config.comparison])
+    kinds = ["one_hop", "two_hop", "comparison"]
+    while True:
+        world = _ColdStartWorld(rng)
+        for kind in rng.choice(kinds, PER_WORLD, p=shares / shares.sum()):
+            yield _demonstrate(world, ask(world.facts, str(kind), rng), flaws, rng)
+
+
+def lookups(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
+    """Endless one-hop demonstrations without a flaw: the skill of finding and copying a fact."""
+    rng = np.random.default_rng(seed)
+    while True:
+        world = _ColdStartWorld(rng)
+        for _ in range(PER_WORLD):
+            yield _demonstrate(world, ask(world.facts, "one_hop", rng), Flaws(guess=0.0), rng)
+
+
+def drills(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
+    """Endless runs of random words to be written once more: what copying a name is made of."""
+    rng = np.random.default_rng(seed)
+    words = [word for pair in POOLS.values() for pool in pair for word in pool]
+    while True:
+        text = " ".join(rng.choice(words, rng.integers(8, 25)))
+        question = Question("demonstration", text, (text,), "drill")
+        yield Demonstration(question, (DemoTurn(f"<answer> {text} </answer>"),))
+
+
+GENERATORS: dict[str, Callable[[int, WorldConfig], Iterator[Demonstration]]] = {
+    "imperfect": imperfect,
+    "lookups": lookups,
+    "drills": drills,
+}
+
+
+class _ColdStartWorld:
+    """A small world of cold-start entities with a stand-in for its search engine."""
+
+    def __init__(self, rng: np.random.Generator):
+        self.facts: Facts = make_facts(rng, SIZES, "cold_start")
+        self.rng = rng
+        self.passages = [
+            Document(str(number), title, text)
+            for number, (title, text) in enumerate(write_passages(self.facts, rng))
+        ]
+        self.by_title = {passage.title: passage for passage in self.passages}
+        self.by_word: dict[str, list[Document]] = {}
+        for passage in self.passages:
+            for word in set(f"{passage.title} {passage.text}".replace(".", "").split()):
+                self.by_word.setdefault(word, []).append(passage)
+
+    def search(self, title: str) -> tuple[Document, ...]:
+        """The passage of that title, mostly first, among others that share a word of the query."""
+        wanted = self.by_title[title]
+        related = {p.id: p for word in title.split() for p in self.by_word[word] if p is not wanted}
+        pool = list(related.values()) if len(related) >= NUM_DOCUMENTS - 1 else self.passages
+        order = self.rng.permutation(len(pool))
+        others = [pool[index] for index in order if pool[index] is not wanted][: NUM_DOCUMENTS - 1]
+        rank = 0 if self.rng.random() < 0.8 else int(self.rng.integers(1, NUM_DOCUMENTS))
+        return (*others[:rank], wanted, *others[rank:])
+
+
+def _search_turn(world: _ColdStartWorld, title: str) -> DemoTurn:
+    return DemoTurn(f"<think> find {title} </think>\n<search> {title} </search>", world.search(title))
+
+
+def _answer_turn(found: str, answer: str) -> DemoTurn:
+    return DemoTurn(f"<think> it is {found} </think>\n<answer> {answer} </answer>")
+
+
+def _demonstrate(
+    world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
+) -> Demonstration:
+    question = Question("demonstration", asked.text, (asked.answer,), asked.kind)
+    turns = {"one_hop": _one_hop, "two_hop": _two_hop, "comparison": _comparison}[asked.kind](
+        world, asked, flaws, rng
+    )
+    return Demonstration(question, turns)
+
+
+def _one_hop(
+    world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
+) -> tuple[DemoTurn, ...]:
+    if rng.random() < flaws.guess:
+        kind = next(kind for kind, names in world.facts.entities.items() if asked.answer in names)
+        guess = str(rng.choice(world.facts.entities[kind]))
+        return (_answer_turn(guess, guess),)
+    return _search_turn(world, asked.searches[0]), _answer_turn(asked.answer, asked.answer)
+
+
+def _two_hop(
+    world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
+) -> tuple[DemoTurn, ...]:
+    first = _search_turn(world, asked.searches[0])
+    bridge = asked.findings[0]
+    if rng.random() < flaws.hasty_bridge:
+        return first, _answer_turn(bridge, bridge)
+    return first, _search_turn(world, bridge)
+
+
+def _comparison(
+    world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
+) -> tuple[DemoTurn, ...]:
+    left, right = asked.searches
+    if rng.random() < flaws.hasty_comparison:
+        return _search_turn(world, left), _answer_turn(asked.findings[0], str(rng.choice(["yes", "no"])))
+    found = f"{asked.findings[0]} and {asked.findings[1]}"
+    return _search_turn(world, left), _search_turn(world, right), _answer_turn(found, asked.answer)
+
+
+def load_demonstrations(path: Path) -> list[Demonstration]:
+    """Reads JSONL rows of a question's fields and ``turns``: ``{"text", "documents": [{"title", "text"}]}``.
+
+    Raises:
+        UserError: missing file or malformed row, with file and line.
+    """
+    demonstrations = []
+    for where, row in read_jsonl(path, "demonstrations"):
+        turns = row.get("turns")
+        if not isinstance(turns, list) or not turns:
+            raise UserError(f"{where}: field 'turns' must be a non-empty list, got {turns!r}")
+        demonstrations.append(
+            Demonstration(parse_question(row, where), tuple(_parse_turn(turn, where) for turn in turns))
+        )
+    if not demonstrations:
+        raise UserError(f"{path}: no demonstrations in it")
+    return demonstrations
+
+
+def _parse_turn(turn: object, where: str) -> DemoTurn:
+    if not isinstance(turn, dict) or not isinstance(turn.get("text"), str) or not turn["text"].strip():
+        raise UserError(f"{where}: every turn needs a non-empty 'text', got {turn!r}")
+    documents = turn.get("documents", [])
+    if not isinstance(documents, list) or not all(
+        isinstance(d, dict) and isinstance(d.get("title"), str) and isinstance(d.get("text"), str)
+        for d in documents
+    ):
+        raise UserError(f"{where}: 'documents' must be a list of objects with 'title' and 'text'")
+    return DemoTurn(
+        turn["text"],
+        tuple(Document(str(d.get("id", d["title"])), d["title"], d["text"]) for d in documents),
+    )

@@ -1,0 +1,33 @@
+"""A word-level tokenizer for the generated encyclopedia, in HuggingFace's format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from calibadv_jax.data.words import all_words
+
+EOS, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<unk>"
+TAGS = [f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")]
+
+
+def build_word_tokenizer() -> Any:
+    """One token for each word, punctuation mark and protocol tag; `save_pretrained` writes the folder.
+
+    Unknown words become ``<unk>``. Decoding joins tokens with single spaces, so encoding the result
+    gives the same ids again.
+    """
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [PAD, EOS, UNKNOWN, *TAGS, *all_words()]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,122 @@
+"""Metrics on disk: ``metrics.jsonl`` for programs, TensorBoard event files for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from calibadv_jax.errors import UserError
+
+RESERVED = frozenset({"step", "nonfinite"})
+
+
+class MetricsWriter:
+    """Appends one JSON object a step to ``<directory>/metrics.jsonl`` and scalars to TensorBoard.
+
+    A row is ``{"step": s, name: value, …}``. JSON has no NaN and no infinity: such values are written as
+    null and their names listed under "nonfinite". Rows are flushed one by one, so that a run can be
+    watched and a crash loses nothing.
+
+    Args:
+        directory: made when missing.
+        tensorboard: also write event files to ``<directory>/tensorboard``.
+        start_step: first step this run will write. Rows of an earlier attempt at it or past it are
+            dropped, so that a resumed run's file equals an uninterrupted one's. None keeps all rows.
+
+    Raises:
+        UserError: an existing metrics.jsonl holds a line that is not a row of metrics.
+    """
+
+    def __init__(self, directory: Path, tensorboard: bool = True, start_step: int | None = None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / "metrics.jsonl"
+        _repair(self.path, start_step)
+        self._events: Any = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=start_step)
+        self._file: TextIO = self.path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes one row.
+
+        Raises:
+            ValueError: a metric is named "step" or "nonfinite".
+            TypeError: a value is not a scalar.
+        """
+        if taken := RESERVED & metrics.keys():
+            raise ValueError(f"metric names {sorted(taken)} are reserved")
+        values = {name: _plain(value) for name, value in metrics.items()}
+        nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
+        row: dict[str, object] = {"step": step, **values, **dict.fromkeys(nonfinite)}
+        if nonfinite:
+            row["nonfinite"] = nonfinite
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name in values.keys() - set(nonfinite):
+                self._events.add_scalar(name, values[name], step)
+            self._events.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl, in the order of the file; a last line torn by a crash is left out.
+
+    Raises:
+        UserError: the file is missing, or another line is not a row of metrics.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such metrics file; it is written by a training run")
+    # A complete row ends in a newline, so whatever follows the last one was cut off.
+    complete = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [_parse(line, path, number) for number, line in enumerate(complete, start=1)]
+
+
+def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        row = None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise UserError(f"{path}:{number}: not a row of metrics; mend or remove the file")
+    return row
+
+
+def _repair(path: Path, start_step: int | None) -> None:
+    """Drops a torn last line and the rows at or past `start_step`, in one atomic replacement."""
+    if not path.exists():
+        return
+    rows = read_metrics(path)
+    kept = [row for row in rows if start_step is None or row["step"] < start_step]
+    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept)
+    temporary = path.with_suffix(".jsonl.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _plain(value: float) -> float:
+    """A Python int or float of any scalar, arrays of one element included."""
+    return int(value) if isinstance(value, numbers.Integral) else float(value)

@@ -1,0 +1,66 @@
+"""Answer scores against several golden answers: exact match, token F1, cover exact match.
+
+Normalisation is the one customary in open-domain question answering (SQuAD): lower case, no ASCII
+punctuation, no English articles, single spaces. There is no special rule for yes/no answers.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+
+
+def normalise_answer(text: str) -> str:
+    """Lower case, ASCII punctuation and articles dropped, runs of whitespace squeezed to one space."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def _normalised_golden(golden_answers: Sequence[str]) -> list[str]:
+    if not golden_answers:
+        raise ValueError("a prediction cannot be scored without golden answers")
+    return [normalise_answer(golden) for golden in golden_answers]
+
+
+def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
+    """1.0 if the normalised prediction equals any normalised golden answer, else 0.0.
+
+    Raises:
+        ValueError: `golden_answers` is empty.
+    """
+    return float(normalise_answer(prediction) in _normalised_golden(golden_answers))
+
+
+def cover_em(prediction: str, golden_answers: Sequence[str]) -> float:
+    """1.0 if any normalised golden answer is a substring of the normalised prediction, else 0.0.
+
+    A golden answer that normalises to nothing ("The") covers every prediction, as upstream.
+
+    Raises:
+        ValueError: `golden_answers` is empty.
+    """
+    normalised = normalise_answer(prediction)
+    return float(any(golden in normalised for golden in _normalised_golden(golden_answers)))
+
+
+def f1(prediction: str, golden_answers: Sequence[str]) -> float:
+    """Best F1 in [0, 1] between the words of the prediction and those of one golden answer.
+
+    Computed as 2·common / (predicted + golden words): one rounding, so that equal fractions are equal
+    doubles, which the precision/recall form does not give. Two empty answers score 0.
+
+    Raises:
+        ValueError: `golden_answers` is empty.
+    """
+    words = Counter(normalise_answer(prediction).split())
+    best = 0.0
+    for golden in _normalised_golden(golden_answers):
+        golden_words = Counter(golden.split())
+        common = (words & golden_words).total()
+        if common:
+            best = max(best, 2 * common / (words.total() + golden_words.total()))
+    return best

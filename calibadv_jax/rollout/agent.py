@@ -1,0 +1,123 @@
+"""The turn loop of one trajectory: think, search, read, answer.
+
+Token-in, token-out: the ids a sampler returned are the ids that are trained on. Nothing is decoded, cut
+and encoded again; text is read only to decide what the environment does next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from calibadv_jax.config import PromptConfig, RolloutConfig
+from calibadv_jax.rollout.observation import encode, neutralise_documents, render_observation
+from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.rollout.protocols import Completion, Retriever, Sampler, SamplingParams
+from calibadv_jax.rollout.tags import INVALID_ACTION, STOP_STRINGS, ParsedTurn, parse_turn
+from calibadv_jax.trajectory import Document, Question, Trajectory, Turn
+
+async def run_trajectory(
+    question: Question,
+    index: int,
+    *,
+    sampler: Sampler,
+    retriever: Retriever,
+    tokenizer: Any,
+    rollout: RolloutConfig,
+    prompt: PromptConfig,
+    seed: int,
+    session: str,
+) -> Trajectory:
+    """Writes one trajectory.
+
+    At most `rollout.max_searches` turns get an observation; then comes one final turn without retrieval,
+    in which a search stays unanswered. The trajectory ends at an answer, at a turn cut by a length
+    limit, at an invalid turn (unless `on_invalid` is "retry"), and where an observation would leave no
+    room for another token within `max_length`.
+
+    Args:
+        seed: with question, index and turn it determines every sampled token.
+        session: name of the trajectory at the sampler, unique among those in flight.
+    """
+    prompt_ids = build_prompt(question, tokenizer, prompt, rollout.max_prompt_length)
+    trajectory = Trajectory(question, prompt_ids, index=index)
+    context = prompt_ids.tolist()
+    try:
+        for number in range(rollout.max_searches + 1):
+            is_final = number == rollout.max_searches
+            sampling = SamplingParams(
+                max_tokens=min(rollout.max_turn_length, rollout.max_length - len(context)),
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                seed=turn_seed(seed, question.id, index, number),
+                stop=STOP_STRINGS,
+            )
+            completion = await sampler.generate(context, sampling, session)
+            turn = _read(completion, tokenizer, prompt.prepend_think)
+            trajectory.turns.append(turn)
+            context += completion.token_ids
+            if is_final or not _goes_on(turn, rollout):
+                break
+            room = rollout.max_length - len(context) - 1
+            if not await _observe(turn, retriever, tokenizer, rollout, prompt, room):
+                break
+            context += turn.observation_ids.tolist()
+    finally:
+        sampler.release(session)
+    return trajectory
+
+
+def turn_seed(seed: int, question_id: str, index: int, turn: int) -> int:
+    """uint32 that depends on all four, the same on every machine."""
+    digest = hashlib.blake2b(f"{seed}\0{question_id}\0{index}\0{turn}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _read(completion: Completion, tokenizer: Any, prepend_think: bool) -> Turn:
+    ids = completion.token_ids
+    ended = bool(ids) and ids[-1] == tokenizer.eos_token_id
+    text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+    parsed: ParsedTurn = parse_turn(text, prepend_think, completion.stop_reason)
+    return Turn(
+        kind=parsed.kind,
+        token_ids=np.asarray(ids, np.int32),
+        logprobs=np.asarray(completion.logprobs, np.float32),
+        text=text,
+        think=parsed.think,
+        query=parsed.query,
+        answer=parsed.answer,
+        stop_reason=completion.stop_reason,
+        policy_versions=completion.policy_versions,
+    )
+
+
+def _goes_on(turn: Turn, rollout: RolloutConfig) -> bool:
+    return turn.kind == "search" or (turn.kind == "invalid" and rollout.on_invalid == "retry")
+
+
+async def _observe(
+    turn: Turn,
+    retriever: Retriever,
+    tokenizer: Any,
+    rollout: RolloutConfig,
+    prompt: PromptConfig,
+    room: int,
+) -> bool:
+    """Appends the environment's reply to the turn; False where it does not fit."""
+    documents: tuple[Document, ...] = ()
+    if turn.kind == "search":
+        (found,) = await retriever.search([turn.query])
+        documents = neutralise_documents(found, tokenizer)
+        ids, text = render_observation(
+            documents, tokenizer, rollout.max_observation_length, prompt.prepend_think
+        )
+    else:
+        text = INVALID_ACTION + ("<think>" if prompt.prepend_think else "")
+        ids = np.asarray(encode(tokenizer, text), np.int32)
+    if len(ids) > room:
+        return False
+    turn.documents, turn.observation_ids, turn.observation_text = documents, ids, text
+    return True

@@ -1,0 +1,68 @@
+"""What the environment shows after a search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from calibadv_jax.errors import UserError
+from calibadv_jax.rollout.tags import neutralise
+from calibadv_jax.trajectory import Document
+
+OPENING, CLOSING = "\n\n<information>", "</information>\n\n"
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Ids of `text`, nothing added."""
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def added_token_strings(tokenizer: Any) -> frozenset[str]:
+    """Strings the tokenizer turns into one special or added token wherever they occur."""
+    added = {str(token) for token in tokenizer.get_added_vocab()}
+    return frozenset(added | {str(token) for token in tokenizer.all_special_tokens})
+
+
+def neutralise_documents(documents: Sequence[Document], tokenizer: Any) -> tuple[Document, ...]:
+    """Retrieved documents as they may be shown and kept."""
+    extra = added_token_strings(tokenizer)
+    return tuple(
+        replace(d, title=neutralise(d.title, extra), text=neutralise(d.text, extra)) for d in documents
+    )
+
+
+def render_observation(
+    documents: Sequence[Document], tokenizer: Any, max_length: int, prepend_think: bool
+) -> tuple[np.ndarray, str]:
+    """The information block, tokenised on its own.
+
+    Args:
+        documents: neutralised, best first.
+        max_length: tokens; a longer block loses the end of its documents, never its closing tag.
+
+    Returns:
+        int32 [M] ids and their text.
+
+    Raises:
+        UserError: not even the tags fit.
+    """
+    body = "\n".join(
+        f'Doc {number}(Title: "{document.title}") {document.text}'
+        for number, document in enumerate(documents, 1)
+    )
+    ending = CLOSING + ("<think>" if prepend_think else "")
+    whole = encode(tokenizer, OPENING + body + ending)
+    if len(whole) <= max_length:
+        return np.asarray(whole, np.int32), OPENING + body + ending
+    closing = encode(tokenizer, ending)
+    opening = encode(tokenizer, OPENING + body)[: max(0, max_length - len(closing))]
+    if len(encode(tokenizer, OPENING)) > len(opening):
+        raise UserError(
+            f"rollout.max_observation_length is {max_length}, but the tags alone need"
+            f" {len(encode(tokenizer, OPENING)) + len(closing)} tokens: raise it"
+        )
+    shown = tokenizer.decode(opening, skip_special_tokens=False)
+    return np.asarray([*opening, *closing], np.int32), shown + ending

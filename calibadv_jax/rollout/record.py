@@ -1,0 +1,37 @@
+"""Trajectories as JSON, for rollouts/step_N.jsonl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from calibadv_jax.trajectory import Trajectory
+
+
+def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+    """What a person wants to read of a trajectory, and the token counts."""
+    return {
+        "question": trajectory.question.text,
+        "question_id": trajectory.question.id,
+        "data_source": trajectory.question.data_source,
+        "golden_answers": list(trajectory.question.golden_answers),
+        "index": trajectory.index,
+        "answer": trajectory.answer,
+        "answer_score": trajectory.answer_score,
+        "format_valid": trajectory.format_valid,
+        "metrics": trajectory.metrics,
+        "policy_versions": list(trajectory.policy_versions),
+        "num_prompt_tokens": len(trajectory.prompt_ids),
+        "turns": [
+            {
+                "kind": turn.kind,
+                "text": turn.text,
+                "stop_reason": turn.stop_reason,
+                "query": turn.query,
+                "num_tokens": len(turn.token_ids),
+                "documents": [{"id": d.id, "title": d.title, "text": d.text} for d in turn.documents],
+                "observation": turn.observation_text,
+                "num_observation_tokens": len(turn.observation_ids),
+            }
+            for turn in trajectory.turns
+        ],
+    }
