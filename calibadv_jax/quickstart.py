@@ -50,7 +50,7 @@ def run(config: Config) -> None:
         lap("evaluation before")
         train.run(running)
         lap("training")
-        output = export.run(running)
+        output = export.export(running)
         lap("export")
         after = evaluate_folder(running, str(output), retriever)
         lap("evaluation after")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.rollout.collect import collect_groups
 from calibadv_jax.rollout.jax_sampler import JaxSampler
 from calibadv_jax.rollout.retriever_client import RetrieverClient, RetrieverProcess
-from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
+from calibadv_jax.snapshots.huggingface import copy_tokenizer, load_params, read_hf_config
 from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest
 from calibadv_jax.trajectory import Group, Question
 
@@ -115,10 +114,7 @@ def prepare_run_folder(config: Config, model: Model, name: str) -> Path:
     policy.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.yaml").write_text(dump_config(config))
     (policy / "config.json").write_text(json.dumps(model.hf_config, indent=2))
-    for file in model.tokenizer_folder.iterdir():
-        is_weight = file.suffix in (".safetensors", ".bin") or file.name.endswith(".index.json")
-        if file.is_file() and file.name != "config.json" and not is_weight:
-            shutil.copy2(file, policy / file.name)
+    copy_tokenizer(model.tokenizer_folder, policy)
     return folder
 
 

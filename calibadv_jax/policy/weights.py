@@ -6,7 +6,7 @@ leading axis here and are one tensor a layer in HuggingFace's files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,12 +98,20 @@ def hf_shapes(abstract: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def check_hf(found: Mapping[str, tuple[int, ...]], abstract: Mapping[str, Any], source: str) -> None:
-    """Compares a checkpoint's names and shapes with the policy's.
+    """Compares a checkpoint's HuggingFace names and shapes with the policy's.
 
     Raises:
         UserError: one message that lists every missing, extra and misshapen tensor.
     """
-    expected = hf_shapes(abstract)
+    problems = shape_problems(found, hf_shapes(abstract))
+    if problems:
+        raise UserError(f"{source}: {len(problems)} tensor(s) do not fit config.json: {'; '.join(problems)}")
+
+
+def shape_problems(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Every missing, extra and misshapen tensor, one phrase each."""
     problems = [f"missing {name} {list(expected[name])}" for name in expected if name not in found]
     problems += [f"unexpected {name} {list(found[name])}" for name in found if name not in expected]
     problems += [
@@ -111,13 +119,26 @@ def check_hf(found: Mapping[str, tuple[int, ...]], abstract: Mapping[str, Any], 
         for name, shape in expected.items()
         if name in found and tuple(found[name]) != tuple(shape)
     ]
-    if problems:
-        raise UserError(f"{source}: {len(problems)} tensor(s) do not fit config.json: {'; '.join(problems)}")
+    return problems
 
 
-def from_hf(path: str, read: Any, num_layers: int) -> np.ndarray:
-    """Assembles our parameter at dotted `path`; `read(name)` gives a HuggingFace tensor as numpy array."""
+Block = tuple[slice, ...]  # one slice an axis
+
+
+def from_hf(
+    path: str, read: Callable[[str, Block], np.ndarray], num_layers: int, block: Block, dtype: Any
+) -> np.ndarray:
+    """Assembles a block of our parameter at dotted `path`, in `dtype`.
+
+    Args:
+        read: (HuggingFace name, block of that tensor) -> host array.
+        block: of our array; only what it covers is read.
+    """
     weight = WEIGHTS[path]
-    names = [weight.hf.format(layer=index) for index in range(num_layers if weight.stacked else 1)]
-    parts = [read(name).T if weight.transposed else read(name) for name in names]
-    return np.stack(parts) if weight.stacked else np.ascontiguousarray(parts[0])
+    layers, inner = (range(num_layers)[block[0]], block[1:]) if weight.stacked else (range(1), block)
+    wanted = inner[::-1] if weight.transposed else inner
+    parts = (read(weight.hf.format(layer=layer), wanted) for layer in layers)
+    parts = [part.T if weight.transposed else part for part in parts]
+    if not weight.stacked:
+        return np.ascontiguousarray(parts[0], dtype)
+    return np.stack(parts, dtype=dtype, casting="unsafe")

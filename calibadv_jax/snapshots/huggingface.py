@@ -1,0 +1,305 @@
+"""HuggingFace folders in and out: config.json, safetensors (one or several), tokenizer files."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from calibadv_jax.errors import UserError
+from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
+from calibadv_jax.policy.transformer import Params, Policy
+from calibadv_jax.policy.weights import WEIGHTS, Block, check_hf, flatten, from_hf, hf_shapes, to_hf, unflatten
+from calibadv_jax.snapshots.layout import placed_params
+
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+WRITER = {"format": "pt", "writer": "calibadv_jax"}  # "pt": transformers refuses files without it
+STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """The fields of `folder`/config.json.
+
+    Raises:
+        UserError: no such folder or file, or not a JSON object.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give a HuggingFace folder with config.json and safetensors")
+    return _read_json(path)
+
+
+def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
+    """Parameters of a HuggingFace folder, in the policy's `param_dtype` and shardings.
+
+    Every device's block is read by itself: the host never holds more than one parameter.
+
+    Raises:
+        UserError: no safetensors, a damaged file, or tensors that do not fit the policy (all are listed).
+    """
+    with _open_weights(folder) as weights:
+        _check(weights, policy, str(folder))
+        num_layers = policy.architecture.num_layers
+
+        def load(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
+            blocks: dict[Any, np.ndarray] = {}  # replicas share theirs
+
+            def read(block: Block) -> np.ndarray:
+                key = tuple((axis.start, axis.stop) for axis in block)
+                if key not in blocks:
+                    blocks[key] = from_hf(path, weights.read, num_layers, block, target.dtype)
+                return blocks[key]
+
+            return jax.make_array_from_callback(target.shape, target.sharding, read)
+
+        targets = flatten(placed_params(policy, mesh, policy.numerics.param_dtype))
+        return unflatten({path: load(path, target) for path, target in targets.items()})
+
+
+def save_folder(
+    params: Params,
+    hf_config: Mapping[str, Any],
+    output: Path,
+    dtype: Any,
+    tokenizer_source: Path | None,
+    max_shard_bytes: int = 4 * 2**30,
+) -> Path:
+    """Writes a folder that transformers and vLLM load; it appears under its name only when complete.
+
+    Host memory: one shard and one parameter. Parameters must be addressable from this process.
+
+    Args:
+        dtype: of the written weights, "bfloat16" or "float32".
+        tokenizer_source: folder whose tokenizer files and generation_config.json are copied.
+        max_shard_bytes: bytes of one safetensors file, a larger single tensor apart.
+
+    Returns:
+        The absolute path of `output`.
+
+    Raises:
+        UserError: `output` exists and is not a folder that this function wrote.
+    """
+    output = output.absolute()
+    _refuse_foreign(output)
+    partial, previous = (output.with_name(f".{output.name}.{word}") for word in ("partial", "previous"))
+    for leftover in (partial, previous):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write_weights(params, partial, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
+        if tokenizer_source is not None:
+            copy_tokenizer(tokenizer_source, partial)
+        config = _complete(hf_config, jnp.dtype(dtype).name)
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if output.exists():
+            output.rename(previous)
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
+    return output
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copies the tokenizer's files, and generation_config.json where there is one."""
+    if source.resolve() == target.resolve():
+        return
+    for file in sorted(source.iterdir()):
+        if file.is_file() and _is_tokenizer_file(file.name):
+            shutil.copyfile(file, target / file.name)
+
+
+@dataclass
+class _Weights:
+    """Open safetensors files: which holds a tensor, and its blocks on demand."""
+
+    files: dict[str, Any]  # tensor name -> open file
+    path_of: dict[str, Path]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        return str(self.files[name].get_slice(name).get_dtype())
+
+    def read(self, name: str, block: Block) -> np.ndarray:
+        try:
+            return self.files[name].get_slice(name)[block]
+        except SafetensorError as error:
+            raise UserError(f"{self.path_of[name]}: {name} can not be read: {error}") from error
+
+
+@contextmanager
+def _open_weights(folder: Path) -> Iterator[_Weights]:
+    with ExitStack() as stack:
+        weights = _Weights({}, {})
+        for path in _weight_files(folder):
+            try:
+                file = stack.enter_context(safe_open(path, framework="np"))
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path}: not a whole safetensors file ({error}); copy it again") from error
+            weights.files |= dict.fromkeys(file.keys(), file)
+            weights.path_of |= dict.fromkeys(file.keys(), path)
+        yield weights
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """As transformers chooses: the single file, else those of the index."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if index.is_file():
+        names = _read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise UserError(f"{index}: field 'weight_map' is missing; copy the file again")
+        files = sorted({str(name) for name in names.values()})
+        bad = [name for name in files if Path(name).name != name or not (folder / name).is_file()]
+        if bad:
+            raise UserError(f"{index}: names files that are not in the folder: {', '.join(bad)}; copy them too")
+        return [folder / name for name in files]
+    if any(folder.glob("*.bin")):
+        raise UserError(
+            f"{folder}: only PyTorch .bin weights; convert them once with transformers:"
+            " AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
+        )
+    raise UserError(f"{folder}: no {SINGLE} and no {INDEX}; give a HuggingFace folder with safetensors")
+
+
+def _check(weights: _Weights, policy: Policy, source: str) -> None:
+    found = {name: weights.shape(name) for name in weights.files if not name.endswith("rotary_emb.inv_freq")}
+    head, embedding = WEIGHTS["lm_head.kernel"].hf, WEIGHTS["embed.embedding"].hf
+    if policy.architecture.tie_word_embeddings and head in found:
+        shape = found.pop(head)
+        if shape == found.get(embedding) and not _equal(weights, head, embedding, shape):
+            raise UserError(
+                f"{source}: config.json ties the embeddings, but {head} differs from {embedding};"
+                " set tie_word_embeddings to false there"
+            )
+    check_hf(found, policy.abstract_params, source)
+    coded = [f"{name} ({weights.dtype(name)})" for name in found if weights.dtype(name) not in STORED_DTYPES]
+    if coded:
+        raise UserError(
+            f"{source}: quantised or integer weights are not supported: {', '.join(coded)};"
+            " give the folder of the unquantised model"
+        )
+
+
+def _equal(weights: _Weights, first: str, second: str, shape: Sequence[int]) -> bool:
+    rows = 4096
+    return all(
+        np.array_equal(weights.read(first, block), weights.read(second, block))
+        for block in ((slice(at, at + rows), slice(None)) for at in range(0, shape[0], rows))
+    )
+
+
+def _write_weights(params: Params, folder: Path, dtype: np.dtype, max_shard_bytes: int) -> None:
+    """One pass over the tensors; a shard is written when its last tensor has come."""
+    shard_of = _plan(hf_shapes(params), dtype.itemsize, max_shard_bytes)
+    count = max(shard_of.values()) + 1
+    names = [SINGLE if count == 1 else f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)]
+    remaining = np.bincount(list(shard_of.values()), minlength=count)
+    pending: dict[str, np.ndarray] = {}
+    for name, array in to_hf(params):
+        pending[name] = np.ascontiguousarray(array, dtype)
+        shard = shard_of[name]
+        remaining[shard] -= 1
+        if not remaining[shard]:
+            save_file(pending, folder / names[shard], metadata=WRITER)
+            (folder / names[shard]).chmod(0o644)
+            pending = {}
+    if count > 1:
+        total = dtype.itemsize * sum(math.prod(shape) for shape in hf_shapes(params).values())
+        weight_map = {name: names[shard] for name, shard in sorted(shard_of.items())}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _plan(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_shard_bytes: int) -> dict[str, int]:
+    """Tensor name -> number of its file, filled in order."""
+    shard_of: dict[str, int] = {}
+    shard, filled = 0, 0
+    for name, shape in shapes.items():
+        size = itemsize * math.prod(shape)
+        if filled and filled + size > max_shard_bytes:
+            shard, filled = shard + 1, 0
+        shard_of[name], filled = shard, filled + size
+    return shard_of
+
+
+def _complete(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config with every field written out whose default differs between readers."""
+    a: Architecture = architecture_from_hf(hf_config)
+    explicit = {
+        "architectures": [ARCHITECTURES[a.model_type]],
+        "num_key_value_heads": a.num_kv_heads,
+        "head_dim": a.head_dim,
+        "rms_norm_eps": a.rms_norm_eps,
+        "tie_word_embeddings": a.tie_word_embeddings,
+        "hidden_act": "silu",
+    }
+    if not hf_config.get("rope_parameters"):
+        explicit["rope_theta"] = a.rope_theta
+    given = {name: value for name, value in hf_config.items() if value is not None}
+    # Readers before transformers 5 look for torch_dtype, later ones for dtype.
+    return explicit | given | {"dtype": dtype, "torch_dtype": dtype}
+
+
+def _is_tokenizer_file(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in TOKENIZER_FILES)
+
+
+def _refuse_foreign(output: Path) -> None:
+    """Raises unless `output` is absent, empty, or holds nothing but what `save_folder` writes."""
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise UserError(f"{output}: is a file; choose another output folder")
+    for file in sorted(output.iterdir()):
+        known = file.name in (CONFIG, INDEX) or _is_tokenizer_file(file.name) or _is_ours(file)
+        if not known:
+            raise UserError(
+                f"{output}: holds {file.name}, which no export wrote; choose another output folder"
+            )
+
+
+def _is_ours(file: Path) -> bool:
+    if file.suffix != ".safetensors":
+        return False
+    try:
+        with safe_open(file, framework="np") as opened:
+            return (opened.metadata() or {}).get("writer") == WRITER["writer"]
+    except SafetensorError:
+        return False
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); copy the file again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value

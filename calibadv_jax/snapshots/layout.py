@@ -1,0 +1,32 @@
+"""Where restored arrays go, and which tensors a folder must hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from calibadv_jax.policy.sharding import param_shardings
+from calibadv_jax.policy.transformer import Policy
+
+
+def placed_params(policy: Policy, mesh: Mesh | None, dtype: Any) -> Any:
+    """The policy's parameters as ShapeDtypeStructs of `dtype` with shardings; no mesh: the first device."""
+    abstract = policy.abstract_params
+    if mesh is None:
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: device, abstract)
+    else:
+        shardings = param_shardings(abstract, mesh)
+    return jax.tree.map(
+        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=at), abstract, shardings
+    )
+
+
+def tensor_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Dotted path -> shape of every array-like leaf, sequences by index and named tuples by field."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }

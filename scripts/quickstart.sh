@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Sets up .venv and trains a search agent from nothing on the CPU. Arguments are passed on:
+#   scripts/quickstart.sh run.seed=1 learner.steps=20
+# PYTHON names the Python to use, VENV another folder for the environment.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+cd "$root"
+venv="${VENV:-$root/.venv}"
+ensure_venv "$venv" cpu
+exec "$venv/bin/python" -m calibadv_jax.quickstart --config configs/quickstart.yaml "$@"

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Sets up .venv-test and runs linter, type checker, fast tests, slow tests. Arguments go to pytest:
+#   scripts/test.sh tests/metrics -k writer
+# PYTHON names the Python to use, VENV another folder for the environment.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+torch_version=2.13.0
+
+# The comparison with transformers needs torch; those tests skip where no CPU build can be had. The
+# registry's own build carries CUDA on Linux, hence the exact +cpu version: from what pip already knows,
+# then from PyTorch's own index of CPU builds.
+ensure_torch() {
+  local python="$1" version="$torch_version+cpu"
+  [[ "$(uname -s)" == Linux ]] || version="$torch_version"
+  "$python" -c 'import torch' 2>/dev/null && return
+  local install=("$python" -m pip install --quiet --disable-pip-version-check "torch==$version")
+  "${install[@]}" 2>/dev/null ||
+    "${install[@]}" --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
+    echo "no CPU build of torch $torch_version to be had: tests that compare with transformers will skip" >&2
+}
+
+run_pytest() { # "no tests collected" is a pass only where the caller chose the tests
+  local status=0 marker="$1"
+  shift
+  echo "== pytest: $marker"
+  python -m pytest -m "$marker" "$@" || status=$?
+  [[ $status == 0 || ($status == 5 && $# -gt 0) ]] || exit "$status"
+}
+
+cd "$root"
+venv="${VENV:-$root/.venv-test}"
+ensure_venv "$venv" cpu,dev
+ensure_torch "$venv/bin/python"
+export PATH="$venv/bin:$PATH"
+
+echo "== versions"
+python --version
+python -m pip list --disable-pip-version-check 2>/dev/null |
+  grep -iE '^(jax|flax|optax|orbax-checkpoint|transformers|grain|faiss-cpu|numpy|torch) '
+echo "== ruff"
+ruff check .
+ruff format --check .
+echo "== mypy"
+mypy
+run_pytest "not slow" "$@"
+run_pytest "slow" "$@"

@@ -1,0 +1,85 @@
+"""Builders of trajectories and groups, and the reader of golden credit-assignment cases."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.trajectory import Document, Group, Question, Trajectory, Turn
+
+
+def make_turn(kind="search", think="", documents=(), num_tokens=1, num_observed=0) -> Turn:
+    return Turn(
+        kind=kind,
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        logprobs=np.zeros(num_tokens, np.float32),
+        think=think,
+        documents=tuple(Document(id=document, title="", text="") for document in documents),
+        observation_ids=np.full(num_observed, 7, np.int32),
+    )
+
+
+def make_group(*members, question_id="q") -> Group:
+    """Members are (answer_score, format_valid, turns)."""
+    question = Question(question_id, "?", ("gold",), "test")
+    trajectories = [
+        Trajectory(
+            question,
+            np.zeros(3, np.int32),
+            turns=list(turns),
+            index=index,
+            format_valid=bool(format_valid),
+            answer_score=score,
+        )
+        for index, (score, format_valid, turns) in enumerate(members)
+    ]
+    return Group(question, trajectories)
+
+
+def _read_turn(turn: dict) -> Turn:
+    is_action = turn["kind"] == "answer" or turn["query"] != ""
+    return make_turn(
+        kind=turn["kind"] if is_action else "invalid",
+        think=turn["think"],
+        documents=turn.get("documents", ()),
+        num_tokens=turn["num_tokens"],
+        num_observed=turn.get("num_observation_tokens", 0),
+    )
+
+
+def read_case(case: dict) -> SimpleNamespace:
+    """Groups by first appearance, the config, and the position in the case of each group's members."""
+    positions: dict[str, list[int]] = {}
+    for position, trajectory in enumerate(case["trajectories"]):
+        positions.setdefault(trajectory["group"], []).append(position)
+    groups = []
+    for name, members in positions.items():
+        rows = [case["trajectories"][position] for position in members]
+        groups.append(
+            make_group(
+                *(
+                    (row["answer_score"], row["format_valid"], [_read_turn(turn) for turn in row["turns"]])
+                    for row in rows
+                ),
+                question_id=name,
+            )
+        )
+    settings = case["settings"]
+    config = AdvantageConfig(
+        name="calibadv",
+        silver_threshold=settings["silver_threshold"],
+        correctness=settings["correctness"],
+        soft_penalty=settings["soft_penalty"],
+        rebalance=settings["rebalance"] == "answer_in_group",
+        target_ratio=settings["lambda"],
+        adjust=settings["adjust"],
+    )
+    return SimpleNamespace(groups=groups, config=config, positions=list(positions.values()))
+
+
+@pytest.fixture(scope="session")
+def build() -> SimpleNamespace:
+    return SimpleNamespace(turn=make_turn, group=make_group, case=read_case)

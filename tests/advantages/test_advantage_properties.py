@@ -1,0 +1,116 @@
+"""What holds for every combination of switches, on generated groups."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from calibadv_jax.advantages.credit import answer_mass, last_sampled_turn
+from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.config import AdvantageConfig
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+
+SCORES = st.sampled_from([0.0, 0.2, 0.5, 2 / 3, 0.7, 6 / 7, 1.0])
+CONFIGS = st.builds(
+    AdvantageConfig,
+    normalize_std=st.booleans(),
+    soft_penalty=st.booleans(),
+    silver_threshold=st.sampled_from([0.0, 0.5, 0.7, 1.0]),
+    correctness=st.sampled_from(["fraction", "max", "mean"]),
+    rebalance=st.booleans(),
+    target_ratio=st.floats(0.05, 20),
+    adjust=st.sampled_from(["positive", "negative"]),
+    order=st.sampled_from(["penalty_first", "rebalance_first"]),
+)
+TURNS = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(["search", "search", "search", "answer", "invalid", "unfinished"]),
+        "think": st.lists(st.sampled_from("abc"), max_size=5).map(" ".join),
+        "documents": st.lists(st.sampled_from("stuvwxyz"), max_size=3),
+        "num_tokens": st.integers(0, 4),
+        "num_observed": st.integers(0, 3),
+    }
+)
+MEMBERS = st.tuples(SCORES, st.booleans(), st.lists(TURNS, max_size=5))
+STEPS = st.lists(st.lists(MEMBERS, min_size=1, max_size=6), min_size=1, max_size=3)
+
+
+def build_step(build, step):
+    return [
+        build.group(
+            *((score, valid, [build.turn(**turn) for turn in turns]) for score, valid, turns in members),
+            question_id=f"q{index}",
+        )
+        for index, members in enumerate(step)
+    ]
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(step=STEPS, config=CONFIGS)
+def test_tokens_signs_and_magnitudes(build, step, config):
+    groups = build_step(build, step)
+    result = compute_advantages(groups, config)
+    assert all(np.isfinite(value) for value in result.metrics.values())
+    for group, advantages, credit in zip(groups, result.advantages, result.credits, strict=True):
+        for index, trajectory in enumerate(group.trajectories):
+            assert advantages[index].shape == trajectory.mask.shape
+            assert not advantages[index][~trajectory.mask].any()
+            assert ((credit.correctness[index] >= 0) & (credit.correctness[index] <= 1)).all()
+            last = last_sampled_turn(trajectory)
+            raw = credit.raw[index]
+            for position, value in enumerate(credit.turns[index]):
+                assert value * raw >= 0
+                if position != last:
+                    assert abs(value) <= abs(raw)
+                    assert raw < 0 or value == raw
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(step=STEPS, config=CONFIGS)
+def test_rebalanced_groups_have_the_target_ratio(build, step, config):
+    config = dataclasses.replace(config, rebalance=True)
+    for credit in compute_advantages(build_step(build, step), config).credits:
+        before = answer_mass(credit.group, credit.raw.tolist())
+        after = answer_mass(credit.group, credit.answer_advantages())
+        if min(before) == 0:
+            assert after == (0, 0)
+        else:
+            assert after[1] / after[0] == pytest.approx(config.target_ratio, rel=1e-9)
+            kept = config.adjust == "positive"
+            assert after[kept] == before[kept]
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(step=STEPS, config=CONFIGS)
+def test_without_calibration_it_is_grpo(build, step, config):
+    groups = build_step(build, step)
+    plain = dataclasses.replace(config, soft_penalty=False, rebalance=False)
+    calibadv = compute_advantages(groups, plain).advantages
+    grpo = compute_advantages(groups, dataclasses.replace(config, name="grpo")).advantages
+    for left, right in zip(calibadv, grpo, strict=True):
+        for first, second in zip(left, right, strict=True):
+            np.testing.assert_array_equal(first, second)
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(step=STEPS, config=CONFIGS, data=st.data())
+def test_order_of_groups_of_members_and_of_steps_does_not_matter(build, step, config, data):
+    groups = build_step(build, step)
+    reference = {
+        (group.question.id, trajectory.index): values
+        for group, advantages in zip(groups, compute_advantages(groups, config).advantages, strict=True)
+        for trajectory, values in zip(group.trajectories, advantages, strict=True)
+    }
+    shuffled = [
+        dataclasses.replace(group, trajectories=data.draw(st.permutations(group.trajectories)))
+        for group in data.draw(st.permutations(groups))
+    ]
+    other = {"penalty_first": "rebalance_first", "rebalance_first": "penalty_first"}[config.order]
+    result = compute_advantages(shuffled, dataclasses.replace(config, order=other))
+    for group, advantages in zip(shuffled, result.advantages, strict=True):
+        for trajectory, values in zip(group.trajectories, advantages, strict=True):
+            np.testing.assert_array_equal(values, reference[group.question.id, trajectory.index])

@@ -1,0 +1,115 @@
+"""Defined behaviour where the authors' code crashes or is noisy, and the switches one by one."""
+
+from __future__ import annotations
+
+import typing
+
+import numpy as np
+import pytest
+
+from calibadv_jax.advantages.registry import ALGORITHMS, compute_advantages, describe
+from calibadv_jax.config import AdvantageConfig
+
+A = 0.5 / (np.sqrt(0.5) + 1e-6)  # advantage of the better of two scores 1 and 0
+
+
+@pytest.fixture
+def pair(build):
+    """Winner: search, answer of 2 tokens. Loser: a search that finds a silver document, answer of 4."""
+    return build.group(
+        (1.0, True, [build.turn(documents=["a"], num_observed=1), build.turn("answer", num_tokens=2)]),
+        (0.0, True, [build.turn(documents=["a", "x"], num_observed=1), build.turn("answer", num_tokens=4)]),
+    )
+
+
+def by_turn(group, **switches):
+    return [
+        turns.tolist() for turns in compute_advantages([group], AdvantageConfig(**switches)).credits[0].turns
+    ]
+
+
+@pytest.mark.parametrize(
+    ("switches", "expected"),
+    [
+        ({}, [[A, 2 * A], [-A / 2, -A]]),
+        ({"adjust": "negative"}, [[A, A], [-A / 2, -A / 2]]),
+        ({"target_ratio": 4.0}, [[A, A / 2], [-A / 2, -A]]),
+        ({"soft_penalty": False}, [[A, 2 * A], [-A, -A]]),
+        ({"rebalance": False}, [[A, A], [-A / 2, -A]]),
+        ({"soft_penalty": False, "rebalance": False}, [[A, A], [-A, -A]]),
+        ({"normalize_std": False}, [[0.5, 1.0], [-0.25, -0.5]]),
+        ({"name": "grpo"}, [[A, A], [-A, -A]]),
+        ({"silver_threshold": 1.0}, [[A, 2 * A], [-A / 2, -A]]),
+    ],
+)
+def test_switches(pair, switches, expected):
+    np.testing.assert_allclose(by_turn(pair, **switches), expected, rtol=1e-12)
+
+
+def test_all_wrong_group_is_zero_and_not_a_crash(build):
+    group = build.group(*[(0.0, True, [build.turn(documents=["a"]), build.turn("answer")])] * 3)
+    assert by_turn(group) == [[0.0, 0.0]] * 3
+
+
+def test_all_right_group_of_inexact_scores_is_zero(build):
+    group = build.group(*[(6 / 7, True, [build.turn(documents=["a"]), build.turn("answer")])] * 5)
+    assert by_turn(group) == [[0.0, 0.0]] * 5
+
+
+@pytest.mark.parametrize("soft_penalty", [True, False])
+@pytest.mark.parametrize("adjust", ["positive", "negative"])
+def test_one_sided_group_zeroes_answers_and_keeps_searches(build, soft_penalty, adjust):
+    winner = (1.0, True, [build.turn(documents=["a"]), build.turn("answer", num_tokens=3)])
+    loser = (0.0, False, [build.turn(num_tokens=0, num_observed=2)])  # nothing to train on
+    turns = by_turn(build.group(winner, loser), soft_penalty=soft_penalty, adjust=adjust)
+    np.testing.assert_allclose(turns[0], [A, 0.0])
+
+
+def test_trajectory_without_sampled_token_is_skipped_but_its_score_counts(build):
+    empty = (0.0, False, [build.turn(num_tokens=0, num_observed=2)])
+    none = (0.0, False, [])
+    winner = (1.0, True, [build.turn(documents=["a"]), build.turn("answer")])
+    loser = (0.0, False, [build.turn("invalid")])
+    result = compute_advantages([build.group(empty, none, winner, loser)], AdvantageConfig())
+    advantages = result.advantages[0]
+    assert advantages[0].tolist() == [0.0, 0.0]
+    assert advantages[1].shape == (0,)
+    # mean 1/4, std sqrt((9/16 + 3/16) / 3) = 1/2: the winner's 3/4 / 1/2 is rescaled to the loser's 1/2
+    np.testing.assert_allclose(advantages[2], [1.5, 0.5], rtol=1e-5)
+    np.testing.assert_allclose(advantages[3], [-0.5], rtol=1e-5)
+    assert result.metrics["advantage/skipped_trajectories"] == 2
+
+
+def test_a_trajectory_that_ends_in_a_search_is_balanced_there_and_not_softened(build):
+    group = build.group(
+        (1.0, True, [build.turn(documents=["a", "b"]), build.turn("answer")]),
+        (0.0, True, [build.turn(documents=["a"]), build.turn(documents=["b"], num_tokens=2)]),
+    )
+    np.testing.assert_allclose(by_turn(group), [[A, 2 * A], [0.0, -A]])
+
+
+def test_silver_without_documents_leaves_advantages_alone(build):
+    group = build.group(
+        (1.0, True, [build.turn(), build.turn("answer")]),
+        (0.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
+    )
+    np.testing.assert_allclose(by_turn(group), [[A, A], [-A, -A]])
+
+
+def test_describe_names_every_switch():
+    lines = "\n".join(describe(AdvantageConfig(target_ratio=0.5, adjust="negative", correctness="mean")))
+    assert "soft penalty ON" in lines
+    assert "rebalance ON" in lines
+    assert "the negative side is rescaled" in lines
+    assert "positive sum = 0.5 (lambda)" in lines
+    assert "correctness mean" in lines
+    assert "at least 0.7" in lines
+    lines = "\n".join(describe(AdvantageConfig(soft_penalty=False, rebalance=False, normalize_std=False)))
+    assert "soft penalty OFF" in lines
+    assert "rebalance OFF" in lines
+    assert "Dr. GRPO" in lines
+    assert "no CalibAdv calibration" in "\n".join(describe(AdvantageConfig(name="grpo")))
+
+
+def test_registry_holds_every_name_the_config_accepts():
+    assert set(typing.get_args(typing.get_type_hints(AdvantageConfig)["name"])) == set(ALGORITHMS)

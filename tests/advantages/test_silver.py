@@ -1,0 +1,93 @@
+"""Silver documents, repetition, correctness."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from calibadv_jax.advantages.silver import edit_distance, is_repetition, silver_documents, turn_correctness
+
+
+def slow_edit_distance(first, second):
+    row = list(range(len(second) + 1))
+    for i, left in enumerate(first, 1):
+        diagonal, row[0] = row[0], i
+        for j, right in enumerate(second, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (left != right))
+    return row[-1]
+
+
+def test_edit_distance_equals_the_textbook_programme():
+    draw = random.Random(0)
+    for _ in range(1500):
+        words = "abcdefgh"[: draw.randint(1, 8)]
+        first = draw.choices(words, k=draw.randint(0, 80))
+        second = draw.choices(words, k=draw.randint(0, 80))
+        expected = slow_edit_distance(first, second)
+        assert edit_distance(first, second) == expected
+        longest = max(len(first), len(second))
+        assert is_repetition(first, second) == (longest > 0 and 1 - expected / longest > 0.5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("", "", False),
+        ("a", "", False),
+        ("a b", "a c", False),  # similarity exactly 1/2
+        ("a b c", "a b d", True),
+        ("a b c d", "d c b a", False),  # the same words, another order
+    ],
+)
+def test_repetition_is_strictly_above_half(first, second, expected):
+    assert is_repetition(first.split(), second.split()) is expected
+
+
+def test_only_the_best_valid_trajectories_above_the_threshold_count(build):
+    group = build.group(
+        (0.9, True, [build.turn(documents=["a", "b", "b"]), build.turn("answer")]),
+        (0.9, True, [build.turn(documents=["a"]), build.turn(documents=["a"]), build.turn("answer")]),
+        (0.9, False, [build.turn(documents=["invalid"])]),
+        (0.8, True, [build.turn(documents=["second best"]), build.turn("answer")]),
+    )
+    assert silver_documents(group, 0.7) == {"a": 1.0, "b": 0.5}
+    assert silver_documents(group, 0.9) == {"a": 1.0, "b": 0.5}
+    assert silver_documents(group, 0.91) == {}
+
+
+def test_silver_trajectories_without_documents_have_no_silver_set(build):
+    group = build.group(
+        (1.0, True, [build.turn(), build.turn("answer")]), (0.0, True, [build.turn("answer")])
+    )
+    assert silver_documents(group, 0.7) == {}
+    assert silver_documents(build.group(), 0.0) == {}
+
+
+def test_documents_are_one_by_id_not_by_text(build):
+    group = build.group((1.0, True, [build.turn(documents=["1", "2"])]))
+    assert all(document.text == "" for document in group.trajectories[0].turns[0].documents)
+    assert set(silver_documents(group, 0.7)) == {"1", "2"}
+
+
+def test_only_search_turns_of_valid_trajectories_have_correctness(build):
+    turns = [build.turn(documents=["a"]), build.turn("invalid", documents=["b"]), build.turn("answer")]
+    valid, invalid = build.group((0.0, True, turns), (0.0, False, turns)).trajectories
+    silver = {"a": 1.0, "b": 1.0}
+    np.testing.assert_array_equal(turn_correctness(valid, silver, "fraction"), [1.0, 0.0, 0.0])
+    np.testing.assert_array_equal(turn_correctness(invalid, silver, "fraction"), [0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(turn_correctness(valid, {}, "fraction"), [0.0, 0.0, 0.0])
+
+
+def test_a_worthless_turn_stays_in_the_history(build):
+    turns = [
+        build.turn(think="x", documents=["y"]),  # nothing silver
+        build.turn(think="one two three", documents=["a"]),
+        build.turn(think="one two four", documents=["b"]),  # repeats the second: worth 0
+        build.turn(think="five six", documents=["b", "c"]),  # b is seen, c is new
+        build.turn("answer"),
+    ]
+    (trajectory,) = build.group((0.0, True, turns)).trajectories
+    silver = dict.fromkeys("abc", 1.0)
+    np.testing.assert_allclose(turn_correctness(trajectory, silver, "fraction"), [0, 1, 0, 0.5, 0])

@@ -1,0 +1,82 @@
+"""calibadv_jax.metrics.console: lines, bars and tables."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from calibadv_jax.metrics.console import Console, number, table
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_step_is_one_line_of_the_known_metrics():
+    stream = io.StringIO()
+    metrics = {"perf/tokens_per_second": 5612.3, "reward/mean": 0.52341, "unknown": 3.0}
+    Console(stream=stream).step(12, 60, metrics)
+    assert stream.getvalue() == "step 12/60 reward 0.5234 tok/s 5612\n"
+
+
+def test_without_progress_only_results_are_shown(capsys):
+    stream = Terminal()
+    console = Console(progress=False, stream=stream)
+    console.step(1, 2, {"reward/mean": 1.0})
+    console.note("working")
+    with console.bar("rollout", 3) as advance:
+        advance(1)
+    console.say("written to runs/a")
+    assert stream.getvalue() == ""
+    assert capsys.readouterr().out == "written to runs/a\n"
+
+
+def test_a_bar_counts_on_a_terminal():
+    stream = Terminal()
+    with Console(stream=stream).bar("rollout", 4) as advance:
+        for _ in range(4):
+            advance(1)
+    assert "rollout" in stream.getvalue() and "/4" in stream.getvalue()
+
+
+def test_no_bar_in_a_file():
+    stream = io.StringIO()
+    with Console(stream=stream).bar("rollout", 4) as advance:
+        advance(4)
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.52341, "0.5234"),
+        (0.0, "0"),
+        (5e-7, "5e-07"),
+        (12345.6, "12346"),
+        (-2.5, "-2.5"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_number(value, shown):
+    assert number(value) == shown
+
+
+def test_table_aligns_text_left_and_numbers_right():
+    text = table([["one-hop", 0.51234, 40], ["all", 1.0, 200]], ["questions", "F1", "n"])
+    assert text.splitlines() == [
+        "questions     F1    n",
+        "---------  -----  ---",
+        "one-hop    0.512   40",
+        "all        1.000  200",
+    ]
+
+
+def test_table_without_rows():
+    assert table([], ["a", "bb"]) == "a  bb\n-  --"
+
+
+def test_table_refuses_a_row_of_another_length():
+    with pytest.raises(ValueError, match="1 cells, the table has 2 columns"):
+        table([["a"]], ["a", "b"])

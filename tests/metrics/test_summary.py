@@ -1,0 +1,108 @@
+"""calibadv_jax.metrics.summary: worked by hand on three trajectories of two questions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from calibadv_jax.metrics.summary import ALIASES, trajectory_metrics
+from calibadv_jax.trajectory import Group, Question, StopReason, Trajectory, Turn, TurnKind
+
+QUESTION = Question("q", "Who?", ("Ada",), "toy")
+
+
+def turn(kind: TurnKind, sampled: int, observed: int = 0, stop: StopReason = "stop") -> Turn:
+    return Turn(
+        kind,
+        np.arange(sampled, dtype=np.int32),
+        np.zeros(sampled, np.float32),
+        answer="Ada" if kind == "answer" else "",
+        observation_ids=np.arange(observed, dtype=np.int32),
+        stop_reason=stop,
+    )
+
+
+def trajectory(turns: list[Turn], score: float, valid: bool, prompt: int = 10) -> Trajectory:
+    return Trajectory(
+        QUESTION,
+        np.zeros(prompt, np.int32),
+        turns,
+        format_valid=valid,
+        answer_score=score,
+        metrics={"f1": score, "em": float(score == 1)},
+    )
+
+
+@pytest.fixture
+def metrics() -> dict[str, float]:
+    solved = trajectory([turn("search", 6, observed=8), turn("answer", 4)], 1.0, True)
+    invalid = trajectory([turn("invalid", 3, observed=9)], 0.0, False)
+    cut = trajectory([turn("search", 5, observed=5), turn("unfinished", 20, stop="length")], 0.0, False, 16)
+    return trajectory_metrics([Group(QUESTION, [solved, invalid]), Group(QUESTION, [cut])])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reward/mean", 1 / 3),
+        ("reward/max", 1),
+        ("reward/min", 0),
+        ("reward/em", 1 / 3),
+        ("reward/format_valid", 1 / 3),
+        ("rollout/turns/mean", 5 / 3),
+        ("rollout/searches/mean", 2 / 3),
+        ("rollout/searches/max", 1),
+        ("rollout/valid_actions/mean", (2 + 0 + 1) / 3),
+        ("rollout/valid_action_ratio", (1 + 0 + 0.5) / 3),
+        ("rollout/answered", 1 / 3),
+        ("rollout/invalid", 1 / 3),
+        ("rollout/truncated", 1 / 3),
+        ("rollout/prompt_length/max", 16),
+        ("rollout/response_length/mean", (18 + 12 + 30) / 3),
+        ("rollout/sampled_tokens/total", 10 + 3 + 25),
+        ("rollout/sampled_tokens/min", 3),
+        ("rollout/sampled_token_ratio", 38 / 60),
+        ("group/best_score", 0.5),
+        ("group/solved", 0.5),
+        ("group/tied", 0.5),
+        ("group/all_zero", 0.5),
+        ("env/number_of_actions/mean", 5 / 3),
+        ("env/number_of_valid_search", 2 / 3),
+        ("env/ratio_of_valid_action", 0.5),
+        ("env/finish_ratio", 1 / 3),
+        ("critic/score/mean", 1 / 3),
+        ("response_length/max", 30),
+        ("response_length/clip_ratio", 1 / 3),
+        ("correct_rate/least_one_correct", 0.5),
+    ],
+)
+def test_values(metrics, name, value):
+    assert metrics[name] == pytest.approx(value)
+
+
+def test_every_value_is_a_finite_float_and_every_alias_is_there(metrics):
+    assert all(type(value) is float and np.isfinite(value) for value in metrics.values())
+    assert all(alias in metrics or f"{alias}/mean" in metrics for alias in ALIASES)
+
+
+def test_the_score_that_counts_as_correct_can_be_lowered():
+    group = Group(QUESTION, [trajectory([turn("answer", 1)], 0.8, True)])
+    assert trajectory_metrics([group])["group/solved"] == 0
+    assert trajectory_metrics([group], correct_score=0.7)["group/solved"] == 1
+
+
+def test_a_trajectory_without_turns_has_length_zero():
+    metrics = trajectory_metrics([Group(QUESTION, [trajectory([], 0.0, False)])])
+    assert metrics["rollout/response_length/mean"] == 0
+    assert metrics["rollout/valid_action_ratio"] == 0
+
+
+def test_a_metric_averages_over_the_trajectories_that_have_it():
+    one, other = trajectory([], 1.0, True), trajectory([], 0.0, True)
+    one.metrics = {"recall": 0.5}
+    assert trajectory_metrics([Group(QUESTION, [one, other])])["reward/recall"] == 0.5
+
+
+def test_no_trajectories_is_an_error():
+    with pytest.raises(ValueError, match="no trajectories"):
+        trajectory_metrics([Group(QUESTION, [])])

@@ -1,0 +1,38 @@
+"""calibadv_jax.metrics.timing: seconds by name on a clock that the test holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from calibadv_jax.metrics.timing import Stopwatch
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr("calibadv_jax.metrics.timing.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_parts_add_up_by_name_and_the_step_counts_from_the_start(clock):
+    watch = Stopwatch()
+    for seconds in (2.0, 3.0):
+        with watch("rollout"):
+            clock[0] += seconds
+    with watch("update"):
+        clock[0] += 4.0
+    clock[0] += 1.0
+    assert watch.metrics(tokens=500) == {
+        "timing_s/rollout": 5.0,
+        "timing_s/update": 4.0,
+        "timing_s/step": 10.0,
+        "perf/tokens_per_second": 50.0,
+    }
+
+
+def test_a_part_that_fails_is_counted(clock):
+    watch = Stopwatch()
+    with pytest.raises(OSError), watch("rollout"):
+        clock[0] += 2.0
+        raise OSError
+    assert watch.metrics(tokens=0)["timing_s/rollout"] == 2.0

@@ -1,0 +1,129 @@
+"""calibadv_jax.metrics.writer: rows on disk, resuming, values JSON does not know."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from calibadv_jax.errors import UserError
+from calibadv_jax.metrics.writer import MetricsWriter, read_metrics
+
+
+def write(directory: Path, steps: range, start_step: int | None = None) -> None:
+    with MetricsWriter(directory, tensorboard=False, start_step=start_step) as writer:
+        for step in steps:
+            writer.write(step, {"loss": step / 2})
+
+
+def steps(directory: Path) -> list[int]:
+    return [row["step"] for row in read_metrics(directory / "metrics.jsonl")]
+
+
+def test_a_row_is_readable_as_soon_as_it_is_written(tmp_path):
+    with MetricsWriter(tmp_path / "run", tensorboard=False) as writer:
+        writer.write(3, {"reward/mean": np.float32(0.5), "rollout/turns/max": np.int64(4)})
+        assert (tmp_path / "run" / "metrics.jsonl").read_text() == (
+            '{"step": 3, "reward/mean": 0.5, "rollout/turns/max": 4}\n'
+        )
+
+
+def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path):
+    write(tmp_path / "whole", range(6))
+    write(tmp_path / "resumed", range(5))
+    write(tmp_path / "resumed", range(3, 6), start_step=3)
+    whole, resumed = (tmp_path / name / "metrics.jsonl" for name in ("whole", "resumed"))
+    assert whole.read_bytes() == resumed.read_bytes()
+
+
+def test_without_a_start_step_all_rows_stay(tmp_path):
+    write(tmp_path, range(2))
+    write(tmp_path, range(2))
+    assert steps(tmp_path) == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("start_step", [None, 2])
+def test_a_torn_last_line_is_dropped(tmp_path, start_step):
+    write(tmp_path, range(2))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert steps(tmp_path) == [0, 1]
+    write(tmp_path, range(2, 4), start_step)
+    assert steps(tmp_path) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"loss": 1.0}', '{"step": "3"}', ""])
+def test_a_foreign_line_is_refused_and_the_file_left_alone(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n' + line + '\n{"step": 1}\n')
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a row of metrics"):
+        MetricsWriter(tmp_path, tensorboard=False, start_step=1)
+    assert path.read_bytes() == before
+
+
+def test_a_failed_rewrite_leaves_the_file_alone(tmp_path, monkeypatch):
+    write(tmp_path, range(3))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def full_disk(*args: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("calibadv_jax.metrics.writer.os.replace", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        MetricsWriter(tmp_path, tensorboard=False, start_step=1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_values_json_does_not_know_are_null_and_named(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write(0, {"loss": float("nan"), "kl": np.float32("inf"), "lr": 0.1})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert row == {"step": 0, "loss": None, "kl": None, "lr": 0.1, "nonfinite": ["loss", "kl"]}
+
+
+@pytest.mark.parametrize("name", ["step", "nonfinite"])
+def test_reserved_names_are_refused(tmp_path, name):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer, pytest.raises(ValueError, match=name):
+        writer.write(0, {name: 1.0})
+
+
+def test_a_value_that_is_no_scalar_is_refused_and_writes_nothing(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer, pytest.raises(TypeError):
+        writer.write(0, {"good": 1.0, "bad": np.ones(3)})
+    assert steps(tmp_path) == []
+
+
+def test_tensorboard_gets_the_same_finite_scalars(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write(0, {"loss": 0.5, "kl": float("nan")})
+        writer.write(1, {"loss": 0.25})
+    assert scalars(tmp_path / "tensorboard") == [("loss", 0, 0.5), ("loss", 1, 0.25)]
+
+
+def scalars(directory: Path) -> list[tuple[str, int, float]]:
+    """(tag, step, value) of the scalars in the event files of a folder."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted(directory.glob("events.*")):
+        data = path.read_bytes()
+        while data:  # a record: length (8 bytes), its checksum (4), the event, its checksum (4)
+            length = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + length])
+            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            data = data[16 + length :]
+    return found
+
+
+def test_without_tensorboard_no_event_file_is_made(tmp_path):
+    write(tmp_path, range(1))
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_reading_a_missing_file(tmp_path):
+    with pytest.raises(UserError, match="no such metrics file"):
+        read_metrics(tmp_path / "metrics.jsonl")

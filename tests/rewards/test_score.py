@@ -1,0 +1,90 @@
+"""Rewards of trajectories and groups."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from calibadv_jax.config import RewardConfig
+from calibadv_jax.rewards.score import score_groups, score_trajectory
+from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
+
+ROME = Question("q", "?", ("Rome",), "test")
+
+
+def turn(kind, text, answer="", num_observed=0):
+    ids, logprobs = np.arange(2, dtype=np.int32), np.zeros(2, np.float32)
+    observation = np.zeros(num_observed, np.int32)
+    return Turn(kind, ids, logprobs, text=text, answer=answer, observation_ids=observation)
+
+
+def attempt(answer=None, has_search=True, question=ROME):
+    turns = [turn("search", "<think>t</think><search>q</search>", num_observed=2)] if has_search else []
+    if answer is not None:
+        turns.append(turn("answer", f"<think>u</think><answer>{answer}</answer>", answer))
+    return Trajectory(question, np.zeros(1, np.int32), turns)
+
+
+@pytest.mark.parametrize(
+    ("config", "trajectory", "score", "metrics"),
+    [
+        (RewardConfig(), attempt("Rome city"), 2 / 3, (0, 2 / 3, 1, 1)),
+        (RewardConfig(answer="em"), attempt("Rome city"), 0, (0, 2 / 3, 1, 1)),
+        (RewardConfig(answer="cover_em"), attempt("Rome city"), 1, (0, 2 / 3, 1, 1)),
+        (RewardConfig(), attempt("Rome", has_search=False), 0, (1, 1, 1, 0)),
+        (RewardConfig(format=False), attempt("Rome", has_search=False), 1, (1, 1, 1, 0)),
+        (RewardConfig(format=False), attempt(None), 0, (0, 0, 0, 0)),
+    ],
+)
+def test_score(config, trajectory, score, metrics):
+    assert score_trajectory(trajectory, config, prepend_think=False) is trajectory
+    assert trajectory.answer_score == score
+    assert trajectory.metrics == dict(zip(("em", "f1", "cover_em", "format"), metrics, strict=True))
+    assert trajectory.format_valid == bool(metrics[3])
+
+
+def test_the_structured_answer_counts_not_the_text():
+    trajectory = attempt("Milan")
+    trajectory.turns[0].text += "<answer>Rome</answer>"
+    trajectory.turns[0].observation_text = "<answer>Rome</answer>"
+    score_trajectory(trajectory, RewardConfig(format=False), prepend_think=False)
+    assert trajectory.answer_score == 0
+
+
+@pytest.mark.parametrize("answer", [None, "Rome"])
+def test_question_without_golden_answers(answer):
+    with pytest.raises(ValueError, match="'empty' has no golden answers"):
+        score_trajectory(attempt(answer, question=Question("empty", "?", (), "test")), RewardConfig(), False)
+
+
+def step():
+    answers = ["Rome", "Rome city", "Milan", None, "Rome of old", "Rome or Milan or Turin"]
+    return [
+        Group(ROME, [attempt(a) for a in answers]),
+        Group(ROME, [attempt(a, has_search=False) for a in answers]),
+    ]
+
+
+def rewards(groups):
+    return [(t.answer_score, t.format_valid) for group in groups for t in group.trajectories]
+
+
+def test_shuffled_rewards_are_the_same_pairs_elsewhere():
+    true, shuffled = step(), step()
+    score_groups(true, RewardConfig(), False, np.random.default_rng(0))
+    score_groups(shuffled, RewardConfig(shuffle=True), False, np.random.default_rng(0))
+    assert rewards(shuffled) != rewards(true)
+    assert sorted(rewards(shuffled)) == sorted(rewards(true))
+    assert any(trajectory.answer_score > 0 for trajectory in shuffled[1].trajectories), "stays in its group"
+    for before, after in zip(true, shuffled, strict=True):
+        assert [t.metrics for t in before.trajectories] == [t.metrics for t in after.trajectories]
+
+
+def test_shuffling_is_repeatable_and_otherwise_draws_nothing():
+    first, second = step(), step()
+    score_groups(first, RewardConfig(shuffle=True), False, np.random.default_rng(3))
+    score_groups(second, RewardConfig(shuffle=True), False, np.random.default_rng(3))
+    assert rewards(first) == rewards(second)
+    used, unused = np.random.default_rng(0), np.random.default_rng(0)
+    score_groups(first, RewardConfig(), False, used)
+    assert used.random() == unused.random()

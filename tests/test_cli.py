@@ -1,0 +1,114 @@
+"""calibadv_jax.cli: what the command line accepts and how an entry point ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from calibadv_jax import cli
+from calibadv_jax.config import Config
+from calibadv_jax.errors import UserError
+
+MODULE = "calibadv_jax.train"
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("learner: {steps: 7}\n")
+    return path
+
+
+def end(run, argv: list[str]) -> int | None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(run, MODULE, "A test.", argv)
+    return stop.value.code
+
+
+def test_options_and_overrides_may_stand_in_any_order():
+    arguments = cli.parse(MODULE, "", ["a.b=1", "--config", "f.yaml", "c=-2", "--dry-run", "d=x y"])
+    assert arguments == cli.Arguments(Path("f.yaml"), ["a.b=1", "c=-2", "d=x y"], True)
+
+
+def test_without_overrides():
+    assert cli.parse(MODULE, "", ["--config", "f.yaml"]) == cli.Arguments(Path("f.yaml"), [], False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ([], "--config"),
+        (["--config"], "--config"),
+        (["--config", "f.yaml", "--learner.steps=3"], "'--learner.steps=3'"),
+        (["--conf", "f.yaml"], "--config"),
+        (["--config", "f.yaml", "--dry-run=yes"], "--dry-run"),
+    ],
+)
+def test_a_mistake_is_one_line(argv, named, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.parse(MODULE, "", argv)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message.startswith("error: ") and message.count("\n") == 1
+    assert named in message and f"python -m {MODULE} --help" in message
+
+
+def test_run_gets_the_config_with_overrides(config_file):
+    seen: list[Config] = []
+    assert end(seen.append, ["--config", str(config_file), "run.seed=5"]) == 0
+    assert (seen[0].learner.steps, seen[0].run.seed) == (7, 5)
+
+
+def test_what_run_returns_is_not_the_status(config_file):
+    assert end(lambda config: Path("runs/a/hf"), ["--config", str(config_file)]) == 0
+
+
+def test_run_may_end_with_a_status_of_its_own(config_file):
+    def run(config: Config) -> None:
+        raise SystemExit(1)
+
+    assert end(run, ["--config", str(config_file)]) == 1
+
+
+def test_dry_run_prints_every_key_and_does_not_run(config_file, capsys):
+    def run(config: Config) -> None:
+        raise AssertionError("ran")
+
+    assert end(run, ["--config", str(config_file), "--dry-run", "run.dir=elsewhere"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["learner"]["steps"] == 7
+    assert printed["sft"]["output"] == "elsewhere/sft"
+    assert printed["advantage"]["name"] == "calibadv"
+
+
+def test_a_user_error_is_one_line_and_status_2(config_file, capsys):
+    def run(config: Config) -> None:
+        raise UserError("questions.jsonl:3: no golden answers; add one or remove the line")
+
+    assert end(run, ["--config", str(config_file)]) == 2
+    assert capsys.readouterr().err == (
+        "error: questions.jsonl:3: no golden answers; add one or remove the line\n"
+    )
+
+
+def test_a_bad_config_is_a_user_error(config_file, capsys):
+    assert end(lambda config: None, ["--config", str(config_file), "learner.step=3"]) == 2
+    assert "did you mean 'learner.steps'?" in capsys.readouterr().err
+
+
+def test_an_interruption_is_status_130(config_file, capsys):
+    def run(config: Config) -> None:
+        raise KeyboardInterrupt
+
+    assert end(run, ["--config", str(config_file)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_defect_keeps_its_traceback(config_file):
+    def run(config: Config) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        cli.main(run, MODULE, "A test.", ["--config", str(config_file)])
