@@ -175,8 +175,8 @@ class RetrieverConfig:
     """JSONL (or .jsonl.gz) of {"id", "contents"} rows, for the child service."""
     index: str = ""
     """Folder of the index for the child service; built when missing."""
-    encoder: str = "lsa"
-    """Encoder of a newly built index; lsa needs no weights."""
+    encoder: str = "hashed"
+    """Encoder of a newly built index; hashed needs no weights."""
     topk: int = 3
     """Documents per query."""
     timeout: float = 30.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from calibadv_jax import cli
@@ -21,37 +22,49 @@ def run(config: Config) -> None:
 def export(config: Config) -> Path:
     """Writes export.source (default: the newest checkpoint of run.dir) to export.output.
 
+    `export.source` is a snapshot, a checkpoint or a folder of checkpoints, of this run or another one.
+    Works on the host's memory, so that it runs beside a training that fills the accelerators.
+
     Returns:
         The folder; transformers' from_pretrained loads it.
+
+    Raises:
+        UserError: the source is missing, incomplete, damaged, or not inside a run's folder.
     """
     from pathlib import Path
 
     import jax
+    import jax.numpy as jnp
 
+    from calibadv_jax.config import MeshConfig
     from calibadv_jax.policy.architecture import architecture_from_hf
-    from calibadv_jax.policy.sharding import make_mesh, param_shardings
+    from calibadv_jax.policy.sharding import make_mesh
     from calibadv_jax.policy.transformer import Numerics, Policy
     from calibadv_jax.snapshots.checkpoint import restore_params
     from calibadv_jax.snapshots.huggingface import read_hf_config, save_folder
+    from calibadv_jax.snapshots.layout import placed_params
     from calibadv_jax.snapshots.publish import MANIFEST, load_snapshot
 
-    folder = Path(config.run.dir) / "policy"
-    hf_config = read_hf_config(folder)
-    policy = Policy(architecture_from_hf(hf_config, f"{folder}/config.json"), Numerics.from_config(config.policy))
-    mesh = make_mesh(config.mesh)
-    source = Path(config.export.source or Path(config.run.dir) / "checkpoints")
-    if (source / MANIFEST).is_file():
+    source = Path(config.export.source or Path(config.run.dir) / "checkpoints").absolute()
+    is_snapshot = (source / MANIFEST).is_file()
+    is_step = source.name.isdigit()
+    run_folder = source.parent.parent if is_snapshot or is_step else source.parent
+    hf_config = read_hf_config(run_folder / "policy")
+    architecture = architecture_from_hf(hf_config, f"{run_folder}/policy/config.json")
+    dtype = jnp.dtype(config.export.dtype)
+    policy = Policy(architecture, Numerics(compute_dtype=dtype, param_dtype=dtype))
+    mesh = make_mesh(MeshConfig(fsdp=1), jax.devices("cpu")[:1])
+    if is_snapshot:
         params = load_snapshot(source, policy, mesh, verify=True)
     else:
-        step = int(source.name) if source.name.isdigit() else None
-        abstract = jax.tree.map(
-            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
-            policy.abstract_params,
-            param_shardings(policy.abstract_params, mesh),
+        step = int(source.name) if is_step else None
+        params, _ = restore_params(
+            source.parent if is_step else source, placed_params(policy, mesh, dtype), step
         )
-        params, _ = restore_params(source if step is None else source.parent, abstract, step)
-    return save_folder(params, hf_config, Path(config.export.output), config.export.dtype, folder)
+    output = Path(config.export.output)
+    return save_folder(params, hf_config, output, config.export.dtype, run_folder / "policy")
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # an accelerator may be in use
     cli.main(run, "calibadv_jax.export", "Writes a checkpoint as a HuggingFace folder.")

@@ -21,6 +21,7 @@ from calibadv_jax.trajectory import Document, Question
 
 NUM_DOCUMENTS = 3
 PER_WORLD = 100  # demonstrations before a fresh world is drawn
+DRILL_SHARE = 0.25  # of the look-ups
 SIZES = {"person": 60, "city": 20, "company": 20, "work": 20}
 
 
@@ -43,6 +44,7 @@ class Flaws:
     """How imperfect the demonstrations are."""
 
     guess: float = 0.4  # one_hop: answers with a random entity of the right kind, without any search
+    wrong_name: float = 0.3  # one_hop: looks up a similar name first
     hasty_bridge: float = 0.7  # two_hop: answers with the bridge; otherwise cut after the second search
     hasty_comparison: float = 0.5  # comparison: answers at random after the first search
 
@@ -59,22 +61,42 @@ def imperfect(seed: int, config: WorldConfig, flaws: Flaws = Flaws()) -> Iterato
 
 
 def lookups(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
-    """Endless one-hop demonstrations without a flaw: the skill of finding and copying a fact."""
+    """Endless one-hop demonstrations that end well, among them some drills: finding and copying a fact."""
     rng = np.random.default_rng(seed)
+    careful = Flaws(guess=0.0)
     while True:
         world = _ColdStartWorld(rng)
         for _ in range(PER_WORLD):
-            yield _demonstrate(world, ask(world.facts, "one_hop", rng), Flaws(guess=0.0), rng)
+            if rng.random() < DRILL_SHARE:
+                yield _same_or_not(rng)
+            else:
+                yield _demonstrate(world, ask(world.facts, "one_hop", rng), careful, rng)
 
 
 def drills(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
-    """Endless runs of random words to be written once more: what copying a name is made of."""
+    """Endless exercises without any search: words to be written once more, names to be compared."""
     rng = np.random.default_rng(seed)
     words = [word for pair in POOLS.values() for pool in pair for word in pool]
     while True:
         text = " ".join(rng.choice(words, rng.integers(8, 25)))
         question = Question("demonstration", text, (text,), "drill")
         yield Demonstration(question, (DemoTurn(f"<answer> {text} </answer>"),))
+        yield _same_or_not(rng)
+
+
+def _same_or_not(rng: np.random.Generator) -> Demonstration:
+    """Two names, equal or with a word in common or without: yes or no."""
+    first, second = POOLS[("city", "company")[rng.integers(2)]]
+    left = [str(rng.choice(first)), str(rng.choice(second))]
+    right = list(left)
+    if rng.random() < 0.5:
+        changed = rng.integers(3)  # first word, second word, both
+        right[0] = str(rng.choice(first)) if changed != 1 else left[0]
+        right[1] = str(rng.choice(second)) if changed != 0 else left[1]
+    text = f"{' '.join(left)} and {' '.join(right)}"
+    answer = "yes" if left == right else "no"
+    question = Question("demonstration", text, (answer,), "drill")
+    return Demonstration(question, (_answer_turn(text, answer),))
 
 
 GENERATORS: dict[str, Callable[[int, WorldConfig], Iterator[Demonstration]]] = {
@@ -99,6 +121,14 @@ class _ColdStartWorld:
         for passage in self.passages:
             for word in set(f"{passage.title} {passage.text}".replace(".", "").split()):
                 self.by_word.setdefault(word, []).append(passage)
+
+    def similar(self, title: str) -> str:
+        """Another entity, with a word in common if there is one."""
+        related = sorted(
+            {p.title for word in title.split() for p in self.by_word[word] if word in p.title.split()}
+            - {title}
+        )
+        return str(self.rng.choice(related or sorted(set(self.by_title) - {title})))
 
     def search(self, title: str) -> tuple[Document, ...]:
         """The passage of that title, mostly first, among others that share a word of the query."""
@@ -136,7 +166,11 @@ def _one_hop(
         kind = next(kind for kind, names in world.facts.entities.items() if asked.answer in names)
         guess = str(rng.choice(world.facts.entities[kind]))
         return (_answer_turn(guess, guess),)
-    return _search_turn(world, asked.searches[0]), _answer_turn(asked.answer, asked.answer)
+    wanted = asked.searches[0]
+    turns = [_search_turn(world, wanted), _answer_turn(asked.answer, asked.answer)]
+    if rng.random() < flaws.wrong_name:
+        turns.insert(0, _search_turn(world, world.similar(wanted)))
+    return tuple(turns)
 
 
 def _two_hop(

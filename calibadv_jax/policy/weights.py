@@ -14,6 +14,8 @@ import numpy as np
 
 from calibadv_jax.errors import UserError
 
+Region = tuple[slice, ...]  # of an array, one slice an axis
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -122,23 +124,21 @@ def shape_problems(
     return problems
 
 
-Block = tuple[slice, ...]  # one slice an axis
-
-
 def from_hf(
-    path: str, read: Callable[[str, Block], np.ndarray], num_layers: int, block: Block, dtype: Any
+    path: str, read: Callable[[str, Region], np.ndarray], num_layers: int, region: Region, dtype: Any
 ) -> np.ndarray:
-    """Assembles a block of our parameter at dotted `path`, in `dtype`.
+    """Assembles a region of our parameter at dotted `path`, in `dtype`.
 
     Args:
-        read: (HuggingFace name, block of that tensor) -> host array.
-        block: of our array; only what it covers is read.
+        read: (HuggingFace name, region of that tensor) -> host array.
+        region: of our array; only what it covers is read.
     """
     weight = WEIGHTS[path]
-    layers, inner = (range(num_layers)[block[0]], block[1:]) if weight.stacked else (range(1), block)
+    layers, inner = (range(num_layers)[region[0]], region[1:]) if weight.stacked else (range(1), region)
     wanted = inner[::-1] if weight.transposed else inner
-    parts = (read(weight.hf.format(layer=layer), wanted) for layer in layers)
-    parts = [part.T if weight.transposed else part for part in parts]
+    tensors = [read(weight.hf.format(layer=layer), wanted) for layer in layers]
+    parts = [tensor.T if weight.transposed else tensor for tensor in tensors]
     if not weight.stacked:
         return np.ascontiguousarray(parts[0], dtype)
-    return np.stack(parts, dtype=dtype, casting="unsafe")
+    stacked: np.ndarray = np.stack(parts, dtype=dtype, casting="unsafe")
+    return stacked

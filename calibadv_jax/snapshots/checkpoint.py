@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.policy.weights import shape_problems
+from calibadv_jax.snapshots.layout import tensor_shapes
+
+STATE, EXTRA, PARAMS = "state", "extra", "params"
+UNREADABLE = (ValueError, KeyError, TypeError, OSError)  # what Orbax raises on damaged files
 
 
 class CheckpointStore:
@@ -19,43 +25,40 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, keep: int):
         self.folder = folder.absolute()
-        self._manager = ocp.CheckpointManager(
-            self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        )
+        self._manager = _open(self.folder, max_to_keep=keep, create=True, cleanup_tmp_directories=True)
 
     def latest_step(self) -> int | None:
+        """Step of the newest complete checkpoint."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
-        """Writes a checkpoint and waits until it is complete.
+        """Writes a checkpoint; on return it is complete, and `state` may be donated.
 
         Args:
-            state: pytree of arrays.
+            state: pytree of arrays; its "params" can be restored alone.
             extra: plain JSON values.
+
+        Raises:
+            UserError: the folder holds this step or a later one, of another run.
         """
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra)),
-        )
+        newest = self.latest_step()
+        if newest is not None and newest >= step:
+            raise UserError(
+                f"{self.folder}: holds step {newest} of an earlier run, step {step} can not follow it;"
+                " resume that run, or choose another run.dir"
+            )
+        json.dumps(extra)  # a value that is not JSON must fail before anything is written
+        arguments = ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(state), EXTRA: ocp.args.JsonSave(extra)})
+        self._manager.save(step, args=arguments, force=True)
         self._manager.wait_until_finished()
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
         """The state in the shardings of `abstract_state`, which may be of another mesh, and the extra.
 
         Raises:
-            UserError: the checkpoint is of another policy or optimizer.
+            UserError: the checkpoint is damaged, or of another policy or optimizer (differences are listed).
         """
-        arguments = ocp.args.Composite(
-            state=ocp.args.StandardRestore(abstract_state), extra=ocp.args.JsonRestore()
-        )
-        try:
-            restored = self._manager.restore(step, args=arguments)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{self.folder / str(step)}: does not fit this policy and optimizer; start anew with"
-                f" checkpoint.resume=false or another run.dir ({' '.join(str(error).split())[:300]})"
-            ) from error
-        return restored["state"], restored["extra"]
+        return _restore(self._manager, step, abstract_state)
 
     def close(self) -> None:
         self._manager.close()
@@ -64,22 +67,66 @@ class CheckpointStore:
 def restore_params(folder: Path, abstract_params: Any, step: int | None = None) -> tuple[Any, int]:
     """Only the parameters of a checkpoint, and its step; `step` None takes the newest.
 
+    Args:
+        abstract_params: ShapeDtypeStructs with shardings; other dtypes than the saved ones are cast to.
+
     Raises:
-        UserError: there is no such checkpoint, or it is of another policy.
+        UserError: there is no such checkpoint, it is damaged, or it is of another policy.
     """
-    with ocp.CheckpointManager(folder.absolute()) as manager:
+    wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+    missing = UserError(f"{folder}: no complete {wanted} there; train first, or set export.source")
+    if not folder.is_dir():
+        raise missing
+    with _open(folder.absolute(), read_only=True) as manager:
         chosen = manager.latest_step() if step is None else step
         if chosen is None or chosen not in manager.all_steps():
-            raise UserError(f"{folder}: no checkpoint {'' if step is None else step} there; train first")
-        arguments = ocp.args.PyTreeRestore(
-            item={"params": abstract_params},
-            restore_args=ocp.checkpoint_utils.construct_restore_args({"params": abstract_params}),
-            partial_restore=True,
+            raise missing
+        restored, _ = _restore(manager, chosen, {PARAMS: abstract_params}, partial=True)
+    return restored[PARAMS], chosen
+
+
+def _open(folder: Path, **options: Any) -> ocp.CheckpointManager:
+    return ocp.CheckpointManager(
+        folder,
+        options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False, **options),
+        item_handlers={STATE: ocp.PyTreeCheckpointHandler(), EXTRA: ocp.JsonCheckpointHandler()},
+    )
+
+
+def _restore(
+    manager: ocp.CheckpointManager, step: int, abstract: dict[str, Any], partial: bool = False
+) -> tuple[Any, dict[str, Any]]:
+    source = Path(manager.directory) / str(step)
+    try:
+        saved = manager.item_metadata(step)[STATE]
+    except UNREADABLE as error:
+        raise _damaged(source, error) from error
+    if saved is None:
+        raise UserError(f"{source}: damaged checkpoint (no {STATE}); delete it to use an older one")
+    found = tensor_shapes(saved.tree)
+    if partial:
+        found = {name: shape for name, shape in found.items() if name.partition(".")[0] in abstract}
+    problems = shape_problems(found, tensor_shapes(abstract))
+    if problems:
+        raise UserError(
+            f"{source}: does not fit this policy and optimizer; use its own config, or another run.dir:"
+            f" {'; '.join(problems)}"
         )
-        try:
-            restored = manager.restore(chosen, args=ocp.args.Composite(state=arguments))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{folder / str(chosen)}: does not fit the policy: {' '.join(str(error).split())[:300]}"
-            ) from error
-    return restored["state"]["params"], chosen
+    arguments = ocp.args.PyTreeRestore(
+        item=abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=partial,
+    )
+    try:
+        restored = manager.restore(
+            step, args=ocp.args.Composite(**{STATE: arguments, EXTRA: ocp.args.JsonRestore()})
+        )
+    except UNREADABLE as error:
+        raise _damaged(source, error) from error
+    return restored[STATE], restored[EXTRA]
+
+
+def _damaged(source: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{source}: damaged checkpoint; delete it to use an older one ({' '.join(str(error).split())[:300]})"
+    )

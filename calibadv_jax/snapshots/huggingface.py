@@ -20,9 +20,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from calibadv_jax.errors import UserError
-from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
+from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Params, Policy
-from calibadv_jax.policy.weights import WEIGHTS, Block, check_hf, flatten, from_hf, hf_shapes, to_hf, unflatten
+from calibadv_jax.policy.weights import (
+    WEIGHTS,
+    Region,
+    check_hf,
+    flatten,
+    from_hf,
+    hf_shapes,
+    to_hf,
+    unflatten,
+)
 from calibadv_jax.snapshots.layout import placed_params
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -55,7 +64,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
     """Parameters of a HuggingFace folder, in the policy's `param_dtype` and shardings.
 
-    Every device's block is read by itself: the host never holds more than one parameter.
+    Every device's part is read by itself; the host never holds more than one parameter.
 
     Raises:
         UserError: no safetensors, a damaged file, or tensors that do not fit the policy (all are listed).
@@ -65,13 +74,14 @@ def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
         num_layers = policy.architecture.num_layers
 
         def load(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
-            blocks: dict[Any, np.ndarray] = {}  # replicas share theirs
+            known: dict[Any, np.ndarray] = {}  # replicas share theirs
 
-            def read(block: Block) -> np.ndarray:
-                key = tuple((axis.start, axis.stop) for axis in block)
-                if key not in blocks:
-                    blocks[key] = from_hf(path, weights.read, num_layers, block, target.dtype)
-                return blocks[key]
+            def read(region: Region | None) -> np.ndarray:
+                assert region is not None
+                key = tuple((axis.start, axis.stop) for axis in region)
+                if key not in known:
+                    known[key] = from_hf(path, weights.read, num_layers, region, target.dtype)
+                return known[key]
 
             return jax.make_array_from_callback(target.shape, target.sharding, read)
 
@@ -134,7 +144,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 @dataclass
 class _Weights:
-    """Open safetensors files: which holds a tensor, and its blocks on demand."""
+    """Open safetensors files: which holds a tensor, and its regions on demand."""
 
     files: dict[str, Any]  # tensor name -> open file
     path_of: dict[str, Path]
@@ -145,9 +155,9 @@ class _Weights:
     def dtype(self, name: str) -> str:
         return str(self.files[name].get_slice(name).get_dtype())
 
-    def read(self, name: str, block: Block) -> np.ndarray:
+    def read(self, name: str, region: Region) -> np.ndarray:
         try:
-            return self.files[name].get_slice(name)[block]
+            return self.files[name].get_slice(name)[region]
         except SafetensorError as error:
             raise UserError(f"{self.path_of[name]}: {name} can not be read: {error}") from error
 
@@ -178,7 +188,7 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted({str(name) for name in names.values()})
         bad = [name for name in files if Path(name).name != name or not (folder / name).is_file()]
         if bad:
-            raise UserError(f"{index}: names files that are not in the folder: {', '.join(bad)}; copy them too")
+            raise UserError(f"{index}: names files that are not there: {', '.join(bad)}; copy them too")
         return [folder / name for name in files]
     if any(folder.glob("*.bin")):
         raise UserError(
@@ -210,8 +220,8 @@ def _check(weights: _Weights, policy: Policy, source: str) -> None:
 def _equal(weights: _Weights, first: str, second: str, shape: Sequence[int]) -> bool:
     rows = 4096
     return all(
-        np.array_equal(weights.read(first, block), weights.read(second, block))
-        for block in ((slice(at, at + rows), slice(None)) for at in range(0, shape[0], rows))
+        np.array_equal(weights.read(first, region), weights.read(second, region))
+        for region in ((slice(at, at + rows), slice(None)) for at in range(0, shape[0], rows))
     )
 
 
@@ -251,7 +261,7 @@ def _plan(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_shard_bytes:
 
 def _complete(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The config with every field written out whose default differs between readers."""
-    a: Architecture = architecture_from_hf(hf_config)
+    a = architecture_from_hf(hf_config)
     explicit = {
         "architectures": [ARCHITECTURES[a.model_type]],
         "num_key_value_heads": a.num_kv_heads,

@@ -1,7 +1,7 @@
 """Versioned policy snapshots: how samplers get their weights.
 
 One folder per version: an Orbax tree under ``params`` and a manifest that is written last. A folder
-without a manifest is not a snapshot.
+without a manifest is not a snapshot. One host publishes: every parameter must be addressable from it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from calibadv_jax.errors import UserError
-from calibadv_jax.policy.sharding import param_shardings
 from calibadv_jax.policy.transformer import Params, Policy
-from calibadv_jax.policy.weights import flatten, unflatten
+from calibadv_jax.policy.weights import flatten, shape_problems
+from calibadv_jax.snapshots.layout import placed_params, tensor_shapes
 
-MANIFEST = "manifest.json"
+MANIFEST, TREE = "manifest.json", "params"
 FORMAT = 1
+HASHED_AT_ONCE = 4  # tensors; each is copied to the host, and SHA-256 runs outside Python's lock
 
 
 class SnapshotStore:
@@ -37,9 +39,9 @@ class SnapshotStore:
     """
 
     def __init__(self, folder: Path, keep: int, dtype: Any):
-        self.folder, self.keep, self.dtype = folder.absolute(), keep, dtype
-        self._cast = jax.jit(lambda params: jax.tree.map(lambda p: p.astype(dtype), params))
-        self._checkpointer = ocp.PyTreeCheckpointer()
+        self.folder, self.keep = folder.absolute(), keep
+        self._cast = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+        self._checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
 
     def publish(
         self,
@@ -50,27 +52,35 @@ class SnapshotStore:
         hf_config: Mapping[str, Any],
         tokenizer_hash: str,
     ) -> Path:
-        """Writes a version and returns its folder. An older attempt at the same version is replaced."""
+        """Writes a version and returns its folder; when it returns, the snapshot is complete.
+
+        This version and later ones that are there already came from a run that was since resumed at an
+        earlier step: they are removed.
+        """
+        for stale in self.folder.glob("v*"):
+            if _version(stale) >= version:
+                _remove(stale)
         folder = self.folder / f"v{version:06d}"
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         cast = self._cast(params)
-        self._checkpointer.save(folder / "params", cast)
+        self._checkpointer.save(folder / TREE, cast)
+        tensors = {
+            path: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "sha256": digest}
+            for (path, leaf), digest in zip(flatten(cast).items(), _digests(cast), strict=True)
+        }
         manifest = {
             "format": FORMAT,
             "version": version,
             "step": step,
             "tokenizer": tokenizer_hash,
             "config": dict(hf_config),
-            "tensors": {
-                path: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "sha256": _digest(leaf)}
-                for path, leaf in flatten(cast).items()
-            },
+            "tensors": tensors,
         }
-        unfinished = folder / (MANIFEST + ".unfinished")
+        unfinished = folder / f"{MANIFEST}.unfinished"
         unfinished.write_text(json.dumps(manifest), encoding="utf-8")
         os.replace(unfinished, folder / MANIFEST)
-        self._prune()
+        for old in self._complete()[: -self.keep]:
+            _remove(old)
         return folder
 
     def latest(self) -> Path | None:
@@ -79,69 +89,90 @@ class SnapshotStore:
         return complete[-1] if complete else None
 
     def _complete(self) -> list[Path]:
-        return sorted(path.parent for path in self.folder.glob(f"v*/{MANIFEST}"))
-
-    def _prune(self) -> None:
-        for old in self._complete()[: -self.keep]:
-            (old / MANIFEST).unlink()  # first: a half-removed folder must not look complete
-            shutil.rmtree(old)
+        return sorted((path.parent for path in self.folder.glob(f"v*/{MANIFEST}")), key=_version)
 
 
 def read_manifest(snapshot: Path) -> dict[str, Any]:
-    """The manifest of a snapshot.
+    """What a snapshot holds: format, version, step, tokenizer (hash), config, tensors by dotted path.
 
     Raises:
         UserError: the snapshot is incomplete, or of another format.
     """
     path = snapshot / MANIFEST
     if not path.is_file():
-        raise UserError(f"{snapshot}: incomplete snapshot (no {MANIFEST}); publish it again or use another one")
+        raise UserError(
+            f"{snapshot}: not a complete snapshot (no {MANIFEST}); use another or publish it again"
+        )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from error
-    if manifest.get("format") != FORMAT:
-        raise UserError(f"{path}: format {manifest.get('format')!r} instead of {FORMAT}")
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); publish the snapshot again") from error
+    known = manifest.get("format") if isinstance(manifest, dict) else None
+    if known != FORMAT:
+        raise UserError(f"{path}: format is {known!r}, not {FORMAT}; publish the snapshot with this version")
     return manifest
 
 
-def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh, verify: bool = False) -> Params:
-    """Parameters of a snapshot in the policy's shardings and parameter precision.
+def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: bool = False) -> Params:
+    """Parameters of a snapshot in the policy's shardings and `compute_dtype`: samplers do not train.
 
     Args:
+        mesh: None puts everything on the first device.
         verify: compare every tensor with its hash in the manifest.
 
     Raises:
-        UserError: incomplete, torn, or of another policy; all differences are listed.
+        UserError: incomplete, torn, or of another policy (all differences are listed).
     """
     snapshot = snapshot.absolute()
     tensors = read_manifest(snapshot)["tensors"]
-    abstract = flatten(policy.abstract_params)
-    problems = [f"missing {path}" for path in abstract if path not in tensors]
-    problems += [f"unexpected {path}" for path in tensors if path not in abstract]
-    problems += [
-        f"{path} has shape {tensors[path]['shape']} instead of {list(leaf.shape)}"
-        for path, leaf in abstract.items()
-        if path in tensors and tensors[path]["shape"] != list(leaf.shape)
-    ]
+    shapes = {path: tuple(entry["shape"]) for path, entry in tensors.items()}
+    problems = shape_problems(shapes, tensor_shapes(policy.abstract_params))
     if problems:
-        raise UserError(f"{snapshot}: not a snapshot of this policy: {'; '.join(problems)}")
-    shardings = param_shardings(policy.abstract_params, mesh)
-    arguments = jax.tree.map(
-        lambda leaf, at: ocp.ArrayRestoreArgs(sharding=at, dtype=None), policy.abstract_params, shardings
+        raise UserError(
+            f"{snapshot}: snapshot of another policy; {len(problems)} tensor(s) do not fit:"
+            f" {'; '.join(problems)}"
+        )
+    targets = placed_params(policy, mesh, policy.numerics.compute_dtype)
+    arguments = ocp.args.PyTreeRestore(
+        item=targets,
+        # dtype None: as stored, so that the hashes can be compared
+        restore_args=jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding), targets),
     )
     try:
-        params = ocp.PyTreeCheckpointer().restore(snapshot / "params", restore_args=arguments)
-    except (ValueError, OSError, KeyError) as error:
-        raise UserError(f"{snapshot}: torn snapshot: {' '.join(str(error).split())[:300]}") from error
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            params = checkpointer.restore(snapshot / TREE, args=arguments)
+    except (ValueError, KeyError, OSError) as error:
+        raise UserError(
+            f"{snapshot}: torn snapshot, publish it again ({' '.join(str(error).split())[:300]})"
+        ) from error
     if verify:
-        torn = [path for path, leaf in flatten(params).items() if _digest(leaf) != tensors[path]["sha256"]]
+        torn = [
+            path
+            for path, digest in zip(flatten(params), _digests(params), strict=True)
+            if digest != tensors[path]["sha256"]
+        ]
         if torn:
-            raise UserError(f"{snapshot}: torn snapshot: content differs from {MANIFEST} in {', '.join(torn)}")
-    dtypes = {path: leaf.dtype for path, leaf in abstract.items()}
-    return unflatten({path: leaf.astype(dtypes[path]) for path, leaf in flatten(params).items()})
+            raise UserError(
+                f"{snapshot}: torn snapshot, publish it again; {', '.join(torn)} differ from {MANIFEST}"
+            )
+    return jax.tree.map(lambda leaf: leaf.astype(policy.numerics.compute_dtype), params)
+
+
+def _digests(params: Params) -> Iterator[str]:
+    """SHA-256 of every tensor's bytes, row-major, in the order of `flatten`."""
+    with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+        yield from pool.map(_digest, flatten(params).values())
 
 
 def _digest(leaf: jax.Array) -> str:
-    """SHA-256 of an array's bytes; needs the whole array on one host."""
-    return hashlib.sha256(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).data).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def _version(folder: Path) -> int:
+    digits = folder.name[1:]
+    return int(digits) if digits.isdigit() else -1
+
+
+def _remove(folder: Path) -> None:
+    (folder / MANIFEST).unlink(missing_ok=True)  # first: a half-removed folder must not look complete
+    shutil.rmtree(folder)

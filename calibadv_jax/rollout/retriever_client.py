@@ -1,0 +1,196 @@
+"""The retrieval service's client, and the service as a child process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from calibadv_jax.config import RetrieverConfig
+from calibadv_jax.errors import UserError
+from calibadv_jax.trajectory import Document
+
+BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
+MAX_BATCH = 256  # queries in one request
+FIRST_DELAY = 0.2  # seconds before the second attempt; doubles up to LAST_DELAY
+LAST_DELAY = 10.0
+
+
+class BadReply(Exception):
+    """The service answered, but not what the contract says."""
+
+
+class RetrieverClient:
+    """Implements `rollout.protocols.Retriever` over Search-R1's ``POST /retrieve``.
+
+    Queries that arrive together share a request. A failed request is repeated `config.retries` times
+    with growing pauses; then every waiting caller gets one UserError.
+    """
+
+    def __init__(self, config: RetrieverConfig, url: str):
+        self.config, self.url = config, url.rstrip("/")
+        self._waiting: list[tuple[str, asyncio.Future[list[Document]]]] = []
+        self._sender: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def search(self, queries: Sequence[str]) -> list[list[Document]]:
+        """Documents of each query, best first.
+
+        Raises:
+            UserError: the service can not be reached, is too slow, or answers nonsense.
+        """
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # every training step runs its own event loop
+            self._loop, self._waiting, self._sender = loop, [], None
+        futures = [loop.create_future() for _ in queries]
+        self._waiting += zip(queries, futures, strict=True)
+        if self._sender is None or self._sender.done():
+            self._sender = loop.create_task(self._send())
+        return list(await asyncio.gather(*futures))
+
+    async def _send(self) -> None:
+        import httpx
+
+        verify = self.url.startswith("https")  # loading certificates costs more than a local search
+        async with httpx.AsyncClient(timeout=self.config.timeout, trust_env=False, verify=verify) as http:
+            while self._waiting:
+                await asyncio.sleep(BATCH_WINDOW)
+                batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+                try:
+                    found = await self._with_retries(http, [query for query, _ in batch])
+                except UserError as error:
+                    for _, future in batch:
+                        if not future.done():
+                            future.set_exception(error)
+                    continue
+                for (_, future), documents in zip(batch, found, strict=True):
+                    if not future.done():
+                        future.set_result(documents)
+
+    async def _with_retries(self, http: Any, queries: list[str]) -> list[list[Document]]:
+        import httpx
+
+        delay = FIRST_DELAY
+        for attempt in range(self.config.retries + 1):
+            try:
+                return await self._request(http, queries)
+            except (httpx.HTTPError, BadReply) as error:
+                last = f"{type(error).__name__}: {error}".rstrip(": ")
+            if attempt < self.config.retries:
+                await asyncio.sleep(delay)
+                delay = min(LAST_DELAY, 2 * delay)
+        raise UserError(
+            f"retriever {self.url}: no usable answer after {self.config.retries + 1} attempts"
+            f" ({last}); start it with scripts/launch_retriever.sh or set retriever.url"
+        )
+
+    async def _request(self, http: Any, queries: list[str]) -> list[list[Document]]:
+        body = {"queries": queries, "topk": self.config.topk, "return_scores": True}
+        response = await http.post(f"{self.url}/retrieve", json=body)
+        if response.status_code != 200:
+            raise BadReply(f"status {response.status_code}: {_excerpt(response.text)}")
+        try:
+            return parse_reply(response.json(), len(queries))
+        except ValueError as error:  # also what json() raises
+            raise BadReply(f"{error} in {_excerpt(response.text)}") from error
+
+
+def parse_reply(reply: Any, num_queries: int) -> list[list[Document]]:
+    """The documents of a Search-R1 reply.
+
+    Raises:
+        ValueError: not of the contract's form.
+    """
+    lists = reply.get("result") if isinstance(reply, dict) else None
+    if not isinstance(lists, list) or len(lists) != num_queries:
+        raise ValueError(f"expected 'result' with {num_queries} lists")
+    if not all(isinstance(one, list) for one in lists):
+        raise ValueError("expected a list of documents for every query")
+    return [[_document(item) for item in one] for one in lists]
+
+
+def _document(item: Any) -> Document:
+    row = item.get("document") if isinstance(item, dict) else None
+    if not isinstance(row, dict) or not isinstance(row.get("contents"), str):
+        raise ValueError("expected items {'document': {'id', 'contents'}, 'score'}")
+    title, _, text = row["contents"].partition("\n")
+    title = title.strip().removeprefix('"').removesuffix('"')
+    score = item.get("score")
+    return Document(str(row.get("id", title)), title, text, None if score is None else float(score))
+
+
+def _excerpt(text: str) -> str:
+    """The beginning of a reply, on one line."""
+    return repr(" ".join(text.split())[:120])
+
+
+class RetrieverProcess:
+    """The service as a child process: ready when the block begins, gone when it ends.
+
+    Args:
+        log_path: the child's output.
+    """
+
+    def __init__(self, config: RetrieverConfig, log_path: Path):
+        self.config, self.log_path = config, log_path
+        self.url = ""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> RetrieverProcess:
+        """Starts the service and waits until it answers.
+
+        Raises:
+            UserError: it ended, or was not ready within `config.start_timeout` seconds.
+        """
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="retriever-")
+        port_file = Path(folder.name) / "port"
+        command = [sys.executable, "-m", "retriever.serve", "--build_if_missing", "--port", "0"]
+        command += ["--corpus_path", self.config.corpus, "--retriever_name", self.config.encoder]
+        command += ["--index_path", self.config.index or f"{self.config.corpus}.index"]
+        command += ["--retrieval_topk", str(self.config.topk), "--port_file", str(port_file)]
+        command += ["--parent_pid", str(os.getpid())]
+        with folder, self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                self._wait(port_file)
+                self.url = f"http://127.0.0.1:{port_file.read_text()}"
+            except BaseException:
+                self._stop()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _wait(self, port_file: Path) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + self.config.start_timeout
+        while not port_file.is_file():
+            if self._process.poll() is not None:
+                lines = self.log_path.read_text(errors="replace").strip().splitlines()
+                reason = lines[-1].removeprefix("error: ") if lines else "no output"
+                raise UserError(f"the retriever ended with status {self._process.returncode}: {reason}")
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"the retriever was not ready within {self.config.start_timeout:g} s; see {self.log_path}"
+                    " or raise retriever.start_timeout"
+                )
+            time.sleep(0.05)
+
+    def _stop(self) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
