@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 from calibadv_jax import cli
@@ -23,7 +24,7 @@ def export(config: Config) -> Path:
     """Writes export.source (default: the newest checkpoint of run.dir) to export.output.
 
     `export.source` is a snapshot, a checkpoint or a folder of checkpoints, of this run or another one.
-    Works on the host's memory, so that it runs beside a training that fills the accelerators.
+    Works on one device: the host, where this is the program, so that a training may fill the accelerators.
 
     Returns:
         The folder; transformers' from_pretrained loads it.
@@ -43,17 +44,17 @@ def export(config: Config) -> Path:
     from calibadv_jax.snapshots.checkpoint import restore_params
     from calibadv_jax.snapshots.huggingface import read_hf_config, save_folder
     from calibadv_jax.snapshots.layout import placed_params
-    from calibadv_jax.snapshots.publish import MANIFEST, load_snapshot
+    from calibadv_jax.snapshots.publish import load_snapshot
 
     source = Path(config.export.source or Path(config.run.dir) / "checkpoints").absolute()
-    is_snapshot = (source / MANIFEST).is_file()
+    is_snapshot = re.fullmatch(r"v\d+", source.name) is not None
     is_step = source.name.isdigit()
     run_folder = source.parent.parent if is_snapshot or is_step else source.parent
     hf_config = read_hf_config(run_folder / "policy")
     architecture = architecture_from_hf(hf_config, f"{run_folder}/policy/config.json")
     dtype = jnp.dtype(config.export.dtype)
     policy = Policy(architecture, Numerics(compute_dtype=dtype, param_dtype=dtype))
-    mesh = make_mesh(MeshConfig(fsdp=1), jax.devices("cpu")[:1])
+    mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
     if is_snapshot:
         params = load_snapshot(source, policy, mesh, verify=True)
     else:
@@ -66,5 +67,5 @@ def export(config: Config) -> Path:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # an accelerator may be in use
+    os.environ["JAX_PLATFORMS"] = "cpu"  # an accelerator may be in use
     cli.main(run, "calibadv_jax.export", "Writes a checkpoint as a HuggingFace folder.")

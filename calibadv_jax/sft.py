@@ -121,14 +121,14 @@ def encode_demonstration(
     think = config.prompt.prepend_think
     for turn in demonstration.turns:
         text = turn.text.removeprefix("<think>") if think else turn.text
-        parts.append((np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32), True))
+        parts.append((np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32), turn.trained))
         if turn.documents:
             shown, _ = render_observation(
                 turn.documents, tokenizer, config.rollout.max_observation_length, think
             )
             parts.append((shown, False))
     tokens = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
-    mask = np.concatenate([np.full(len(ids), sampled or loss_on == "all") for ids, sampled in parts])
+    mask = np.concatenate([np.full(len(ids), learned or loss_on == "all") for ids, learned in parts])
     mask[0] = False  # nothing precedes the first token
     if len(tokens) > config.sft.row_length:
         raise UserError(

@@ -1,13 +1,14 @@
 """Demonstrations for the cold start: deliberately imperfect ones from fresh worlds, or a user's own.
 
-No generated demonstration shows a complete two-hop solution: such a question is either answered too
-early, with the bridge, or cut after its second search. Putting the two halves together is left to RL.
+No generated demonstration shows a complete two-hop solution. Such a question is answered too early,
+with the bridge; or the demonstration is cut after the second search; or it begins there, and only the
+answer is learned. Putting the halves together, against the habit of answering early, is left to RL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ class DemoTurn:
 
     text: str
     documents: tuple[Document, ...] = ()
+    trained: bool = True  # False: context only, nothing of it is learned
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Flaws:
 
     guess: float = 0.4  # one_hop: answers with a random entity of the right kind, without any search
     wrong_name: float = 0.3  # one_hop: looks up a similar name first
-    hasty_bridge: float = 0.7  # two_hop: answers with the bridge; otherwise cut after the second search
+    hasty_bridge: float = 0.5  # two_hop: answers with the bridge
+    second_half: float = 0.25  # two_hop: only how the last look-up is read; the rest: cut after two searches
     hasty_comparison: float = 0.5  # comparison: answers at random after the first search
 
 
@@ -176,11 +179,14 @@ def _one_hop(
 def _two_hop(
     world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
 ) -> tuple[DemoTurn, ...]:
-    first = _search_turn(world, asked.searches[0])
-    bridge = asked.findings[0]
-    if rng.random() < flaws.hasty_bridge:
+    first, second = (_search_turn(world, title) for title in asked.searches)
+    bridge, answer = asked.findings
+    drawn = rng.random()
+    if drawn < flaws.hasty_bridge:
         return first, _answer_turn(bridge, bridge)
-    return first, _search_turn(world, bridge)
+    if drawn < flaws.hasty_bridge + flaws.second_half:
+        return replace(second, trained=False), _answer_turn(answer, answer)
+    return first, second
 
 
 def _comparison(

@@ -23,7 +23,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Everything the decoder needs to know of its shape. Dims: D model, N heads, K kv heads, H head, F MLP."""
+    """What the decoder needs to know of its shape."""
 
     model_type: str
     vocab_size: int

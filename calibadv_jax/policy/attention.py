@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from calibadv_jax.policy.architecture import Architecture, RopeScaling
+
+Kernel = Literal["xla", "cudnn"]
 
 MASKED = -1e30  # finite, so that a row without any visible key gives no NaN
 
@@ -40,7 +43,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def packed_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, kernel: str, chunk: int
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, kernel: Kernel, chunk: int
 ) -> jax.Array:
     """Causal attention within the segments of packed rows.
 

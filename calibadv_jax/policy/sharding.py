@@ -42,7 +42,7 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     sizes = [config.data, config.fsdp, config.tensor]
     if sizes.count(-1) == 1:
         rest = int(np.prod([size for size in sizes if size != -1]))
-        sizes[sizes.index(-1)] = len(devices) // rest
+        sizes[sizes.index(-1)] = len(devices) // max(rest, 1)
     if any(size < 1 for size in sizes) or int(np.prod(sizes)) != len(devices):
         raise UserError(
             f"mesh: data {config.data} x fsdp {config.fsdp} x tensor {config.tensor} does not fit"

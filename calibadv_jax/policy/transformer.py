@@ -34,15 +34,17 @@ class Numerics:
     compute_dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     remat: str = "none"
-    kernel: str = "xla"
+    kernel: attention.Kernel = "xla"
     attention_chunk: int = 1024
 
     @classmethod
     def from_config(cls, config: PolicyConfig) -> Numerics:
-        kernel = config.attention
-        if kernel == "auto":
+        kernel: attention.Kernel
+        if config.attention == "auto":
             half = config.compute_dtype == "bfloat16"
             kernel = "cudnn" if half and jax.default_backend() == "gpu" else "xla"
+        else:
+            kernel = config.attention
         return cls(
             jnp.dtype(config.compute_dtype),
             jnp.dtype(config.param_dtype),

@@ -10,10 +10,9 @@ import orbax.checkpoint as ocp
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.policy.weights import shape_problems
-from calibadv_jax.snapshots.layout import tensor_shapes
+from calibadv_jax.snapshots.layout import damage_as_user_error, tensor_shapes
 
 STATE, EXTRA, PARAMS = "state", "extra", "params"
-UNREADABLE = (ValueError, KeyError, TypeError, OSError)  # what Orbax raises on damaged files
 
 
 class CheckpointStore:
@@ -77,7 +76,7 @@ def restore_params(folder: Path, abstract_params: Any, step: int | None = None) 
     missing = UserError(f"{folder}: no complete {wanted} there; train first, or set export.source")
     if not folder.is_dir():
         raise missing
-    with _open(folder.absolute(), read_only=True) as manager:
+    with _open(folder.absolute(), create=False) as manager:
         chosen = manager.latest_step() if step is None else step
         if chosen is None or chosen not in manager.all_steps():
             raise missing
@@ -97,12 +96,11 @@ def _restore(
     manager: ocp.CheckpointManager, step: int, abstract: dict[str, Any], partial: bool = False
 ) -> tuple[Any, dict[str, Any]]:
     source = Path(manager.directory) / str(step)
-    try:
+    damaged = f"{source}: damaged checkpoint; delete it to use an older one"
+    with damage_as_user_error(damaged):
         saved = manager.item_metadata(step)[STATE]
-    except UNREADABLE as error:
-        raise _damaged(source, error) from error
     if saved is None:
-        raise UserError(f"{source}: damaged checkpoint (no {STATE}); delete it to use an older one")
+        raise UserError(f"{damaged} (no {STATE})")
     found = tensor_shapes(saved.tree)
     if partial:
         found = {name: shape for name, shape in found.items() if name.partition(".")[0] in abstract}
@@ -117,16 +115,7 @@ def _restore(
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
         partial_restore=partial,
     )
-    try:
-        restored = manager.restore(
-            step, args=ocp.args.Composite(**{STATE: arguments, EXTRA: ocp.args.JsonRestore()})
-        )
-    except UNREADABLE as error:
-        raise _damaged(source, error) from error
+    items = ocp.args.Composite(**{STATE: arguments, EXTRA: ocp.args.JsonRestore()})
+    with damage_as_user_error(damaged):
+        restored = manager.restore(step, args=items)
     return restored[STATE], restored[EXTRA]
-
-
-def _damaged(source: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{source}: damaged checkpoint; delete it to use an older one ({' '.join(str(error).split())[:300]})"
-    )

@@ -218,11 +218,9 @@ def _check(weights: _Weights, policy: Policy, source: str) -> None:
 
 
 def _equal(weights: _Weights, first: str, second: str, shape: Sequence[int]) -> bool:
-    rows = 4096
-    return all(
-        np.array_equal(weights.read(first, region), weights.read(second, region))
-        for region in ((slice(at, at + rows), slice(None)) for at in range(0, shape[0], rows))
-    )
+    rows, end = 4096, shape[0]
+    regions = ((slice(at, min(at + rows, end)), slice(None)) for at in range(0, end, rows))
+    return all(np.array_equal(weights.read(first, at), weights.read(second, at)) for at in regions)
 
 
 def _write_weights(params: Params, folder: Path, dtype: np.dtype, max_shard_bytes: int) -> None:

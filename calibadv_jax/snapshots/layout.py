@@ -1,12 +1,15 @@
-"""Where restored arrays go, and which tensors a folder must hold."""
+"""What snapshots and checkpoints share: placement, tensor names, damaged files."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from calibadv_jax.errors import UserError
 from calibadv_jax.policy.sharding import param_shardings
 from calibadv_jax.policy.transformer import Policy
 
@@ -30,3 +33,16 @@ def tensor_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
         jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+
+
+@contextmanager
+def damage_as_user_error(advice: str) -> Iterator[None]:
+    """Turns what Orbax raises on damaged or missing files into a UserError that begins with `advice`."""
+    try:
+        yield
+    except Exception as error:
+        # What TensorStore finds wrong with the data comes as a bare Exception around the cause.
+        if type(error) is not Exception and not isinstance(error, ValueError | KeyError | OSError):
+            raise
+        cause = " ".join(str(error.__cause__ or error).split())
+        raise UserError(f"{advice} ({cause[:300]})") from error

@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.policy.transformer import Params, Policy
-from calibadv_jax.policy.weights import flatten, shape_problems
-from calibadv_jax.snapshots.layout import placed_params, tensor_shapes
+from calibadv_jax.policy.weights import flatten, shape_problems, unflatten
+from calibadv_jax.snapshots.layout import damage_as_user_error, placed_params, tensor_shapes
 
 MANIFEST, TREE = "manifest.json", "params"
 FORMAT = 1
@@ -132,19 +132,21 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
             f"{snapshot}: snapshot of another policy; {len(problems)} tensor(s) do not fit:"
             f" {'; '.join(problems)}"
         )
-    targets = placed_params(policy, mesh, policy.numerics.compute_dtype)
-    arguments = ocp.args.PyTreeRestore(
-        item=targets,
-        # dtype None: as stored, so that the hashes can be compared
-        restore_args=jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding), targets),
+    targets = flatten(placed_params(policy, mesh, policy.numerics.compute_dtype))
+    stored = unflatten(  # in the stored precision, so that the hashes can be compared
+        {
+            path: jax.ShapeDtypeStruct(target.shape, tensors[path]["dtype"], sharding=target.sharding)
+            for path, target in targets.items()
+        }
     )
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            params = checkpointer.restore(snapshot / TREE, args=arguments)
-    except (ValueError, KeyError, OSError) as error:
-        raise UserError(
-            f"{snapshot}: torn snapshot, publish it again ({' '.join(str(error).split())[:300]})"
-        ) from error
+    arguments = ocp.args.PyTreeRestore(
+        item=stored, restore_args=ocp.checkpoint_utils.construct_restore_args(stored)
+    )
+    with (
+        damage_as_user_error(f"{snapshot}: torn snapshot, publish it again"),
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+    ):
+        params = checkpointer.restore(snapshot / TREE, args=arguments)
     if verify:
         torn = [
             path

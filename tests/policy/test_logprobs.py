@@ -1,0 +1,91 @@
+"""Chunked log-probabilities against the textbook formula, and what they keep in memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.logprobs import token_logprobs
+from calibadv_jax.policy.transformer import Numerics, Policy
+
+BATCH, LENGTH, VOCAB, TEMPERATURE = 2, 21, 53, 0.7
+
+
+@pytest.fixture(scope="module")
+def policy():
+    config = {
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    return Policy(architecture_from_hf(config), Numerics())
+
+
+@pytest.fixture(scope="module")
+def inputs(policy):
+    params = jax.jit(policy.init)(jax.random.key(0))
+    hidden = 5.0 * jax.random.normal(jax.random.key(1), (BATCH, LENGTH, 16))
+    targets = jax.random.randint(jax.random.key(2), (BATCH, LENGTH), 0, VOCAB)
+    return params, hidden, targets
+
+
+def objective(policy, chunk):
+    """(params, hidden, targets) -> a scalar that depends on every output, and the outputs."""
+
+    def run(params, hidden, targets):
+        decoder = policy.merge(params)
+        if chunk:
+            logprobs, entropies = token_logprobs(decoder, hidden, targets, TEMPERATURE, chunk)
+        else:
+            every = jax.nn.log_softmax(decoder.logits(hidden) / TEMPERATURE, axis=-1)
+            logprobs = jnp.take_along_axis(every, targets[..., None], axis=-1)[..., 0]
+            entropies = -jnp.sum(jnp.exp(every) * every, axis=-1)
+        weight = jnp.cos(jnp.arange(LENGTH))
+        return jnp.sum(weight * logprobs) + jnp.sum(weight**2 * entropies), (logprobs, entropies)
+
+    return run
+
+
+def gradients(policy, chunk):
+    return jax.value_and_grad(objective(policy, chunk), argnums=(0, 1), has_aux=True)
+
+
+def test_chunks_equal_the_direct_formula_with_gradients(policy, inputs):
+    """The chunk does not divide the row, so that its padding is exercised too."""
+    (_, direct), expected = jax.jit(gradients(policy, 0))(*inputs)
+    (_, chunked), found = jax.jit(gradients(policy, 8))(*inputs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), chunked, direct)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, expected)
+    assert chunked[0].dtype == chunked[1].dtype == jnp.float32
+    assert float(direct[0].max()) < 0 < float(direct[1].min())
+
+
+def is_program(value):
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+def largest_with_vocabulary(jaxpr):
+    """Elements of the largest intermediate that has an axis of VOCAB, all nested programs included."""
+    largest = 0
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            shape = getattr(variable.aval, "shape", ())
+            if VOCAB in shape:
+                largest = max(largest, int(np.prod(shape)))
+        for value in jax.tree.leaves(equation.params, is_leaf=is_program):
+            if is_program(value):
+                largest = max(largest, largest_with_vocabulary(getattr(value, "jaxpr", value)))
+    return largest
+
+
+@pytest.mark.parametrize(("chunk", "whole"), [(4, False), (0, True)])
+def test_logits_of_all_tokens_never_exist_at_once(policy, inputs, chunk, whole):
+    """The direct formula shows that the search would find them."""
+    program = jax.make_jaxpr(gradients(policy, chunk))(*inputs)
+    largest = largest_with_vocabulary(program.jaxpr)
+    assert largest >= BATCH * 4 * VOCAB
+    assert (largest >= BATCH * LENGTH * VOCAB) is whole

@@ -1,0 +1,139 @@
+"""The decoder: packed rows, cached rows and the mesh all compute the same function."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calibadv_jax.config import MeshConfig
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import batch_sharding, make_mesh, param_shardings
+from calibadv_jax.policy.transformer import Numerics, Policy
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+}
+ARCHITECTURE = architecture_from_hf(CONFIG)
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return Policy(ARCHITECTURE, Numerics())
+
+
+@pytest.fixture(scope="module")
+def params(policy):
+    """Random parameters; embeddings large enough that attention is far from uniform."""
+    params = jax.jit(policy.init)(jax.random.key(1))
+    params["embed"]["embedding"] = params["embed"]["embedding"] * 30.0
+    return params
+
+
+@pytest.fixture(scope="module")
+def forward(policy):
+    """Jitted (params, tokens, positions, segment_ids) -> logits [B, T, V]."""
+
+    @jax.jit
+    def logits(params, tokens, positions, segment_ids):
+        decoder = policy.merge(params)
+        return decoder.logits(decoder(tokens, positions, segment_ids))
+
+    return logits
+
+
+def rows(batch, seed=0):
+    tokens = np.random.default_rng(seed).integers(0, 64, (batch, LENGTH)).astype(np.int32)
+    return tokens, np.tile(np.arange(LENGTH, dtype=np.int32), (batch, 1)), np.ones((batch, LENGTH), np.int32)
+
+
+def test_segments_of_one_row_equal_rows_of_their_own(forward, params):
+    tokens, positions, segments = rows(2)
+    separate = forward(params, tokens, positions, segments)
+    first, second = 9, 11  # tokens of each trajectory; the rest of the row is padding
+    packed = np.zeros((2, LENGTH), np.int32)
+    packed[0, : first + second] = np.concatenate([tokens[0, :first], tokens[1, :second]])
+    at = np.zeros((2, LENGTH), np.int32)
+    at[0, : first + second] = np.concatenate([np.arange(first), np.arange(second)])
+    owner = np.zeros((2, LENGTH), np.int32)
+    owner[0, :first], owner[0, first : first + second] = 1, 2
+    together = forward(params, packed, at, owner)
+    np.testing.assert_allclose(together[0, :first], separate[0, :first], atol=1e-4)
+    np.testing.assert_allclose(together[0, first : first + second], separate[1, :second], atol=1e-4)
+
+
+def test_a_token_sees_nothing_of_the_future(forward, params):
+    tokens, positions, segments = rows(2)
+    changed = tokens.copy()
+    changed[:, 10:] = (changed[:, 10:] + 1) % 64
+    before = forward(params, tokens, positions, segments)
+    after = forward(params, changed, positions, segments)
+    np.testing.assert_array_equal(before[:, :10], after[:, :10])
+    assert np.abs(before[:, 10:] - after[:, 10:]).min(axis=-1).max() > 0
+
+
+def test_rematerialised_chunked_attention_equals_plain(forward, params):
+    """The chunk does not divide the row, so that its padding is exercised too."""
+    other = Policy(ARCHITECTURE, Numerics(attention_chunk=10, remat="full"))
+    tokens, positions, _ = rows(2)
+    segments = np.where(np.arange(LENGTH) < 13, 1, 2)[None].repeat(2, 0)
+    weight = jax.random.normal(jax.random.key(2), (2, LENGTH, 64))
+
+    def objective(policy, params):
+        decoder = policy.merge(params)
+        logits = decoder.logits(decoder(tokens, positions, segments))
+        return jnp.mean(logits * weight), logits
+
+    plain, chunked = (
+        jax.jit(jax.grad(lambda p, one=one: objective(one, p), has_aux=True))(params)
+        for one in (Policy(ARCHITECTURE, Numerics()), other)
+    )
+    np.testing.assert_allclose(plain[1], chunked[1], atol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), plain[0], chunked[0])
+
+
+def test_decoding_with_a_cache_equals_packed_rows(policy, forward, params):
+    """Prefill of unequal lengths into chosen slots, then single tokens; a third slot stays untouched."""
+    tokens, positions, segments = rows(2)
+    expected = forward(params, tokens, positions, segments)
+    prefilled, slots = np.array([7, 12]), np.array([2, 0])
+    decode = jax.jit(lambda params, *args: policy.merge(params).decode(*args))
+    logits = jax.jit(lambda params, hidden: policy.merge(params).logits(hidden))
+
+    cache = policy.empty_cache(3, LENGTH + 4)
+    block = int(prefilled.max())
+    valid = np.arange(block) < prefilled[:, None]
+    hidden, cache = decode(params, tokens[:, :block], positions[:, :block], valid, cache, slots)
+    found = logits(params, hidden)
+    for row in range(2):
+        np.testing.assert_allclose(found[row, : prefilled[row]], expected[row, : prefilled[row]], atol=1e-4)
+    for offset in range(LENGTH - block):
+        at = (prefilled + offset)[:, None]
+        token = np.take_along_axis(tokens, at, 1)
+        hidden, cache = decode(params, token, at, np.ones((2, 1), bool), cache, slots)
+        wanted = np.take_along_axis(np.asarray(expected), at[..., None], 1)
+        np.testing.assert_allclose(logits(params, hidden), wanted, atol=1e-4)
+    assert all(not np.asarray(part)[1].any() for layer in cache for part in layer)
+
+
+def test_eight_devices_equal_one(policy, forward, params):
+    tokens, positions, segments = rows(8)
+    alone = forward(params, tokens, positions, segments)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    shardings = param_shardings(policy.abstract_params, mesh)
+    with jax.set_mesh(mesh):
+        spread = jax.device_put(params, shardings)
+        batch = jax.device_put((tokens, positions, segments), batch_sharding(mesh))
+        meshed = forward(spread, *batch)
+    kernel = spread["layers"]["mlp"]["gate"]["kernel"]
+    assert kernel.addressable_shards[0].data.size * 8 == kernel.size
+    assert len(meshed.sharding.device_set) == 8
+    np.testing.assert_allclose(alone, np.asarray(meshed), atol=1e-4)

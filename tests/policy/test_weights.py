@@ -1,0 +1,82 @@
+"""The weight-name table, in both directions."""
+
+import jax
+import numpy as np
+import pytest
+
+from calibadv_jax.errors import UserError
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import check_hf, flatten, from_hf, hf_shapes, to_hf, unflatten
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 20,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return Policy(architecture_from_hf(CONFIG), Numerics())
+
+
+@pytest.fixture(scope="module")
+def params(policy):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), policy.abstract_params)
+
+
+def test_names_and_layout_survive_the_round_trip(policy, params):
+    tensors = dict(to_hf(params))
+    assert {name: array.shape for name, array in tensors.items()} == hf_shapes(policy.abstract_params)
+    kernel = tensors["model.layers.1.mlp.gate_proj.weight"]  # [out, in], as torch has it
+    np.testing.assert_array_equal(kernel, params["layers"]["mlp"]["gate"]["kernel"][1].T)
+    for path, expected in flatten(params).items():
+        everything = (slice(None),) * expected.ndim
+        found = from_hf(path, lambda name, at: tensors[name][at], 3, everything, np.float32)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_region_reads_no_more_than_itself(params):
+    tensors = dict(to_hf(params))
+    read = []
+
+    def reader(name, region):
+        read.append((name, tensors[name][region].shape))
+        return tensors[name][region]
+
+    region = (slice(1, 3), slice(0, 4), slice(6, 12))
+    found = from_hf("layers.mlp.up.kernel", reader, 3, region, np.float16)
+    expected = params["layers"]["mlp"]["up"]["kernel"][region].astype(np.float16)
+    np.testing.assert_array_equal(found, expected)
+    assert found.dtype == np.float16
+    assert read == [(f"model.layers.{layer}.mlp.up_proj.weight", (6, 4)) for layer in (1, 2)]
+
+
+def test_flat_and_nested_are_the_same(params):
+    assert jax.tree.structure(unflatten(flatten(params))) == jax.tree.structure(params)
+
+
+def test_one_error_lists_everything_that_does_not_fit(policy):
+    shapes = hf_shapes(policy.abstract_params)
+    check_hf(shapes, policy.abstract_params, "folder")
+    del shapes["model.norm.weight"], shapes["model.layers.2.self_attn.q_proj.bias"]
+    shapes |= {"lm_head.bias": (20,), "model.embed_tokens.weight": (21, 8)}
+    with pytest.raises(UserError) as caught:
+        check_hf(shapes, policy.abstract_params, "folder")
+    message = str(caught.value)
+    assert message.startswith("folder: 4 tensor(s) do not fit config.json: ")
+    for phrase in (
+        "missing model.norm.weight [8]",
+        "missing model.layers.2.self_attn.q_proj.bias [8]",
+        "unexpected lm_head.bias [20]",
+        "model.embed_tokens.weight has shape [21, 8] instead of [20, 8]",
+    ):
+        assert phrase in message
+    assert "\n" not in message

@@ -1,0 +1,48 @@
+"""A tiny policy and its parameters."""
+
+import gc
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.transformer import Numerics, Policy
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+
+
+def same(first, second):
+    """Equal trees: structure, dtypes and every value."""
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    return all(
+        a.dtype == b.dtype and bool((a == b).all())
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """hf_config, policy, params (float32), `other`: a policy of another MLP width, and `same`."""
+    policy = Policy(architecture_from_hf(CONFIG), Numerics())
+    other = Policy(architecture_from_hf(CONFIG | {"intermediate_size": 32}), Numerics())
+    params = jax.jit(policy.init)(jax.random.key(0))
+    return SimpleNamespace(config=CONFIG, policy=policy, params=params, other=other, same=same)
+
+
+@pytest.fixture
+def swept():
+    """Collects what Orbax did not await after a failed read, so that no other test is warned of it."""
+    yield
+    gc.collect()

@@ -1,0 +1,170 @@
+"""Full checkpoints: exact resume, another mesh, pruning, and what is refused."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from calibadv_jax.config import MeshConfig
+from calibadv_jax.errors import UserError
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.snapshots.checkpoint import CheckpointStore, restore_params
+from calibadv_jax.snapshots.layout import placed_params
+
+EXTRA = {"step": 3, "questions": {"epoch": 1, "seen": [4, 2]}, "seed": 2**40, "ratio": 0.1}
+OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.partition(
+        {"matrix": optax.adamw(optax.linear_schedule(1e-3, 0.0, 9)), "rest": optax.sgd(0.1, momentum=0.9)},
+        lambda params: jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 3 else "rest", params),
+    ),
+)
+
+
+def make_state(params):
+    return {"params": params, "opt_state": OPTIMIZER.init(params), "updates": jnp.zeros((), jnp.int32)}
+
+
+@jax.jit
+def updated(state):
+    """One optimizer step on made-up gradients, so that no moment is zero."""
+    gradients = jax.tree.map(jnp.sin, state["params"])
+    changes, opt_state = OPTIMIZER.update(gradients, state["opt_state"], state["params"])
+    params = optax.apply_updates(state["params"], changes)
+    return {"params": params, "opt_state": opt_state, "updates": state["updates"] + 1}
+
+
+@pytest.fixture(scope="module")
+def state(tiny):
+    return updated(make_state(tiny.params))
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    yield store
+    store.close()
+
+
+def abstract(policy, mesh=None):
+    params = placed_params(policy, mesh, jnp.float32)
+    shapes = jax.eval_shape(make_state, params)
+    everywhere = jax.tree.leaves(params)[0].sharding
+    if mesh is not None:
+        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    whole = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), shapes
+    )
+    return whole | {"params": params}
+
+
+def test_state_and_extra_come_back_exactly(tiny, store, state):
+    """Named tuples and empty states of the optimizer included: the next update is the same."""
+    assert store.latest_step() is None
+    store.save(3, state, EXTRA)
+    assert store.latest_step() == 3
+    restored, extra = store.restore(3, abstract(tiny.policy))
+    assert extra == EXTRA
+    assert tiny.same(restored, state)
+    assert tiny.same(updated(restored), updated(state))
+
+
+def test_a_state_may_be_donated_once_saved(tiny, store, state):
+    expected, mine = jax.device_get(state), jax.tree.map(jnp.copy, state)
+    store.save(1, mine, {})
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)
+    overwrite(mine)
+    restored, _ = store.restore(1, abstract(tiny.policy))
+    assert tiny.same(jax.device_get(restored), expected)
+
+
+def test_another_mesh_takes_the_checkpoint_over(tiny, store, state):
+    store.save(1, state, {})
+    target = abstract(tiny.policy, make_mesh(MeshConfig(data=1, fsdp=4, tensor=2)))
+    restored, _ = store.restore(1, target)
+    kernel = restored["params"]["layers"]["mlp"]["gate"]["kernel"]
+    assert kernel.sharding == target["params"]["layers"]["mlp"]["gate"]["kernel"].sharding
+    assert kernel.addressable_shards[0].data.size * 8 == kernel.size
+    assert tiny.same(jax.device_get(restored), jax.device_get(state))
+
+
+def test_a_new_process_sees_the_newest_complete_checkpoints(tiny, store, state, tmp_path):
+    for step in (1, 2, 5):
+        store.save(step, state, {"step": step})
+    store.close()
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "5"]
+    shutil.copytree(folder / "5", folder / "9.orbax-checkpoint-tmp-0")  # as an interrupted save leaves it
+    assert restore_params(folder, placed_params(tiny.policy, None, jnp.float32))[1] == 5
+    again = CheckpointStore(folder, keep=2)
+    assert again.latest_step() == 5
+    assert again.restore(5, abstract(tiny.policy))[1] == {"step": 5}
+    again.close()
+
+
+def test_a_step_that_can_not_follow_is_refused_and_not_dropped(store, state):
+    store.save(5, state, {})
+    for step in (5, 4):
+        with pytest.raises(UserError, match=f"holds step 5 of an earlier run, step {step} can not follow"):
+            store.save(step, state, {})
+
+
+def test_extra_that_is_not_json_fails_before_anything_is_written(store, state):
+    with pytest.raises(TypeError):
+        store.save(1, state, {"state": object()})
+    assert store.latest_step() is None
+
+
+def test_another_architecture_or_optimizer_is_refused_with_all_differences(tiny, store, state):
+    store.save(1, state, {})
+    with pytest.raises(UserError, match="1: does not fit this policy and optimizer") as caught:
+        store.restore(1, abstract(tiny.other))
+    for name in ("params.layers.mlp.gate.kernel", "params.layers.mlp.down.kernel"):
+        assert f"{name} has shape" in str(caught.value)
+    target = abstract(tiny.policy) | {"opt_state": (jax.ShapeDtypeStruct((), jnp.int32),)}
+    with pytest.raises(UserError, match=r"missing opt_state.0 \[\].*unexpected opt_state.1.inner_states"):
+        store.restore(1, target)
+
+
+@pytest.mark.usefixtures("swept")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["state gone", "extra gone", "data cut"])
+def test_damaged_checkpoints_are_one_line(tiny, store, state, how):
+    store.save(1, state, EXTRA)
+    folder = store.folder / "1"
+    if how == "data cut":
+        files = (path for path in (folder / "state").rglob("*") if path.is_file())
+        largest = max(files, key=lambda path: path.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    else:
+        shutil.rmtree(folder / how.split()[0])
+    with pytest.raises(UserError, match="1: damaged checkpoint") as caught:
+        store.restore(1, abstract(tiny.policy))
+    assert "\n" not in str(caught.value)
+
+
+def test_parameters_alone_in_another_precision(tiny, store, state):
+    """What export reads: neither the optimizer nor its state is known."""
+    store.save(4, state, {})
+    params, step = restore_params(store.folder, placed_params(tiny.policy, None, jnp.bfloat16))
+    assert step == 4
+    assert tiny.same(params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state["params"]))
+    with pytest.raises(UserError, match="has shape"):
+        restore_params(store.folder, placed_params(tiny.other, None, jnp.float32))
+    with pytest.raises(UserError, match="no complete checkpoint of step 7 there"):
+        restore_params(store.folder, placed_params(tiny.policy, None, jnp.float32), step=7)
+
+
+def test_no_checkpoint_is_one_line(tiny, tmp_path):
+    with pytest.raises(UserError, match="absent: no complete checkpoint there; train first"):
+        restore_params(tmp_path / "absent", placed_params(tiny.policy, None, jnp.float32))
+    assert not (tmp_path / "absent").exists()
+
+
+def test_all_that_numerics_leave_out(tiny):
+    """The same checkpoint serves any way of computing: a policy's tree does not depend on Numerics."""
+    other = Policy(tiny.policy.architecture, Numerics(jnp.bfloat16, jnp.bfloat16, "full", "xla", 8))
+    assert jax.tree.structure(other.abstract_params) == jax.tree.structure(tiny.policy.abstract_params)

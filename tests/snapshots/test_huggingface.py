@@ -1,0 +1,267 @@
+"""Folders that transformers wrote, loaded here; folders written here, loaded by transformers."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from calibadv_jax.config import MeshConfig
+from calibadv_jax.errors import UserError
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh, param_shardings
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import to_hf
+from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS = {
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "llama3-tied": ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": True}),
+    "llama3-untied": ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": False}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def upstream(request, tmp_path_factory):
+    """A randomly initialised model of transformers, and the folder it saved itself to."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model_type, fields = MODELS[request.param]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **SHAPE, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases, too, must matter
+            parameter.normal_(0.0, 0.3)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def policy_of(folder, **numerics):
+    return Policy(architecture_from_hf(read_hf_config(folder)), Numerics(**numerics))
+
+
+def test_logits_equal_transformers(upstream):
+    """100 tokens: beyond the 64 that Llama's scaled rotary embeddings were made for."""
+    import torch
+
+    model, folder = upstream
+    tokens = np.random.default_rng(1).integers(0, 97, (2, 100)).astype(np.int32)
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    policy = policy_of(folder)
+    params = load_params(folder, policy, None)
+
+    @jax.jit
+    def logits(params, tokens):
+        decoder = policy.merge(params)
+        positions = jnp.broadcast_to(jnp.arange(100), tokens.shape)
+        return decoder.logits(decoder(tokens, positions, jnp.ones_like(tokens)))
+
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(logits(params, tokens), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2**30, 20_000])
+def test_the_export_loads_in_transformers_with_identical_weights(upstream, tmp_path, max_shard_bytes):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, folder = upstream
+    output = tmp_path / "out"
+    params = load_params(folder, policy_of(folder), None)
+    save_folder(params, read_hf_config(folder), output, "float32", folder, max_shard_bytes)
+    files = list(output.glob("*.safetensors"))
+    assert (len(files) > 1) is (max_shard_bytes < 2**30) is (output / "model.safetensors.index.json").exists()
+    assert all(path.stat().st_size < max_shard_bytes + 2_000 for path in files)
+    loaded, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert loaded.dtype == torch.float32
+    expected = model.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+    tokens = torch.arange(80)[None]
+    with torch.no_grad():  # buffers and config, not only weights
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)
+
+
+@pytest.fixture
+def folder(tiny, tmp_path):
+    """A folder of the tiny policy, written by `save_folder`, with a tokenizer's files."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "notes.txt"):
+        (tokenizer / name).write_text("{}")
+    output = tmp_path / "hf"
+    assert save_folder(tiny.params, tiny.config, output, "float32", tokenizer) == output
+    return output
+
+
+def test_what_is_written_comes_back(tiny, folder):
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert tiny.same(load_params(folder, tiny.policy, None), tiny.params)
+    assert architecture_from_hf(read_hf_config(folder)) == tiny.policy.architecture
+
+
+def test_fields_with_differing_defaults_are_written_out(tmp_path):
+    sparse = {"model_type": "qwen2", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 8}
+    sparse |= {"num_hidden_layers": 1, "num_attention_heads": 4}
+    policy = Policy(architecture_from_hf(sparse), Numerics())
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), policy.abstract_params)
+    save_folder(zeros, sparse, tmp_path / "out", "bfloat16", None)
+    written = read_hf_config(tmp_path / "out")
+    assert written["architectures"] == ["Qwen2ForCausalLM"]
+    assert written["dtype"] == written["torch_dtype"] == "bfloat16"
+    assert written["num_key_value_heads"] == 4 and written["head_dim"] == 4
+    assert written["rms_norm_eps"] == 1e-6 and written["rope_theta"] == 10000.0
+
+
+def test_bfloat16_is_stored_rounded_and_loaded_in_the_asked_precision(tiny, tmp_path):
+    save_folder(tiny.params, tiny.config, tmp_path / "half", "bfloat16", None)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params)
+    half = Policy(tiny.policy.architecture, Numerics(param_dtype=jnp.bfloat16))
+    assert tiny.same(load_params(tmp_path / "half", half, None), rounded)
+    widened = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded)
+    assert tiny.same(load_params(tmp_path / "half", tiny.policy, None), widened)
+
+
+def test_parameters_are_loaded_into_their_shardings(tiny, folder):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    params = load_params(folder, tiny.policy, mesh)
+    shardings = param_shardings(tiny.policy.abstract_params, mesh)
+    assert jax.tree.map(lambda leaf: leaf.sharding, params) == shardings
+    assert tiny.same(jax.device_get(params), jax.device_get(tiny.params))
+
+
+def test_an_export_is_replaced_and_nothing_else_is(tiny, folder):
+    doubled = jax.tree.map(lambda leaf: leaf * 2, tiny.params)
+    save_folder(doubled, tiny.config, folder, "float32", None, max_shard_bytes=4000)
+    assert not (folder / "model.safetensors").exists() and not (folder / "tokenizer.json").exists()
+    assert tiny.same(load_params(folder, tiny.policy, None), doubled)
+    (folder / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match="hf: holds thesis.tex, which no export wrote; choose another"):
+        save_folder(tiny.params, tiny.config, folder, "float32", None)
+    (folder / "thesis.tex").unlink()
+    shutil.rmtree(folder)
+    folder.mkdir()
+    save_file(dict(to_hf(tiny.params)), folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="holds model.safetensors, which no export wrote"):
+        save_folder(tiny.params, tiny.config, folder, "float32", None)
+    assert [path.name for path in folder.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_failed_export_leaves_the_old_one(tiny, folder):
+    """A parameter of no known name stops the export half-way."""
+    with pytest.raises(KeyError):
+        save_folder(tiny.params | {"foreign": tiny.params["embed"]}, tiny.config, folder, "float32", None)
+    assert tiny.same(load_params(folder, tiny.policy, None), tiny.params)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["hf", "tokenizer"]
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(
+        {name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / "model.safetensors"
+    )
+
+
+def test_one_error_lists_missing_extra_and_misshapen_tensors(tiny, folder):
+    def change(tensors):
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(4, np.float32)
+        tensors["model.layers.1.mlp.up_proj.weight"] = np.zeros((3, 16), np.float32)
+
+    rewrite(folder, change)
+    with pytest.raises(UserError) as caught:
+        load_params(folder, tiny.policy, None)
+    message = str(caught.value)
+    assert message.startswith(f"{folder}: 3 tensor(s) do not fit config.json: ")
+    assert "missing model.norm.weight [16]" in message
+    assert "unexpected model.layers.0.self_attn.q_proj.bias [4]" in message
+    assert "model.layers.1.mlp.up_proj.weight has shape [3, 16] instead of [24, 16]" in message
+
+
+def test_a_tied_model_may_carry_an_equal_head_only(tiny, folder):
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    assert tiny.same(load_params(folder, tiny.policy, None), tiny.params)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1}))
+    with pytest.raises(UserError, match="lm_head.weight differs from model.embed_tokens.weight; set"):
+        load_params(folder, tiny.policy, None)
+
+
+def test_integer_weights_are_refused(tiny, folder):
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": np.ones(16, np.int8)}))
+    with pytest.raises(UserError, match=r"not supported: model.norm.weight \(I8\)"):
+        load_params(folder, tiny.policy, None)
+
+
+def break_weights(folder, how):
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-10])
+        return "not a whole safetensors file"
+    weights.unlink()
+    if how == "pickled":
+        (folder / "pytorch_model.bin").write_bytes(b"")
+        return "only PyTorch .bin weights; convert them"
+    if how == "shard missing":
+        index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+        return "not there: model-00001-of-00002.safetensors"
+    if how == "shard outside":
+        (folder.parent / "b.safetensors").write_bytes(b"")
+        index.write_text(json.dumps({"weight_map": {"a": "../b.safetensors"}}))
+        return "not there: ../b.safetensors"
+    if how == "index empty":
+        index.write_text("{}")
+        return "field 'weight_map' is missing"
+    return "no model.safetensors and no model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    "how", ["truncated", "pickled", "shard missing", "shard outside", "index empty", "none"]
+)
+def test_unusable_weight_files_are_one_line(tiny, folder, how):
+    words = break_weights(folder, how)
+    with pytest.raises(UserError) as caught:
+        load_params(folder, tiny.policy, None)
+    assert words in str(caught.value) and str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "no such file"), ("{", "not valid JSON"), ("[1]", "expected a JSON object, got list")],
+)
+def test_unusable_configs_are_one_line(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=words):
+        read_hf_config(tmp_path)

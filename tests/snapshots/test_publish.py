@@ -1,0 +1,137 @@
+"""Policy snapshots: versions, completeness, and what is refused."""
+
+import hashlib
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calibadv_jax.config import MeshConfig
+from calibadv_jax.errors import UserError
+from calibadv_jax.policy.sharding import make_mesh, param_shardings
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest
+
+
+def publish(store, tiny, version, params=None):
+    chosen = tiny.params if params is None else params
+    return store.publish(version, chosen, step=version, hf_config=tiny.config, tokenizer_hash="abc")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return SnapshotStore(tmp_path / "snapshots", keep=2, dtype=jnp.float32)
+
+
+def test_the_manifest_says_what_the_snapshot_holds(tiny, tmp_path):
+    folder = publish(SnapshotStore(tmp_path, keep=1, dtype=jnp.bfloat16), tiny, 7)
+    manifest = read_manifest(folder)
+    assert folder.name == "v000007"
+    assert {name: manifest[name] for name in ("format", "version", "step", "tokenizer")} == {
+        "format": 1,
+        "version": 7,
+        "step": 7,
+        "tokenizer": "abc",
+    }
+    assert manifest["config"] == tiny.config
+    scale = np.asarray(tiny.params["layers"]["attn"]["q"]["kernel"].astype(jnp.bfloat16))
+    assert manifest["tensors"]["layers.attn.q.kernel"] == {
+        "shape": [2, 16, 32],
+        "dtype": "bfloat16",
+        "sha256": hashlib.sha256(scale.tobytes()).hexdigest(),
+    }
+
+
+def test_parameters_come_back_in_compute_precision_and_sharding(tiny, tmp_path):
+    """Published from one mesh in bfloat16, loaded on another."""
+    first, second = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2)), make_mesh(MeshConfig(2, 2, 2))
+    params = jax.device_put(tiny.params, param_shardings(tiny.policy.abstract_params, first))
+    folder = publish(SnapshotStore(tmp_path, keep=1, dtype=jnp.bfloat16), tiny, 0, params)
+    rounded = jax.device_get(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params))
+    half = Policy(tiny.policy.architecture, Numerics(compute_dtype=jnp.bfloat16))
+    loaded = load_snapshot(folder, half, second, verify=True)
+    assert tiny.same(jax.device_get(loaded), rounded)
+    assert jax.tree.map(lambda leaf: leaf.sharding, loaded) == param_shardings(half.abstract_params, second)
+    widened = jax.tree.map(lambda leaf: leaf.astype(np.float32), rounded)
+    assert tiny.same(jax.device_get(load_snapshot(folder, tiny.policy, None, verify=True)), widened)
+
+
+def test_old_versions_are_pruned_and_the_newest_is_found(tiny, store):
+    assert store.latest() is None
+    for version in (0, 1, 2):
+        assert store.latest() != publish(store, tiny, version)
+    assert sorted(path.name for path in store.folder.iterdir()) == ["v000001", "v000002"]
+    assert store.latest() == store.folder / "v000002"
+    (store.latest() / "manifest.json").unlink()
+    assert store.latest() == store.folder / "v000001"
+
+
+def test_publishing_after_a_resume_replaces_this_and_later_versions(tiny, store):
+    publish(store, tiny, 1)
+    publish(store, tiny, 2)
+    doubled = jax.tree.map(lambda leaf: leaf * 2, tiny.params)
+    folder = publish(store, tiny, 1, doubled)
+    assert store.latest() == folder
+    assert [path.name for path in store.folder.iterdir()] == ["v000001"]
+    assert tiny.same(load_snapshot(folder, tiny.policy, None, verify=True), doubled)
+
+
+def test_a_snapshot_of_another_policy_is_refused_with_all_differences(tiny, store):
+    folder = publish(store, tiny, 0)
+    with pytest.raises(UserError, match=r"snapshot of another policy; 3 tensor\(s\) do not fit: ") as caught:
+        load_snapshot(folder, tiny.other, None)
+    for name, found, expected in (
+        ("gate", "[2, 16, 24]", "[2, 16, 32]"),
+        ("up", "[2, 16, 24]", "[2, 16, 32]"),
+        ("down", "[2, 24, 16]", "[2, 32, 16]"),
+    ):
+        assert f"layers.mlp.{name}.kernel has shape {found} instead of {expected}" in str(caught.value)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_verification_finds_a_tensor_that_is_not_what_was_published(tiny, store, verify):
+    folder = publish(store, tiny, 0)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["tensors"]["embed.embedding"]["sha256"] = "0" * 64
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    if not verify:
+        assert tiny.same(load_snapshot(folder, tiny.policy, None), tiny.params)
+        return
+    with pytest.raises(UserError, match="torn snapshot, publish it again; embed.embedding differ"):
+        load_snapshot(folder, tiny.policy, None, verify=True)
+
+
+@pytest.mark.usefixtures("swept")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "how", ["manifest gone", "manifest cut", "format", "tree gone", "data gone", "data cut"]
+)
+def test_incomplete_and_torn_snapshots_are_one_line(tiny, store, how):
+    folder = publish(store, tiny, 0)
+    manifest, tree = folder / "manifest.json", folder / "params"
+    words = "torn snapshot, publish it again"
+    if how == "manifest gone":
+        manifest.unlink()
+        words = r"not a complete snapshot \(no manifest.json\)"
+    elif how == "manifest cut":
+        manifest.write_text(manifest.read_text()[:50])
+        words = "not valid JSON"
+    elif how == "format":
+        manifest.write_text(json.dumps({"format": 2}))
+        words = "format is 2, not 1"
+    elif how == "tree gone":
+        shutil.rmtree(tree)
+    else:
+        largest = max(
+            (path for path in tree.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+        )
+        if how == "data gone":
+            largest.unlink()
+        else:
+            largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    with pytest.raises(UserError, match=words) as caught:
+        load_snapshot(folder, tiny.policy, None)
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
