@@ -114,9 +114,7 @@ def encode_demonstration(
     from calibadv_jax.rollout.observation import render_observation
     from calibadv_jax.rollout.prompts import build_prompt
 
-    prompt = build_prompt(
-        demonstration.question, tokenizer, config.prompt, config.rollout.max_prompt_length
-    )
+    prompt = build_prompt(demonstration.question, tokenizer, config.prompt, config.rollout.max_prompt_length)
     parts: list[tuple[np.ndarray, bool]] = [(prompt, False)]
     think = config.prompt.prepend_think
     for turn in demonstration.turns:

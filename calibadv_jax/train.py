@@ -32,9 +32,7 @@ def run(config: Config) -> None:
         train(config, model, retriever, folder, console)
 
 
-def train(
-    config: Config, model: Model, retriever: RetrieverClient, folder: Path, console: Console
-) -> None:
+def train(config: Config, model: Model, retriever: RetrieverClient, folder: Path, console: Console) -> None:
     """The algorithm, on parts that are ready."""
     from calibadv_jax.advantages.registry import compute_advantages
     from calibadv_jax.data.pipeline import question_iterator

@@ -9,7 +9,7 @@ from pathlib import Path
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m retriever.build_index", description=__doc__)
-    parser.add_argument("--corpus_path", type=Path, required=True, help="JSONL of {id, contents} rows, or .gz")
+    parser.add_argument("--corpus_path", type=Path, required=True, help="JSONL of {id, contents}, or .gz")
     parser.add_argument("--index_path", type=Path, required=True, help="folder to write")
     parser.add_argument("--retriever_name", default="hashed", help="encoder (default: %(default)s)")
     parser.add_argument("--factory", default="Flat", help="FAISS factory string (default: %(default)s)")

@@ -27,7 +27,9 @@ def import_faiss() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise RetrieverError("FAISS is not installed: pip install faiss-cpu (or faiss-gpu on CUDA)") from error
+        raise RetrieverError(
+            "FAISS is not installed: pip install faiss-cpu (or faiss-gpu on CUDA)"
+        ) from error
     return faiss
 
 

@@ -4,7 +4,7 @@
 |---|---|---|
 | Search-R1, verl, SkyRL | queries, topk, return_scores true | {"document": corpus row, "score"} |
 | RLinf | queries, topk, return_scores false | the corpus row |
-| CalibAdv authors | queries, topk_retrieval, topk_rerank, … | {"document": contents, "score"}, or contents alone |
+| CalibAdv authors | queries, topk_retrieval, topk_rerank, … | {"document": contents, "score"}, or contents |
 """
 
 from __future__ import annotations

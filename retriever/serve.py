@@ -11,7 +11,7 @@ from typing import Any
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m retriever.serve", description=__doc__)
-    parser.add_argument("--corpus_path", type=Path, required=True, help="JSONL of {id, contents} rows, or .gz")
+    parser.add_argument("--corpus_path", type=Path, required=True, help="JSONL of {id, contents}, or .gz")
     parser.add_argument("--index_path", type=Path, required=True, help="folder of the index")
     parser.add_argument("--build_if_missing", action="store_true", help="build the index first")
     parser.add_argument("--retriever_name", default="hashed", help="encoder of a built index")

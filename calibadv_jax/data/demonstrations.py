@@ -22,7 +22,7 @@ from calibadv_jax.trajectory import Document, Question
 
 NUM_DOCUMENTS = 3
 PER_WORLD = 100  # demonstrations before a fresh world is drawn
-DRILL_SHARE = 0.25  # of the look-ups
+DRILL_SHARE = 0.1  # of the look-ups
 SIZES = {"person": 60, "city": 20, "company": 20, "work": 20}
 
 
@@ -46,7 +46,7 @@ class Flaws:
     """How imperfect the demonstrations are."""
 
     guess: float = 0.4  # one_hop: answers with a random entity of the right kind, without any search
-    wrong_name: float = 0.3  # one_hop: looks up a similar name first
+    wrong_name: float = 0.1  # one_hop: looks up a similar name first
     hasty_bridge: float = 0.5  # two_hop: answers with the bridge
     second_half: float = 0.25  # two_hop: only how the last look-up is read; the rest: cut after two searches
     hasty_comparison: float = 0.5  # comparison: answers at random after the first search
@@ -134,22 +134,22 @@ class _ColdStartWorld:
         return str(self.rng.choice(related or sorted(set(self.by_title) - {title})))
 
     def search(self, title: str) -> tuple[Document, ...]:
-        """The passage of that title, mostly first, among others that share a word of the query."""
+        """The passage of that title first, as a search engine has it, then others that share a word of it."""
         wanted = self.by_title[title]
         related = {p.id: p for word in title.split() for p in self.by_word[word] if p is not wanted}
         pool = list(related.values()) if len(related) >= NUM_DOCUMENTS - 1 else self.passages
         order = self.rng.permutation(len(pool))
         others = [pool[index] for index in order if pool[index] is not wanted][: NUM_DOCUMENTS - 1]
-        rank = 0 if self.rng.random() < 0.8 else int(self.rng.integers(1, NUM_DOCUMENTS))
-        return (*others[:rank], wanted, *others[rank:])
+        return (wanted, *others)
 
 
-def _search_turn(world: _ColdStartWorld, title: str) -> DemoTurn:
-    return DemoTurn(f"<think> find {title} </think>\n<search> {title} </search>", world.search(title))
+def _search_turn(world: _ColdStartWorld, title: str, thought: str = "") -> DemoTurn:
+    thought = thought or f"find {title}"
+    return DemoTurn(f"<think> {thought} </think>\n<search> {title} </search>", world.search(title))
 
 
-def _answer_turn(found: str, answer: str) -> DemoTurn:
-    return DemoTurn(f"<think> it is {found} </think>\n<answer> {answer} </answer>")
+def _answer_turn(thought: str, answer: str) -> DemoTurn:
+    return DemoTurn(f"<think> {thought} </think>\n<answer> {answer} </answer>")
 
 
 def _demonstrate(
@@ -165,12 +165,12 @@ def _demonstrate(
 def _one_hop(
     world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
 ) -> tuple[DemoTurn, ...]:
+    wanted, statement = asked.searches[0], asked.statements[0]
     if rng.random() < flaws.guess:
         kind = next(kind for kind, names in world.facts.entities.items() if asked.answer in names)
         guess = str(rng.choice(world.facts.entities[kind]))
-        return (_answer_turn(guess, guess),)
-    wanted = asked.searches[0]
-    turns = [_search_turn(world, wanted), _answer_turn(asked.answer, asked.answer)]
+        return (_answer_turn(statement.replace(asked.answer, guess), guess),)
+    turns = [_search_turn(world, wanted), _answer_turn(statement, asked.answer)]
     if rng.random() < flaws.wrong_name:
         turns.insert(0, _search_turn(world, world.similar(wanted)))
     return tuple(turns)
@@ -179,13 +179,14 @@ def _one_hop(
 def _two_hop(
     world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
 ) -> tuple[DemoTurn, ...]:
-    first, second = (_search_turn(world, title) for title in asked.searches)
     bridge, answer = asked.findings
+    first = _search_turn(world, asked.searches[0])
+    second = _search_turn(world, bridge, asked.statements[0])
     drawn = rng.random()
     if drawn < flaws.hasty_bridge:
-        return first, _answer_turn(bridge, bridge)
+        return first, _answer_turn(asked.statements[0], bridge)
     if drawn < flaws.hasty_bridge + flaws.second_half:
-        return replace(second, trained=False), _answer_turn(answer, answer)
+        return replace(second, trained=False), _answer_turn(asked.statements[1], answer)
     return first, second
 
 
@@ -194,9 +195,14 @@ def _comparison(
 ) -> tuple[DemoTurn, ...]:
     left, right = asked.searches
     if rng.random() < flaws.hasty_comparison:
-        return _search_turn(world, left), _answer_turn(asked.findings[0], str(rng.choice(["yes", "no"])))
+        guess = str(rng.choice(["yes", "no"]))
+        return _search_turn(world, left), _answer_turn(asked.statements[0], guess)
     found = f"{asked.findings[0]} and {asked.findings[1]}"
-    return _search_turn(world, left), _search_turn(world, right), _answer_turn(found, asked.answer)
+    return (
+        _search_turn(world, left),
+        _search_turn(world, right, asked.statements[0]),
+        _answer_turn(found, asked.answer),
+    )
 
 
 def load_demonstrations(path: Path) -> list[Demonstration]:

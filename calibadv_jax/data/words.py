@@ -2,48 +2,63 @@
 
 from __future__ import annotations
 
-_FIRST = "ada bru cor del eli fen gia hal ivo jun".split()
-_FIRST_ENDS = "ra len mo vin sia dor".split()
-_LAST = "alm berk cald dorn esk falk grim holm isk jarn".split()
-_LAST_ENDS = "son ova etti mann ski quist".split()
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+def _joined(starts: str, ends: str) -> list[str]:
+    return [start + end for start in _words(starts) for end in _words(ends)]
+
 
 POOLS: dict[str, tuple[list[str], list[str]]] = {
     "person": (
-        [start + end for start in _FIRST for end in _FIRST_ENDS],
-        [start + end for start in _LAST for end in _LAST_ENDS],
+        _joined("ada bru cor del eli fen gia hal ivo jun", "ra len mo vin sia dor"),
+        _joined("alm berk cald dorn esk falk grim holm isk jarn", "son ova etti mann ski quist"),
     ),
     "city": (
-        "port new old east west upper lower saint mount lake fort north south great little grey white"
-        " high low far long deep still bright cold dry broad stone holy royal".split(),
-        "ashford barwick calhaven dunmere elton farrow glenby harwell inverley kelstead lindale marwood"
-        " norbury oakhurst penrith quenton rosedale selby tarnow ulverton verdale wexham yarrow zellin"
-        " arden bexley corfe dalby emsworth frome".split(),
+        _words(
+            "port new old east west upper lower saint mount lake fort north south great little grey white"
+            " high low far long deep still bright cold dry broad stone holy royal"
+        ),
+        _words(
+            "ashford barwick calhaven dunmere elton farrow glenby harwell inverley kelstead lindale marwood"
+            " norbury oakhurst penrith quenton rosedale selby tarnow ulverton verdale wexham yarrow zellin"
+            " arden bexley corfe dalby emsworth frome"
+        ),
     ),
     "company": (
-        "amber atlas aurora beacon cedar cobalt comet copper crystal delta eagle ember falcon granite"
-        " harbor helix indigo ivory jade juniper lantern lotus magnet maple meteor nova oasis onyx opal"
-        " orbit pioneer quartz raven sapphire summit titan topaz vector willow zenith".split(),
-        "airlines bakery bank books brewery cement chemicals clinics coffee dairy diamonds drones energy"
-        " fabrics films foods forge freight furniture games glass gold insurance labs lumber media mills"
-        " motors optics paints paper pharma press rail robotics shipping steel studios toys wines".split(),
+        _words(
+            "amber atlas aurora beacon cedar cobalt comet copper crystal delta eagle ember falcon granite"
+            " harbor helix indigo ivory jade juniper lantern lotus magnet maple meteor nova oasis onyx opal"
+            " orbit pioneer quartz raven sapphire summit titan topaz vector willow zenith"
+        ),
+        _words(
+            "airlines bakery bank books brewery cement chemicals clinics coffee dairy diamonds drones energy"
+            " fabrics films foods forge freight furniture games glass gold insurance labs lumber media mills"
+            " motors optics paints paper pharma press rail robotics shipping steel studios toys wines"
+        ),
     ),
     "work": (
-        "silent golden broken hidden burning frozen secret velvet crimson hollow endless wandering"
-        " forgotten sleeping scarlet distant drifting paper iron glass".split()[:17]
-        + "midnight winter summer autumn".split(),
-        "garden river mirror voyage promise orchard letters tide kingdom shadow bridge harvest island"
-        " whisper crown compass carnival horizon sonata labyrinth".split(),
+        _words(
+            "silent golden broken hidden burning frozen secret velvet crimson hollow endless wandering"
+            " forgotten sleeping scarlet distant drifting midnight winter summer autumn"
+        ),
+        _words(
+            "garden river mirror voyage promise orchard letters tide kingdom shadow bridge harvest island"
+            " whisper crown compass carnival horizon sonata labyrinth"
+        ),
     ),
 }
 
-FUNCTION_WORDS = (
-    "a an and are at author based book by city company do does employed find for founded founder from has"
-    " home i in is it its lives live mayor no not of offices same started that the they to was were"
+FUNCTION_WORDS = _words(
+    "a an and are at author based by city company do does find for founded founder from"
+    " has i in is it live lives mayor no not of same that the they to was were"
     " where who work works wrote written yes"
     # The observation's frame and the invalid-action notice of the agent loop.
-    " Doc Title Question My previous action invalid If I want to search should put query between give"
-    " final answer Let me try again the"
-).split()
+    " Doc Title Question My previous action invalid If I want search should put query between give"
+    " final answer Let me try again"
+)
 
 PUNCTUATION = ["(", ")", ":", '"', '")', '("', ".", ",", "?", "!", "'", "-", *"0123456789"]
 

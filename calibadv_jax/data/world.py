@@ -30,21 +30,26 @@ SPLITS: tuple[Split, ...] = ("train", "eval", "cold_start")
 
 @dataclass(frozen=True)
 class Relation:
-    """A fact type. `phrase` names the object within another question."""
+    """A fact type: how it is stated, asked for, and used to name its object within another question."""
 
     subject: str
     object: str
+    statement: str
     question: str
     phrase: str
 
 
 RELATIONS: dict[str, Relation] = {
-    "home": Relation("person", "city", "where does {} live?", "the city where {} lives"),
-    "employer": Relation("person", "company", "who does {} work for?", "the company that {} works for"),
-    "base": Relation("company", "city", "where is {} based?", "the city where {} is based"),
-    "founder": Relation("company", "person", "who founded {}?", "the founder of {}"),
-    "author": Relation("work", "person", "who wrote {}?", "the author of {}"),
-    "mayor": Relation("city", "person", "who is the mayor of {}?", "the mayor of {}"),
+    "home": Relation(
+        "person", "city", "{} lives in {}", "where does {} live?", "the city where {} lives"
+    ),
+    "employer": Relation(
+        "person", "company", "{} works for {}", "who does {} work for?", "the company that {} works for"
+    ),
+    "base": Relation("company", "city", "{} is based in {}", "where is {} based?", "the city where {} is based"),
+    "founder": Relation("company", "person", "{} was founded by {}", "who founded {}?", "the founder of {}"),
+    "author": Relation("work", "person", "{} was written by {}", "who wrote {}?", "the author of {}"),
+    "mayor": Relation("city", "person", "{} has the mayor {}", "who is the mayor of {}?", "the mayor of {}"),
 }
 
 CHAINS = [
@@ -58,20 +63,6 @@ COMPARISONS = {
     "home": "do {} and {} live in the same city?",
     "employer": "do {} and {} work for the same company?",
 }
-
-PASSAGES: dict[str, tuple[str, str]] = {
-    "person": (
-        "{name} lives in {home} and works for {employer}.",
-        "{name} is employed by {employer} and has a home in {home}.",
-    ),
-    "company": (
-        "{name} is based in {base} and was founded by {founder}.",
-        "{name} was started by {founder}. its offices are in {base}.",
-    ),
-    "work": ("{name} is a book that was written by {author}.", "the author of {name} is {author}."),
-    "city": ("{name} is a city. its mayor is {mayor}.", "the mayor of the city {name} is {mayor}."),
-}
-
 
 @dataclass(frozen=True)
 class Passage:
@@ -91,6 +82,7 @@ class WorldQuestion:
     answer: str
     searches: tuple[str, ...]  # titles to look up, in order
     findings: tuple[str, ...]  # what each look-up yields: the bridge, the compared values, the answer
+    statements: tuple[str, ...]  # the sentences that say so
 
 
 @dataclass(frozen=True)
@@ -102,6 +94,9 @@ class Facts:
 
     def look_up(self, name: str, relation: str) -> str:
         return self.objects[name][relation]
+
+    def state(self, name: str, relation: str) -> str:
+        return RELATIONS[relation].statement.format(name, self.look_up(name, relation))
 
 
 @dataclass(frozen=True)
@@ -146,11 +141,10 @@ def _names(rng: np.random.Generator, kind: str, count: int, split: Split) -> lis
 
 
 def write_passages(facts: Facts, rng: np.random.Generator) -> list[tuple[str, str]]:
-    """(title, text) of every entity's passage."""
+    """(title, text) of every entity's passage: its facts in random order."""
     return [
-        (name, PASSAGES[kind][rng.integers(2)].format(name=name, **facts.objects[name]))
-        for kind, names in facts.entities.items()
-        for name in names
+        (name, " ".join(f"{facts.state(name, label)}." for label in rng.permutation(list(objects))))
+        for name, objects in facts.objects.items()
     ]
 
 
@@ -164,7 +158,9 @@ def _one_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     relation = RELATIONS[label]
     name = str(rng.choice(facts.entities[relation.subject]))
     answer = facts.look_up(name, label)
-    return WorldQuestion("one_hop", relation.question.format(name), answer, (name,), (answer,))
+    return WorldQuestion(
+        "one_hop", relation.question.format(name), answer, (name,), (answer,), (facts.state(name, label),)
+    )
 
 
 def _two_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
@@ -175,7 +171,8 @@ def _two_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
         answer = facts.look_up(bridge, second)
         if answer != name:  # "who founded the company that X works for": X would be its own answer
             text = RELATIONS[second].question.format(RELATIONS[first].phrase.format(name))
-            return WorldQuestion("two_hop", text, answer, (name, bridge), (bridge, answer))
+            statements = facts.state(name, first), facts.state(bridge, second)
+            return WorldQuestion("two_hop", text, answer, (name, bridge), (bridge, answer), statements)
 
 
 def _comparison(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
@@ -190,9 +187,9 @@ def _comparison(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
         values = facts.look_up(left, label), facts.look_up(right, label)
         if left != right and (values[0] == values[1]) == wanted:
             answer = "yes" if wanted else "no"
-            return WorldQuestion(
-                "comparison", COMPARISONS[label].format(left, right), answer, (left, right), values
-            )
+            text = COMPARISONS[label].format(left, right)
+            statements = facts.state(left, label), facts.state(right, label)
+            return WorldQuestion("comparison", text, answer, (left, right), values, statements)
 
 
 def generate_world(config: WorldConfig) -> World:

@@ -62,6 +62,4 @@ def _muon_dimensions(params: Any) -> Any:
 
 def _decayed(params: Any) -> Any:
     """Weight decay acts on matrices only."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key in ("kernel", "embedding"), params
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)

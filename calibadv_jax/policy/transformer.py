@@ -69,9 +69,7 @@ class Attention(nnx.Module):
             self.q_norm = nnx.RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
             self.k_norm = nnx.RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
 
-    def project(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, D] -> q [B, T, N, H], k and v [B, T, K, H], rotated."""
         heads = (*x.shape[:2], -1, self.architecture.head_dim)
         q, k, v = self.q(x).reshape(heads), self.k(x).reshape(heads), self.v(x).reshape(heads)
@@ -122,9 +120,7 @@ class Block(nnx.Module):
     def packed(self, x: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids: jax.Array) -> jax.Array:
         q, k, v = self.attn.project(self.attn_norm(x), cos, sin)
         numerics = self.attn.numerics
-        mixed = attention.packed_attention(
-            q, k, v, segment_ids, numerics.kernel, numerics.attention_chunk
-        )
+        mixed = attention.packed_attention(q, k, v, segment_ids, numerics.kernel, numerics.attention_chunk)
         x = x + self.attn.output(mixed)
         return constrain(x + self.mlp(self.mlp_norm(x)), "batch", "length", "activation")
 
@@ -216,9 +212,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 [..., V]."""
-        logits = (
-            self.embed.attend(hidden) if self.architecture.tie_word_embeddings else self.lm_head(hidden)
-        )
+        logits = self.embed.attend(hidden) if self.architecture.tie_word_embeddings else self.lm_head(hidden)
         return logits.astype(jnp.float32)
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:

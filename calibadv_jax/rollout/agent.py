@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
-from calibadv_jax.rollout.observation import encode, neutralise_documents, render_observation
+from calibadv_jax.rollout.observation import decode, encode, neutralise_documents, render_observation
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.rollout.protocols import Completion, Retriever, Sampler, SamplingParams
 from calibadv_jax.rollout.tags import INVALID_ACTION, STOP_STRINGS, ParsedTurn, parse_turn
 from calibadv_jax.trajectory import Document, Question, Trajectory, Turn
+
 
 async def run_trajectory(
     question: Question,
@@ -32,14 +33,17 @@ async def run_trajectory(
 ) -> Trajectory:
     """Writes one trajectory.
 
-    At most `rollout.max_searches` turns get an observation; then comes one final turn without retrieval,
-    in which a search stays unanswered. The trajectory ends at an answer, at a turn cut by a length
-    limit, at an invalid turn (unless `on_invalid` is "retry"), and where an observation would leave no
-    room for another token within `max_length`.
+    At most `rollout.max_searches` turns get an observation (retried invalid ones count); then comes one
+    final turn without retrieval, in which a search stays unanswered. The trajectory ends at an answer, at
+    a turn cut by a length limit, at an invalid turn (unless `on_invalid` is "retry"), and where an
+    observation would leave no room for another token within `max_length`: that observation is dropped.
 
     Args:
         seed: with question, index and turn it determines every sampled token.
-        session: name of the trajectory at the sampler, unique among those in flight.
+        session: name of the trajectory at the sampler, unique among those in flight; always released.
+
+    Raises:
+        UserError: see `build_prompt` and `render_observation`; errors of sampler and retriever pass.
     """
     prompt_ids = build_prompt(question, tokenizer, prompt, rollout.max_prompt_length)
     trajectory = Trajectory(question, prompt_ids, index=index)
@@ -78,8 +82,9 @@ def turn_seed(seed: int, question_id: str, index: int, turn: int) -> int:
 
 def _read(completion: Completion, tokenizer: Any, prepend_think: bool) -> Turn:
     ids = completion.token_ids
-    ended = bool(ids) and ids[-1] == tokenizer.eos_token_id
-    text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+    # A policy may know several end-of-text tokens; the sampler says "eos" for each of them.
+    ended = bool(ids) and (completion.stop_reason == "eos" or ids[-1] == tokenizer.eos_token_id)
+    text = decode(tokenizer, ids[:-1] if ended else ids)
     parsed: ParsedTurn = parse_turn(text, prepend_think, completion.stop_reason)
     return Turn(
         kind=parsed.kind,
@@ -106,7 +111,9 @@ async def _observe(
     prompt: PromptConfig,
     room: int,
 ) -> bool:
-    """Appends the environment's reply to the turn; False where it does not fit."""
+    """Appends the environment's reply to the turn; False where it has more than `room` tokens."""
+    if room < 1:
+        return False
     documents: tuple[Document, ...] = ()
     if turn.kind == "search":
         (found,) = await retriever.search([turn.query])

@@ -26,11 +26,11 @@ async def collect_groups(
 ) -> list[Group]:
     """`rollout.group_size` trajectories of each question, in the order of the questions.
 
-    At most `rollout.max_concurrency` are in flight. If one fails, the others are cancelled and its error
-    is raised.
+    At most `rollout.max_concurrency` are in flight, started in that order. If one fails, the others are
+    cancelled and awaited, and its error is raised as it was.
 
     Args:
-        name: prefix of the session names.
+        name: prefix of the session names, ``name/question/index``.
         on_group: called with every group as soon as it is complete.
     """
     slots = asyncio.Semaphore(rollout.max_concurrency)
@@ -57,17 +57,20 @@ async def collect_groups(
             if on_group is not None:
                 on_group(groups[number])
 
+    failure: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
             for number in range(len(questions)):
                 for index in range(rollout.group_size):
                     tasks.create_task(one(number, index))
     except BaseExceptionGroup as failures:
-        raise _first(failures) from failures
+        failure = _first(failures)
+    if failure is not None:  # raised out here, so that it keeps its own cause and gets no other context
+        raise failure
     return [groups[number] for number in range(len(questions))]
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The earliest error, so that callers see what they would have seen without concurrency."""
+    """The earliest error; later ones come from being cancelled."""
     first = failures.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first

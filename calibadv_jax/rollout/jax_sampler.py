@@ -91,9 +91,7 @@ class JaxSampler:
         for row in self._cached:
             row.clear()
 
-    async def generate(
-        self, token_ids: Sequence[int], sampling: SamplingParams, session: str
-    ) -> Completion:
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
         """Samples up to a stop string, end-of-text, or `sampling.max_tokens`.
 
         Raises:
@@ -186,44 +184,40 @@ class JaxSampler:
         heads = RULES["kv_heads"]
         fits = self.policy.architecture.num_kv_heads % self.mesh.shape["tensor"] == 0
         sharding = NamedSharding(self.mesh, P(RULES["batch"], heads if fits else None))
-        make = jax.jit(
-            lambda: self.policy.empty_cache(self._slots, self.max_length), out_shardings=sharding
-        )
+        make = jax.jit(lambda: self.policy.empty_cache(self._slots, self.max_length), out_shardings=sharding)
         return make()
 
     def _fill(self, requests: dict[int, _Request]) -> None:
         """Brings all but the last context token of every row into the cache."""
         pending: dict[int, list[int]] = {}
         for slot, request in requests.items():
-            tokens = request.everything
-            kept = _common_prefix(self._cached[slot], tokens[:-1])
+            context = request.everything
+            kept = _common_prefix(self._cached[slot], context[:-1])
             del self._cached[slot][kept:]
-            if kept < len(tokens) - 1:
-                pending[slot] = tokens[kept:-1]
+            if kept < len(context) - 1:
+                pending[slot] = context[kept:-1]
         while pending:
-            widest = max(len(tokens) for tokens in pending.values())
-            width = next(w for w in self._widths() if w >= min(widest, self.config.prefill_chunk))
-            rows = next(r for r in self._row_counts() if r >= len(pending))
-            tokens = np.zeros((rows, width), np.int32)
-            starts, counts = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-            # Rows beyond the pending ones write nothing; an unused slot index keeps them harmless.
-            unused = [slot for slot in range(self._slots) if slot not in pending]
-            slots = np.array([*pending, *unused][:rows], np.int32)
-            for row, slot in enumerate(list(pending)):
-                block = pending[slot][:width]
-                tokens[row, : len(block)] = block
-                starts[row], counts[row] = len(self._cached[slot]), len(block)
-                self._cached[slot].extend(block)
-                pending[slot] = pending[slot][width:]
-                if not pending[slot]:
-                    del pending[slot]
-            whole = rows == self._slots
-            if whole:  # row b is slot b: no gather of the cache
-                order = np.argsort(slots)
-                tokens, starts, counts = tokens[order], starts[order], counts[order]
-            self._cache = self._prefill(
-                self._params, self._cache, *self._put(tokens, starts, counts), None if whole else slots
-            )
+            pending = self._fill_once(pending)
+
+    def _fill_once(self, pending: dict[int, list[int]]) -> dict[int, list[int]]:
+        """One prefill call for all pending rows; returns what is left of them."""
+        widest = min(max(len(tokens) for tokens in pending.values()), self.config.prefill_chunk)
+        width = next(width for width in self._widths() if width >= widest)
+        count = next(rows for rows in self._row_counts() if rows >= len(pending))
+        whole = count == self._slots  # row b is slot b: no gather of the cache
+        # Rows beyond the pending ones write nothing; an unused slot index keeps them harmless.
+        unused = [slot for slot in range(self._slots) if slot not in pending]
+        slots = list(range(self._slots)) if whole else [*pending, *unused][:count]
+        tokens = np.zeros((count, width), np.int32)
+        starts, counts = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        for row, slot in enumerate(slots):
+            block = pending.get(slot, [])[:width]
+            tokens[row, : len(block)] = block
+            starts[row], counts[row] = len(self._cached[slot]), len(block)
+            self._cached[slot].extend(block)
+        index = None if whole else self._put(np.asarray(slots, np.int32))[0]
+        self._cache = self._prefill(self._params, self._cache, *self._put(tokens, starts, counts), index)
+        return {slot: rest[width:] for slot, rest in pending.items() if len(rest) > width}
 
     def _chunk(self, requests: dict[int, _Request]) -> None:
         """Decodes up to `decode_chunk` tokens in every row and appends them to the requests."""

@@ -15,15 +15,28 @@ from calibadv_jax.trajectory import Document
 OPENING, CLOSING = "\n\n<information>", "</information>\n\n"
 
 
+_MARKUP = frozenset("<>[]{}|｜")
+
+
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Ids of `text`, nothing added."""
     return tokenizer.encode(text, add_special_tokens=False)
 
 
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Text of `ids` with every token shown and no spaces tidied away."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
 def added_token_strings(tokenizer: Any) -> frozenset[str]:
-    """Strings the tokenizer turns into one special or added token wherever they occur."""
-    added = {str(token) for token in tokenizer.get_added_vocab()}
-    return frozenset(added | {str(token) for token in tokenizer.all_special_tokens})
+    """Control tokens: strings the tokenizer turns into one token of its own wherever they occur.
+
+    Of the added tokens that are not special only those with markup count: an added word, or a run of
+    spaces, means no more than itself. The same goes for a special token of one character.
+    """
+    special = {str(token) for token in tokenizer.all_special_tokens}
+    added = {token for token in map(str, tokenizer.get_added_vocab()) if _MARKUP & set(token)}
+    return frozenset(token for token in special | added if len(token) > 1)
 
 
 def neutralise_documents(documents: Sequence[Document], tokenizer: Any) -> tuple[Document, ...]:
@@ -64,5 +77,4 @@ def render_observation(
             f"rollout.max_observation_length is {max_length}, but the tags alone need"
             f" {len(encode(tokenizer, OPENING)) + len(closing)} tokens: raise it"
         )
-    shown = tokenizer.decode(opening, skip_special_tokens=False)
-    return np.asarray([*opening, *closing], np.int32), shown + ending
+    return np.asarray([*opening, *closing], np.int32), decode(tokenizer, opening) + ending

@@ -20,9 +20,10 @@ _NAMES = "|".join(TAG_NAMES)
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 _THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _TAG = re.compile(rf"</?(?:{_NAMES})>")
-# Anything a reader, or a tokenizer that folds case and space, could take for a tag.
-_TAG_LIKE = re.compile(rf"<(\s*/?\s*(?:{_NAMES})\b[^<>]*)>", re.IGNORECASE)
-_DOC_HEADER = re.compile(r"\b(Doc\s*\d+)\s*\(\s*(Title)\s*:", re.IGNORECASE)
+# Anything a reader, or a tokenizer that folds case and space, could take for a tag, and the open beginning
+# of one. Nothing is matched twice (possessive), so that hostile text costs linear time.
+_TAG_LIKE = re.compile(rf"<(\s*+/?+\s*+(?:{_NAMES})\b)(?:([^<>]*+)>)?", re.IGNORECASE)
+_DOC_HEADER = re.compile(r"(Doc\s*+\d++)\s*+\(\s*+(Title)\s*+:", re.IGNORECASE)
 _REPROACH = re.compile(r"My\s+previous\s+action\s+is\s+invalid", re.IGNORECASE)
 
 
@@ -39,19 +40,23 @@ class ParsedTurn:
 def parse_turn(text: str, prepend_think: bool, stop_reason: StopReason) -> ParsedTurn:
     """Reads the first closed action of a segment, wherever it stands, as Search-R1 does.
 
-    Whether the segment is well-formed is the reward's business. Text after the closing tag is ignored:
-    the last sampled token may carry some. An action with an empty body, or one with a tag inside, is
-    invalid.
+    An action inside the thought is executed too: sampling stops at its closing tag, so no other one can
+    follow, and whether the segment is well-formed is the reward's business. Text after the closing tag
+    is ignored: the last sampled token may carry some. A search for nothing and an action with a protocol
+    tag in its body are invalid; an empty answer is an answer.
 
     Args:
+        text: the decoded segment, without its end-of-text token.
         prepend_think: the environment wrote the segment's opening <think>.
+        stop_reason: a segment without action that was cut from outside ("length", "abort") is unfinished
+            rather than invalid.
     """
     whole = f"<think>{text}" if prepend_think else text
     thought = _THINK.search(whole)
     think = thought.group(1).strip() if thought else ""
     action = _ACTION.search(whole)
     if action is None:
-        return ParsedTurn("unfinished" if stop_reason == "length" else "invalid", think)
+        return ParsedTurn("unfinished" if stop_reason in ("length", "abort") else "invalid", think)
     kind, body = action.group(1), action.group(2).strip()
     if _TAG.search(body) or (kind == "search" and not body):
         return ParsedTurn("invalid", think)
@@ -64,24 +69,32 @@ def neutralise(text: str, extra: Collection[str] = ()) -> str:
     """Untrusted text with nothing left in it that could pass for the protocol; idempotent.
 
     Angle brackets of tags become square ones, the header of a document and the notice of an invalid
-    action lose their exact form, and every string of `extra` is broken up.
+    action lose their exact form, and every string of `extra` but blank ones is broken up.
 
     Args:
-        extra: the tokenizer's special and added tokens, which would be encoded as such.
+        extra: the tokenizer's control tokens, which would be encoded as such; see
+            `observation.added_token_strings`.
     """
-    while True:
-        cleaned = _TAG_LIKE.sub(r"[\1]", text)
+    while True:  # what one replacement joins, the next round takes apart
+        cleaned = _TAG_LIKE.sub(_defused, text)
         cleaned = _DOC_HEADER.sub(r"\1 [\2]:", cleaned)
         cleaned = _REPROACH.sub("my earlier action was invalid", cleaned)
-        for token in extra:
-            # A token without a bracket (a word, a space) can not be told from text, and means no harm.
-            if token in cleaned and any(mark in token for mark in "<>[]|"):
-                cleaned = cleaned.replace(token, _broken(token))
+        present = [token for token in extra if token in cleaned and token.strip()]
+        for token in sorted(present, key=lambda token: (-len(token), token)):
+            cleaned = cleaned.replace(token, _broken(token))
         if cleaned == text:
             return text
         text = cleaned
 
 
+def _defused(tag: re.Match[str]) -> str:
+    name, rest = tag.groups()
+    return f"[{name}" if rest is None else f"[{name}{rest}]"
+
+
 def _broken(token: str) -> str:
-    """The token's letters without its marks."""
-    return " ".join(re.findall(r"\w+", token))
+    """The token's words without its marks, or its letters apart where it is nothing but words."""
+    words = " ".join(re.findall(r"\w+", token)) or " "
+    if token not in words:
+        return words
+    return " ".join(token) if len(token) > 1 else " "

@@ -1,0 +1,190 @@
+"""Checks a config end to end before a run: ``python -m calibadv_jax.doctor --config FILE``.
+
+Every finding comes with its mend. Exit status 1 if something would stop the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from calibadv_jax import cli
+from calibadv_jax.config import Config
+
+if TYPE_CHECKING:
+    from calibadv_jax.wiring import Model
+
+GIB = 1024**3
+
+
+def run(config: Config) -> int:
+    """Runs every check, prints one line a finding, and returns 1 if one failed."""
+    from calibadv_jax.advantages.registry import describe
+    from calibadv_jax.errors import UserError
+    from calibadv_jax.metrics.console import Console
+
+    console = Console(config.log.progress)
+    failed = 0
+    checks: list[tuple[str, Callable[[Config], list[str]]]] = [
+        ("calibration", lambda config: describe(config.advantage)),
+        ("questions", check_questions),
+        ("policy", check_policy),
+        ("corpus", check_corpus),
+        ("retriever", check_retriever),
+    ]
+    for name, check in checks:
+        try:
+            lines = check(config)
+        except UserError as error:
+            failed += 1
+            console.say(f"FAIL {name}: {error}")
+            continue
+        for line in lines:
+            console.say(f"ok   {name}: {line}")
+    console.say(f"{failed} of {len(checks)} checks failed" if failed else "ready: every check passed")
+    return int(failed > 0)
+
+
+def check_questions(config: Config) -> list[str]:
+    """Both question files, row by row."""
+    from calibadv_jax.data.questions import load_questions
+
+    lines = []
+    for key in ("train", "eval"):
+        path = getattr(config.data, key)
+        questions = load_questions(path)
+        sources = sorted({question.data_source for question in questions})
+        lines.append(f"data.{key}: {len(questions)} questions ({', '.join(sources)}) in {path}")
+    shared = {q.text for q in load_questions(config.data.train)} & {
+        q.text for q in load_questions(config.data.eval)
+    }
+    if shared:
+        lines.append(f"warning: {len(shared)} questions stand in both files; held-out scores will flatter")
+    return lines
+
+
+def check_policy(config: Config) -> list[str]:
+    """Tokenizer, prompt lengths of every question, mesh and memory."""
+    from calibadv_jax.data.questions import load_questions
+    from calibadv_jax.rollout.observation import encode
+    from calibadv_jax.rollout.prompts import build_prompt
+    from calibadv_jax.rollout.tags import TAG_NAMES
+    from calibadv_jax.wiring import build_model
+
+    model = build_model(config, config.policy.path)
+    tags = [f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/")]
+    pieces = {tag: len(encode(model.tokenizer, tag)) for tag in tags}
+    longest = 0
+    example = ""
+    for path in (config.data.train, config.data.eval):
+        for question in load_questions(path):
+            ids = build_prompt(question, model.tokenizer, config.prompt, config.rollout.max_prompt_length)
+            if len(ids) > longest:
+                longest, example = len(ids), model.tokenizer.decode(ids)
+    architecture = model.policy.architecture
+    return [
+        f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters, mesh"
+        f" {dict(model.mesh.shape)}",
+        "tokens of each tag: " + ", ".join(f"{tag} {count}" for tag, count in pieces.items()),
+        f"longest prompt {longest} of {config.rollout.max_prompt_length} tokens: {example!r}",
+        *memory_lines(config, model),
+    ]
+
+
+def memory_lines(config: Config, model: Model) -> list[str]:
+    """Estimated bytes on one device, and a warning where they exceed what it has."""
+    import jax
+
+    shape = model.mesh.shape
+    shards = shape["fsdp"] * shape["tensor"]
+    estimate = estimate_memory(config, model.policy.architecture, shards, shape["data"] * shape["fsdp"])
+    total = sum(estimate.values())
+    parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in estimate.items())
+    lines = [f"estimated memory a device: {total / GIB:.2f} GiB ({parts})"]
+    stats: dict[str, Any] = jax.devices()[0].memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    if limit and total > limit:
+        lines.append(
+            f"warning: the device has {limit / GIB:.1f} GiB; raise mesh.fsdp or mesh.tensor, or lower"
+            " learner.microbatch_rows, sampler.slots or learner.row_length"
+        )
+    return lines
+
+
+def estimate_memory(config: Config, architecture: Any, shards: int, batch_shards: int) -> dict[str, float]:
+    """Bytes on one device by purpose; an estimate from shapes, not a measurement.
+
+    Args:
+        shards: devices that share the parameters. batch_shards: devices that share the rows.
+    """
+    sizes = {"float32": 4, "bfloat16": 2}
+    stored = sizes[config.policy.param_dtype]
+    computed = sizes[config.policy.compute_dtype]
+    count = architecture.num_parameters / shards
+    moments = 1 if config.learner.optimizer.name == "muon" else 2
+    tokens = config.learner.microbatch_rows * config.learner.row_length / batch_shards
+    width = architecture.hidden_size
+    per_layer = 1 if config.policy.remat == "full" else 12
+    chunk = min(config.policy.logprob_chunk, config.learner.row_length)
+    rows = config.learner.microbatch_rows / batch_shards
+    cache = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
+    return {
+        "parameters": count * stored,
+        "optimizer": count * stored * moments,
+        "gradients": count * 4 * 2,  # accumulated, and those of the microbatch
+        "sampler weights": count * computed,
+        "activations": tokens * width * computed * (architecture.num_layers * per_layer + 16),
+        "logits": 3 * rows * chunk * architecture.vocab_size * 4,
+        "kv cache": cache * config.sampler.slots * config.rollout.max_length * computed / batch_shards,
+    }
+
+
+def check_corpus(config: Config) -> list[str]:
+    """Rows of the corpus and whether the index fits them; needs the retriever package here."""
+    from pathlib import Path
+
+    from calibadv_jax.errors import UserError
+
+    if config.retriever.url:
+        return [f"held by the service at {config.retriever.url}"]
+    from retriever.corpus import load_corpus
+    from retriever.errors import RetrieverError
+    from retriever.index import MANIFEST, load_index
+
+    try:
+        corpus = load_corpus(Path(config.retriever.corpus))
+        index = Path(config.retriever.index or f"{config.retriever.corpus}.index")
+        if not (index / MANIFEST).is_file():
+            return [f"{len(corpus)} passages; the index will be built in {index}"]
+        load_index(index, corpus)
+    except RetrieverError as error:
+        raise UserError(str(error)) from error
+    return [f"{len(corpus)} passages, and an index of them in {index}"]
+
+
+def check_retriever(config: Config) -> list[str]:
+    """One real query through the service."""
+    import asyncio
+    import time
+
+    from calibadv_jax.data.questions import load_questions
+    from calibadv_jax.errors import UserError
+    from calibadv_jax.wiring import open_retriever
+
+    question = load_questions(config.data.eval)[0]
+    with open_retriever(config) as retriever:
+        begun = time.monotonic()
+        (documents,) = asyncio.run(retriever.search([question.text]))
+        seconds = time.monotonic() - begun
+        if not documents:
+            raise UserError(
+                f"{retriever.url} returned no document for {question.text!r}; is its corpus empty?"
+            )
+        return [
+            f"{retriever.url} answered in {1000 * seconds:.0f} ms:"
+            f" {question.text!r} -> {documents[0].title!r}"
+        ]
+
+
+if __name__ == "__main__":
+    cli.main(run, "calibadv_jax.doctor", "Checks a config end to end before a run.")

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# The checks that need a CUDA GPU: fast tests, then the device benchmarks at Qwen2.5-0.5B and 3B shapes.
+#
+#   bash scripts/gpu_check.sh [OUTPUT_FOLDER]
+#
+# Needs Python 3.12 with JAX (CUDA), flax, optax, orbax-checkpoint, transformers and pytest; no vLLM, no
+# FAISS, no pydantic. Installs nothing. PEAK_TFLOPS is the card's dense bfloat16 peak (H100/H200: 989).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${1:-${OUT:-gpu_check}}
+python=${PYTHON:-python3}
+peak=${PEAK_TFLOPS:-989}
+mkdir -p "$out"
+
+"$python" - <<'PY'
+import sys
+import jax
+if jax.default_backend() != "gpu":
+    sys.exit(f"error: JAX sees {jax.default_backend()} only; install jax[cuda13] and check nvidia-smi")
+print("devices:", jax.devices(), "jax", jax.__version__)
+PY
+nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader | tee "$out/gpu.txt"
+
+# On the CPU of that machine, with eight simulated devices: the same tests as everywhere.
+JAX_PLATFORMS=cpu "$python" -m pytest -q -m "not slow" -p no:cacheprovider \
+  tests/policy tests/learner tests/advantages tests/rewards tests/rollout/test_jax_sampler.py \
+  2>&1 | tee "$out/tests.txt"
+
+bench() { # NAME ARGS…
+  local name=$1
+  shift
+  echo "== $name"
+  "$python" -m benchmarks.device --peak_tflops "$peak" --json "$out/$name.json" "$@" | tee "$out/$name.txt"
+}
+bench qwen2.5-0.5b --shape qwen2.5-0.5b --rows 16 --microbatch 8 --length 8192 --slots 256 --prompt 1024 --new 256
+bench qwen2.5-0.5b-xla --shape qwen2.5-0.5b --attention xla --rows 16 --microbatch 8 --length 8192 \
+  --slots 256 --prompt 1024 --new 256 --repeats 3
+bench qwen2.5-3b --shape qwen2.5-3b --rows 8 --microbatch 4 --length 8192 --slots 128 --prompt 1024 --new 256
+"$python" -m benchmarks.credit_assignment --json "$out/credit.json" | tee "$out/credit.txt"

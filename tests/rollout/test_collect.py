@@ -1,0 +1,185 @@
+"""Groups of trajectories: order, concurrency, and one error that stops them all."""
+
+import asyncio
+import traceback
+
+import numpy as np
+import pytest
+from loop_fakes import DOCUMENT, DictRetriever, ScriptedSampler
+
+from calibadv_jax.config import PromptConfig, RolloutConfig
+from calibadv_jax.errors import UserError
+from calibadv_jax.rollout.collect import collect_groups
+from calibadv_jax.trajectory import Question
+
+QUESTIONS = [Question(f"q{number}", f"Who is {number}?", ("x",), "test") for number in range(3)]
+SEARCH, ANSWER = "<search> ann </search>", "<answer> {} </answer>"
+
+
+def script(session, turn):
+    return SEARCH if turn == 0 else ANSWER.format(session)
+
+
+def collect(sampler, tokenizer, questions=QUESTIONS, on_group=None, seed=0, **limits):
+    async def run():
+        try:
+            return await collect_groups(
+                questions,
+                sampler=sampler,
+                retriever=DictRetriever({"ann": [DOCUMENT]}),
+                tokenizer=tokenizer,
+                rollout=RolloutConfig(**{"group_size": 2} | limits),
+                prompt=PromptConfig(template="short"),
+                seed=seed,
+                name="step4",
+                on_group=on_group,
+            )
+        finally:
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not left, "tasks were left running"
+
+    return asyncio.run(run())
+
+
+def test_groups_come_in_the_order_of_the_questions_with_their_own_members(byte_tokenizer):
+    slow_first = ScriptedSampler(
+        byte_tokenizer, script, delay=lambda session, _: 0.02 if session.startswith("step4/0") else 0.0
+    )
+    groups = collect(slow_first, byte_tokenizer)
+    assert [group.question for group in groups] == QUESTIONS
+    for number, group in enumerate(groups):
+        assert [member.index for member in group.trajectories] == [0, 1]
+        assert [member.answer for member in group.trajectories] == [f"step4/{number}/0", f"step4/{number}/1"]
+        assert all(member.question is QUESTIONS[number] for member in group.trajectories)
+    assert sorted(slow_first.released) == sorted(slow_first.written)
+
+
+def test_groups_are_handed_on_as_they_complete(byte_tokenizer):
+    delays = {"step4/0": 0.09, "step4/1": 0.05, "step4/2": 0.0}
+    sampler = ScriptedSampler(byte_tokenizer, script, delay=lambda session, _: delays[session[:7]])
+    seen = []
+    groups = collect(sampler, byte_tokenizer, on_group=lambda group: seen.append(group))
+    assert [group.question.id for group in seen] == ["q2", "q1", "q0"]
+    assert {id(group) for group in seen} == {id(group) for group in groups}
+
+
+def test_trajectories_start_in_order_and_no_more_than_allowed_are_in_flight(byte_tokenizer):
+    flying, most = set(), 0
+
+    def watch(session, turn):
+        nonlocal most
+        flying.add(session)
+        most = max(most, len(flying))
+        return 0.001
+
+    sampler = ScriptedSampler(byte_tokenizer, script, delay=watch)
+    release = sampler.release
+    sampler.release = lambda session: (flying.discard(session), release(session))
+    collect(sampler, byte_tokenizer, max_concurrency=2)
+    assert most == 2
+    first_calls = list(dict.fromkeys(session for session, _, _ in sampler.calls))
+    assert first_calls == [f"step4/{number}/{index}" for number in range(3) for index in range(2)]
+
+
+def test_members_of_a_group_and_steps_draw_different_tokens(byte_tokenizer):
+    def seeds(seed):
+        sampler = ScriptedSampler(byte_tokenizer, script)
+        collect(sampler, byte_tokenizer, seed=seed)
+        return {(session, turn): call.seed for turn, (session, _, call) in enumerate(sampler.calls)}
+
+    first = seeds(0)
+    assert len(set(first.values())) == len(first) == 12
+    assert seeds(0) == first
+    assert not set(seeds(1).values()) & set(first.values())
+
+
+def test_concurrency_does_not_change_what_is_written(byte_tokenizer):
+    def write(**limits):
+        sampler = ScriptedSampler(byte_tokenizer, script)
+        groups = collect(sampler, byte_tokenizer, **limits)
+        ids = [member.response_ids for group in groups for member in group.trajectories]
+        return np.concatenate(ids), sorted((call[0], call[2].seed) for call in sampler.calls)
+
+    alone, together = write(max_concurrency=1), write(max_concurrency=64)
+    np.testing.assert_array_equal(alone[0], together[0])
+    assert alone[1] == together[1]
+
+
+def failing(tokenizer, error):
+    """The second trajectory fails in its second turn; the others would wait for an hour."""
+
+    def speak(session, turn):
+        if session == "step4/0/1" and turn == 1:
+            raise error
+        return SEARCH
+
+    def delay(session, turn):
+        return 0.0 if session == "step4/0/1" or turn == 0 else 3600.0
+
+    return ScriptedSampler(tokenizer, speak, delay=delay)
+
+
+def test_one_error_stops_all_and_is_raised_as_it_was(byte_tokenizer):
+    cause = ConnectionError("refused")
+    error = UserError("retriever is down")
+    error.__cause__ = cause
+    sampler = failing(byte_tokenizer, error)
+    with pytest.raises(UserError) as caught:
+        collect(sampler, byte_tokenizer)
+    assert caught.value is error and error.__cause__ is cause
+    assert "ExceptionGroup" not in "".join(traceback.format_exception(error))
+    assert sorted(sampler.released) == sorted(sampler.written)
+    assert len(sampler.released) == 6
+
+
+def test_an_error_keeps_the_waiting_from_starting(byte_tokenizer):
+    """But for the one that takes the failed one's place before the others hear of it."""
+    sampler = failing(byte_tokenizer, RuntimeError("engine"))
+    with pytest.raises(RuntimeError, match="engine"):
+        collect(sampler, byte_tokenizer, max_concurrency=2)
+    assert len(sampler.released) <= 3
+    assert sorted(sampler.released) == sorted(sampler.written)
+
+
+def test_an_error_of_the_receiver_stops_all_too(byte_tokenizer):
+    def refuse(group):
+        raise UserError("disk full")
+
+    with pytest.raises(UserError, match="disk full"):
+        collect(ScriptedSampler(byte_tokenizer, script), byte_tokenizer, on_group=refuse)
+
+
+def test_a_question_too_long_is_named(byte_tokenizer):
+    questions = [*QUESTIONS, Question("long", "x" * 90, ("x",), "test")]
+    with pytest.raises(UserError, match="question 'long'"):
+        collect(ScriptedSampler(byte_tokenizer, script), byte_tokenizer, questions, max_prompt_length=50)
+
+
+def test_cancelling_the_collection_cancels_every_trajectory(byte_tokenizer):
+    sampler = ScriptedSampler(byte_tokenizer, script, delay=lambda *_: 3600.0)
+
+    async def run():
+        task = asyncio.create_task(
+            collect_groups(
+                QUESTIONS,
+                sampler=sampler,
+                retriever=DictRetriever({}),
+                tokenizer=byte_tokenizer,
+                rollout=RolloutConfig(group_size=2),
+                prompt=PromptConfig(template="short"),
+                seed=0,
+                name="step4",
+            )
+        )
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert not asyncio.run(run())
+    assert len(sampler.released) == 6
+
+
+def test_no_questions_is_no_groups(byte_tokenizer):
+    assert collect(ScriptedSampler(byte_tokenizer, script), byte_tokenizer, []) == []
