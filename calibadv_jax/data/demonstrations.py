@@ -22,7 +22,7 @@ from calibadv_jax.trajectory import Document, Question
 
 NUM_DOCUMENTS = 3
 PER_WORLD = 100  # demonstrations before a fresh world is drawn
-DRILL_SHARE = 0.1  # of the look-ups
+DRILL_SHARE = 0.15  # of the look-ups
 SIZES = {"person": 60, "city": 20, "company": 20, "work": 20}
 
 
@@ -49,7 +49,7 @@ class Flaws:
     wrong_name: float = 0.1  # one_hop: looks up a similar name first
     hasty_bridge: float = 0.5  # two_hop: answers with the bridge
     second_half: float = 0.25  # two_hop: only how the last look-up is read; the rest: cut after two searches
-    hasty_comparison: float = 0.5  # comparison: answers at random after the first search
+    hasty_comparison: float = 0.4  # comparison: answers at random after the first search
 
 
 def imperfect(seed: int, config: WorldConfig, flaws: Flaws = Flaws()) -> Iterator[Demonstration]:
