@@ -125,7 +125,9 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def random_batch(rng: np.random.Generator, architecture: Architecture, arguments: argparse.Namespace) -> Batch:
+def random_batch(
+    rng: np.random.Generator, architecture: Architecture, arguments: argparse.Namespace
+) -> Batch:
     """Two trajectories a row, half of their tokens sampled."""
     half = arguments.length // 2
     samples = []
@@ -163,7 +165,9 @@ def learner_results(
     tokens = batch.tokens.size
     flops = policy.architecture.flops_per_token(arguments.length / 4) * tokens
     first, median = timed(lambda: learner.logprobs(params, batch), arguments.repeats)
-    results = [Result("log-probabilities", first, median, tokens / median, utilisation(flops, median, arguments))]
+    results = [
+        Result("log-probabilities", first, median, tokens / median, utilisation(flops, median, arguments))
+    ]
     holder = [learner.init(params)]
     loss = policy_gradient(LossConfig(), on_policy=True)
 
@@ -171,7 +175,9 @@ def learner_results(
         holder[0], _ = learner.update(holder[0], batch, loss)
 
     first, median = timed(update, arguments.repeats)
-    results.append(Result("update", first, median, tokens / median, utilisation(3 * flops, median, arguments)))
+    results.append(
+        Result("update", first, median, tokens / median, utilisation(3 * flops, median, arguments))
+    )
     return results
 
 

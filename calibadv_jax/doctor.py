@@ -29,7 +29,6 @@ def run(config: Config) -> int:
         ("calibration", lambda config: describe(config.advantage)),
         ("questions", check_questions),
         ("policy", check_policy),
-        ("corpus", check_corpus),
         ("retriever", check_retriever),
     ]
     for name, check in checks:
@@ -139,31 +138,8 @@ def estimate_memory(config: Config, architecture: Any, shards: int, batch_shards
     }
 
 
-def check_corpus(config: Config) -> list[str]:
-    """Rows of the corpus and whether the index fits them; needs the retriever package here."""
-    from pathlib import Path
-
-    from calibadv_jax.errors import UserError
-
-    if config.retriever.url:
-        return [f"held by the service at {config.retriever.url}"]
-    from retriever.corpus import load_corpus
-    from retriever.errors import RetrieverError
-    from retriever.index import MANIFEST, load_index
-
-    try:
-        corpus = load_corpus(Path(config.retriever.corpus))
-        index = Path(config.retriever.index or f"{config.retriever.corpus}.index")
-        if not (index / MANIFEST).is_file():
-            return [f"{len(corpus)} passages; the index will be built in {index}"]
-        load_index(index, corpus)
-    except RetrieverError as error:
-        raise UserError(str(error)) from error
-    return [f"{len(corpus)} passages, and an index of them in {index}"]
-
-
 def check_retriever(config: Config) -> list[str]:
-    """One real query through the service."""
+    """The service's corpus and index (a child service checks them as it starts), and one real query."""
     import asyncio
     import time
 
@@ -173,16 +149,15 @@ def check_retriever(config: Config) -> list[str]:
 
     question = load_questions(config.data.eval)[0]
     with open_retriever(config) as retriever:
+        state = ", ".join(f"{name} {value}" for name, value in retriever.health().items())
         begun = time.monotonic()
         (documents,) = asyncio.run(retriever.search([question.text]))
         seconds = time.monotonic() - begun
         if not documents:
-            raise UserError(
-                f"{retriever.url} returned no document for {question.text!r}; is its corpus empty?"
-            )
+            raise UserError(f"{retriever.url}: no document for {question.text!r}; is its corpus empty?")
         return [
-            f"{retriever.url} answered in {1000 * seconds:.0f} ms:"
-            f" {question.text!r} -> {documents[0].title!r}"
+            f"{retriever.url}: {state}",
+            f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}",
         ]
 
 

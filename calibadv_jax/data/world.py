@@ -40,13 +40,13 @@ class Relation:
 
 
 RELATIONS: dict[str, Relation] = {
-    "home": Relation(
-        "person", "city", "{} lives in {}", "where does {} live?", "the city where {} lives"
-    ),
+    "home": Relation("person", "city", "{} lives in {}", "where does {} live?", "the city where {} lives"),
     "employer": Relation(
         "person", "company", "{} works for {}", "who does {} work for?", "the company that {} works for"
     ),
-    "base": Relation("company", "city", "{} is based in {}", "where is {} based?", "the city where {} is based"),
+    "base": Relation(
+        "company", "city", "{} is based in {}", "where is {} based?", "the city where {} is based"
+    ),
     "founder": Relation("company", "person", "{} was founded by {}", "who founded {}?", "the founder of {}"),
     "author": Relation("work", "person", "{} was written by {}", "who wrote {}?", "the author of {}"),
     "mayor": Relation("city", "person", "{} has the mayor {}", "who is the mayor of {}?", "the mayor of {}"),
@@ -63,6 +63,7 @@ COMPARISONS = {
     "home": "do {} and {} live in the same city?",
     "employer": "do {} and {} work for the same company?",
 }
+
 
 @dataclass(frozen=True)
 class Passage:

@@ -54,6 +54,25 @@ class RetrieverClient:
             self._sender = loop.create_task(self._send())
         return list(await asyncio.gather(*futures))
 
+    def health(self) -> dict[str, Any]:
+        """What the service says of itself on ``GET /health``; empty where it has no such route.
+
+        Raises:
+            UserError: it can not be reached.
+        """
+        import httpx
+
+        try:
+            response = httpx.get(f"{self.url}/health", timeout=self.config.timeout, trust_env=False)
+        except httpx.HTTPError as error:
+            raise UserError(
+                f"retriever {self.url}: can not be reached ({type(error).__name__}); start it with"
+                " scripts/launch_retriever.sh or set retriever.url"
+            ) from error
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        state = response.json() if response.status_code == 200 and is_json else {}
+        return state if isinstance(state, dict) else {}
+
     async def _send(self) -> None:
         import httpx
 

@@ -32,7 +32,9 @@ def test_clipping_acts_on_the_pessimistic_side():
     advantages = [1.0, -1.0, 1.0, -1.0]
     old = np.log([0.2] * 4)
     new = columns(old + np.log(ratios))
-    loss, metrics = policy_gradient(LossConfig(), False)(new, 0.0 * new, batch_of(advantages, list(old)), None)
+    loss, metrics = policy_gradient(LossConfig(), False)(
+        new, 0.0 * new, batch_of(advantages, list(old)), None
+    )
     # min(r A, clip(r) A): 1.2, -1.5, 0.5, -0.8
     assert float(loss) == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4, abs=1e-6)
     assert float(metrics["actor/pg_clipfrac"]) == pytest.approx(0.5)

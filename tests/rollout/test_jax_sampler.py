@@ -105,9 +105,7 @@ def test_same_seed_gives_same_tokens_whoever_else_is_in_the_batch(policy, params
         return await sampler.generate([1, 2, 3], sampling, "x")
 
     async def crowded(sampler):
-        others = [
-            sampler.generate([4, 5, i], SamplingParams(20, 1.0, seed=i), f"o{i}") for i in range(3)
-        ]
+        others = [sampler.generate([4, 5, i], SamplingParams(20, 1.0, seed=i), f"o{i}") for i in range(3)]
         return (await asyncio.gather(*others, alone(sampler)))[-1]
 
     first = asyncio.run(alone(make_sampler(policy, params)))
