@@ -22,7 +22,8 @@ from calibadv_jax.trajectory import Document, Question
 
 NUM_DOCUMENTS = 3
 PER_WORLD = 100  # demonstrations before a fresh world is drawn
-DRILL_SHARE = 0.15  # of the look-ups
+DRILL_SHARE = 0.1  # of the look-ups
+COMPARISON_SHARE = 0.25  # of the rest of them
 SIZES = {"person": 60, "city": 20, "company": 20, "work": 20}
 
 
@@ -47,8 +48,8 @@ class Flaws:
 
     guess: float = 0.4  # one_hop: answers with a random entity of the right kind, without any search
     wrong_name: float = 0.1  # one_hop: looks up a similar name first
-    hasty_bridge: float = 0.5  # two_hop: answers with the bridge
-    second_half: float = 0.25  # two_hop: only how the last look-up is read; the rest: cut after two searches
+    hasty_bridge: float = 0.4  # two_hop: answers with the bridge
+    second_half: float = 0.3  # two_hop: only how the last look-up is read; the rest: cut after two searches
     hasty_comparison: float = 0.4  # comparison: answers at random after the first search
 
 
@@ -64,16 +65,17 @@ def imperfect(seed: int, config: WorldConfig, flaws: Flaws = Flaws()) -> Iterato
 
 
 def lookups(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
-    """Endless one-hop demonstrations that end well, among them some drills: finding and copying a fact."""
+    """Endless demonstrations without haste, none of them two-hop: facts found, quoted and compared."""
     rng = np.random.default_rng(seed)
-    careful = Flaws(guess=0.0)
+    careful = Flaws(guess=0.0, hasty_comparison=0.0)
     while True:
         world = _ColdStartWorld(rng)
         for _ in range(PER_WORLD):
             if rng.random() < DRILL_SHARE:
                 yield _same_or_not(rng)
             else:
-                yield _demonstrate(world, ask(world.facts, "one_hop", rng), careful, rng)
+                kind = "comparison" if rng.random() < COMPARISON_SHARE else "one_hop"
+                yield _demonstrate(world, ask(world.facts, kind, rng), careful, rng)
 
 
 def drills(seed: int, config: WorldConfig) -> Iterator[Demonstration]:

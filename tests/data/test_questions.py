@@ -1,0 +1,86 @@
+"""Question files and the resumable pipeline."""
+
+import json
+
+import pytest
+
+from calibadv_jax.data.pipeline import question_iterator
+from calibadv_jax.data.questions import load_questions, select_evenly, write_questions
+from calibadv_jax.errors import UserError
+from calibadv_jax.trajectory import Question
+
+GOOD = {"id": "1", "question": "who?", "golden_answers": ["me"], "data_source": "nq"}
+
+
+def make(count, source="nq"):
+    return [Question(f"{source}{i}", f"q{i}", ("a",), source) for i in range(count)]
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_round_trip(tmp_path):
+    questions = [Question("1", "wer?", ("ich", "du"), "nq", ("7",))]
+    write_questions(tmp_path / "q.jsonl", questions)
+    assert load_questions(tmp_path / "q.jsonl") == questions
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{nope", "q.jsonl:2: not valid JSON"),
+        ("[1]", "q.jsonl:2: expected a JSON object, got list"),
+        (GOOD | {"id": "2", "question": " "}, "q.jsonl:2: field 'question' must be a non-empty string"),
+        (GOOD | {"id": "2", "golden_answers": []}, "q.jsonl:2: field 'golden_answers' must be a non-empty"),
+        (GOOD | {"id": "2", "golden_answers": [""]}, "q.jsonl:2: every one of 'golden_answers'"),
+        ({"id": "2"}, "q.jsonl:2: field 'question' must be"),
+        (GOOD, "q.jsonl:2: id '1' was used before, at .*q.jsonl:1"),
+    ],
+)
+def test_malformed_rows_name_file_and_line(tmp_path, row, message):
+    with pytest.raises(UserError, match=message):
+        load_questions(write(tmp_path / "q.jsonl", GOOD, row))
+
+
+def test_missing_and_empty_files(tmp_path):
+    with pytest.raises(UserError, match="no such file of questions"):
+        load_questions(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match="no questions in it"):
+        load_questions(write(tmp_path / "q.jsonl", ""))
+    with pytest.raises(UserError, match="set data.train"):
+        load_questions("")
+
+
+def test_select_evenly_takes_from_every_source():
+    chosen = select_evenly(make(50, "a") + make(3, "b"), 10, seed=0)
+    sources = [question.data_source for question in chosen]
+    assert sources.count("b") == 3
+    assert sources.count("a") == 7
+    assert select_evenly(make(5), 10, seed=0) == make(5)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_resumed_pipeline_goes_on_exactly(shuffle):
+    iterator = question_iterator(make(10), 4, seed=3, shuffle=shuffle)
+    for _ in range(3):
+        next(iterator)
+    state = json.loads(json.dumps(iterator.get_state()))
+    expected = [next(iterator) for _ in range(6)]
+    resumed = question_iterator(make(10), 4, seed=3, shuffle=shuffle)
+    resumed.set_state(state)
+    assert [next(resumed) for _ in range(6)] == expected
+
+
+def test_every_epoch_has_every_question_in_another_order():
+    iterator = question_iterator(make(8), 4, seed=0, shuffle=True)
+    epochs = [[q.id for q in next(iterator) + next(iterator)] for _ in range(3)]
+    assert all(sorted(epoch) == sorted(q.id for q in make(8)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_resuming_with_another_question_file_is_refused():
+    state = question_iterator(make(10), 4, 0, True).get_state()
+    with pytest.raises(UserError, match="has 9 questions, but the checkpoint was written with 10"):
+        question_iterator(make(9), 4, 0, True).set_state(state)

@@ -1,0 +1,150 @@
+"""The whole trainer on real parts, small: resume, stops, bad input. Slow: it compiles and starts services."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from calibadv_jax.config import Config, load_config
+from calibadv_jax.errors import UserError
+
+pytest.importorskip("faiss")
+pytest.importorskip("fastapi")
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = [
+    "world.people=20",
+    "world.cities=8",
+    "world.companies=8",
+    "world.works=6",
+    "world.train_questions=40",
+    "world.eval_questions=6",
+    "policy.path=''",
+    "policy.init.hidden_size=32",
+    "policy.init.intermediate_size=32",
+    "policy.init.num_hidden_layers=1",
+    "policy.init.head_dim=16",
+    "rollout.questions_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_turn_length=8",
+    "rollout.max_length=64",
+    "sampler.slots=16",
+    "sampler.decode_chunk=8",
+    "learner.row_length=64",
+    "learner.microbatch_rows=8",
+    "learner.steps=4",
+    "checkpoint.every=2",
+    "mesh.data=1",
+    "mesh.fsdp=8",
+    "log.tensorboard=false",
+    # A random policy never answers: reward what it does vary in, so that there is something to learn.
+    "reward.format=false",
+]
+UNTIMED = ("timing_s/", "perf/")
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    return load_config(ROOT / "configs/quickstart.yaml", [*SMALL, f"run.dir={folder}", *overrides])
+
+
+def rows(folder: Path) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(UNTIMED)}
+        for line in lines
+    ]
+
+
+@pytest.fixture
+def noisy_rewards(monkeypatch):
+    """Scores that depend on the sampled tokens, as those of a real policy do."""
+    from calibadv_jax.rewards import score
+
+    def score_groups(groups, *_):
+        for group in groups:
+            for trajectory in group.trajectories:
+                trajectory.format_valid = True
+                trajectory.answer_score = float(trajectory.response_ids.sum() % 7) / 7
+                trajectory.metrics |= {"f1": 0.0, "em": 0.0, "cover_em": 0.0, "format": 0.0}
+
+    monkeypatch.setattr(score, "score_groups", score_groups)
+
+
+@pytest.mark.slow
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, noisy_rewards, monkeypatch):
+    from calibadv_jax import train
+    from calibadv_jax.data.world import write_world
+    from calibadv_jax.wiring import Rollouts
+
+    whole = config_of(tmp_path / "whole")
+    write_world(whole.world)
+    train.run(whole)
+    expected = rows(tmp_path / "whole")
+    assert [row["step"] for row in expected] == [1, 2, 3, 4]
+    assert all(row["actor/grad_norm"] > 0 for row in expected)
+
+    parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
+    collect = Rollouts.collect
+    with monkeypatch.context() as patch:
+
+        def fail_at_step_3(self, questions, name, *args, **kwargs):
+            if name == "step3":
+                raise UserError("retriever http://x: no usable answer")
+            return collect(self, questions, name, *args, **kwargs)
+
+        patch.setattr(Rollouts, "collect", fail_at_step_3)
+        with pytest.raises(UserError, match="no usable answer"):
+            train.run(parts)
+    assert sorted(p.name for p in (tmp_path / "parts/checkpoints").iterdir() if p.name.isdigit()) == ["2", "3"]
+    train.run(parts)
+    assert rows(tmp_path / "parts") == expected
+
+
+@pytest.mark.slow
+def test_chain_from_cold_start_to_export(tmp_path):
+    """sft, train, evaluate, export and doctor through their command lines, on their own small world."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "run"
+    overrides = [*SMALL, f"run.dir={folder}", "sft.phases=[{steps: 2, kind: drills}]", "mesh.fsdp=1"]
+    overrides += ["policy.path=${run.dir}/sft", "learner.steps=1"]
+    config = load_config(ROOT / "configs/quickstart.yaml", overrides)
+
+    def run(module, *more):
+        command = [sys.executable, "-m", f"calibadv_jax.{module}", "--config", "configs/quickstart.yaml"]
+        done = subprocess.run([*command, *overrides, *more], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    out = run("quickstart")
+    assert "F1 before" in out
+    report = json.loads((folder / "quickstart.json").read_text())
+    assert set(report["before"]) == set(report["after"]) == {"0", "1"}
+    assert json.loads((folder / "hf/config.json").read_text())["model_type"] == "qwen3"
+    assert len(AutoTokenizer.from_pretrained(folder / "hf")) == 398
+    steps = list((folder / "rollouts").glob("step_*.jsonl"))
+    assert len(steps) == config.learner.steps
+    assert "soft penalty ON" in run("train")  # resumes at the end: nothing left to do
+    assert "ready: every check passed" in run("doctor")
+    assert "cover_em" in run("evaluate", f"evaluate.policy={folder}/hf")
+
+
+@pytest.mark.slow
+def test_bad_input_is_one_line_and_status_2(tmp_path):
+    def run(*overrides):
+        command = [sys.executable, "-m", "calibadv_jax.train", "--config", "configs/quickstart.yaml"]
+        done = subprocess.run(
+            [*command, f"run.dir={tmp_path}/run", *overrides], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        return errors[0]
+
+    assert "no such policy folder" in run()
+    assert "did you mean 'rollout.group_size'" in run("rollout.group_sise=3")
+    assert "no such tokenizer folder" in run("policy.path=''")
+    assert "learner.row_length is 10" in run("learner.row_length=10")
