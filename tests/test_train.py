@@ -98,7 +98,10 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, noisy_rewards, m
         patch.setattr(Rollouts, "collect", fail_at_step_3)
         with pytest.raises(UserError, match="no usable answer"):
             train.run(parts)
-    assert sorted(p.name for p in (tmp_path / "parts/checkpoints").iterdir() if p.name.isdigit()) == ["2", "3"]
+    assert sorted(p.name for p in (tmp_path / "parts/checkpoints").iterdir() if p.name.isdigit()) == [
+        "2",
+        "3",
+    ]
     train.run(parts)
     assert rows(tmp_path / "parts") == expected
 
