@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 GIB = 1024**3
 
 
-def run(config: Config) -> int:
-    """Runs every check, prints one line a finding, and returns 1 if one failed."""
+def run(config: Config) -> None:
+    """Runs every check and prints one line a finding; status 1 if one failed."""
     from calibadv_jax.advantages.registry import describe
     from calibadv_jax.errors import UserError
     from calibadv_jax.metrics.console import Console
@@ -41,7 +41,8 @@ def run(config: Config) -> int:
         for line in lines:
             console.say(f"ok   {name}: {line}")
     console.say(f"{failed} of {len(checks)} checks failed" if failed else "ready: every check passed")
-    return int(failed > 0)
+    if failed:
+        raise SystemExit(1)
 
 
 def check_questions(config: Config) -> list[str]:

@@ -119,7 +119,7 @@ def test_chain_from_cold_start_to_export(tmp_path):
     def run(module, *more):
         command = [sys.executable, "-m", f"calibadv_jax.{module}", "--config", "configs/quickstart.yaml"]
         done = subprocess.run([*command, *overrides, *more], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
         return done.stdout
 
     out = run("quickstart")
@@ -132,6 +132,8 @@ def test_chain_from_cold_start_to_export(tmp_path):
     assert len(steps) == config.learner.steps
     assert "soft penalty ON" in run("train")  # resumes at the end: nothing left to do
     assert "ready: every check passed" in run("doctor")
+    with pytest.raises(AssertionError, match="FAIL questions"):
+        run("doctor", "data.eval=none.jsonl")
     assert "cover_em" in run("evaluate", f"evaluate.policy={folder}/hf")
 
 
