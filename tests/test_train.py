@@ -149,7 +149,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
         assert len(errors) == 1
         return errors[0]
 
-    assert "no such policy folder" in run()
+    assert "sft/config.json: no such file; give a HuggingFace folder" in run()
     assert "did you mean 'rollout.group_size'" in run("rollout.group_sise=3")
     assert "no such tokenizer folder" in run("policy.path=''")
     assert "learner.row_length is 10" in run("learner.row_length=10")
