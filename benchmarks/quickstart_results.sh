@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The runs behind docs/results.md: the quickstart on three seeds with CalibAdv and with GRPO from the same
-# cold start, and two controls. About 80 minutes on two cores.
+# The quickstart with CalibAdv and with GRPO from the same cold start, on the seeds given (default 0 1 2).
+# The controls of docs/results.md are not run here; their commands stand there.
 #
 #   bash benchmarks/quickstart_results.sh OUTPUT_FOLDER [SEED…]
 set -euo pipefail
