@@ -133,6 +133,10 @@ class RolloutConfig:
     """0: off."""
     max_concurrency: int = 512
     """Trajectories in flight."""
+    max_staleness: int = 0
+    """Steps by which the policy that begins a trajectory may be older than the one it trains; 0: wait for
+    every rollout before an update. Above 0 rollouts go on while the learner updates (sampler.name=vllm);
+    set loss.importance_cap too."""
 
     def __post_init__(self) -> None:
         _require(
@@ -141,7 +145,7 @@ class RolloutConfig:
             "questions_per_step group_size max_searches max_prompt_length max_turn_length"
             " max_observation_length max_length max_concurrency",
         )
-        _require(self, ">= 0", "temperature top_k")
+        _require(self, ">= 0", "temperature top_k max_staleness")
         _require(self, "in (0, 1]", "top_p")
         if self.max_prompt_length >= self.max_length:
             raise ValueError(
@@ -153,17 +157,38 @@ class RolloutConfig:
 @dataclass
 class SamplerConfig:
     __pydantic_config__ = STRICT
-    name: Literal["jax"] = "jax"
-    """jax: in process, on the trainer's mesh."""
+    name: Literal["jax", "vllm"] = "jax"
+    """jax: in process, on the trainer's mesh; vllm: servers that take their weights from snapshots."""
     slots: int = 64
-    """Rows of the KV cache: trajectories decoded together."""
+    """Trajectories decoded together (jax: rows of the KV cache; vllm: of one worker)."""
     decode_chunk: int = 32
-    """Tokens decoded before finished rows are handed back and waiting ones admitted."""
+    """jax: tokens decoded before finished rows are handed back and waiting ones admitted."""
     prefill_chunk: int = 256
-    """Tokens of one row that enter the cache in one call."""
+    """jax: tokens of one row that enter the cache in one call."""
+    urls: list[str] = field(default_factory=list)
+    """vllm: running workers (scripts/launch_vllm_worker.sh); empty: start `workers` child processes."""
+    workers: int = 1
+    """vllm: child processes where `urls` is empty."""
+    flavour: Literal["gpu", "cpu", "tpu"] = "gpu"
+    """vllm: which build of vLLM the child processes run."""
+    worker_devices: list[str] = field(default_factory=list)
+    """vllm: CUDA_VISIBLE_DEVICES of each child process, such as ["4,5", "6,7"]; empty: as the trainer's."""
+    worker_args: list[str] = field(default_factory=list)
+    """vllm: further arguments of the child processes' launcher."""
+    start_timeout: float = 1800.0
+    """vllm: seconds a child process may take to become ready."""
+    request_timeout: float = 1800.0
+    """vllm: seconds one completion may take; then its worker counts as lost."""
+    patience: float = 600.0
+    """vllm: seconds without any usable worker after which the run stops, its state saved."""
 
     def __post_init__(self) -> None:
-        _require(self, ">= 1", "slots decode_chunk prefill_chunk")
+        _require(self, ">= 1", "slots decode_chunk prefill_chunk workers")
+        _require(self, "> 0", "start_timeout request_timeout patience")
+        if self.worker_devices and len(self.worker_devices) != self.workers:
+            raise ValueError(
+                f"worker_devices names {len(self.worker_devices)} workers, but workers is {self.workers}"
+            )
 
 
 @dataclass
@@ -458,6 +483,19 @@ class Config:
             raise ValueError(
                 f"learner.row_length is {self.learner.row_length}, but a trajectory may have"
                 f" rollout.max_length = {self.rollout.max_length} tokens: raise the one or lower the other"
+            )
+        if self.rollout.max_staleness and self.sampler.name != "vllm":
+            raise ValueError(
+                f"rollout.max_staleness is {self.rollout.max_staleness}, but sampler.name={self.sampler.name}"
+                " samples on the learner's own devices: set it to 0, or sampler.name=vllm"
+            )
+        truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
+        uses_sampler = self.loss.importance_cap > 0 or self.loss.old_logprobs == "sampler"
+        if truncated and uses_sampler and self.sampler.name == "vllm":
+            raise ValueError(
+                "vLLM reports log-probabilities after top_p and top_k, which the learner can not recompute:"
+                " set rollout.top_p=1 and rollout.top_k=0, or loss.importance_cap=0 and"
+                " loss.old_logprobs=recompute"
             )
 
 

@@ -29,11 +29,12 @@ def run(config: Config) -> None:
     from pathlib import Path
 
     from calibadv_jax.metrics.console import Console
-    from calibadv_jax.wiring import open_retriever
+    from calibadv_jax.wiring import open_retriever, open_workers
 
     console = Console(config.log.progress)
-    with open_retriever(config) as retriever:
-        report = evaluate_folder(config, config.evaluate.policy or config.policy.path, retriever)
+    path = config.evaluate.policy or config.policy.path
+    with open_retriever(config) as retriever, open_workers(config, Path(path)) as workers:
+        report = evaluate_folder(config, path, retriever, workers)
     output = Path(config.evaluate.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=2))
@@ -41,8 +42,8 @@ def run(config: Config) -> None:
     console.note(f"written to {output}")
 
 
-def evaluate_folder(config: Config, path: str, retriever: RetrieverClient) -> Report:
-    """Evaluates the policy of a HuggingFace folder."""
+def evaluate_folder(config: Config, path: str, retriever: RetrieverClient, workers: Sequence[str]) -> Report:
+    """Evaluates the policy of a HuggingFace folder; `workers` are URLs where sampler.name=vllm."""
     import tempfile
     from pathlib import Path
 
@@ -50,8 +51,10 @@ def evaluate_folder(config: Config, path: str, retriever: RetrieverClient) -> Re
     from calibadv_jax.wiring import Rollouts, build_model, initial_params, snapshot_dtype
 
     model = build_model(config, path)
-    rollouts = Rollouts(config, model, retriever)
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Rollouts(config, model, retriever, workers) as rollouts,
+    ):
         store = SnapshotStore(Path(folder), keep=1, dtype=snapshot_dtype(config))
         snapshot = store.publish(
             0,

@@ -27,7 +27,7 @@ def run(config: Config) -> None:
     from calibadv_jax.errors import UserError
     from calibadv_jax.evaluate import evaluate_folder
     from calibadv_jax.metrics.console import Console
-    from calibadv_jax.wiring import open_retriever
+    from calibadv_jax.wiring import open_retriever, open_workers
 
     if not config.world.dir:
         raise UserError("world.dir is empty: the quickstart generates its world there")
@@ -43,16 +43,20 @@ def run(config: Config) -> None:
     if not (Path(config.sft.output) / "config.json").is_file():
         sft.run(config)
     lap("cold start")
-    with open_retriever(config) as retriever:
-        running = replace(config, retriever=replace(config.retriever, url=retriever.url))
-        lap("retriever")
-        before = evaluate_folder(running, running.sft.output, retriever)
+    with open_retriever(config) as retriever, open_workers(config, Path(config.sft.output)) as workers:
+        running = replace(
+            config,
+            retriever=replace(config.retriever, url=retriever.url),
+            sampler=replace(config.sampler, urls=workers),
+        )
+        lap("services")
+        before = evaluate_folder(running, running.sft.output, retriever, workers)
         lap("evaluation before")
         train.run(running)
         lap("training")
         output = export.export(running)
         lap("export")
-        after = evaluate_folder(running, str(output), retriever)
+        after = evaluate_folder(running, str(output), retriever, workers)
         lap("evaluation after")
     seconds["total"] = time.monotonic() - begun
     report = Path(config.run.dir) / "quickstart.json"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,12 +24,18 @@ from calibadv_jax.learner.learner import init_params
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
-from calibadv_jax.rollout.collect import collect_groups
+from calibadv_jax.rollout.child_process import ChildService
+from calibadv_jax.rollout.collect import collect_group, collect_groups
 from calibadv_jax.rollout.jax_sampler import JaxSampler
 from calibadv_jax.rollout.retriever_client import RetrieverClient, RetrieverProcess
 from calibadv_jax.snapshots.huggingface import copy_tokenizer, load_params, read_hf_config
 from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest
 from calibadv_jax.trajectory import Group, Question
+
+if TYPE_CHECKING:
+    from calibadv_jax.rollout.vllm_sampler import VllmSampler
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -142,35 +151,94 @@ def open_retriever(config: Config) -> Iterator[RetrieverClient]:
         yield RetrieverClient(config.retriever, process.url)
 
 
+@contextmanager
+def open_workers(config: Config, folder: Path) -> Iterator[list[str]]:
+    """URLs of the vLLM workers: sampler.urls, or children that end with the block; none for sampler.name=jax.
+
+    Args:
+        folder: HuggingFace folder with the policy's config.json and tokenizer.
+    """
+    sampler = config.sampler
+    if sampler.name != "vllm" or sampler.urls:
+        yield sampler.urls
+        return
+    from calibadv_jax.rollout.vllm_worker import require_vllm
+
+    require_vllm()
+    with ExitStack() as stack:
+        workers = [_vllm_child(config, folder, number) for number in range(sampler.workers)]
+        for worker in workers:  # all begin to start before the first is waited for
+            stack.callback(worker.stop)
+            worker.start()
+        for worker in workers:
+            worker.wait()
+        yield [worker.url for worker in workers]
+
+
+def _vllm_child(config: Config, folder: Path, number: int) -> ChildService:
+    sampler = config.sampler
+    command = [sys.executable, "-m", "calibadv_jax.rollout.vllm_worker", "--model", str(folder)]
+    command += ["--flavour", sampler.flavour, "--dtype", config.policy.compute_dtype]
+    command += ["--max_model_len", str(config.rollout.max_length), "--max_num_seqs", str(sampler.slots)]
+    devices = sampler.worker_devices[number] if sampler.worker_devices else None
+    return ChildService(
+        f"vLLM worker {number}",
+        [*command, *sampler.worker_args],
+        Path(config.run.dir) / f"vllm_worker_{number}.log",
+        sampler.start_timeout,
+        "sampler.start_timeout",
+        {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices},
+    )
+
+
 class Rollouts:
-    """A sampler and a retriever, ready to write trajectories."""
+    """A sampler and a retriever, ready to write trajectories, on an event loop of their own.
 
-    def __init__(self, config: Config, model: Model, retriever: RetrieverClient):
+    The loop runs in a thread for as long as the block, so that rollouts go on while the learner works.
+    """
+
+    def __init__(self, config: Config, model: Model, retriever: RetrieverClient, workers: Sequence[str] = ()):
         self.config, self.model, self.retriever = config, model, retriever
+        self.sampler: JaxSampler | VllmSampler
+        if config.sampler.name == "vllm":
+            from calibadv_jax.rollout.vllm_sampler import VllmSampler
 
-        def restore(path: Path) -> tuple[int, Params]:
-            return read_manifest(path)["version"], load_snapshot(path, model.policy, model.mesh)
+            self.sampler = VllmSampler(workers, config.sampler, model.tokenizer_hash)
+        else:
+            self.sampler = self._jax_sampler()
+        self._slots = asyncio.Semaphore(config.rollout.max_concurrency)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
 
-        self.sampler = JaxSampler(
-            model.policy,
-            model.tokenizer,
-            config.sampler,
-            model.mesh,
-            config.rollout.max_length,
-            restore,
-        )
+    def __enter__(self) -> Rollouts:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._run(self._finish())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def load(self, snapshot: Path) -> None:
-        asyncio.run(self.sampler.load(snapshot))
+        """Hands a published snapshot to the sampler."""
+        self._run(self.sampler.load(snapshot))
 
-    def collect(
-        self,
-        questions: Sequence[Question],
-        name: str,
-        seed: int,
-        on_group: Callable[[Group], object] | None = None,
-        **changes: Any,
-    ) -> list[Group]:
+    def begin(self, number: int, question: Question) -> Future[Group]:
+        """Starts the rollout of group `number`, counted over the whole run, in the background."""
+        step = number // self.config.rollout.questions_per_step
+        seed = int(random_state(self.config.run.seed, step, "rollout").integers(2**31))
+        coroutine = collect_group(
+            question,
+            self._slots,
+            rollout=self.config.rollout,
+            seed=seed,
+            name=f"group{number}",
+            **self._common(),
+        )
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def collect(self, questions: Sequence[Question], name: str, seed: int, **changes: Any) -> list[Group]:
         """Groups of trajectories in the order of the questions.
 
         Args:
@@ -178,19 +246,54 @@ class Rollouts:
             changes: fields of RolloutConfig that differ from the config here.
         """
         rollout = replace(self.config.rollout, **changes)
-        return asyncio.run(
-            collect_groups(
-                questions,
-                sampler=self.sampler,
-                retriever=self.retriever,
-                tokenizer=self.model.tokenizer,
-                rollout=rollout,
-                prompt=self.config.prompt,
-                seed=seed,
-                name=name,
-                on_group=on_group,
-            )
+        coroutine = collect_groups(questions, rollout=rollout, seed=seed, name=name, **self._common())
+        return self._run(coroutine)
+
+    def probe(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """Log-probabilities of a text under each vLLM worker's weights; none where the sampler is ours."""
+        if isinstance(self.sampler, JaxSampler):
+            return {}
+        return self._run(self.sampler.prompt_logprobs(token_ids))
+
+    def _common(self) -> dict[str, Any]:
+        return {
+            "sampler": self.sampler,
+            "retriever": self.retriever,
+            "tokenizer": self.model.tokenizer,
+            "prompt": self.config.prompt,
+        }
+
+    def _jax_sampler(self) -> JaxSampler:
+        model = self.model
+
+        def restore(path: Path) -> tuple[int, Params]:
+            return read_manifest(path)["version"], load_snapshot(path, model.policy, model.mesh)
+
+        return JaxSampler(
+            model.policy,
+            model.tokenizer,
+            self.config.sampler,
+            model.mesh,
+            self.config.rollout.max_length,
+            restore,
         )
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # an interruption of this thread must not leave it running
+            raise
+
+    async def _finish(self) -> None:
+        """Cancels what is running, and closes the sampler's connections."""
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if not isinstance(self.sampler, JaxSampler):
+            await self.sampler.close()
 
 
 def random_state(seed: int, step: int, purpose: str) -> np.random.Generator:

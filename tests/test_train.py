@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,15 +88,18 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, noisy_rewards, m
     assert all(row["actor/grad_norm"] > 0 for row in expected)
 
     parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
-    collect = Rollouts.collect
+    begin = Rollouts.begin
     with monkeypatch.context() as patch:
 
-        def fail_at_step_3(self, questions, name, *args, **kwargs):
-            if name == "step3":
-                raise UserError("retriever http://x: no usable answer")
-            return collect(self, questions, name, *args, **kwargs)
+        def fail_in_the_fourth_step(self, number, question):
+            future = begin(self, number, question)
+            if number == 3 * 4 + 1:
+                failed = Future()
+                failed.set_exception(UserError("retriever http://x: no usable answer"))
+                return failed
+            return future
 
-        patch.setattr(Rollouts, "collect", fail_at_step_3)
+        patch.setattr(Rollouts, "begin", fail_in_the_fourth_step)
         with pytest.raises(UserError, match="no usable answer"):
             train.run(parts)
     assert sorted(p.name for p in (tmp_path / "parts/checkpoints").iterdir() if p.name.isdigit()) == [

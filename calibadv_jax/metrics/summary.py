@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -29,7 +29,9 @@ ALIASES = {
 }
 
 
-def trajectory_metrics(groups: Sequence[Group], correct_score: float = 1.0) -> dict[str, float]:
+def trajectory_metrics(
+    groups: Sequence[Group], step: int = 0, correct_score: float = 1.0
+) -> dict[str, float]:
     """Scores, lengths (in tokens) and behaviour of a batch, after the reward stage.
 
     Names under "reward/" and "rollout/" average over trajectories, those under "group/" over questions.
@@ -37,6 +39,7 @@ def trajectory_metrics(groups: Sequence[Group], correct_score: float = 1.0) -> d
 
     Args:
         groups: at least one trajectory in all.
+        step: the version of the policy that they train, for their staleness.
         correct_score: least answer score of a trajectory that counts as having solved its question.
 
     Raises:
@@ -50,6 +53,7 @@ def trajectory_metrics(groups: Sequence[Group], correct_score: float = 1.0) -> d
         **_behaviour(trajectories),
         **_lengths(trajectories),
         **_groups(groups, correct_score),
+        **_staleness(trajectories, step),
     }
     for alias, name in ALIASES.items():
         if name in metrics:
@@ -122,3 +126,24 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 def _mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values), dtype=np.float64))
+
+
+def _staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
+    """Steps between the oldest policy that wrote a trajectory and the one it trains."""
+    versions = [trajectory.policy_versions for trajectory in trajectories if trajectory.policy_versions]
+    if not versions:
+        return {}
+    return {
+        **_spread("rollout/staleness", [step - one[0] for one in versions]),
+        "rollout/mixed_versions": _mean(len(one) > 1 for one in versions),
+    }
+
+
+def report_metrics(report: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
+    """An evaluation's means as ``eval/<temperature>/<data source>/<metric>``."""
+    return {
+        f"eval/{temperature}/{source}/{name}": value
+        for temperature, sources in report.items()
+        for source, values in sources.items()
+        for name, value in values.items()
+    }

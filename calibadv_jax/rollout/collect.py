@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.rollout.agent import run_trajectory
 from calibadv_jax.rollout.protocols import Retriever, Sampler
 from calibadv_jax.trajectory import Group, Question, Trajectory
 
+T = TypeVar("T")
 
-async def collect_groups(
-    questions: Sequence[Question],
+
+async def collect_group(
+    question: Question,
+    slots: asyncio.Semaphore,
     *,
     sampler: Sampler,
     retriever: Retriever,
@@ -22,25 +25,20 @@ async def collect_groups(
     prompt: PromptConfig,
     seed: int,
     name: str,
-    on_group: Callable[[Group], object] | None = None,
-) -> list[Group]:
-    """`rollout.group_size` trajectories of each question, in the order of the questions.
+) -> Group:
+    """`rollout.group_size` trajectories of one question.
 
-    At most `rollout.max_concurrency` are in flight, started in that order. If one fails, the others are
-    cancelled and awaited, and its error is raised as it was.
+    If one fails, the others are cancelled and awaited, and its error is raised as it was.
 
     Args:
-        name: prefix of the session names, ``name/question/index``.
-        on_group: called with every group as soon as it is complete.
+        slots: holds back trajectories of all groups that share it; first come, first served.
+        name: prefix of the session names, ``name/index``; unique among groups in flight.
     """
-    slots = asyncio.Semaphore(rollout.max_concurrency)
-    groups: dict[int, Group] = {}
-    finished: dict[int, dict[int, Trajectory]] = {number: {} for number in range(len(questions))}
 
-    async def one(number: int, index: int) -> None:
+    async def one(index: int) -> Trajectory:
         async with slots:
-            trajectory = await run_trajectory(
-                questions[number],
+            return await run_trajectory(
+                question,
                 index,
                 sampler=sampler,
                 retriever=retriever,
@@ -48,26 +46,39 @@ async def collect_groups(
                 rollout=rollout,
                 prompt=prompt,
                 seed=seed,
-                session=f"{name}/{number}/{index}",
+                session=f"{name}/{index}",
             )
-        members = finished[number]
-        members[index] = trajectory
-        if len(members) == rollout.group_size:
-            groups[number] = Group(questions[number], [members[k] for k in range(rollout.group_size)])
-            if on_group is not None:
-                on_group(groups[number])
 
+    return Group(question, await gather([one(index) for index in range(rollout.group_size)]))
+
+
+async def collect_groups(
+    questions: Sequence[Question], *, rollout: RolloutConfig, name: str, **common: Any
+) -> list[Group]:
+    """One group for each question, in their order; arguments as for `collect_group`.
+
+    At most `rollout.max_concurrency` trajectories are in flight, started in the order of the questions.
+    """
+    slots = asyncio.Semaphore(rollout.max_concurrency)
+    return await gather(
+        [
+            collect_group(question, slots, rollout=rollout, name=f"{name}/{number}", **common)
+            for number, question in enumerate(questions)
+        ]
+    )
+
+
+async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; after a failure the others are cancelled and awaited before it is raised."""
     failure: BaseException | None = None
     try:
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(len(questions)):
-                for index in range(rollout.group_size):
-                    tasks.create_task(one(number, index))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as failures:
         failure = _first(failures)
     if failure is not None:  # raised out here, so that it keeps its own cause and gets no other context
         raise failure
-    return [groups[number] for number in range(len(questions))]
+    return [task.result() for task in tasks]
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.errors import UserError
+from calibadv_jax.rollout.child_process import ChildService
 from calibadv_jax.trajectory import Document
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
@@ -149,7 +146,7 @@ def _excerpt(text: str) -> str:
     return repr(" ".join(text.split())[:120])
 
 
-class RetrieverProcess:
+class RetrieverProcess(ChildService):
     """The service as a child process: ready when the block begins, gone when it ends.
 
     Args:
@@ -157,59 +154,8 @@ class RetrieverProcess:
     """
 
     def __init__(self, config: RetrieverConfig, log_path: Path):
-        self.config, self.log_path = config, log_path
-        self.url = ""
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> RetrieverProcess:
-        """Starts the service and waits until it answers.
-
-        Raises:
-            UserError: it ended, or was not ready within `config.start_timeout` seconds.
-        """
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix="retriever-")
-        port_file = Path(folder.name) / "port"
-        command = [sys.executable, "-m", "retriever.serve", "--build_if_missing", "--port", "0"]
-        command += ["--corpus_path", self.config.corpus, "--retriever_name", self.config.encoder]
-        command += ["--index_path", self.config.index or f"{self.config.corpus}.index"]
-        command += ["--retrieval_topk", str(self.config.topk), "--port_file", str(port_file)]
-        command += ["--parent_pid", str(os.getpid())]
-        with folder, self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-            try:
-                self._wait(port_file)
-                self.url = f"http://127.0.0.1:{port_file.read_text()}"
-            except BaseException:
-                self._stop()
-                raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def _wait(self, port_file: Path) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + self.config.start_timeout
-        while not port_file.is_file():
-            if self._process.poll() is not None:
-                lines = self.log_path.read_text(errors="replace").strip().splitlines()
-                reason = lines[-1].removeprefix("error: ") if lines else "no output"
-                raise UserError(f"the retriever ended with status {self._process.returncode}: {reason}")
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"the retriever was not ready within {self.config.start_timeout:g} s; see {self.log_path}"
-                    " or raise retriever.start_timeout"
-                )
-            time.sleep(0.05)
-
-    def _stop(self) -> None:
-        if self._process is None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
+        command = [sys.executable, "-m", "retriever.serve", "--build_if_missing"]
+        command += ["--corpus_path", config.corpus, "--retriever_name", config.encoder]
+        command += ["--index_path", config.index or f"{config.corpus}.index"]
+        command += ["--retrieval_topk", str(config.topk)]
+        super().__init__("the retriever", command, log_path, config.start_timeout, "retriever.start_timeout")

@@ -20,7 +20,7 @@ def script(session, turn):
     return SEARCH if turn == 0 else ANSWER.format(session)
 
 
-def collect(sampler, tokenizer, questions=QUESTIONS, on_group=None, seed=0, **limits):
+def collect(sampler, tokenizer, questions=QUESTIONS, seed=0, **limits):
     async def run():
         try:
             return await collect_groups(
@@ -32,7 +32,6 @@ def collect(sampler, tokenizer, questions=QUESTIONS, on_group=None, seed=0, **li
                 prompt=PromptConfig(template="short"),
                 seed=seed,
                 name="step4",
-                on_group=on_group,
             )
         finally:
             left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -52,15 +51,6 @@ def test_groups_come_in_the_order_of_the_questions_with_their_own_members(byte_t
         assert [member.answer for member in group.trajectories] == [f"step4/{number}/0", f"step4/{number}/1"]
         assert all(member.question is QUESTIONS[number] for member in group.trajectories)
     assert sorted(slow_first.released) == sorted(slow_first.written)
-
-
-def test_groups_are_handed_on_as_they_complete(byte_tokenizer):
-    delays = {"step4/0": 0.09, "step4/1": 0.05, "step4/2": 0.0}
-    sampler = ScriptedSampler(byte_tokenizer, script, delay=lambda session, _: delays[session[:7]])
-    seen = []
-    groups = collect(sampler, byte_tokenizer, on_group=lambda group: seen.append(group))
-    assert [group.question.id for group in seen] == ["q2", "q1", "q0"]
-    assert {id(group) for group in seen} == {id(group) for group in groups}
 
 
 def test_trajectories_start_in_order_and_no_more_than_allowed_are_in_flight(byte_tokenizer):
@@ -133,20 +123,12 @@ def test_one_error_stops_all_and_is_raised_as_it_was(byte_tokenizer):
 
 
 def test_an_error_keeps_the_waiting_from_starting(byte_tokenizer):
-    """But for the one that takes the failed one's place before the others hear of it."""
+    """But for those that take a place before they hear of it."""
     sampler = failing(byte_tokenizer, RuntimeError("engine"))
     with pytest.raises(RuntimeError, match="engine"):
         collect(sampler, byte_tokenizer, max_concurrency=2)
-    assert len(sampler.released) <= 3
+    assert len(sampler.released) <= 4 < 6
     assert sorted(sampler.released) == sorted(sampler.written)
-
-
-def test_an_error_of_the_receiver_stops_all_too(byte_tokenizer):
-    def refuse(group):
-        raise UserError("disk full")
-
-    with pytest.raises(UserError, match="disk full"):
-        collect(ScriptedSampler(byte_tokenizer, script), byte_tokenizer, on_group=refuse)
 
 
 def test_a_question_too_long_is_named(byte_tokenizer):

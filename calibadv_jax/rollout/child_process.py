@@ -1,0 +1,108 @@
+"""A service as a child process that writes its port to a file once it is ready."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from calibadv_jax.errors import UserError
+
+STOP_SECONDS = 20.0  # between asking a child to end and killing it
+
+
+class ChildService:
+    """Ready when the block begins, gone when it ends.
+
+    Args:
+        what: how messages call the service.
+        command: started with ``--port 0 --port_file FILE --parent_pid PID`` added.
+        log_path: the child's output.
+        timeout_key: config key of `start_timeout`, for the message.
+        environment: variables that differ from this process's.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        command: Sequence[str],
+        log_path: Path,
+        start_timeout: float,
+        timeout_key: str,
+        environment: Mapping[str, str] | None = None,
+    ):
+        self.what, self.command, self.log_path = what, list(command), log_path
+        self.start_timeout, self.timeout_key = start_timeout, timeout_key
+        self.environment = environment or {}
+        self.url = ""
+        self.process: subprocess.Popen[bytes] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> ChildService:
+        """Starts the service and waits until it answers.
+
+        Raises:
+            UserError: it ended, or was not ready within `start_timeout` seconds.
+        """
+        self.start()
+        try:
+            self.wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts it without waiting, so that several may start side by side."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._folder = tempfile.TemporaryDirectory(prefix="service-")
+        arguments = ["--port", "0", "--port_file", str(self._port_file), "--parent_pid", str(os.getpid())]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command + arguments,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | dict(self.environment),
+            )
+
+    def wait(self) -> None:
+        """Waits until it is ready; see `__enter__`."""
+        assert self.process is not None
+        deadline = time.monotonic() + self.start_timeout
+        while not self._port_file.is_file():
+            if self.process.poll() is not None:
+                lines = self.log_path.read_text(errors="replace").strip().splitlines()
+                reason = lines[-1].removeprefix("error: ") if lines else "no output"
+                raise UserError(f"{self.what} ended with status {self.process.returncode}: {reason}")
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{self.what} was not ready within {self.start_timeout:g} s; see {self.log_path}"
+                    f" or raise {self.timeout_key}"
+                )
+            time.sleep(0.05)
+        self.url = f"http://127.0.0.1:{self._port_file.read_text()}"
+
+    def stop(self) -> None:
+        """Ends it and waits for its end; harmless when it has ended."""
+        if self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+            self.process = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    @property
+    def _port_file(self) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name) / "port"

@@ -1,0 +1,112 @@
+"""Rollouts that run ahead of the learner by a bounded number of steps.
+
+Group n (counted from 0 over the whole run) belongs to no step beforehand. It may begin once the policy is
+new enough that, whatever overtakes it, it can still be trained within `max_staleness` steps; with 0 that
+is plain on-policy training: all groups of a step begin together, and the step waits for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+from calibadv_jax.trajectory import Group, Question
+
+
+@dataclass
+class _Asked:
+    number: int
+    question: Question
+    started_at: int  # step
+    future: Future[Group]
+
+
+class RolloutStream:
+    """Hands groups to the learner, `per_step` at a time.
+
+    Args:
+        begin: starts the rollout of (number, question) in the background.
+        draw: the next questions of the pipeline.
+        asked: how many groups were asked for before, and `pending`: those of them that were not trained
+            yet, as `state` returned them.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[int, Question], Future[Group]],
+        draw: Callable[[], Sequence[Question]],
+        per_step: int,
+        max_staleness: int,
+        asked: int = 0,
+        pending: Sequence[tuple[int, Question]] = (),
+    ):
+        self._begin, self._draw = begin, draw
+        self.per_step, self.max_staleness = per_step, max_staleness
+        self._next = asked
+        self._drawn: list[tuple[int, Question]] = list(pending)
+        self._running: dict[int, _Asked] = {}
+        self._taken: list[_Asked] = []
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed stream needs: groups that are not trained yet are asked for again."""
+        open_groups = [*self._taken, *self._running.values()]
+        pending = [(one.number, one.question.id) for one in open_groups]
+        pending += [(number, question.id) for number, question in self._drawn]
+        return {"asked": self._next, "pending": sorted(pending)}
+
+    def take(self, step: int) -> list[Group]:
+        """Waits for the groups that step `step` trains, and begins as many others as may run meanwhile.
+
+        The oldest of those that are complete, as soon as no other one must be waited for. They count as
+        trained when `commit` is called.
+
+        Raises:
+            The error of a rollout; all others are cancelled.
+        """
+        self._begin_allowed(step)
+        while True:
+            ready = sorted(number for number, one in self._running.items() if one.future.done())
+            for number in ready:
+                self._raise_failure(self._running[number])
+            if len(ready) >= self.per_step and self._is_in_time(ready, step):
+                break
+            wait(
+                [one.future for one in self._running.values() if not one.future.done()], None, FIRST_COMPLETED
+            )
+        self._taken = [self._running.pop(number) for number in ready[: self.per_step]]
+        return [one.future.result() for one in self._taken]
+
+    def _is_in_time(self, ready: Sequence[int], step: int) -> bool:
+        """Whether the steps to come can train all that is left within `max_staleness`."""
+        taken = set(ready[: self.per_step])
+        last = [one.started_at + self.max_staleness for n, one in self._running.items() if n not in taken]
+        return all(
+            sum(at <= due for at in last) <= (due - step) * self.per_step
+            for due in range(step, step + self.max_staleness + 1)
+        )
+
+    def commit(self) -> None:
+        """The groups of the last `take` are trained."""
+        self._taken = []
+
+    def close(self) -> None:
+        """Cancels what is running."""
+        for one in self._running.values():
+            one.future.cancel()
+
+    def _begin_allowed(self, step: int) -> None:
+        while self._next - len(self._drawn) < (step + 1 + self.max_staleness) * self.per_step:
+            if not self._drawn:
+                self._drawn = [
+                    (self._next + offset, question) for offset, question in enumerate(self._draw())
+                ]
+                self._next += len(self._drawn)
+            number, question = self._drawn.pop(0)
+            self._running[number] = _Asked(number, question, step, self._begin(number, question))
+
+    def _raise_failure(self, one: _Asked) -> None:
+        if one.future.cancelled() or one.future.exception() is not None:
+            self.close()
+            one.future.result()

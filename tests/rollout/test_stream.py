@@ -1,0 +1,140 @@
+"""Rollouts ahead of the learner: what is begun when, what is taken, what a resumed stream asks for again."""
+
+import random
+from concurrent.futures import Future
+
+import pytest
+
+from calibadv_jax.errors import UserError
+from calibadv_jax.rollout.stream import RolloutStream
+from calibadv_jax.trajectory import Group, Question
+
+PER_STEP = 3
+
+
+class Background:
+    """Begins groups, and completes them when told to."""
+
+    def __init__(self, finish_at_once=True):
+        self.finish_at_once, self.futures, self.drawn = finish_at_once, {}, 0
+
+    def begin(self, number, question):
+        self.futures[number] = Future()
+        if self.finish_at_once:
+            self.finish(number, question)
+        return self.futures[number]
+
+    def finish(self, number, question=None):
+        self.futures[number].set_result(Group(question or Question(f"q{number}", "?", ("x",), "test"), []))
+
+    def draw(self):
+        questions = [Question(f"q{self.drawn + k}", "?", ("x",), "test") for k in range(PER_STEP)]
+        self.drawn += PER_STEP
+        return questions
+
+
+def stream(background, staleness=0, **state):
+    return RolloutStream(background.begin, background.draw, PER_STEP, staleness, **state)
+
+
+def ids(groups):
+    return [group.question.id for group in groups]
+
+
+def test_on_policy_begins_one_step_and_waits_for_all_of_it():
+    background = Background()
+    rollouts = stream(background)
+    assert ids(rollouts.take(0)) == ["q0", "q1", "q2"]
+    assert sorted(background.futures) == [0, 1, 2]
+    rollouts.commit()
+    assert ids(rollouts.take(1)) == ["q3", "q4", "q5"]
+
+
+def test_ahead_by_one_begins_the_next_step_and_takes_what_is_complete_first():
+    background = Background(finish_at_once=False)
+    rollouts = stream(background, staleness=1)
+    rollouts._begin_allowed(0)
+    assert sorted(background.futures) == list(range(2 * PER_STEP))
+    for number in (4, 1, 5):
+        background.finish(number)
+    assert ids(rollouts.take(0)) == ["q1", "q4", "q5"]
+
+
+def test_the_oldest_must_be_taken_before_they_are_too_stale(monkeypatch):
+    background = Background(finish_at_once=False)
+    rollouts = stream(background, staleness=1)
+    rollouts._begin_allowed(0)
+    for number in (3, 4, 5):
+        background.finish(number)
+    rollouts.take(0)
+    rollouts.commit()
+    rollouts._begin_allowed(1)
+    for number in (6, 7, 8):  # complete, but of version 1: 0, 1 and 2 are of version 0 and due now
+        background.finish(number)
+    assert sorted(background.futures) == list(range(3 * PER_STEP))
+    waits = []
+
+    def finish_the_rest(futures, *_):
+        waits.append(len(list(futures)))
+        for number in (0, 1, 2):
+            background.finish(number)
+
+    monkeypatch.setattr("calibadv_jax.rollout.stream.wait", finish_the_rest)
+    assert ids(rollouts.take(1)) == ["q0", "q1", "q2"]
+    assert waits == [3]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_no_group_is_ever_staler_than_allowed_whatever_the_order(staleness, monkeypatch):
+    background, started = Background(finish_at_once=False), {}
+    rollouts = stream(background, staleness)
+    rng = random.Random(staleness)
+    seen = []
+
+    def finish_one(*_):
+        waiting = [number for number, future in background.futures.items() if not future.done()]
+        background.finish(rng.choice(waiting))
+
+    monkeypatch.setattr("calibadv_jax.rollout.stream.wait", finish_one)
+    for step in range(30):
+        rollouts._begin_allowed(step)
+        for number in background.futures:
+            started.setdefault(number, step)
+        waiting = [number for number, future in background.futures.items() if not future.done()]
+        rng.shuffle(waiting)
+        for number in waiting[: len(waiting) // 2]:
+            background.finish(number)
+        numbers = [int(group.question.id[1:]) for group in rollouts.take(step)]
+        rollouts.commit()
+        assert all(step - started[number] <= staleness for number in numbers)
+        seen += numbers
+    assert len(seen) == len(set(seen)) == 30 * PER_STEP
+
+
+def test_what_is_not_trained_is_asked_for_again():
+    background = Background(finish_at_once=False)
+    rollouts = stream(background, staleness=1)
+    rollouts._begin_allowed(0)
+    for number in (0, 3, 5):
+        background.finish(number)
+    rollouts.take(0)
+    assert rollouts.state() == {"asked": 6, "pending": [(n, f"q{n}") for n in range(6)]}  # not trained yet
+    rollouts.commit()
+    state = rollouts.state()
+    assert state == {"asked": 6, "pending": [(1, "q1"), (2, "q2"), (4, "q4")]}
+    again = Background()
+    again.drawn = 6
+    pending = [(number, Question(name, "?", ("x",), "test")) for number, name in state["pending"]]
+    resumed = stream(again, 1, asked=6, pending=pending)
+    assert ids(resumed.take(1)) == ["q1", "q2", "q4"]
+    assert sorted(again.futures) == [1, 2, 4, *range(6, 9)]
+
+
+def test_an_error_stops_the_step_and_cancels_the_others():
+    background = Background(finish_at_once=False)
+    rollouts = stream(background)
+    rollouts._begin_allowed(0)
+    background.futures[1].set_exception(UserError("retriever is down"))
+    with pytest.raises(UserError, match="retriever is down"):
+        rollouts.take(0)
+    assert background.futures[0].cancelled() and background.futures[2].cancelled()
