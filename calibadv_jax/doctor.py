@@ -29,6 +29,7 @@ def run(config: Config) -> None:
         ("calibration", lambda config: describe(config.advantage)),
         ("questions", check_questions),
         ("policy", check_policy),
+        ("sampler", check_sampler),
         ("retriever", check_retriever),
     ]
     for name, check in checks:
@@ -128,15 +129,47 @@ def estimate_memory(config: Config, architecture: Any, shards: int, batch_shards
     chunk = min(config.policy.logprob_chunk, config.learner.row_length)
     rows = config.learner.microbatch_rows / batch_shards
     cache = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
-    return {
+    estimate = {
         "parameters": count * stored,
         "optimizer": count * stored * moments,
         "gradients": count * 4 * 2,  # accumulated, and those of the microbatch
-        "sampler weights": count * computed,
         "activations": tokens * width * computed * (architecture.num_layers * per_layer + 16),
         "logits": 3 * rows * chunk * architecture.vocab_size * 4,
-        "kv cache": cache * config.sampler.slots * config.rollout.max_length * computed / batch_shards,
     }
+    if config.sampler.name == "jax":  # vLLM's workers have their own memory
+        estimate["sampler weights"] = count * computed
+        slots = config.sampler.slots * config.rollout.max_length
+        estimate["kv cache"] = cache * slots * computed / batch_shards
+    return estimate
+
+
+def check_sampler(config: Config) -> list[str]:
+    """vLLM: that it is installed, or that the workers answer with the routes the trainer needs."""
+    import httpx
+
+    from calibadv_jax.errors import UserError
+
+    sampler = config.sampler
+    if sampler.name == "jax":
+        return [f"in process, {sampler.slots} trajectories decoded together"]
+    if not sampler.urls:
+        from calibadv_jax.rollout.vllm_worker import require_vllm
+
+        require_vllm()
+        return [f"{sampler.workers} vLLM worker(s) of flavour {sampler.flavour} will be started here"]
+    lines = []
+    for url in sampler.urls:
+        try:
+            answer = httpx.get(f"{url.rstrip('/')}/weight_info", timeout=30.0, trust_env=False)
+        except httpx.HTTPError as error:
+            raise UserError(
+                f"vLLM worker {url}: can not be reached ({type(error).__name__}); start it with"
+                " scripts/launch_vllm_worker.sh or mend sampler.urls"
+            ) from error
+        if answer.status_code != 200:
+            raise UserError(f"{url}: no /weight_info; start the worker with scripts/launch_vllm_worker.sh")
+        lines.append(f"{url}: serves weights {answer.json()['weight_version']!r}")
+    return lines
 
 
 def check_retriever(config: Config) -> list[str]:

@@ -36,9 +36,9 @@ def main() -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     arguments.output.mkdir(parents=True, exist_ok=True)
-    texts = [row["contents"] for row in corpus.rows[:10_000]] + [question.text for question in questions]
+    texts = [row["contents"] for row in corpus[:10_000]] + [question.text for question in questions]
     train_tokenizer(texts).save_pretrained(arguments.output / "tokenizer")
-    rows = {row["id"]: row for row in corpus.rows}
+    rows = {row["id"]: row for row in corpus}
     with (arguments.output / "demonstrations.jsonl").open("w", encoding="utf-8") as file:
         for question in questions:
             found = [rows[name] for name in question.supporting_ids if name in rows][:MAX_DOCUMENTS]

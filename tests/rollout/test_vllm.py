@@ -1,0 +1,293 @@
+"""Real vLLM servers: weights swapped from snapshots, and what happens when something fails."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+
+import httpx
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("torch")
+from vllm_rig import GREEDY, MODELS, SHAPE, Rig, gap_to_greedy, prompts
+
+from calibadv_jax.errors import UserError
+from calibadv_jax.rollout.protocols import SamplingParams
+from calibadv_jax.snapshots.huggingface import save_folder
+
+pytestmark = pytest.mark.slow
+
+LONG = SamplingParams(max_tokens=200, temperature=1.0, seed=1)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two workers of one policy."""
+    rig = Rig(tmp_path_factory.mktemp("pair"), SHAPE | MODELS["qwen2-tied"], num_workers=2)
+    rig.start()
+    try:
+        rig.wait()
+        yield rig
+    finally:
+        rig.stop()
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """One worker each of the other policies, one of them in bfloat16."""
+    rigs = {
+        name: Rig(tmp_path_factory.mktemp(name), SHAPE | MODELS[name], dtype)
+        for name, dtype in (
+            ("qwen2-untied", "float32"),
+            ("llama3-tied", "float32"),
+            ("llama3-untied", "bfloat16"),
+        )
+    }
+    for rig in rigs.values():
+        rig.start()
+    try:
+        for rig in rigs.values():
+            rig.wait()
+        yield rigs
+    finally:
+        for rig in rigs.values():
+            rig.stop()
+
+
+def learner_logprobs(rig, params, tokens):
+    """float32 [T - 1], by the policy itself."""
+    import jax.numpy as jnp
+
+    ids = jnp.asarray([tokens], jnp.int32)
+    decoder = rig.policy.merge(params)
+    hidden = decoder(ids, jnp.arange(len(tokens))[None], jnp.ones_like(ids))
+    logits = decoder.logits(hidden).astype(jnp.float32)[0, :-1]
+    import jax
+
+    logprobs = jax.nn.log_softmax(logits)
+    return np.asarray(jnp.take_along_axis(logprobs, ids[0, 1:, None], axis=-1)[:, 0])
+
+
+def check_swaps(rig, first_version, tolerance, logit_slack=1e-3):
+    """Five swaps; after each, long prompts give what transformers gives from the exported weights.
+
+    In bfloat16 the two round differently: there each token may be a near tie of the best one.
+    """
+    prompt, probe = prompts(1, 320)[0], prompts(1, 64, seed=1)[0]
+
+    async def swaps(sampler):
+        seen = []
+        for version in range(first_version, first_version + 5):
+            params = rig.params(version)
+            await sampler.load(rig.publish(version, params))
+            completion = await sampler.generate(prompt, GREEDY, "s")
+            assert completion.policy_versions == (version,)
+            assert len(completion.logprobs) == len(completion.token_ids)
+            exported = save_folder(
+                params, rig.hf_config, rig.folder / "export", rig.dtype, rig.folder / "tokenizer"
+            )
+            assert gap_to_greedy(exported, prompt, completion.token_ids, rig.dtype) <= logit_slack
+            for values in (await sampler.prompt_logprobs(probe)).values():
+                gap = np.abs(values - learner_logprobs(rig, params, probe)).mean()
+                assert gap <= tolerance, f"mean |difference| {gap}"
+            seen.append(tuple(completion.token_ids))
+        return seen
+
+    assert len(set(rig.run(swaps))) == 5, "the swaps changed nothing"
+
+
+def test_swaps_qwen2_tied_on_two_workers(pair):
+    check_swaps(pair, 1, tolerance=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance", "logit_slack"),
+    [("qwen2-untied", 1e-3, 1e-3), ("llama3-tied", 1e-3, 1e-3), ("llama3-untied", 0.1, 0.5)],
+)
+def test_swaps(others, name, tolerance, logit_slack):
+    check_swaps(others[name], 1, tolerance, logit_slack)
+
+
+def test_seeds_stops_and_reasons(pair):
+    async def ask(sampler):
+        await sampler.load(pair.publish(10, pair.params(10)))
+        prompt = prompts(1, 30)[0]
+        free = SamplingParams(max_tokens=40, temperature=1.0, seed=5)
+        one, two = [await sampler.generate(prompt, free, name) for name in ("a", "b")]
+        assert one.token_ids == two.token_ids and one.logprobs == two.logprobs
+        assert one.stop_reason in ("length", "eos")
+        other = await sampler.generate(prompt, SamplingParams(max_tokens=40, seed=6), "c")
+        assert other.token_ids != one.token_ids
+        words = pair_tokenizer(pair).convert_ids_to_tokens(one.token_ids)
+        stop = words[3]
+        cut = await sampler.generate(prompt, SamplingParams(max_tokens=40, seed=5, stop=(stop,)), "d")
+        first = words.index(stop)
+        assert cut.stop_reason == "stop"
+        assert cut.token_ids == one.token_ids[: first + 1]  # the stop string's own token is kept
+        with pytest.raises(UserError, match="refuses /inference/v1/generate: .*maximum model length"):
+            await sampler.generate(prompts(1, 1100)[0], free, "e")
+
+    pair.run(ask)
+
+
+def pair_tokenizer(rig):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(rig.model_folder)
+
+
+def label(url):
+    return httpx.get(f"{url}/weight_info", trust_env=False).json()["weight_version"]
+
+
+def test_a_bad_snapshot_is_refused_and_the_old_weights_keep_serving(pair, tmp_path):
+    prompt = prompts(1, 30)[0]
+
+    async def ask(sampler):
+        good = pair.publish(20, pair.params(20))
+        await sampler.load(good)
+        before = await sampler.generate(prompt, GREEDY, "a")
+        labels = [label(url) for url in pair.urls]
+
+        torn = pair.publish(21, pair.params(21))
+        biggest = max((p for p in torn.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+        data = bytearray(biggest.read_bytes())
+        data[len(data) // 2] ^= 0xFF
+        biggest.write_bytes(data)
+        with pytest.raises(UserError, match="refuses .*v000021: .*torn snapshot"):
+            await sampler.load(torn)
+
+        foreign = Rig(tmp_path / "foreign", SHAPE | MODELS["qwen2-tied"] | {"rope_theta": 5e4})
+        snapshot = foreign.publish(22, foreign.params(0))
+        with pytest.raises(UserError, match=r"another model: rope_theta 50000.0 instead of 10000.0"):
+            await sampler.load(snapshot)
+
+        unfinished = pair.publish(23, pair.params(23))
+        (unfinished / "manifest.json").unlink()
+        with pytest.raises(UserError, match="not a complete snapshot"):
+            await sampler.load(unfinished)
+
+        other_words = Rig(tmp_path / "words", SHAPE | MODELS["qwen2-tied"], tokenizer_hash="of another")
+        with pytest.raises(UserError, match="another tokenizer"):
+            await sampler.load(other_words.publish(24, other_words.params(0)))
+
+        assert [label(url) for url in pair.urls] == labels
+        parameters = {"max_tokens": 12, "temperature": 0.0}
+        for url in pair.urls:
+            body = {"token_ids": prompt, "sampling_params": parameters}
+            reply = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=60, trust_env=False)
+            assert reply.json()["choices"][0]["token_ids"] == before.token_ids
+
+    pair.run(ask)
+
+
+def test_a_swap_while_completions_are_in_progress(pair):
+    """They are cut, go on with the new weights, and say which versions wrote them."""
+
+    async def ask(sampler):
+        await sampler.load(pair.publish(30, pair.params(30)))
+        contexts = prompts(24, 40)
+        tasks = [
+            asyncio.create_task(sampler.generate(context, LONG, f"s{number}"))
+            for number, context in enumerate(contexts)
+        ]
+        await asyncio.sleep(0.4)
+        await sampler.load(pair.publish(31, pair.params(31)))
+        done = await asyncio.gather(*tasks)
+        versions = {completion.policy_versions for completion in done}
+        assert (30, 31) in versions, versions
+        for completion in done:
+            assert len(completion.token_ids) == len(completion.logprobs)
+            assert len(completion.token_ids) == LONG.max_tokens or completion.stop_reason == "eos"
+
+    pair.run(ask)
+
+
+def test_a_killed_worker_loses_no_trajectory_and_comes_back_with_current_weights(pair):
+    """SIGKILL during a rollout: the others take over; once restarted it is swapped before it serves."""
+
+    async def ask(sampler):
+        await sampler.load(pair.publish(40, pair.params(40)))
+        tasks = [
+            asyncio.create_task(sampler.generate(context, LONG, f"s{number}"))
+            for number, context in enumerate(prompts(32, 40))
+        ]
+        await asyncio.sleep(0.3)
+        kill_everything(pair.workers[1].process.pid)
+        done = await asyncio.gather(*tasks)
+        assert all(completion.policy_versions == (40,) for completion in done)
+        lost = next(worker for worker in sampler.workers if worker.url == pair.urls[1])
+        assert lost.version is None and sampler.lost_count == 1
+
+        await sampler.load(pair.publish(41, pair.params(41)))  # without it
+        port = pair.urls[1].rsplit(":", 1)[1]
+        again = restart(pair, port)
+        try:
+            deadline = time.monotonic() + 300
+            while lost.version is None and time.monotonic() < deadline:
+                await asyncio.sleep(0.5)
+            assert lost.version == 41, lost.lost
+            assert label(pair.urls[1]) == f"{sampler.run}/41"
+            done = await asyncio.gather(
+                *(sampler.generate(context, GREEDY, f"t{n}") for n, context in enumerate(prompts(16, 40)))
+            )
+            assert all(completion.policy_versions == (41,) for completion in done)
+        finally:
+            again.kill()
+
+    pair.run(ask)
+
+
+def kill_everything(pid):
+    """SIGKILL to a launcher and to all it has started, newest first."""
+    import psutil
+
+    launcher = psutil.Process(pid)
+    for process in [*launcher.children(recursive=True), launcher]:
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def restart(rig, port):
+    import subprocess
+
+    worker = rig.worker(9)
+    command = [*worker.command, "--port", port]
+    with worker.log_path.open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def test_a_worker_that_serves_foreign_weights_answers_nothing_that_is_kept(others):
+    """Another run swaps the worker behind our back: its label gives it away, and it is brought back."""
+    rig = others["qwen2-untied"]
+
+    async def ask(sampler):
+        await sampler.load(rig.publish(50, rig.params(50)))
+        before = await sampler.generate(prompts(1, 20)[0], GREEDY, "a")
+        intruder = rig.sampler()
+        await intruder.load(rig.publish(51, rig.params(51)))
+        await intruder.close()
+        rig.publish(50, rig.params(50))
+        again = await sampler.generate(prompts(1, 20)[0], GREEDY, "b")
+        assert again.token_ids == before.token_ids
+        assert again.policy_versions == (50,) and sampler.lost_count == 1
+
+    rig.run(ask)
+
+
+def test_no_worker_is_a_clear_stop(others):
+    async def ask(sampler):
+        with pytest.raises(UserError, match=r"no vLLM worker for 2 s \(http://127.0.0.1:9: .*launch_vllm"):
+            await sampler.load(others["qwen2-untied"].publish(60, others["qwen2-untied"].params(0)))
+
+    others["qwen2-untied"].run(ask, urls=["http://127.0.0.1:9"], patience=2.0)
+
+
+def test_the_manifest_names_every_tensor(others):
+    rig = others["llama3-untied"]
+    snapshot = rig.publish(70, rig.params(70))
+    manifest = json.loads((snapshot / "manifest.json").read_text())
+    assert manifest["step"] == 70 and "lm_head.kernel" in manifest["tensors"]
+    assert all(len(entry["sha256"]) == 64 for entry in manifest["tensors"].values())
