@@ -75,6 +75,13 @@ def test_a_resolved_config_reads_back_as_itself(write):
         ("advantage: {name: ppo}", [], "advantage.name"),
         ("sft: {phases: [{step: 5}]}", [], "sft.phases.0.step"),
         ("learner: {row_length: 100}", [], "rollout.max_length"),
+        ("rollout: {max_staleness: 1}", [], "sampler.name=jax samples on the learner's own devices"),
+        ("sampler: {name: vllm, workers: 2, worker_devices: ['0']}", [], "worker_devices names 1 workers"),
+        (
+            "{sampler: {name: vllm}, rollout: {top_p: 0.9}, loss: {importance_cap: 2}}",
+            [],
+            "set rollout.top_p=1",
+        ),
         ("rollout: {max_prompt_length: 20000}", [], "max_prompt_length is 20000"),
         ("learner: [1, 2", [], "not valid YAML"),
         ("- a\n- b\n", [], "expected a mapping of sections"),

@@ -140,7 +140,7 @@ def pair_tokenizer(rig):
 
 
 def label(url):
-    return httpx.get(f"{url}/weight_info", trust_env=False).json()["weight_version"]
+    return httpx.get(f"{url}/weight_info", timeout=60, trust_env=False).json()["weight_version"]
 
 
 def test_a_bad_snapshot_is_refused_and_the_old_weights_keep_serving(pair, tmp_path):
