@@ -12,6 +12,8 @@ from calibadv_jax import cli
 from calibadv_jax.config import Config
 
 if TYPE_CHECKING:
+    from calibadv_jax.rollout.retriever_client import RetrieverClient
+    from calibadv_jax.trajectory import Document
     from calibadv_jax.wiring import Model
 
 GIB = 1024**3
@@ -185,7 +187,7 @@ def check_retriever(config: Config) -> list[str]:
     with open_retriever(config) as retriever:
         state = ", ".join(f"{name} {value}" for name, value in retriever.health().items())
         begun = time.monotonic()
-        (documents,) = asyncio.run(retriever.search([question.text]))
+        (documents,) = asyncio.run(_search_once(retriever, question.text))
         seconds = time.monotonic() - begun
         if not documents:
             raise UserError(f"{retriever.url}: no document for {question.text!r}; is its corpus empty?")
@@ -193,6 +195,13 @@ def check_retriever(config: Config) -> list[str]:
             f"{retriever.url}: {state}",
             f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}",
         ]
+
+
+async def _search_once(retriever: RetrieverClient, query: str) -> list[list[Document]]:
+    try:
+        return await retriever.search([query])
+    finally:
+        await retriever.close()
 
 
 if __name__ == "__main__":

@@ -287,11 +287,12 @@ class Rollouts:
             raise
 
     async def _finish(self) -> None:
-        """Cancels what is running, and closes the sampler's connections."""
+        """Cancels what is running, and closes the connections."""
         running = asyncio.all_tasks() - {asyncio.current_task()}
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        await self.retriever.close()
         if not isinstance(self.sampler, JaxSampler):
             await self.sampler.close()
 

@@ -35,6 +35,7 @@ class RetrieverClient:
         self._waiting: list[tuple[str, asyncio.Future[list[Document]]]] = []
         self._sender: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._http: Any = None
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         """Documents of each query, best first.
@@ -43,8 +44,9 @@ class RetrieverClient:
             UserError: the service can not be reached, is too slow, or answers nonsense.
         """
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # every training step runs its own event loop
+        if loop is not self._loop:  # connections belong to the loop that opened them
             self._loop, self._waiting, self._sender = loop, [], None
+            self._http = self._connect()
         futures = [loop.create_future() for _ in queries]
         self._waiting += zip(queries, futures, strict=True)
         if self._sender is None or self._sender.done():
@@ -70,24 +72,33 @@ class RetrieverClient:
         state = response.json() if response.status_code == 200 and is_json else {}
         return state if isinstance(state, dict) else {}
 
-    async def _send(self) -> None:
+    async def close(self) -> None:
+        """Closes the connections of the running event loop."""
+        if self._loop is asyncio.get_running_loop():
+            await self._http.aclose()
+            self._loop = None
+
+    def _connect(self) -> Any:
         import httpx
 
         verify = self.url.startswith("https")  # loading certificates costs more than a local search
-        async with httpx.AsyncClient(timeout=self.config.timeout, trust_env=False, verify=verify) as http:
-            while self._waiting:
-                await asyncio.sleep(BATCH_WINDOW)
-                batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
-                try:
-                    found = await self._with_retries(http, [query for query, _ in batch])
-                except UserError as error:
-                    for _, future in batch:
-                        if not future.done():
-                            future.set_exception(error)
-                    continue
-                for (_, future), documents in zip(batch, found, strict=True):
+        return httpx.AsyncClient(timeout=self.config.timeout, trust_env=False, verify=verify)
+
+    async def _send(self) -> None:
+        """Ends where nothing waits, without a pause in between: a query that comes later starts it anew."""
+        while self._waiting:
+            await asyncio.sleep(BATCH_WINDOW)
+            batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+            try:
+                found = await self._with_retries(self._http, [query for query, _ in batch])
+            except UserError as error:
+                for _, future in batch:
                     if not future.done():
-                        future.set_result(documents)
+                        future.set_exception(error)
+                continue
+            for (_, future), documents in zip(batch, found, strict=True):
+                if not future.done():
+                    future.set_result(documents)
 
     async def _with_retries(self, http: Any, queries: list[str]) -> list[list[Document]]:
         import httpx

@@ -49,13 +49,39 @@ def server(monkeypatch):
     http.server_close()
 
 
-def search(url, queries, **config):
-    client = RetrieverClient(RetrieverConfig(**({"timeout": 2.0, "retries": 2} | config)), url)
-    return asyncio.run(client.search(queries))
-
-
 def ok(body):
     return 200, good(body)
+
+
+def search(url, queries, **config):
+    client = RetrieverClient(RetrieverConfig(**({"timeout": 2.0, "retries": 2} | config)), url)
+
+    async def run():
+        try:
+            return await client.search(queries)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def test_a_query_that_comes_whenever_is_answered(server):
+    """Above all one that comes just as the answers to the last ones have gone out."""
+    url, replies, _ = server
+    replies.append(ok)
+    client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
+
+    async def one(number):
+        for turn in range(10):
+            await asyncio.sleep(0.0007 * ((number * 7 + turn * 3) % 11))
+            ((document,),) = await client.search([f"{number} {turn}"])
+            assert document.id == f"{number} {turn}"
+
+    async def run():
+        await asyncio.wait_for(asyncio.gather(*(one(number) for number in range(8))), 30)
+        await client.close()
+
+    asyncio.run(run())
 
 
 def test_documents_are_parsed(server):
