@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
+from zipfile import BadZipFile
 
 import numpy as np
 
-from retriever.corpus import Corpus, split_contents
+from retriever.corpus import split_contents
 from retriever.errors import RetrieverError
+
+Row = dict[str, Any]  # of the corpus
 
 
 class Encoder(Protocol):
-    """One class a kind; `ENCODERS` names them."""
+    """Its two kinds are made by `make_encoder` and read by `load_encoder`."""
 
+    name: str  # of --retriever_name
+    model: str  # folder or hub name; empty without weights
     dimension: int
 
-    def encode_passages(self, corpus: Corpus, start: int, stop: int) -> np.ndarray:
-        """float32 [stop - start, dimension]."""
+    def encode_passages(self, rows: Sequence[Row]) -> np.ndarray:
+        """float32 [len(rows), dimension]."""
         ...
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
         """float32 [len(queries), dimension]."""
         ...
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None:
+        """Writes what `load_encoder` needs."""
+        ...
 
 
 class HashedEncoder:
@@ -39,6 +47,7 @@ class HashedEncoder:
     products up to noise of about 1 / sqrt(dimension).
     """
 
+    name, model = "hashed", ""
     FEATURES = 2**20
     NONZEROS = 4  # per feature in the projection
     TITLE_WEIGHT = 2  # a word of the title counts this often more
@@ -49,11 +58,11 @@ class HashedEncoder:
         self._projection = self._project(dimension)
 
     @classmethod
-    def fit(cls, corpus: Corpus, dimension: int = 4096) -> HashedEncoder:
+    def fit(cls, corpus: Sequence[Row], dimension: int = 4096) -> HashedEncoder:
         """Counts in how many passages each feature occurs."""
         frequency = np.zeros(cls.FEATURES, np.int64)
         total = 0
-        for row in corpus.rows:
+        for row in corpus:
             words = cls._words(cls._text(row))
             total += len(words)
             frequency[list({cls._feature(word) for word in words})] += 1
@@ -63,7 +72,7 @@ class HashedEncoder:
 
     @classmethod
     def load(cls, folder: Path) -> HashedEncoder:
-        with np.load(folder / "encoder.npz") as state:
+        with _reading(folder / "encoder.npz") as path, np.load(path) as state:
             return cls(int(state["dimension"]), state["idf"], float(state["mean_length"]))
 
     def save(self, folder: Path) -> None:
@@ -71,9 +80,8 @@ class HashedEncoder:
             folder / "encoder.npz", dimension=self.dimension, idf=self._idf, mean_length=self._mean_length
         )
 
-    def encode_passages(self, corpus: Corpus, start: int, stop: int) -> np.ndarray:
-        rows = [self._weights(self._words(self._text(row))) for row in corpus.rows[start:stop]]
-        return self._dense(rows)
+    def encode_passages(self, rows: Sequence[Row]) -> np.ndarray:
+        return self._dense([self._weights(self._words(self._text(row))) for row in rows])
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
         rows = []
@@ -130,15 +138,72 @@ class HashedEncoder:
         return crc32(word.encode()) % cls.FEATURES
 
 
-ENCODERS: dict[str, Any] = {"hashed": HashedEncoder}
+def make_encoder(name: str, model: str, corpus: Sequence[Row]) -> Encoder:
+    """An encoder for a new index.
 
-
-def encoder_class(name: str) -> Any:
-    """The class of an encoder.
+    Args:
+        model: folder or hub name of a sentence-transformers model; empty for the name's own.
 
     Raises:
-        RetrieverError: no such encoder.
+        RetrieverError: no such encoder, or its model cannot be loaded.
     """
-    if name not in ENCODERS:
-        raise RetrieverError(f"encoder {name!r} is unknown; available are {', '.join(ENCODERS)}")
-    return ENCODERS[name]
+    from retriever.dense import RECIPES, DenseEncoder
+
+    if name == HashedEncoder.name:
+        if model:
+            raise RetrieverError(f"--retriever_model {model}: hashed has no model; leave it out")
+        return HashedEncoder.fit(corpus)
+    if name not in RECIPES:
+        raise RetrieverError(f"encoder {name!r} is unknown; available are hashed, {', '.join(RECIPES)}, bm25")
+    return DenseEncoder(name, model)
+
+
+def load_encoder(folder: Path, name: str, model: str) -> Encoder:
+    """The encoder that `save` wrote into a folder.
+
+    Raises:
+        RetrieverError: no such encoder, no such model, or a model that is not the index's.
+    """
+    if name == HashedEncoder.name and not model:
+        return HashedEncoder.load(folder)
+    encoder = make_encoder(name, model, ())
+    check_probe(encoder, folder)
+    return encoder
+
+
+def check_probe(encoder: Encoder, folder: Path) -> None:
+    """Compares the encoder with the one that built the index: two models may share a dimension.
+
+    Raises:
+        RetrieverError: their vectors of one text differ.
+    """
+    from retriever.dense import PROBE_FILE, probe
+
+    with _reading(folder / PROBE_FILE) as path:
+        kept = np.load(path)  # float32 [dimension]
+    if kept.shape != (encoder.dimension,):
+        raise RetrieverError(
+            f"{folder}: holds vectors of dimension {kept.size}, and {encoder.model} makes"
+            f" {encoder.dimension}; set --retriever_model to the model that built it"
+        )
+    own = probe(encoder)
+    if (likeness := cosine(kept, own)) < 0.98:  # fp16 and another machine's kernels stay above 0.999
+        raise RetrieverError(
+            f"{folder}: was built with another model than {encoder.model} (likeness {likeness:.2f} of one"
+            " text's vectors); set --retriever_model to the model that built it"
+        )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Path]:
+    try:
+        yield path
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise RetrieverError(
+            f"{path}: cannot be read ({type(error).__name__}: {error}); build the index again"
+        ) from error
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Of two vectors."""
+    return float(a @ b / max(1e-12, float(np.linalg.norm(a) * np.linalg.norm(b))))

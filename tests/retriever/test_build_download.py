@@ -1,0 +1,82 @@
+"""scripts/download.py: joins, unpacks and checks; files in the folder need no network."""
+
+import gzip
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("faiss")
+
+import faiss
+
+PATH = Path(__file__).parents[2] / "scripts" / "download.py"
+
+
+@pytest.fixture(scope="module")
+def download():
+    spec = importlib.util.spec_from_file_location("download", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+
+    def fail(*_, **__):
+        raise hub.errors.LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(hub, "hf_hub_download", fail)
+
+
+@pytest.fixture
+def parts(tmp_path):
+    index = faiss.IndexFlatIP(8)
+    index.add(np.random.default_rng(0).standard_normal((50, 8), dtype=np.float32))
+    whole = faiss.serialize_index(index).tobytes()
+    (tmp_path / "part_aa").write_bytes(whole[:1000])
+    (tmp_path / "part_ab").write_bytes(whole[1000:])
+    return whole
+
+
+def test_parts_are_joined(download, tmp_path, parts, no_network, capsys):
+    assert download.main(["index", "--output", str(tmp_path), "--remove_parts"]) == 0
+    assert (tmp_path / "e5_Flat.index").read_bytes() == parts
+    assert [path.name for path in tmp_path.iterdir()] == ["e5_Flat.index"]
+    assert capsys.readouterr().out.endswith("e5_Flat.index: 50 vectors\n")
+
+
+def test_a_short_part_is_found(download, tmp_path, parts, no_network, capsys):
+    (tmp_path / "part_ab").write_bytes(parts[1000:-4])
+    assert download.main(["index", "--output", str(tmp_path)]) == 2
+    assert "has 1,641 bytes where 50 vectors of dimension 8 take 1,645" in capsys.readouterr().err
+
+
+def test_the_corpus_is_unpacked_and_checked(download, tmp_path, no_network, capsys):
+    rows = "".join(json.dumps({"id": str(i), "contents": "text"}) + "\n" for i in range(5))
+    packed = tmp_path / "wiki-18.jsonl.gz"
+    packed.write_bytes(gzip.compress(rows.encode())[:-6])
+    assert download.main(["corpus", "--output", str(tmp_path)]) == 2
+    assert "damaged" in capsys.readouterr().err
+    assert not (tmp_path / "wiki-18.jsonl").exists()
+    packed.write_bytes(gzip.compress(rows.encode()))
+    assert download.main(["corpus", "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "wiki-18.jsonl").read_text() == rows
+    assert capsys.readouterr().out.endswith("wiki-18.jsonl: 5 passages\n")
+
+
+def test_no_network(download, tmp_path, no_network, capsys):
+    assert download.main(["index", "--output", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert "part_aa of https://huggingface.co/datasets/PeterJinGo/wiki-18-e5-index" in error
+    assert f"copy the file to {tmp_path / 'new' / 'part_aa'}" in error
+
+
+def test_a_full_disk(download, tmp_path, parts, no_network, monkeypatch, capsys):
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10}))
+    assert download.main(["index", "--output", str(tmp_path)]) == 2
+    assert "needs up to 1,645 bytes more and 10 are free" in capsys.readouterr().err
