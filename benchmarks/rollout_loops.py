@@ -5,6 +5,7 @@
 Lock step (as in Search-R1): every trajectory waits until all have written their turn and got their
 documents. Continuous: one coroutine a trajectory. Both loops write the same turns with the same seeds;
 turn lengths are heavy-tailed (log-normal), documents take `--search-ms`. Rounds alternate.
+The policy has random weights and no end-of-text token.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ HF_CONFIG = {
     "head_dim": 32,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
-    "eos_token_id": 1,
 }
 DOCUMENT_TOKENS = 60
 
@@ -134,7 +134,9 @@ def main() -> None:
     params = jax.jit(policy.init)(jax.random.key(0))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        build_word_tokenizer().save_pretrained(folder / "tokenizer")
+        tokenizer = build_word_tokenizer()
+        tokenizer.eos_token = None  # turns have exactly the lengths that were drawn
+        tokenizer.save_pretrained(folder / "tokenizer")
         model = save_folder(params, HF_CONFIG, folder / "model", "float32", folder / "tokenizer")
         store = SnapshotStore(folder / "snapshots", keep=1, dtype=jnp.float32)
         snapshot = store.publish(0, params, step=0, hf_config=HF_CONFIG, tokenizer_hash="benchmark")

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 MAX_QUERIES = 1024
 MAX_QUERY_LENGTH = 8192  # characters
 MAX_TOPK = 1000
+MAX_URLS = 256
 
 Found = list[tuple[dict[str, Any], float]]
 
@@ -39,6 +40,14 @@ class RetrieveRequest(BaseModel):
     def depth(self, default: int) -> int:
         """How many documents to look up per query."""
         return (self.topk_retrieval if self.is_calibadv else self.topk) or default
+
+
+class AccessRequest(BaseModel):
+    """RLinf's page access."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    urls: list[str] = Field(min_length=1, max_length=MAX_URLS)
 
 
 def render(request: RetrieveRequest, found: list[Found]) -> dict[str, Any]:

@@ -5,58 +5,67 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m retriever.serve", description=__doc__)
-    parser.add_argument("--corpus_path", type=Path, required=True, help="JSONL of {id, contents}, or .gz")
-    parser.add_argument("--index_path", type=Path, required=True, help="folder of the index, or a FAISS file")
-    parser.add_argument("--build_if_missing", action="store_true", help="build the index first")
-    parser.add_argument(
-        "--retriever_name", default="", help="hashed, e5, bge, dense, bm25; default: the index's"
-    )
-    parser.add_argument("--retriever_model", default="", help="folder or hub name of the encoder's model")
-    parser.add_argument("--faiss_gpu", action="store_true", help="spread the index over all GPUs in fp16")
-    parser.add_argument("--mmap", action="store_true", help="read the index from disk as it is needed")
-    parser.add_argument(
-        "--engine", default="", choices=["", "faiss", "jax"], help="what searches a flat index"
-    )
-    parser.add_argument("--retrieval_topk", type=int, default=3, help="documents where a request names none")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument("--port_file", type=Path, help="written with the port once the service is ready")
-    parser.add_argument("--parent_pid", type=int, help="stop when this process has ended")
-    parser.add_argument("--threads", type=int, default=1, help="threads of one search (default: %(default)s)")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse(argv)
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(name, str(arguments.threads))
-
     from retriever.errors import RetrieverError
-    from retriever.index import open_index
-    from retriever.service import make_app
+    from retriever.options import parse
 
     try:
-        index = open_index(
-            arguments.index_path,
-            arguments.corpus_path,
-            name=arguments.retriever_name,
-            model=arguments.retriever_model,
-            faiss_gpu=arguments.faiss_gpu,
-            mmap=arguments.mmap,
-            engine=arguments.engine,
-            build_if_missing=arguments.build_if_missing,
-        )
+        arguments = parse(argv)
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ.setdefault(name, str(arguments.threads))
+        app = load(arguments)
     except RetrieverError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    run(make_app(index, arguments.retrieval_topk), arguments)
+    run(app, arguments)
     return 0
+
+
+def load(arguments: argparse.Namespace) -> Any:
+    """The application over what the options name.
+
+    Raises:
+        RetrieverError: something is missing, damaged, too large, or does not belong together.
+    """
+    from retriever.cache import ResultCache
+    from retriever.index import open_index
+    from retriever.options import read_token
+    from retriever.pages import Pages
+    from retriever.rerank import Reranker
+    from retriever.service import Limits, make_app
+
+    token = read_token(arguments)
+    if arguments.host not in ("127.0.0.1", "localhost", "::1") and not token:
+        sys.stderr.write(f"warning: {arguments.host} is open to the network without --token_file\n")
+    index = open_index(
+        arguments.index_path,
+        arguments.corpus_path,
+        name=arguments.retriever_name,
+        model=arguments.retriever_model,
+        faiss_gpu=arguments.faiss_gpu,
+        mmap=arguments.mmap,
+        engine=arguments.engine,
+        build_if_missing=arguments.build_if_missing,
+    )
+    reranker = None
+    if arguments.reranker_model:
+        reranker = Reranker(arguments.reranker_model, arguments.reranker_batch_size)
+    cache = None
+    if arguments.cache_path is not None:
+        cache = ResultCache(arguments.cache_path, index.manifest, arguments.cache_mode)
+    return make_app(
+        index,
+        arguments.retrieval_topk,
+        rerank_topk=arguments.reranking_topk,
+        reranker=reranker,
+        cache=cache,
+        pages=None if arguments.pages_path is None else Pages(arguments.pages_path),
+        limits=Limits(max_batch=arguments.max_batch, max_queue=arguments.max_queue),
+        token=token,
+    )
 
 
 def run(app: Any, arguments: argparse.Namespace) -> None:

@@ -1,0 +1,83 @@
+"""Results on disk by what was asked: repeats cost nothing, and a run can be repeated offline, exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from retriever.errors import RetrieverError
+from retriever.protocol import Found
+
+CacheMode = Literal["use", "replay"]
+
+
+class NotRecorded(Exception):
+    """Replay was asked for a query that the store does not hold."""
+
+
+class ResultCache:
+    """Content-addressed store: hash of query, depth and index identity -> documents and scores.
+
+    Args:
+        identity: of index and reranker; results of another one are never mixed in.
+        mode: use: look up, search and store what is missing. replay: look up only.
+
+    Raises:
+        RetrieverError: the file is no such store, or replay is asked of one that does not exist.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, Any], mode: CacheMode):
+        if mode == "replay" and not path.is_file():
+            raise RetrieverError(f"{path}: nothing was recorded here; run once with --cache_mode use")
+        self.path, self.mode = path, mode
+        self._identity = json.dumps(identity, sort_keys=True)
+        self._lock = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._store = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._store.execute("PRAGMA journal_mode=WAL")
+            self._store.execute("PRAGMA synchronous=NORMAL")
+            self._store.execute("CREATE TABLE IF NOT EXISTS results (key BLOB PRIMARY KEY, found TEXT)")
+        except sqlite3.DatabaseError as error:
+            raise RetrieverError(
+                f"{path}: not a result store ({error}); choose another --cache_path"
+            ) from error
+
+    def look_up(self, queries: Sequence[str], k: int) -> list[Found | None]:
+        """What is known of each query.
+
+        Raises:
+            NotRecorded: in replay mode, with the first query that is not known.
+        """
+        known: list[Found | None] = []
+        for query in queries:
+            with self._lock:
+                row = self._store.execute(
+                    "SELECT found FROM results WHERE key = ?", (self._key(query, k),)
+                ).fetchone()
+            if row is None and self.mode == "replay":
+                raise NotRecorded(query)
+            known.append(None if row is None else [(entry, score) for entry, score in json.loads(row[0])])
+        return known
+
+    def store(self, queries: Sequence[str], k: int, found: Sequence[Found]) -> None:
+        """Keeps the results of queries."""
+        rows = [
+            (self._key(query, k), json.dumps(one, ensure_ascii=False))
+            for query, one in zip(queries, found, strict=True)
+        ]
+        with self._lock:
+            self._store.execute("BEGIN")
+            self._store.executemany("INSERT OR IGNORE INTO results VALUES (?, ?)", rows)
+            self._store.execute("COMMIT")
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _key(self, query: str, k: int) -> bytes:
+        return hashlib.sha256(json.dumps([self._identity, k, query]).encode()).digest()

@@ -1,0 +1,124 @@
+"""The service's options: on the command line, or in a YAML file whose keys are the options' names."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from pathlib import Path
+from typing import Any
+
+from retriever.errors import RetrieverError
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m retriever.serve", description="Starts the retrieval service.", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--config", type=Path, help="YAML file of options; the command line wins")
+    add("--corpus_path", type=Path, help="JSONL of {id, contents}, or .gz")
+    add("--index_path", type=Path, help="folder of the index, or a FAISS file")
+    add("--build_if_missing", action="store_true", help="build the index first")
+    add("--retriever_name", default="", help="hashed, e5, bge, dense, bm25; default: the index's")
+    add("--retriever_model", default="", help="folder or hub name of the encoder's model")
+    add("--retrieval_topk", type=int, default=3, help="documents where a request names none")
+    add("--faiss_gpu", action="store_true", help="spread the index over all GPUs in fp16")
+    add("--mmap", action="store_true", help="read the index from disk as it is needed")
+    add("--engine", default="", choices=["", "faiss", "jax"], help="what searches a flat index")
+    add("--reranker_model", default="", help="folder or hub name of a cross-encoder")
+    add("--reranking_topk", type=int, default=3, help="documents the reranker keeps")
+    add("--reranker_batch_size", type=int, default=32, help="pairs scored at once")
+    add("--pages_path", type=Path, help="JSONL of rows with url, for POST /access")
+    add("--cache_path", type=Path, help="file of the result store")
+    add("--cache_mode", choices=["use", "replay"], default="use", help="replay: answer from the store only")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    add("--token_file", type=Path, help="clients must send its content; or set RETRIEVER_TOKEN")
+    add("--port_file", type=Path, help="written with the port once the service is ready")
+    add("--parent_pid", type=int, help="stop when this process has ended")
+    add("--threads", type=int, default=1, help="threads of one search (default: %(default)s)")
+    add("--max_batch", type=int, default=256, help="queries of one search (default: %(default)s)")
+    add("--max_queue", type=int, default=8192, help="queries that may wait (default: %(default)s)")
+    return parser
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Options of the file, if one is given, under those of the command line.
+
+    Raises:
+        RetrieverError: unknown key, bad value, or no corpus or index.
+    """
+    parser = make_parser()
+    given = parser.parse_args(argv)
+    if given.config is not None:
+        parser.set_defaults(**_read_options(given.config, parser))
+        given = parser.parse_args(argv)
+    for name in ("corpus_path", "index_path"):
+        if getattr(given, name) is None:
+            raise RetrieverError(f"--{name} is missing; give it, or set {name} in the file of --config")
+    for name in (
+        "retrieval_topk",
+        "reranking_topk",
+        "reranker_batch_size",
+        "threads",
+        "max_batch",
+        "max_queue",
+    ):
+        if getattr(given, name) < 1:
+            raise RetrieverError(f"--{name} is {getattr(given, name)}, but must be at least 1")
+    return given
+
+
+def read_token(arguments: argparse.Namespace) -> str:
+    """The token clients must send; empty: none.
+
+    Raises:
+        RetrieverError: the file is missing or empty.
+    """
+    if arguments.token_file is None:
+        return os.environ.get("RETRIEVER_TOKEN", "")
+    if not arguments.token_file.is_file():
+        raise RetrieverError(f"{arguments.token_file}: no such file; mend --token_file")
+    token: str = arguments.token_file.read_text(encoding="utf-8").strip()
+    if not token:
+        raise RetrieverError(f"{arguments.token_file}: is empty; write a token into it")
+    return token
+
+
+def _read_options(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    import yaml
+
+    if not path.is_file():
+        raise RetrieverError(f"{path}: no such config file; configs/retriever.yaml is an example")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RetrieverError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise RetrieverError(f"{path}: expected keys and values, got {type(values).__name__}")
+    actions = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
+    options = {}
+    for name, value in values.items():
+        if name not in actions:
+            near = difflib.get_close_matches(str(name), actions, n=1)
+            raise RetrieverError(
+                f"{path}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        options[name] = _convert(path, name, value, actions[name])
+    return options
+
+
+def _convert(path: Path, name: str, value: Any, action: argparse.Action) -> Any:
+    if action.nargs == 0:  # a switch
+        if not isinstance(value, bool):
+            raise RetrieverError(f"{path}: {name} must be true or false, got {value!r}")
+        return value
+    kind: Any = action.type or str
+    try:
+        converted = kind(value)
+    except (TypeError, ValueError) as error:
+        raise RetrieverError(f"{path}: {name} must be of type {kind.__name__}, got {value!r}") from error
+    if action.choices is not None and converted not in action.choices:
+        raise RetrieverError(f"{path}: {name} is {value!r}; known are {', '.join(map(str, action.choices))}")
+    return converted
