@@ -1,0 +1,178 @@
+"""Throughput of the retrieval service against a plain server, with many single-query clients.
+
+    python -m benchmarks.retriever_load --corpus_path FILE --index_path FOLDER [--clients 64] [--seconds 10]
+
+The plain server, in the style of Search-R1: one request, one encode and one search, in FastAPI's thread
+pool. Same encoder, index and machine; the clients run in a process of their own; rounds alternate.
+``--soak SECONDS`` then keeps the load on the service and reports the growth of its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+def serve_plain(arguments: argparse.Namespace) -> None:
+    import uvicorn
+    from fastapi import FastAPI
+    from pydantic import BaseModel
+
+    from retriever.index import open_index
+
+    index = open_index(arguments.index_path, arguments.corpus_path)
+    app = FastAPI()
+
+    class Request(BaseModel):
+        queries: list[str]
+        topk: int = 3
+        return_scores: bool = False
+
+    @app.post("/retrieve")
+    def retrieve(request: Request) -> dict[str, Any]:
+        found = index.search(request.queries, request.topk)
+        return {"result": [[{"document": row, "score": score} for row, score in one] for one in found]}
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        return {"status": "ready"}
+
+    uvicorn.run(app, port=arguments.port, log_level="warning", access_log=False)
+
+
+def queries_of(corpus: Path, count: int) -> list[str]:
+    """Titles of passages spread over the corpus."""
+    from retriever.corpus import load_corpus, split_contents
+
+    rows = load_corpus(corpus)
+    step = max(1, len(rows) // count)
+    return [split_contents(rows[number]["contents"])[0] for number in range(0, len(rows), step)][:count]
+
+
+async def drive(url: str, queries: list[str], clients: int, seconds: float) -> list[float]:
+    """Latencies of all requests answered within `seconds`."""
+    import httpx
+
+    latencies: list[float] = []
+    limits = httpx.Limits(max_connections=None)
+    until = time.monotonic() + seconds
+    async with httpx.AsyncClient(timeout=120, trust_env=False, limits=limits) as http:
+
+        async def one(number: int) -> None:
+            while time.monotonic() < until:
+                begun = time.monotonic()
+                body = {"queries": [queries[number % len(queries)]], "topk": 3, "return_scores": True}
+                reply = await http.post(f"{url}/retrieve", json=body)
+                reply.raise_for_status()
+                latencies.append(time.monotonic() - begun)
+                number += clients
+
+        await asyncio.gather(*(one(number) for number in range(clients)))
+    return latencies
+
+
+def start(command: list[str], url: str) -> subprocess.Popen[bytes]:
+    import httpx
+
+    process = subprocess.Popen(command)
+    while True:
+        try:
+            if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+                return process
+        except httpx.HTTPError:
+            if process.poll() is not None:
+                raise SystemExit(f"{command} ended") from None
+            time.sleep(0.2)
+
+
+def measure(url: str, queries: list[str], arguments: argparse.Namespace, seconds: float) -> list[float]:
+    """Runs the clients in a process of their own."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(queries, file)
+        file.flush()
+        command = [sys.executable, "-m", "benchmarks.retriever_load", "--drive", url, "--queries", file.name]
+        command += ["--clients", str(arguments.clients), "--seconds", str(seconds)]
+        return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
+def resident(pid: int) -> float:
+    """Megabytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--corpus_path", type=Path)
+    parser.add_argument("--index_path", type=Path)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--soak", type=float, default=0.0)
+    parser.add_argument("--port", type=int, default=8231)
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--drive", help=argparse.SUPPRESS)
+    parser.add_argument("--queries", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.plain:
+        serve_plain(arguments)
+        return
+    if arguments.drive:
+        queries = json.loads(arguments.queries.read_text())
+        latencies = asyncio.run(drive(arguments.drive, queries, arguments.clients, arguments.seconds))
+        sys.stdout.write(json.dumps(latencies))
+        return
+    paths = ["--corpus_path", str(arguments.corpus_path), "--index_path", str(arguments.index_path)]
+    commands = {
+        "service": [sys.executable, "-m", "retriever.serve", *paths],
+        "plain": [sys.executable, "-m", "benchmarks.retriever_load", "--plain", *paths],
+    }
+    queries = queries_of(arguments.corpus_path, 2000)
+    urls = {name: f"http://127.0.0.1:{arguments.port + n}" for n, name in enumerate(commands)}
+    servers = {
+        name: start([*command, "--port", urls[name].rsplit(":", 1)[1]], urls[name])
+        for name, command in commands.items()
+    }
+    rates: dict[str, list[float]] = {name: [] for name in commands}
+    latencies: dict[str, list[float]] = {name: [] for name in commands}
+    try:
+        for number in range(arguments.rounds + 1):  # the first one warms up
+            for name, url in urls.items():
+                seconds = arguments.seconds if number else 2.0
+                found = measure(url, queries, arguments, seconds)
+                if number:
+                    rates[name].append(len(found) / seconds)
+                    latencies[name] += found
+        for name in commands:
+            ordered = sorted(latencies[name])
+            p50, p99 = (1000 * ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99))
+            rate = statistics.median(rates[name])
+            sys.stdout.write(f"{name:>8}  {rate:7.1f} queries/s  p50 {p50:.0f} ms  p99 {p99:.0f} ms\n")
+        ratio = statistics.median(rates["service"]) / statistics.median(rates["plain"])
+        sys.stdout.write(f"ratio of medians {ratio:.2f}\n")
+        servers["plain"].terminate()
+        if arguments.soak:
+            before = resident(servers["service"].pid)
+            count = len(measure(urls["service"], queries, arguments, arguments.soak))
+            after = resident(servers["service"].pid)
+            sys.stdout.write(
+                f"soak {arguments.soak:.0f} s, {count} requests: {before:.0f} MB -> {after:.0f} MB\n"
+            )
+    finally:
+        for server in servers.values():
+            server.terminate()
+            server.wait()
+
+
+if __name__ == "__main__":
+    main()
