@@ -219,7 +219,7 @@ class Trainer:
 
         from calibadv_jax.learner.batching import Sample, pack, unpack
 
-        length = min(PROBE_TOKENS, self.config.learner.row_length)
+        length = min(PROBE_TOKENS, self.config.rollout.max_length - 1)  # a worker samples one more
         tokens = np.random.default_rng(0).integers(0, len(self.model.tokenizer), length).astype(np.int32)
         theirs = self.rollouts.probe(tokens.tolist())
         if not theirs:

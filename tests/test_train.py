@@ -111,6 +111,46 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, noisy_rewards, m
 
 
 @pytest.mark.slow
+def test_vllm_worker_synchronous_and_ahead_by_one_step(tmp_path, noisy_rewards):
+    """The trainer over a real worker: on-policy first, then resumed with rollouts one step ahead."""
+    pytest.importorskip("vllm")
+    from calibadv_jax import train
+    from calibadv_jax.data.world import write_world
+    from calibadv_jax.wiring import open_workers
+
+    overrides = ["sampler.name=vllm", "sampler.flavour=cpu", "policy.init.head_dim=32"]
+    config = config_of(tmp_path / "run", *overrides, "learner.steps=3", "checkpoint.snapshot_dtype=float32")
+    write_world(config.world)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in (tmp_path / "run/world/tokenizer").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    hf_config = config.policy.init | {"vocab_size": 398, "eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    with open_workers(config, folder) as workers:
+        sampler = replace(config.sampler, urls=workers)
+        train.run(replace(config, sampler=sampler))
+        ahead = replace(
+            config,
+            sampler=sampler,
+            rollout=replace(config.rollout, max_staleness=1),
+            loss=replace(config.loss, importance_cap=2.0),
+            learner=replace(config.learner, steps=7),
+        )
+        train.run(ahead)
+    written = rows(tmp_path / "run")
+    assert [row["step"] for row in written] == list(range(1, 8))
+    for row in written[:3]:
+        assert row["rollout/staleness/max"] == 0 and row["rollout/mixed_versions"] == 0
+    stale = [row["rollout/staleness/max"] for row in written[3:]]
+    assert max(stale) == 1 and min(stale) >= 0
+    for row in written:
+        assert row["rollout/probe_logprob_diff_mean"] < 1e-3 and row["rollout/workers"] == 1
+        assert row["actor/grad_norm"] > 0
+    assert all(row["actor/sampler_mismatch"] < 1e-3 for row in written[:3])
+
+
+@pytest.mark.slow
 def test_chain_from_cold_start_to_export(tmp_path):
     """sft, train, evaluate, export and doctor through their command lines, on their own small world."""
     from transformers import AutoTokenizer
