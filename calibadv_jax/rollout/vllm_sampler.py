@@ -121,7 +121,11 @@ class VllmSampler:
         """
         version = int(snapshot.name.removeprefix("v"))
         self._snapshot = (snapshot.absolute(), version)
-        await asyncio.gather(*(self._bring(worker) for worker in self.workers))
+        # A refusal of one is raised when all are done: a swap that is broken off leaves its worker paused.
+        swaps = [self._bring(worker) for worker in self.workers]
+        for outcome in await asyncio.gather(*swaps, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
         await self._wait_for_any()
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:

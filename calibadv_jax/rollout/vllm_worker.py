@@ -78,7 +78,10 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
     if arguments.flavour == "gpu":
         command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization)]
     if arguments.flavour == "cpu":
-        command += ["--enforce-eager"]
+        # vLLM 0.32 on CPU dies where the prompt of a seeded completion is prefilled in parts: torch's CPU
+        # generator has no offset to set back. So prompts are taken whole.
+        whole = max(8192, arguments.max_model_len or 0)
+        command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(whole)]
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(arguments.kv_cache_gib)
     return command + arguments.extra, environment
 

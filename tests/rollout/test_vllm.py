@@ -133,6 +133,23 @@ def test_seeds_stops_and_reasons(pair):
     pair.run(ask)
 
 
+def test_many_long_seeded_prompts_at_once(pair):
+    """More tokens than one step takes: on CPU a prompt prefilled in parts once killed the engine."""
+    sampling = [SamplingParams(max_tokens=4, seed=number) for number in range(48)]
+
+    async def ask(sampler):
+        await sampler.load(pair.publish(15, pair.params(15)))
+        done = await asyncio.gather(
+            *(
+                sampler.generate(context, sampling[number], f"s{number}")
+                for number, context in enumerate(prompts(48, 1000))
+            )
+        )
+        assert all(completion.token_ids for completion in done) and sampler.lost_count == 0
+
+    pair.run(ask)
+
+
 def pair_tokenizer(rig):
     from transformers import AutoTokenizer
 
