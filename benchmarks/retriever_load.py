@@ -20,21 +20,25 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+
+class Request(BaseModel):
+    """Search-R1's request."""
+
+    queries: list[str]
+    topk: int = 3
+    return_scores: bool = False
+
 
 def serve_plain(arguments: argparse.Namespace) -> None:
     import uvicorn
     from fastapi import FastAPI
-    from pydantic import BaseModel
 
     from retriever.index import open_index
 
     index = open_index(arguments.index_path, arguments.corpus_path)
     app = FastAPI()
-
-    class Request(BaseModel):
-        queries: list[str]
-        topk: int = 3
-        return_scores: bool = False
 
     @app.post("/retrieve")
     def retrieve(request: Request) -> dict[str, Any]:
