@@ -17,6 +17,7 @@ BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
 MAX_BATCH = 256  # queries in one request
 FIRST_DELAY = 0.2  # seconds before the second attempt; doubles up to LAST_DELAY
 LAST_DELAY = 10.0
+KEEPALIVE_SECONDS = 2.0  # below the server's five: it must not close a connection just as it is used again
 
 
 class BadReply(Exception):
@@ -82,7 +83,8 @@ class RetrieverClient:
         import httpx
 
         verify = self.url.startswith("https")  # loading certificates costs more than a local search
-        return httpx.AsyncClient(timeout=self.config.timeout, trust_env=False, verify=verify)
+        limits = httpx.Limits(keepalive_expiry=KEEPALIVE_SECONDS)
+        return httpx.AsyncClient(timeout=self.config.timeout, trust_env=False, verify=verify, limits=limits)
 
     async def _send(self) -> None:
         """Ends where nothing waits, without a pause in between: a query that comes later starts it anew."""

@@ -25,6 +25,7 @@ from calibadv_jax.rollout.protocols import Completion, SamplingParams
 from calibadv_jax.trajectory import StopReason
 
 PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
+KEEPALIVE_SECONDS = 2.0  # below the server's five: it must not close a connection just as it is used again
 SWAP_TIMEOUT = 1800.0  # seconds a worker may take to load a snapshot
 
 
@@ -56,7 +57,9 @@ class VllmSampler:
     def __init__(self, urls: Sequence[str], config: SamplerConfig, tokenizer_hash: str):
         self.config, self.tokenizer_hash = config, tokenizer_hash
         self.run = uuid.uuid4().hex[:12]
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_SECONDS
+        )
         self.workers = [
             Worker(
                 url.rstrip("/"),
@@ -229,8 +232,11 @@ class VllmSampler:
             await asyncio.sleep(PROBE_PAUSE)
             try:
                 await self._swap(worker)
-            except (WorkerLost, UserError) as error:
+            except WorkerLost as error:
                 worker.lost = str(error)
+            except UserError as error:  # it would refuse the snapshot again; the next one it is offered anew
+                worker.lost = str(error)
+                return
 
     async def _bring(self, worker: Worker) -> None:
         try:

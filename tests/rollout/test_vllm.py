@@ -20,7 +20,7 @@ from calibadv_jax.snapshots.huggingface import save_folder
 
 pytestmark = pytest.mark.slow
 
-LONG = SamplingParams(max_tokens=200, temperature=1.0, seed=1)
+LONG = SamplingParams(max_tokens=900, temperature=1.0, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -158,47 +158,6 @@ def pair_tokenizer(rig):
 
 def label(url):
     return httpx.get(f"{url}/weight_info", timeout=60, trust_env=False).json()["weight_version"]
-
-
-def test_a_bad_snapshot_is_refused_and_the_old_weights_keep_serving(pair, tmp_path):
-    prompt = prompts(1, 30)[0]
-
-    async def ask(sampler):
-        good = pair.publish(20, pair.params(20))
-        await sampler.load(good)
-        before = await sampler.generate(prompt, GREEDY, "a")
-        labels = [label(url) for url in pair.urls]
-
-        torn = pair.publish(21, pair.params(21))
-        biggest = max((p for p in torn.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-        data = bytearray(biggest.read_bytes())
-        data[len(data) // 2] ^= 0xFF
-        biggest.write_bytes(data)
-        with pytest.raises(UserError, match="refuses .*v000021: .*torn snapshot"):
-            await sampler.load(torn)
-
-        foreign = Rig(tmp_path / "foreign", SHAPE | MODELS["qwen2-tied"] | {"rope_theta": 5e4})
-        snapshot = foreign.publish(22, foreign.params(0))
-        with pytest.raises(UserError, match=r"another model: rope_theta 50000.0 instead of 10000.0"):
-            await sampler.load(snapshot)
-
-        unfinished = pair.publish(23, pair.params(23))
-        (unfinished / "manifest.json").unlink()
-        with pytest.raises(UserError, match="not a complete snapshot"):
-            await sampler.load(unfinished)
-
-        other_words = Rig(tmp_path / "words", SHAPE | MODELS["qwen2-tied"], tokenizer_hash="of another")
-        with pytest.raises(UserError, match="another tokenizer"):
-            await sampler.load(other_words.publish(24, other_words.params(0)))
-
-        assert [label(url) for url in pair.urls] == labels
-        parameters = {"max_tokens": 12, "temperature": 0.0}
-        for url in pair.urls:
-            body = {"token_ids": prompt, "sampling_params": parameters}
-            reply = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=60, trust_env=False)
-            assert reply.json()["choices"][0]["token_ids"] == before.token_ids
-
-    pair.run(ask)
 
 
 def test_a_swap_while_completions_are_in_progress(pair):
