@@ -42,6 +42,7 @@ class Worker:
     version: int | None = None  # it serves; None: not known to be usable
     busy: int = 0  # completions in progress
     lost: str = "not started"  # why it is not usable
+    refusal: UserError | None = None  # why it will not be before another snapshot is loaded
     reviving: asyncio.Task[None] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights are swapped
 
@@ -74,7 +75,7 @@ class VllmSampler:
         ]
         self._snapshot: tuple[Path, int] | None = None
         self._home: dict[str, Worker] = {}  # session -> where its prefix is cached
-        self._usable = asyncio.Event()
+        self._changed = asyncio.Event()  # a worker has become usable, or refused the snapshot
         self.lost_count = 0
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
@@ -95,7 +96,7 @@ class VllmSampler:
             worker = await self._choose(session)
             worker.busy += 1
             try:
-                part = await self._ask(worker, [*token_ids, *tokens], sampling, len(tokens), session)
+                part = await self._ask(worker, [*token_ids, *tokens], sampling, len(tokens))
             except WorkerLost as error:
                 self._lose(worker, str(error))
                 continue
@@ -173,9 +174,12 @@ class VllmSampler:
 
     async def _wait_for_any(self) -> None:
         while all(worker.version is None for worker in self.workers):
-            self._usable.clear()
+            refusals = [worker.refusal for worker in self.workers if worker.refusal is not None]
+            if len(refusals) == len(self.workers):
+                raise refusals[0]
+            self._changed.clear()
             try:
-                await asyncio.wait_for(self._usable.wait(), self.config.patience)
+                await asyncio.wait_for(self._changed.wait(), self.config.patience)
             except TimeoutError:
                 states = "; ".join(f"{worker.url}: {worker.lost}" for worker in self.workers)
                 raise UserError(
@@ -184,7 +188,7 @@ class VllmSampler:
                 ) from None
 
     async def _ask(
-        self, worker: Worker, context: list[int], sampling: SamplingParams, done: int, session: str
+        self, worker: Worker, context: list[int], sampling: SamplingParams, done: int
     ) -> Completion:
         parameters = {
             "max_tokens": sampling.max_tokens - done,
@@ -235,7 +239,8 @@ class VllmSampler:
             except WorkerLost as error:
                 worker.lost = str(error)
             except UserError as error:  # it would refuse the snapshot again; the next one it is offered anew
-                worker.lost = str(error)
+                worker.lost, worker.refusal = str(error), error
+                self._changed.set()
                 return
 
     async def _bring(self, worker: Worker) -> None:
@@ -248,38 +253,40 @@ class VllmSampler:
         """Loads the current snapshot; raises WorkerLost, or UserError where the snapshot is refused."""
         async with worker.lock:
             assert self._snapshot is not None
+            worker.refusal = None
             while worker.version != (wanted := self._snapshot[1]):
                 known, worker.version = worker.version, None  # nothing new goes there meanwhile
                 path = self._snapshot[0]
                 if known is None:
                     info = {"session": self.run, "tokenizer": self.tokenizer_hash}
-                    await self._post(
-                        worker,
-                        "/init_weight_transfer_engine",
-                        refusal="refuses the run",
-                        json={"init_info": info},
-                    )
-                await self._post(worker, "/pause", params={"mode": "abort"})
+                    route = "/init_weight_transfer_engine"
+                    await self._control(worker, route, refusal="refuses the run", json={"init_info": info})
+                await self._control(worker, "/pause", params={"mode": "abort"})
                 try:
                     await self._update(worker, path, wanted)
                 finally:
-                    await self._post(worker, "/resume")
+                    await self._control(worker, "/resume")
                 worker.version, worker.lost = wanted, ""
-                self._usable.set()
+                self._changed.set()
 
     async def _update(self, worker: Worker, path: Path, version: int) -> None:
         try:
-            await self._post(worker, "/start_weight_update")
+            await self._control(worker, "/start_weight_update")
         except WorkerLost as error:
             if "already active" not in str(error):
                 raise
-            await self._post(worker, "/finish_weight_update")  # a trainer stopped amid its swap
-            await self._post(worker, "/start_weight_update")
+            await self._control(worker, "/finish_weight_update")  # a trainer stopped amid its swap
+            await self._control(worker, "/start_weight_update")
         update = {"update_info": {"path": str(path), "version": version}}
-        await self._post(
+        await self._control(
             worker, "/update_weights", refusal=f"refuses {path}", json=update, timeout=SWAP_TIMEOUT
         )
-        await self._post(worker, "/finish_weight_update", json={"weight_version": f"{self.run}/{version}"})
+        label = {"weight_version": f"{self.run}/{version}"}
+        await self._control(worker, "/finish_weight_update", json=label)
+
+    async def _control(self, worker: Worker, route: str, refusal: str = "", **arguments: Any) -> Any:
+        """`_post` on a connection of its own: vLLM's server closes the one on which it reported a failure."""
+        return await self._post(worker, route, refusal, headers={"connection": "close"}, **arguments)
 
     async def _post(self, worker: Worker, route: str, refusal: str = "", **arguments: Any) -> Any:
         """The JSON reply of a route.

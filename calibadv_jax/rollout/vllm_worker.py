@@ -83,6 +83,11 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
         whole = max(8192, arguments.max_model_len or 0)
         command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(whole)]
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(arguments.kv_cache_gib)
+        # By itself vLLM ties every server to the same first cores, where two servers, or one beside a
+        # learner, starve one another; and its scheduler spins on a core of its own.
+        threads = max(1, (os.cpu_count() or 1) - 1)
+        placement = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+        environment |= {name: os.environ.get(name, value) for name, value in placement.items()}
     return command + arguments.extra, environment
 
 

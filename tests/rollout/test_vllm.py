@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("torch")
-from vllm_rig import GREEDY, MODELS, SHAPE, Rig, gap_to_greedy, prompts
+from vllm_rig import GREEDY, MAX_LENGTH, MODELS, SHAPE, Rig, gap_to_greedy, prompts
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.rollout.protocols import SamplingParams
@@ -20,7 +20,7 @@ from calibadv_jax.snapshots.huggingface import save_folder
 
 pytestmark = pytest.mark.slow
 
-LONG = SamplingParams(max_tokens=900, temperature=1.0, seed=1)
+LONG = SamplingParams(max_tokens=MAX_LENGTH - 100, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_seeds_stops_and_reasons(pair):
         assert cut.stop_reason == "stop"
         assert cut.token_ids == one.token_ids[: first + 1]  # the stop string's own token is kept
         with pytest.raises(UserError, match="refuses /inference/v1/generate: .*maximum model length"):
-            await sampler.generate(prompts(1, 1100)[0], free, "e")
+            await sampler.generate(prompts(1, MAX_LENGTH + 100)[0], free, "e")
 
     pair.run(ask)
 
@@ -160,24 +160,86 @@ def label(url):
     return httpx.get(f"{url}/weight_info", timeout=60, trust_env=False).json()["weight_version"]
 
 
-def test_a_swap_while_completions_are_in_progress(pair):
-    """They are cut, go on with the new weights, and say which versions wrote them."""
+def test_a_bad_snapshot_is_refused_and_the_old_weights_keep_serving(pair, tmp_path):
+    prompt = prompts(1, 30)[0]
 
     async def ask(sampler):
-        await sampler.load(pair.publish(30, pair.params(30)))
-        contexts = prompts(24, 40)
-        tasks = [
-            asyncio.create_task(sampler.generate(context, LONG, f"s{number}"))
-            for number, context in enumerate(contexts)
+        good = pair.publish(20, pair.params(20))
+        await sampler.load(good)
+        before = await sampler.generate(prompt, GREEDY, "a")
+        labels = [label(url) for url in pair.urls]
+
+        torn = pair.publish(21, pair.params(21))
+        biggest = max((p for p in torn.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+        data = bytearray(biggest.read_bytes())
+        data[len(data) // 2] ^= 0xFF
+        biggest.write_bytes(data)
+        with pytest.raises(UserError, match="refuses .*v000021: .*torn snapshot"):
+            await sampler.load(torn)
+
+        foreign = Rig(tmp_path / "foreign", SHAPE | MODELS["qwen2-tied"] | {"rope_theta": 5e4})
+        snapshot = foreign.publish(22, foreign.params(0))
+        with pytest.raises(UserError, match=r"another model: rope_theta 50000.0 instead of 10000.0"):
+            await sampler.load(snapshot)
+
+        unfinished = pair.publish(23, pair.params(23))
+        (unfinished / "manifest.json").unlink()
+        with pytest.raises(UserError, match="not a complete snapshot"):
+            await sampler.load(unfinished)
+
+        other_words = Rig(tmp_path / "words", SHAPE | MODELS["qwen2-tied"], tokenizer_hash="of another")
+        with pytest.raises(UserError, match="another tokenizer"):
+            await sampler.load(other_words.publish(24, other_words.params(0)))
+
+        assert [label(url) for url in pair.urls] == labels
+        parameters = {"max_tokens": 12, "temperature": 0.0}
+        for url in pair.urls:
+            body = {"token_ids": prompt, "sampling_params": parameters}
+            reply = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=60, trust_env=False)
+            assert reply.json()["choices"][0]["token_ids"] == before.token_ids
+
+    pair.run(ask)
+
+
+async def generating(sampler, contexts):
+    """Tasks of long completions, once every worker has written tokens of them."""
+
+    def written():
+        return [
+            sum(
+                float(line.rsplit(" ", 1)[1])
+                for line in httpx.get(f"{url}/metrics", timeout=60, trust_env=False).text.splitlines()
+                if line.startswith("vllm:generation_tokens_total")
+            )
+            for url in (worker.url for worker in sampler.workers)
         ]
-        await asyncio.sleep(0.4)
-        await sampler.load(pair.publish(31, pair.params(31)))
-        done = await asyncio.gather(*tasks)
-        versions = {completion.policy_versions for completion in done}
-        assert (30, 31) in versions, versions
-        for completion in done:
-            assert len(completion.token_ids) == len(completion.logprobs)
-            assert len(completion.token_ids) == LONG.max_tokens or completion.stop_reason == "eos"
+
+    before = await asyncio.to_thread(written)
+    tasks = [
+        asyncio.create_task(sampler.generate(context, LONG, f"s{number}"))
+        for number, context in enumerate(contexts)
+    ]
+    while any(now <= then for now, then in zip(await asyncio.to_thread(written), before, strict=True)):
+        assert not all(task.done() for task in tasks), "they ended before anything was seen of them"
+    return tasks
+
+
+def test_a_swap_while_completions_are_in_progress(pair):
+    """They are cut, go on with the new weights, and say which versions wrote them."""
+    snapshots = [pair.publish(version, pair.params(version)) for version in (30, 31, 32, 33)]
+
+    async def ask(sampler):
+        await sampler.load(snapshots[0])
+        for version in (31, 32, 33):  # a starved server may see the swap when all is written: again then
+            tasks = await generating(sampler, prompts(8, 40))
+            await sampler.load(snapshots[version - 30])
+            done = await asyncio.gather(*tasks)
+            for completion in done:
+                assert len(completion.token_ids) == len(completion.logprobs) == LONG.max_tokens
+                assert set(completion.policy_versions) <= {version - 1, version}
+            if (version - 1, version) in {completion.policy_versions for completion in done}:
+                return
+        raise AssertionError("no completion was cut by a swap")
 
     pair.run(ask)
 
@@ -187,11 +249,7 @@ def test_a_killed_worker_loses_no_trajectory_and_comes_back_with_current_weights
 
     async def ask(sampler):
         await sampler.load(pair.publish(40, pair.params(40)))
-        tasks = [
-            asyncio.create_task(sampler.generate(context, LONG, f"s{number}"))
-            for number, context in enumerate(prompts(32, 40))
-        ]
-        await asyncio.sleep(0.3)
+        tasks = await generating(sampler, prompts(32, 40))
         kill_everything(pair.workers[1].process.pid)
         done = await asyncio.gather(*tasks)
         assert all(completion.policy_versions == (40,) for completion in done)

@@ -22,7 +22,7 @@ from calibadv_jax.rollout.vllm_sampler import VllmSampler
 from calibadv_jax.snapshots.huggingface import save_folder
 from calibadv_jax.snapshots.publish import SnapshotStore
 
-MAX_LENGTH = 1024
+MAX_LENGTH = 3072
 SHAPE = {
     "vocab_size": 398,
     "hidden_size": 64,
