@@ -27,9 +27,9 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.rollout.child_process import ChildService
 from calibadv_jax.rollout.protocols import SamplingParams
 from calibadv_jax.rollout.vllm_sampler import VllmSampler
+from calibadv_jax.rollout.vllm_worker import VllmWorkerProcess
 from calibadv_jax.snapshots.huggingface import save_folder
 from calibadv_jax.snapshots.publish import SnapshotStore
 
@@ -140,10 +140,9 @@ def main() -> None:
         model = save_folder(params, HF_CONFIG, folder / "model", "float32", folder / "tokenizer")
         store = SnapshotStore(folder / "snapshots", keep=1, dtype=jnp.float32)
         snapshot = store.publish(0, params, step=0, hf_config=HF_CONFIG, tokenizer_hash="benchmark")
-        command = [sys.executable, "-m", "calibadv_jax.rollout.vllm_worker", "--model", str(model)]
-        command += ["--flavour", arguments.flavour, "--dtype", "float32", "--max_model_len", "4096"]
-        command += ["--max_num_seqs", str(arguments.slots)]
-        with ChildService("worker", command, folder / "log", 1800, "") as worker:
+        options = {"flavour": arguments.flavour, "dtype": "float32"}
+        options |= {"max_model_len": 4096, "max_num_seqs": arguments.slots}
+        with VllmWorkerProcess(model, folder / "log", options) as worker:
             seconds = asyncio.run(measure(worker.url, snapshot, arguments))
     lines = []
     for label, values in seconds.items():

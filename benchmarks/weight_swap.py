@@ -25,8 +25,8 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.rollout.child_process import ChildService
 from calibadv_jax.rollout.vllm_sampler import VllmSampler
+from calibadv_jax.rollout.vllm_worker import VllmWorkerProcess
 from calibadv_jax.snapshots.huggingface import save_folder
 from calibadv_jax.snapshots.publish import SnapshotStore
 
@@ -85,9 +85,8 @@ def main() -> None:
             )
             published.append(time.monotonic() - begun)
         del params
-        command = [sys.executable, "-m", "calibadv_jax.rollout.vllm_worker", "--model", str(model)]
-        command += ["--flavour", arguments.flavour, "--max_model_len", "1024"]
-        with ChildService("worker", command, folder / "log", 1800, "") as worker:
+        options = {"flavour": arguments.flavour, "max_model_len": 1024}
+        with VllmWorkerProcess(model, folder / "log", options) as worker:
             seconds = asyncio.run(measure(worker.url, snapshots, folder / "copy"))
     lines = [f"{size / 1e9:.2f} GB of parameters; publishing took {statistics.median(published):.2f} s"]
     for label, values in seconds.items():

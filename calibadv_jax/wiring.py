@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import sys
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -176,18 +175,23 @@ def open_workers(config: Config, folder: Path) -> Iterator[list[str]]:
 
 
 def _vllm_child(config: Config, folder: Path, number: int) -> ChildService:
+    from calibadv_jax.rollout.vllm_worker import VllmWorkerProcess
+
     sampler = config.sampler
-    command = [sys.executable, "-m", "calibadv_jax.rollout.vllm_worker", "--model", str(folder)]
-    command += ["--flavour", sampler.flavour, "--dtype", config.policy.compute_dtype]
-    command += ["--max_model_len", str(config.rollout.max_length), "--max_num_seqs", str(sampler.slots)]
-    devices = sampler.worker_devices[number] if sampler.worker_devices else None
-    return ChildService(
-        f"vLLM worker {number}",
-        [*command, *sampler.worker_args],
+    options = {
+        "flavour": sampler.flavour,
+        "dtype": config.policy.compute_dtype,
+        "max_model_len": config.rollout.max_length,
+        "max_num_seqs": sampler.slots,
+    }
+    return VllmWorkerProcess(
+        folder,
         Path(config.run.dir) / f"vllm_worker_{number}.log",
-        sampler.start_timeout,
-        "sampler.start_timeout",
-        {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices},
+        options,
+        what=f"vLLM worker {number}",
+        more=sampler.worker_args,
+        devices=sampler.worker_devices[number] if sampler.worker_devices else None,
+        start_timeout=sampler.start_timeout,
     )
 
 

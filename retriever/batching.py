@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from retriever.protocol import Found
 
-Search = Callable[[Sequence[str], int], list[Found]]
+Search = Callable[[Sequence[str], int], Sequence[Found | Exception]]
 
 
 class Overloaded(Exception):
@@ -27,7 +27,8 @@ class SearchBatcher:
     """One search at a time, in a thread; what arrives meanwhile forms the next one.
 
     Args:
-        search: (queries, k) -> the k best of each; releases the GIL for its heavy part.
+        search: (queries, k) -> the k best of each, or why that query has none; releases the GIL for its
+            heavy part.
         max_batch: queries of one search.
         max_queue: queries that may wait; more are refused.
         max_wait: seconds a search waits for others to join.
@@ -52,8 +53,8 @@ class SearchBatcher:
         """Queries that wait for their search to begin."""
         return len(self._queue)
 
-    async def search(self, queries: Sequence[str], k: int) -> list[Found]:
-        """The k best rows of each query, best first.
+    async def search(self, queries: Sequence[str], k: int) -> list[Found | BaseException]:
+        """The k best rows of each query, best first, or why that query has none.
 
         Raises:
             Overloaded: the queue is full; nothing of the request was queued.
@@ -66,7 +67,7 @@ class SearchBatcher:
         if self._worker is None or self._worker.done():
             self._worker = loop.create_task(self._work())
         try:
-            return list(await asyncio.gather(*(one.future for one in waiting)))
+            return list(await asyncio.gather(*(one.future for one in waiting), return_exceptions=True))
         except BaseException:
             for one in waiting:
                 one.future.cancel()
@@ -88,7 +89,11 @@ class SearchBatcher:
                         one.future.set_exception(error)
                 continue
             for one, result in zip(batch, found, strict=True):
-                if not one.future.done():
+                if one.future.done():
+                    continue
+                if isinstance(result, Exception):
+                    one.future.set_exception(result)
+                else:
                     one.future.set_result(result)
 
     def _next_batch(self) -> list[_Waiting]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,14 +65,9 @@ class Index:
             return []
         scores, found = self._ranker.rank(queries, min(k, len(self.corpus)))
         return [
-            [(self.corpus[i], score) for score, i in _ordered(row, ids) if i >= 0]
+            [(self.corpus[i], score) for score, i in zip(row.tolist(), ids.tolist(), strict=True) if i >= 0]
             for row, ids in zip(scores, found, strict=True)
         ]
-
-
-def _ordered(scores: np.ndarray, ids: np.ndarray) -> list[tuple[float, int]]:
-    order = np.lexsort((ids, -scores))
-    return [(float(scores[j]), int(ids[j])) for j in order]
 
 
 def open_index(
@@ -86,6 +81,7 @@ def open_index(
     engine: str = "",
     build_if_missing: bool = False,
     progress: bool = True,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Index:
     """Loads a corpus and its index.
 
@@ -94,16 +90,20 @@ def open_index(
         name: encoder (hashed, e5, bge, dense) or bm25; empty: as the manifest says, or hashed to build.
         model: folder or hub name of the encoder's model; empty: as the manifest says, or the name's own.
         engine: faiss or jax for a flat index; empty: as it was built.
+        report: told what is being done.
 
     Raises:
         RetrieverError: either is missing, damaged or too large, they do not belong together, or the
             options do not fit the index.
     """
+    report(f"reading the corpus {corpus_path}")
     corpus = load_corpus(corpus_path, progress)
     if build_if_missing and not index_path.is_file() and not (index_path / MANIFEST).is_file():
+        report(f"building the index {index_path} over {len(corpus):,} passages")
         build_index(
             corpus, index_path, name or "hashed", progress=progress, options=BuildOptions(model=model)
         )
+    report(f"loading the index {index_path} over {len(corpus):,} passages")
     load = _load_file if index_path.is_file() else load_index
     return load(index_path, corpus, name=name, model=model, faiss_gpu=faiss_gpu, mmap=mmap, engine=engine)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from retriever.errors import RetrieverError
+from retriever.web_search import PROVIDERS
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -20,7 +21,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--corpus_path", type=Path, help="JSONL of {id, contents}, or .gz")
     add("--index_path", type=Path, help="folder of the index, or a FAISS file")
     add("--build_if_missing", action="store_true", help="build the index first")
-    add("--retriever_name", default="", help="hashed, e5, bge, dense, bm25; default: the index's")
+    add(
+        "--retriever_name",
+        default="",
+        help="hashed, e5, bge, dense, bm25, or google, serpapi",
+    )
     add("--retriever_model", default="", help="folder or hub name of the encoder's model")
     add("--retrieval_topk", type=int, default=3, help="documents where a request names none")
     add("--faiss_gpu", action="store_true", help="spread the index over all GPUs in fp16")
@@ -32,6 +37,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--pages_path", type=Path, help="JSONL of rows with url, for POST /access")
     add("--cache_path", type=Path, help="file of the result store")
     add("--cache_mode", choices=["use", "replay"], default="use", help="replay: answer from the store only")
+    add(
+        "--web_budget",
+        type=int,
+        default=0,
+        help="web search: requests that may be sent in all",
+    )
+    add("--web_endpoint", default="", help="web search: another address of the same API")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     add("--token_file", type=Path, help="clients must send its content; or set RETRIEVER_TOKEN")
@@ -47,16 +59,28 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Options of the file, if one is given, under those of the command line.
 
     Raises:
-        RetrieverError: unknown key, bad value, or no corpus or index.
+        RetrieverError: unknown key, bad value, an option that is missing or has no meaning.
     """
     parser = make_parser()
     given = parser.parse_args(argv)
     if given.config is not None:
         parser.set_defaults(**_read_options(given.config, parser))
         given = parser.parse_args(argv)
-    for name in ("corpus_path", "index_path"):
-        if getattr(given, name) is None:
+    if given.retriever_name in PROVIDERS:
+        needed = ["cache_path", "web_budget"]
+        unused = ["corpus_path", "index_path", "retriever_model"]
+    else:
+        needed = ["corpus_path", "index_path"]
+        unused = ["web_budget", "web_endpoint"]
+    for name in needed:
+        if not getattr(given, name):
             raise RetrieverError(f"--{name} is missing; give it, or set {name} in the file of --config")
+    for name in unused:
+        if getattr(given, name):
+            what = f"--retriever_name {given.retriever_name}" if given.retriever_name else "an index"
+            raise RetrieverError(f"--{name}: has no meaning for {what}; leave it out")
+    if given.web_budget < 0:
+        raise RetrieverError(f"--web_budget is {given.web_budget}, but must be at least 1")
     for name in (
         "retrieval_topk",
         "reranking_topk",

@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+Report = Callable[[str], None]  # told what is being done
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,22 +20,20 @@ def main(argv: list[str] | None = None) -> int:
         arguments = parse(argv)
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ.setdefault(name, str(arguments.threads))
-        app = load(arguments)
+        run(arguments)
     except RetrieverError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    run(app, arguments)
     return 0
 
 
-def load(arguments: argparse.Namespace) -> Any:
+def load(arguments: argparse.Namespace, report: Report = lambda _: None) -> Any:
     """The application over what the options name.
 
     Raises:
         RetrieverError: something is missing, damaged, too large, or does not belong together.
     """
     from retriever.cache import ResultCache
-    from retriever.index import open_index
     from retriever.options import read_token
     from retriever.pages import Pages
     from retriever.rerank import Reranker
@@ -40,24 +42,18 @@ def load(arguments: argparse.Namespace) -> Any:
     token = read_token(arguments)
     if arguments.host not in ("127.0.0.1", "localhost", "::1") and not token:
         sys.stderr.write(f"warning: {arguments.host} is open to the network without --token_file\n")
-    index = open_index(
-        arguments.index_path,
-        arguments.corpus_path,
-        name=arguments.retriever_name,
-        model=arguments.retriever_model,
-        faiss_gpu=arguments.faiss_gpu,
-        mmap=arguments.mmap,
-        engine=arguments.engine,
-        build_if_missing=arguments.build_if_missing,
-    )
+    searcher = _open_searcher(arguments, report)
     reranker = None
     if arguments.reranker_model:
+        report("loading the reranker")
         reranker = Reranker(arguments.reranker_model, arguments.reranker_batch_size)
     cache = None
     if arguments.cache_path is not None:
-        cache = ResultCache(arguments.cache_path, index.manifest, arguments.cache_mode)
+        cache = ResultCache(arguments.cache_path, searcher.manifest, arguments.cache_mode)
+    if arguments.pages_path is not None:
+        report("reading the pages")
     return make_app(
-        index,
+        searcher,
         arguments.retrieval_topk,
         rerank_topk=arguments.reranking_topk,
         reranker=reranker,
@@ -68,35 +64,80 @@ def load(arguments: argparse.Namespace) -> Any:
     )
 
 
-def run(app: Any, arguments: argparse.Namespace) -> None:
-    """Serves until a signal, or until the parent process has ended."""
+def _open_searcher(arguments: argparse.Namespace, report: Report) -> Any:
+    from retriever.web_search import PROVIDERS, Budget, WebSearch
+
+    if arguments.retriever_name in PROVIDERS:
+        spent = Path(f"{arguments.cache_path}.budget")
+        budget = Budget(spent, arguments.web_budget)
+        return WebSearch(arguments.retriever_name, budget, arguments.web_endpoint)
+    from retriever.index import open_index
+
+    return open_index(
+        arguments.index_path,
+        arguments.corpus_path,
+        name=arguments.retriever_name,
+        model=arguments.retriever_model,
+        faiss_gpu=arguments.faiss_gpu,
+        mmap=arguments.mmap,
+        engine=arguments.engine,
+        build_if_missing=arguments.build_if_missing,
+        report=report,
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Serves until a signal, or until the parent process has ended; says what it loads meanwhile.
+
+    Raises:
+        RetrieverError: the port is taken, or as `load`.
+    """
     import asyncio
     import socket
 
     import uvicorn
 
-    listener = socket.create_server((arguments.host, arguments.port))
+    from retriever.errors import RetrieverError
+    from retriever.loading import Loading
+
+    try:
+        listener = socket.create_server((arguments.host, arguments.port))
+    except OSError as error:
+        raise RetrieverError(
+            f"--port {arguments.port}: {arguments.host} does not give it ({error.strerror}); choose another"
+        ) from error
     port = listener.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    loading = Loading(lambda report: load(arguments, report))
+    server = uvicorn.Server(uvicorn.Config(loading, log_level="warning", access_log=False, lifespan="off"))
 
     async def watch() -> None:
-        while not server.started:
-            await asyncio.sleep(0.01)
+        try:
+            await loading.wait()
+        except BaseException:
+            server.should_exit = True
+            raise
         sys.stdout.write(f"ready on http://{arguments.host}:{port}\n")
         sys.stdout.flush()
         if arguments.port_file:
             unfinished = arguments.port_file.with_suffix(".unfinished")
             unfinished.write_text(str(port))
             os.replace(unfinished, arguments.port_file)
-        while arguments.parent_pid and os.getppid() == arguments.parent_pid:
+
+    async def follow_parent() -> None:
+        while os.getppid() == arguments.parent_pid:
             await asyncio.sleep(0.5)
-        if arguments.parent_pid:
-            server.should_exit = True
+        server.should_exit = True
 
     async def serve() -> None:
-        watching = asyncio.create_task(watch())
+        tasks = [asyncio.create_task(watch())]
+        if arguments.parent_pid:
+            tasks.append(asyncio.create_task(follow_parent()))
         await server.serve(sockets=[listener])
-        watching.cancel()
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
 
     asyncio.run(serve())
 

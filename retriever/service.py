@@ -27,6 +27,7 @@ from retriever.cache import NotRecorded, ResultCache
 from retriever.pages import Pages
 from retriever.protocol import MAX_QUERY_LENGTH, AccessRequest, Found, RetrieveRequest, render
 from retriever.rerank import Reranker
+from retriever.web_search import SearchFailed
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 RETRY_SECONDS = 1  # what a refused client is told to wait
@@ -37,7 +38,7 @@ class Searcher(Protocol):
 
     manifest: dict[str, Any]
 
-    def search(self, queries: Sequence[str], k: int) -> list[Found]: ...
+    def search(self, queries: Sequence[str], k: int) -> Sequence[Found | Exception]: ...
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,34 @@ class Engine:
         metrics.queue.set_function(lambda: self.batcher.queued)
 
     async def search(self, queries: list[str], k: int) -> list[Found]:
-        """The k best rows of each query; raises Overloaded or NotRecorded."""
+        """The k best rows of each query; raises Overloaded, NotRecorded, or why a query was not answered."""
         if self.cache is None:
-            return await self.batcher.search(queries, k)
+            return _all_found(await self.batcher.search(queries, k))
         known = await run_in_threadpool(self.cache.look_up, queries, k)
         missing = [number for number, found in enumerate(known) if found is None]
         self.metrics.cached.inc(len(known) - len(missing))
         if missing:
             asked = [queries[number] for number in missing]
-            found = await self.batcher.search(asked, k)
-            await run_in_threadpool(self.cache.store, asked, k, found)
-            for number, one in zip(missing, found, strict=True):
+            outcomes = await self.batcher.search(asked, k)
+            # What was found is kept even if another query failed: it may have been paid for.
+            fresh = {
+                query: one
+                for query, one in zip(asked, outcomes, strict=True)
+                if not isinstance(one, BaseException)
+            }
+            await run_in_threadpool(self.cache.store, list(fresh), k, list(fresh.values()))
+            for number, one in zip(missing, _all_found(outcomes), strict=True):
                 known[number] = one
         return [one for one in known if one is not None]
+
+
+def _all_found(outcomes: Sequence[Found | BaseException]) -> list[Found]:
+    found = []
+    for one in outcomes:
+        if isinstance(one, BaseException):
+            raise one
+        found.append(one)
+    return found
 
 
 def make_app(
@@ -184,6 +200,10 @@ def _add_error_replies(app: FastAPI) -> None:
     @app.exception_handler(NotRecorded)
     async def not_recorded(_: Request, error: NotRecorded) -> JSONResponse:
         return _error(409, f"replay: query {str(error)[:200]!r} was not recorded; run with --cache_mode use")
+
+    @app.exception_handler(SearchFailed)
+    async def not_answered(_: Request, error: SearchFailed) -> JSONResponse:
+        return _error(error.status, str(error))
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:

@@ -11,13 +11,13 @@ from typing import Any
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.errors import UserError
 from calibadv_jax.rollout.child_process import ChildService
+from calibadv_jax.rollout.http_client import open_client
 from calibadv_jax.trajectory import Document
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
 MAX_BATCH = 256  # queries in one request
 FIRST_DELAY = 0.2  # seconds before the second attempt; doubles up to LAST_DELAY
 LAST_DELAY = 10.0
-KEEPALIVE_SECONDS = 2.0  # below the server's five: it must not close a connection just as it is used again
 
 
 class BadReply(Exception):
@@ -47,7 +47,7 @@ class RetrieverClient:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # connections belong to the loop that opened them
             self._loop, self._waiting, self._sender = loop, [], None
-            self._http = self._connect()
+            self._http = open_client(self.url, self.config.timeout)
         futures = [loop.create_future() for _ in queries]
         self._waiting += zip(queries, futures, strict=True)
         if self._sender is None or self._sender.done():
@@ -78,13 +78,6 @@ class RetrieverClient:
         if self._loop is asyncio.get_running_loop():
             await self._http.aclose()
             self._loop = None
-
-    def _connect(self) -> Any:
-        import httpx
-
-        verify = self.url.startswith("https")  # loading certificates costs more than a local search
-        limits = httpx.Limits(keepalive_expiry=KEEPALIVE_SECONDS)
-        return httpx.AsyncClient(timeout=self.config.timeout, trust_env=False, verify=verify, limits=limits)
 
     async def _send(self) -> None:
         """Ends where nothing waits, without a pause in between: a query that comes later starts it anew."""

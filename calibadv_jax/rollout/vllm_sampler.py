@@ -21,11 +21,12 @@ import numpy as np
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.errors import UserError
+from calibadv_jax.rollout.http_client import open_client
 from calibadv_jax.rollout.protocols import Completion, SamplingParams
 from calibadv_jax.trajectory import StopReason
 
+MAX_KEEPALIVE = 256  # idle connections kept to one worker
 PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
-KEEPALIVE_SECONDS = 2.0  # below the server's five: it must not close a connection just as it is used again
 SWAP_TIMEOUT = 1800.0  # seconds a worker may take to load a snapshot
 
 
@@ -58,20 +59,8 @@ class VllmSampler:
     def __init__(self, urls: Sequence[str], config: SamplerConfig, tokenizer_hash: str):
         self.config, self.tokenizer_hash = config, tokenizer_hash
         self.run = uuid.uuid4().hex[:12]
-        limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_SECONDS
-        )
         self.workers = [
-            Worker(
-                url.rstrip("/"),
-                httpx.AsyncClient(
-                    timeout=config.request_timeout,
-                    limits=limits,
-                    trust_env=False,
-                    verify=url.startswith("https"),  # loading certificates takes long
-                ),
-            )
-            for url in urls
+            Worker(url.rstrip("/"), open_client(url, config.request_timeout, MAX_KEEPALIVE)) for url in urls
         ]
         self._snapshot: tuple[Path, int] | None = None
         self._home: dict[str, Worker] = {}  # session -> where its prefix is cached

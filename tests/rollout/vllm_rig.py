@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.rollout.child_process import ChildService
 from calibadv_jax.rollout.protocols import SamplingParams
 from calibadv_jax.rollout.vllm_sampler import VllmSampler
+from calibadv_jax.rollout.vllm_worker import VllmWorkerProcess
 from calibadv_jax.snapshots.huggingface import save_folder
 from calibadv_jax.snapshots.publish import SnapshotStore
 
@@ -58,7 +57,7 @@ class Rig:
     hf_config: dict[str, Any]
     dtype: str = "float32"
     num_workers: int = 1
-    workers: list[ChildService] = field(default_factory=list)
+    workers: list[VllmWorkerProcess] = field(default_factory=list)
     tokenizer_hash: str = "a tokenizer"
 
     def __post_init__(self) -> None:
@@ -103,12 +102,10 @@ class Rig:
         for worker in self.workers:
             worker.stop()
 
-    def worker(self, number: int) -> ChildService:
-        command = [sys.executable, "-m", "calibadv_jax.rollout.vllm_worker", "--flavour", "cpu"]
-        command += ["--model", str(self.model_folder), "--dtype", self.dtype, "--max_num_seqs", "64"]
-        command += ["--max_model_len", str(MAX_LENGTH)]
+    def worker(self, number: int) -> VllmWorkerProcess:
+        options = {"flavour": "cpu", "dtype": self.dtype, "max_num_seqs": 64, "max_model_len": MAX_LENGTH}
         log = self.folder / f"worker{number}.log"
-        return ChildService(f"worker {number}", command, log, 600.0, "start_timeout")
+        return VllmWorkerProcess(self.model_folder, log, options, start_timeout=600.0)
 
     def sampler(self, urls: list[str] | None = None, **config: Any) -> VllmSampler:
         return VllmSampler(urls or self.urls, SamplerConfig(**config), self.tokenizer_hash)
