@@ -3,8 +3,9 @@
     python -m benchmarks.rollout_loops [--trajectories 96] [--turns 4] [--rounds 3] [--flavour cpu]
 
 Lock step (as in Search-R1): every trajectory waits until all have written their turn and got their
-documents. Continuous: one coroutine a trajectory. Both loops write the same turns with the same seeds;
-turn lengths are heavy-tailed (log-normal), documents take `--search-ms`. Rounds alternate.
+documents. Continuous: one coroutine a trajectory. Both loops write turns of the same lengths, which are
+heavy-tailed (log-normal), after prompts of their own, so that neither finds the other's prefixes cached;
+documents take `--search-ms`. The loops alternate.
 The policy has random weights and no end-of-text token.
 """
 
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,27 +35,33 @@ from calibadv_jax.rollout.vllm_worker import VllmWorkerProcess
 from calibadv_jax.snapshots.huggingface import save_folder
 from calibadv_jax.snapshots.publish import SnapshotStore
 
-HF_CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 398,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
 DOCUMENT_TOKENS = 60
+MAX_LENGTH = 4096
 
 Turns = list[list[int]]  # per trajectory: tokens of each of its turns
+
+
+def shape(hidden: int, layers: int) -> dict[str, Any]:
+    """HuggingFace config of the policy."""
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 398,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 64,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_LENGTH,
+        "tie_word_embeddings": True,
+    }
 
 
 def draw_turns(trajectories: int, turns: int, median: float, sigma: float, seed: int) -> Turns:
     """Heavy-tailed turn lengths; a trajectory has between one turn and `turns`."""
     rng = np.random.default_rng(seed)
-    lengths = np.minimum(np.exp(rng.normal(np.log(median), sigma, (trajectories, turns))), 40 * median)
+    longest = min(40 * median, (MAX_LENGTH - 40) / turns - DOCUMENT_TOKENS)
+    lengths = np.minimum(np.exp(rng.normal(np.log(median), sigma, (trajectories, turns))), longest)
     counts = rng.integers(1, turns + 1, trajectories)
     return [
         np.maximum(1, row[:count]).astype(int).tolist() for row, count in zip(lengths, counts, strict=True)
@@ -61,13 +69,13 @@ def draw_turns(trajectories: int, turns: int, median: float, sigma: float, seed:
 
 
 class Loops:
-    """Both loops over one sampler."""
+    """Both loops over one sampler, for the same turns."""
 
-    def __init__(self, sampler: VllmSampler, turns: Turns, search_seconds: float):
+    def __init__(self, sampler: VllmSampler, turns: Turns, search_seconds: float, seed: int):
         self.sampler, self.turns, self.search_seconds = sampler, turns, search_seconds
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng(seed)
         self.prompts = rng.integers(11, 398, (len(turns), 40)).tolist()
-        self.documents = rng.integers(11, 398, (len(turns), 8, DOCUMENT_TOKENS)).tolist()
+        self.documents = rng.integers(11, 398, (len(turns), max(map(len, turns)), DOCUMENT_TOKENS)).tolist()
 
     async def turn(self, number: int, index: int, context: list[int]) -> list[int]:
         sampling = SamplingParams(max_tokens=self.turns[number][index], seed=number * 100 + index)
@@ -103,12 +111,12 @@ async def measure(url: str, snapshot: Path, arguments: argparse.Namespace) -> di
     seconds: dict[str, list[float]] = {"continuous": [], "lock step": []}
     for number in range(arguments.rounds + 1):  # the first one warms up
         turns = draw_turns(arguments.trajectories, arguments.turns, arguments.median, arguments.sigma, number)
-        loops = Loops(sampler, turns, arguments.search_ms / 1000)
-        both: dict[str, Callable[[], Coroutine[None, None, None]]] = {
-            "continuous": loops.continuous,
-            "lock step": loops.lock_step,
-        }
-        for name, loop in both.items():
+        first, second = (Loops(sampler, turns, arguments.search_ms / 1000, 2 * number + n) for n in (0, 1))
+        both: list[tuple[str, Callable[[], Coroutine[None, None, None]]]] = [
+            ("continuous", first.continuous),
+            ("lock step", second.lock_step),
+        ]
+        for name, loop in both if number % 2 else reversed(both):
             begun = time.monotonic()
             await loop()
             if number:
@@ -127,21 +135,24 @@ def main() -> None:
     parser.add_argument("--median", type=float, default=20.0, help="tokens of a turn")
     parser.add_argument("--sigma", type=float, default=1.2, help="of the log-normal turn length")
     parser.add_argument("--search-ms", type=float, default=50.0)
+    parser.add_argument("--hidden", type=int, default=128, help="of the policy; a multiple of 64")
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--flavour", default="cpu")
     arguments = parser.parse_args()
-    policy = Policy(architecture_from_hf(HF_CONFIG), Numerics(compute_dtype=jnp.float32))
+    hf_config = shape(arguments.hidden, arguments.layers)
+    policy = Policy(architecture_from_hf(hf_config), Numerics(compute_dtype=jnp.float32))
     params = jax.jit(policy.init)(jax.random.key(0))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer = build_word_tokenizer()
         tokenizer.eos_token = None  # turns have exactly the lengths that were drawn
         tokenizer.save_pretrained(folder / "tokenizer")
-        model = save_folder(params, HF_CONFIG, folder / "model", "float32", folder / "tokenizer")
+        model = save_folder(params, hf_config, folder / "model", "float32", folder / "tokenizer")
         store = SnapshotStore(folder / "snapshots", keep=1, dtype=jnp.float32)
-        snapshot = store.publish(0, params, step=0, hf_config=HF_CONFIG, tokenizer_hash="benchmark")
+        snapshot = store.publish(0, params, step=0, hf_config=hf_config, tokenizer_hash="benchmark")
         options = {"flavour": arguments.flavour, "dtype": "float32"}
-        options |= {"max_model_len": 4096, "max_num_seqs": arguments.slots}
+        options |= {"max_model_len": MAX_LENGTH, "max_num_seqs": arguments.slots}
         with VllmWorkerProcess(model, folder / "log", options) as worker:
             seconds = asyncio.run(measure(worker.url, snapshot, arguments))
     lines = []

@@ -62,6 +62,7 @@ class Trajectory:
     prompt_ids: np.ndarray  # int32 [P]
     turns: list[Turn] = field(default_factory=list)
     index: int = 0  # position within its group
+    seconds: float = 0.0  # from its first prompt to its end, searches and weight swaps included
     format_valid: bool = False  # set by the reward stage
     answer_score: float = 0.0  # answer reward x format validity, set by the reward stage
     metrics: dict[str, float] = field(default_factory=dict)  # em, f1, cover_em, …

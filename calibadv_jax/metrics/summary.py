@@ -82,6 +82,7 @@ def _behaviour(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {
         **_spread("rollout/turns", turns),
         **_spread("rollout/searches", [trajectory.num_searches for trajectory in trajectories]),
+        **_spread("timing_s/trajectory", [trajectory.seconds for trajectory in trajectories]),
         "rollout/valid_actions/mean": _mean(valid),
         "rollout/valid_action_ratio": _mean(v / n if n else 0.0 for v, n in zip(valid, turns, strict=True)),
         "rollout/answered": _mean(trajectory.answer is not None for trajectory in trajectories),

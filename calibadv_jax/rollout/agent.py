@@ -7,6 +7,7 @@ and encoded again; text is read only to decide what the environment does next.
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ async def run_trajectory(
     prompt_ids = build_prompt(question, tokenizer, prompt, rollout.max_prompt_length)
     trajectory = Trajectory(question, prompt_ids, index=index)
     context = prompt_ids.tolist()
+    begun = time.monotonic()
     try:
         for number in range(rollout.max_searches + 1):
             is_final = number == rollout.max_searches
@@ -71,6 +73,7 @@ async def run_trajectory(
             context += turn.observation_ids.tolist()
     finally:
         sampler.release(session)
+    trajectory.seconds = time.monotonic() - begun
     return trajectory
 
 

@@ -21,6 +21,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
         "metrics": trajectory.metrics,
         "policy_versions": list(trajectory.policy_versions),
         "num_prompt_tokens": len(trajectory.prompt_ids),
+        "seconds": round(trajectory.seconds, 3),
         "turns": [
             {
                 "kind": turn.kind,

@@ -22,7 +22,7 @@ import numpy as np
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.errors import UserError
 from calibadv_jax.rollout.http_client import open_client
-from calibadv_jax.rollout.protocols import Completion, SamplingParams
+from calibadv_jax.rollout.protocols import REFUSAL, Completion, SamplingParams
 from calibadv_jax.trajectory import StopReason
 
 MAX_KEEPALIVE = 256  # idle connections kept to one worker
@@ -281,7 +281,7 @@ class VllmSampler:
         """The JSON reply of a route.
 
         Args:
-            refusal: where the worker itself objects, what it does then; the text of a UserError.
+            refusal: where our engine in the worker objects, what it does then; the text of a UserError.
         """
         try:
             response = await worker.http.post(worker.url + route, **arguments)
@@ -290,8 +290,8 @@ class VllmSampler:
         except (httpx.HTTPError, ValueError) as error:
             raise WorkerLost(f"{route}: {type(error).__name__} {error}".strip()) from error
         message = _error_message(response)
-        if refusal and "Worker failed with error" in message:
-            raise UserError(f"vLLM worker {worker.url} {refusal}: {message}")
+        if REFUSAL in message:
+            raise UserError(f"vLLM worker {worker.url} {refusal}: {message.split(REFUSAL, 1)[1]}")
         if response.status_code in (400, 422):
             raise UserError(f"vLLM worker {worker.url} refuses {route}: {message}")
         if response.status_code == 404:

@@ -1,8 +1,8 @@
 """A rollout worker: ``python -m calibadv_jax.rollout.vllm_worker --model FOLDER``.
 
 Starts vLLM's own server with the weight-transfer engine ``orbax``, waits until it answers, warms it up,
-and stays with it until either ends. The routes that swap weights have no authentication: keep the
-worker on loopback or on a network that only the trainer can reach.
+stays with it, and starts it again on the same port when it dies. The routes that swap weights have no
+authentication: keep the worker on loopback or on a network that only the trainer can reach.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8100, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--port_file", type=Path, help="written with the port once the worker is ready")
     parser.add_argument("--parent_pid", type=int, help="stop when this process has ended")
+    parser.add_argument("--restarts", type=int, default=10, help="of a server that died after it was ready")
     parser.add_argument("--start_timeout", type=float, default=1800.0, help="seconds until it must be ready")
     parser.add_argument("extra", nargs="*", metavar="-- VLLM_ARGUMENT", help="for vLLM's server")
     return parser.parse_args(argv)
@@ -86,10 +88,15 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
         command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(whole)]
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(arguments.kv_cache_gib)
         # By itself vLLM ties every server to the same first cores, where two servers, or one beside a
-        # learner, starve one another; and its scheduler spins on a core of its own.
-        threads = max(1, (os.cpu_count() or 1) - 1)
-        placement = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
-        environment |= {name: os.environ.get(name, value) for name, value in placement.items()}
+        # learner, starve one another; and it keeps scheduler and model in two processes that spin while
+        # they wait for each other, and compiles one small function of the sampler with a C++ compiler.
+        ours = {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+        environment |= {name: os.environ.get(name, value) for name, value in ours.items()}
     return command + arguments.extra, environment
 
 
@@ -106,34 +113,49 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Runs the server until it ends, a signal comes, or the parent process has ended.
+    """Runs the server until a signal comes, the parent process has ended, or it has died too often.
 
     Raises:
         UserError: it ended, or did not answer, before it was ready.
     """
     port = arguments.port or _free_port(arguments.host)
     command, environment = server_command(arguments, port)
-    server = subprocess.Popen(
-        command, env=os.environ | environment, start_new_session=True, preexec_fn=_die_with_parent
-    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
-        _wait_and_warm_up(server, f"http://{host}:{port}", arguments.start_timeout)
-        if arguments.port_file:
-            unfinished = arguments.port_file.with_suffix(".unfinished")
-            unfinished.write_text(str(port))
-            os.replace(unfinished, arguments.port_file)
-        sys.stdout.write(f"ready on http://{arguments.host}:{port}\n")
-        sys.stdout.flush()
-        while server.poll() is None:
-            if arguments.parent_pid and os.getppid() != arguments.parent_pid:
-                return 0
-            time.sleep(0.2)
-        sys.stderr.write(f"error: vLLM's server ended with status {server.returncode}\n")
-        return 1
-    finally:
-        _stop(server)
+    for left in range(arguments.restarts, -1, -1):
+        # vLLM leaves its sockets behind.
+        with tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True) as scratch:
+            server = subprocess.Popen(
+                command,
+                env=os.environ | environment | {"VLLM_RPC_BASE_PATH": scratch},
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+            try:
+                if not _watch(server, arguments, port):
+                    return 0
+            finally:
+                _stop(server)
+        again = f"; starting it again ({left - 1} restarts left after this one)" if left else ""
+        sys.stderr.write(f"error: vLLM's server ended with status {server.returncode}{again}\n")
+        sys.stderr.flush()
+    return 1
+
+
+def _watch(server: subprocess.Popen[bytes], arguments: argparse.Namespace, port: int) -> bool:
+    """True when the server has died, False when the parent has ended."""
+    host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
+    _wait_and_warm_up(server, f"http://{host}:{port}", arguments.start_timeout)
+    if arguments.port_file:
+        unfinished = arguments.port_file.with_suffix(".unfinished")
+        unfinished.write_text(str(port))
+        os.replace(unfinished, arguments.port_file)
+    sys.stdout.write(f"ready on http://{arguments.host}:{port}\n")
+    sys.stdout.flush()
+    while server.poll() is None:
+        if arguments.parent_pid and os.getppid() != arguments.parent_pid:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 class VllmWorkerProcess(ChildService):

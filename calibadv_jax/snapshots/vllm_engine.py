@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.rollout.protocols import REFUSAL
 
 if TYPE_CHECKING:
     from calibadv_jax.policy.architecture import Architecture
@@ -50,12 +51,18 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: OrbaxInitInfo) -> None:
-        """Imports what a swap needs, so that the first one is not slower than the others."""
-        import jax
+        """Imports what a swap needs, so that the first one is not slower than the others.
 
-        jax.config.update("jax_platforms", "cpu")  # the accelerator is vLLM's
-        import calibadv_jax.snapshots.publish  # noqa: F401
+        Raises:
+            UserError: something of it is not installed beside vLLM.
+        """
+        try:
+            import jax
 
+            jax.config.update("jax_platforms", "cpu")  # the accelerator is vLLM's
+            import calibadv_jax.snapshots.publish  # noqa: F401
+        except ImportError as error:
+            raise UserError(f"{REFUSAL}{error}; install calibadv-jax where vLLM runs") from error
         self._session, self._version = init_info, -1
 
     def start_weight_update(self) -> None:
@@ -75,7 +82,10 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
             initialize_layerwise_reload,
         )
 
-        tensors = self._read(Path(update_info.path), update_info.version)
+        try:
+            tensors = self._read(Path(update_info.path), update_info.version)
+        except UserError as error:
+            raise UserError(f"{REFUSAL}{error}") from error
         initialize_layerwise_reload(self.model)
         self.model.load_weights(_as_torch(tensors))
         finalize_layerwise_reload(self.model, self.model_config)

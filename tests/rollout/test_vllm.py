@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-import os
-import signal
 import time
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("vllm")
@@ -245,52 +244,75 @@ def test_a_swap_while_completions_are_in_progress(pair):
 
 
 def test_a_killed_worker_loses_no_trajectory_and_comes_back_with_current_weights(pair):
-    """SIGKILL during a rollout: the others take over; once restarted it is swapped before it serves."""
+    """SIGKILL during a rollout: the others take over; its launcher restarts it, the sampler swaps it."""
 
     async def ask(sampler):
         await sampler.load(pair.publish(40, pair.params(40)))
-        tasks = await generating(sampler, prompts(32, 40))
-        kill_everything(pair.workers[1].process.pid)
+        processes = server_processes(pair.workers[1])
+        for process in processes:
+            process.suspend()  # so that nothing of it can be complete before it is killed
+        tasks = [
+            asyncio.create_task(sampler.generate(context, GREEDY, f"s{number}"))
+            for number, context in enumerate(prompts(32, 40))
+        ]
+        while sum(task.done() for task in tasks) < 16:
+            await asyncio.sleep(0.05)
+        for process in processes:
+            process.kill()
         done = await asyncio.gather(*tasks)
         assert all(completion.policy_versions == (40,) for completion in done)
         lost = next(worker for worker in sampler.workers if worker.url == pair.urls[1])
         assert lost.version is None and sampler.lost_count == 1
 
         await sampler.load(pair.publish(41, pair.params(41)))  # without it
-        port = pair.urls[1].rsplit(":", 1)[1]
-        again = restart(pair, port)
-        try:
-            deadline = time.monotonic() + 300
-            while lost.version is None and time.monotonic() < deadline:
-                await asyncio.sleep(0.5)
-            assert lost.version == 41, lost.lost
-            assert label(pair.urls[1]) == f"{sampler.run}/41"
-            done = await asyncio.gather(
-                *(sampler.generate(context, GREEDY, f"t{n}") for n, context in enumerate(prompts(16, 40)))
-            )
-            assert all(completion.policy_versions == (41,) for completion in done)
-        finally:
-            again.kill()
+        deadline = time.monotonic() + 300
+        while lost.version is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.5)
+        assert lost.version == 41, lost.lost
+        assert label(pair.urls[1]) == f"{sampler.run}/41"
+        done = await asyncio.gather(
+            *(sampler.generate(context, GREEDY, f"t{n}") for n, context in enumerate(prompts(16, 40)))
+        )
+        assert all(completion.policy_versions == (41,) for completion in done)
 
     pair.run(ask)
 
 
-def kill_everything(pid):
-    """SIGKILL to a launcher and to all it has started, newest first."""
-    import psutil
-
-    launcher = psutil.Process(pid)
-    for process in [*launcher.children(recursive=True), launcher]:
-        os.kill(process.pid, signal.SIGKILL)
+def server_processes(worker):
+    """vLLM's server and its engine, newest first; not the launcher."""
+    return psutil.Process(worker.process.pid).children(recursive=True)[::-1]
 
 
-def restart(rig, port):
-    import subprocess
+def test_a_slow_worker_holds_up_only_what_it_has(pair):
+    """One stands still: new trajectories go to the other; what it has is finished, not lost or relabelled."""
 
-    worker = rig.worker(9)
-    command = [*worker.command, "--port", port]
-    with worker.log_path.open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    async def ask(sampler):
+        await sampler.load(pair.publish(45, pair.params(45)))
+        slow = sampler.workers[1]
+        processes = server_processes(pair.workers[1])
+        contexts = prompts(48, 40)
+
+        def begin(name, count):
+            asked = [sampler.generate(contexts[n], GREEDY, f"{name}{n}") for n in range(count)]
+            return [asyncio.create_task(one) for one in asked]
+
+        for process in processes:
+            process.suspend()
+        try:
+            first = begin("a", 48)
+            while sum(task.done() for task in first) < 24:
+                await asyncio.sleep(0.05)
+            for burst in "bcd":
+                await asyncio.gather(*begin(burst, 20))
+            assert slow.busy == 24 == sum(not task.done() for task in first)
+        finally:
+            for process in processes:
+                process.resume()
+        done = await asyncio.gather(*first)
+        assert all(completion.policy_versions == (45,) for completion in done)
+        assert sampler.lost_count == 0
+
+    pair.run(ask)
 
 
 def test_a_worker_that_serves_foreign_weights_answers_nothing_that_is_kept(others):
