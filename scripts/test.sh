@@ -36,6 +36,16 @@ ensure_torch_users() {
   "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
 }
 
+# TPU's compiler, which needs no TPU: the trainer's programs are compiled for one.
+ensure_tpu_compiler() {
+  local python="$1" version
+  [[ "$(uname -sm)" == "Linux x86_64" ]] || return 0
+  "$python" -c 'import libtpu' 2>/dev/null && return
+  version="$("$python" -c 'import jax; print(jax.__version__)')"
+  "$python" -m pip install --quiet --no-compile --disable-pip-version-check "jax[tpu]==$version" 2>/dev/null ||
+    echo "no libtpu for jax $version to be had: the TPU compilation test will skip" >&2
+}
+
 run_pytest() { # "no tests collected" is a pass only where the caller chose the tests
   local status=0 marker="$1"
   shift
@@ -49,6 +59,7 @@ venv="${VENV:-$root/.venv-test}"
 ensure_venv "$venv" cpu,dev
 ensure_torch "$venv/bin/python"
 ensure_torch_users "$venv/bin/python"
+ensure_tpu_compiler "$venv/bin/python"
 export PATH="$venv/bin:$PATH"
 
 echo "== versions"

@@ -142,6 +142,11 @@ def unpack(values: np.ndarray, lengths: Sequence[int], row_length: int) -> list[
     ]
 
 
+def abstract_batch(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Batch:
+    """ShapeDtypeStructs of a batch, for compiling ahead of time."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding), _empty((0, 0)))
+
+
 def _empty(shape: tuple[int, int]) -> Batch:
     integers = {"tokens", "positions", "segment_ids", "targets"}
     return Batch(

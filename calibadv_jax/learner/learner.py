@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from calibadv_jax.config import LossConfig
-from calibadv_jax.learner.batching import Batch, microbatches
+from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches
 from calibadv_jax.learner.losses import LossFunction, Metrics
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import batch_sharding, param_shardings, replicated
@@ -44,7 +43,7 @@ class Learner:
             raise ValueError(f"microbatch_rows is {rows}, but must be a multiple of data x fsdp = {shards}")
         self.policy, self.optimizer, self.mesh = policy, optimizer, mesh
         self.rows, self.temperature, self.logprob_chunk = rows, temperature, logprob_chunk
-        self._updates: dict[Any, Callable[..., Any]] = {}
+        self._updates: dict[Any, jax.stages.Wrapped] = {}
         self._logprobs = jax.jit(self._logprobs_of)
 
     def abstract_state(self) -> State:
@@ -92,7 +91,23 @@ class Learner:
                 parts.append(np.asarray(self._logprobs(params, one)[0]))
         return np.concatenate(parts)[: batch.tokens.shape[0]]
 
-    def _compile(self, loss: LossFunction) -> Callable[..., Any]:
+    def lower_update(self, count: int, length: int, loss: LossFunction) -> jax.stages.Lowered:
+        """The update by `count` microbatches of rows of `length` tokens, for compiling ahead of time.
+
+        The mesh's devices need not be attached: they may be a topology's (``jax.experimental.topologies``).
+        """
+        batch = abstract_batch((count, self.rows, length), batch_sharding(self.mesh, leading=1))
+        filled = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(self.mesh))
+        with jax.set_mesh(self.mesh):
+            return self._compile(loss).lower(self.abstract_state(), batch, filled, None)
+
+    def lower_logprobs(self, length: int) -> jax.stages.Lowered:
+        """The log-probabilities of one microbatch, as `lower_update`."""
+        batch = abstract_batch((self.rows, length), batch_sharding(self.mesh))
+        with jax.set_mesh(self.mesh):
+            return self._logprobs.lower(self.abstract_state()["params"], batch)
+
+    def _compile(self, loss: LossFunction) -> jax.stages.Wrapped:
         shardings = self._shardings(jax.eval_shape(self._state_of, self.policy.abstract_params))
 
         def update(

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.policy.sharding import RULES, replicated
+from calibadv_jax.policy.sharding import RULES, param_shardings, replicated
 from calibadv_jax.policy.transformer import Cache, Params, Policy
 from calibadv_jax.rollout.protocols import Completion, SamplingParams
 from calibadv_jax.rollout.sampling import sample_tokens
@@ -180,11 +180,41 @@ class JaxSampler:
         reasons = {slot: self._ended(request) for slot, request in requests.items()}
         return {slot: reason for slot, reason in reasons.items() if reason is not None}
 
-    def _new_cache(self) -> Cache:
-        heads = RULES["kv_heads"]
+    def lower(self) -> dict[str, jax.stages.Lowered]:
+        """Prefill and decoding of all slots, for compiling ahead of time, as `Learner.lower_update`."""
+        whole, slots = replicated(self.mesh), self._slots
+        policy, dtype = self.policy, self.policy.numerics.compute_dtype
+        params = jax.tree.map(
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=at),
+            policy.abstract_params,
+            param_shardings(policy.abstract_params, self.mesh),
+        )
+        cache = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._cache_sharding()),
+            jax.eval_shape(lambda: policy.empty_cache(slots, self.max_length)),
+        )
+
+        def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+        tokens = of(np.int32, slots, self.config.prefill_chunk)
+        dtypes = (np.int32, np.int32, np.int32, np.uint32, np.float32, np.float32, np.int32)
+        rows = tuple(of(dtype, slots) for dtype in dtypes)
+        pause = of(np.bool_, policy.architecture.vocab_size)
+        return {
+            "prefill": self._prefill.lower(params, cache, tokens, rows[0], rows[0], None),
+            "decode": self._decode.lower(params, cache, rows, pause, False, self.config.decode_chunk),
+        }
+
+    def _cache_sharding(self) -> NamedSharding:
         fits = self.policy.architecture.num_kv_heads % self.mesh.shape["tensor"] == 0
-        sharding = NamedSharding(self.mesh, P(RULES["batch"], heads if fits else None))
-        make = jax.jit(lambda: self.policy.empty_cache(self._slots, self.max_length), out_shardings=sharding)
+        return NamedSharding(self.mesh, P(RULES["batch"], RULES["kv_heads"] if fits else None))
+
+    def _new_cache(self) -> Cache:
+        make = jax.jit(
+            lambda: self.policy.empty_cache(self._slots, self.max_length),
+            out_shardings=self._cache_sharding(),
+        )
         return make()
 
     def _fill(self, requests: dict[int, _Request]) -> None:

@@ -1,0 +1,89 @@
+"""Compiles update, log-probabilities and sampler for TPUs that are not there, with TPU's own compiler.
+
+    pip install 'jax[tpu]'        # libtpu compiles on any Linux machine
+    python -m benchmarks.ahead_of_time --topology v5e:4x4 --shape qwen2.5-3b --fsdp 8 --tensor 2
+
+Prints for each program how long it compiled, its floating-point operations and bytes on one device, and
+the peak of memory that the compiler plans. A program that does not fit the device is a compiler's error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no machine to ask what it is
+
+import jax
+from jax.experimental import topologies
+
+from benchmarks.device import SHAPES, PlainTokenizer
+from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig, PolicyConfig, SamplerConfig
+from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.rollout.jax_sampler import JaxSampler
+
+GIB = 2**30
+
+
+def programs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Lowered programs by name."""
+    jax.config.update("jax_platforms", "cpu")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=arguments.topology)
+    mesh = make_mesh(MeshConfig(-1, arguments.fsdp, arguments.tensor), list(topology.devices))
+    config = PolicyConfig(compute_dtype="bfloat16", remat=arguments.remat, attention="xla")
+    policy = Policy(architecture_from_hf(SHAPES[arguments.shape]), Numerics.from_config(config))
+    rows = arguments.rows * mesh.shape["data"] * mesh.shape["fsdp"]
+    optimizer = make_optimizer(OptimizerConfig(lr=1e-6), make_schedule(OptimizerConfig(), 100))
+    learner = Learner(policy, optimizer, mesh, rows, logprob_chunk=config.logprob_chunk)
+    sampling = SamplerConfig(slots=arguments.slots)
+    sampler = JaxSampler(policy, PlainTokenizer(), sampling, mesh, arguments.length, lambda _: (0, {}))
+    sys.stdout.write(
+        f"{len(topology.devices)} x {topology.devices[0].device_kind}, mesh {dict(mesh.shape)},"
+        f" {arguments.shape}, rows of {arguments.length} tokens, {rows} a microbatch,"
+        f" {arguments.slots} slots, jax {jax.__version__}\n"
+    )
+    return {
+        "update": learner.lower_update(2, arguments.length, policy_gradient(LossConfig(), on_policy=True)),
+        "log-probabilities": learner.lower_logprobs(arguments.length),
+        **sampler.lower(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--topology", default="v5e:2x4", help="as libtpu names it: v5e:4x4, v5p:2x2x2, v6e:4x4"
+    )
+    parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
+    parser.add_argument("--fsdp", type=int, default=4, help="data takes what is left")
+    parser.add_argument("--tensor", type=int, default=2)
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a row, and of a trajectory")
+    parser.add_argument("--rows", type=int, default=1, help="of a microbatch on each data and fsdp device")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--remat", choices=["none", "dots", "full"], default="full")
+    arguments = parser.parse_args()
+    out = sys.stdout.write
+    lowered = programs(arguments)
+    out(f"{'':20}{'compile s':>10}{'TFLOP':>9}{'arguments GiB':>15}{'peak GiB':>10}\n")
+    for name, program in lowered.items():
+        begun = time.perf_counter()
+        compiled = program.compile()
+        seconds = time.perf_counter() - begun
+        memory = compiled.memory_analysis()
+        flops = compiled.cost_analysis().get("flops", 0.0) / 1e12
+        held, peak = memory.argument_size_in_bytes / GIB, memory.peak_memory_in_bytes / GIB
+        out(f"{name:20}{seconds:10.1f}{flops:9.2f}{held:15.2f}{peak:10.2f}\n")
+
+
+if __name__ == "__main__":
+    main()
