@@ -12,6 +12,8 @@ ANSWER = "<think> b </think><answer> Ann </answer>"
 
 def test_a_trajectory_survives_json_with_all_a_reader_needs(loop):
     trajectory = loop(SEARCH, ANSWER, index=3)
+    assert trajectory.seconds > 0
+    trajectory.seconds = 1.23456
     trajectory.answer_score, trajectory.format_valid, trajectory.metrics = 0.5, True, {"f1": 0.5}
     row = json.loads(json.dumps(trajectory_to_json(trajectory)))
     search, answer = row.pop("turns")
@@ -27,6 +29,7 @@ def test_a_trajectory_survives_json_with_all_a_reader_needs(loop):
         "metrics": {"f1": 0.5},
         "policy_versions": [3, 4],
         "num_prompt_tokens": 15,
+        "seconds": 1.235,
     }
     assert search == {
         "kind": "search",
