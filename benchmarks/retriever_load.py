@@ -161,7 +161,8 @@ def main() -> None:
             ordered = sorted(latencies[name])
             p50, p99 = (1000 * ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99))
             rate = statistics.median(rates[name])
-            sys.stdout.write(f"{name:>8}  {rate:7.1f} queries/s  p50 {p50:.0f} ms  p99 {p99:.0f} ms\n")
+            line = f"{name:>8}  {rate:7.1f} queries/s  p50 {p50:.0f} ms  p99 {p99:.0f} ms"
+            sys.stdout.write(f"{line}  {resident(servers[name].pid):.0f} MB resident\n")
         ratio = statistics.median(rates["service"]) / statistics.median(rates["plain"])
         sys.stdout.write(f"ratio of medians {ratio:.2f}\n")
         servers["plain"].terminate()

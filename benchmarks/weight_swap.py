@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks.rollout_loops import HF_CONFIG
+from benchmarks.rollout_loops import shape
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -57,14 +57,7 @@ def main() -> None:
     parser.add_argument("--swaps", type=int, default=5)
     parser.add_argument("--flavour", default="cpu")
     arguments = parser.parse_args()
-    hf_config = HF_CONFIG | {
-        "hidden_size": arguments.hidden,
-        "intermediate_size": 4 * arguments.hidden,
-        "num_hidden_layers": arguments.layers,
-        "num_attention_heads": arguments.hidden // 64,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-    }
+    hf_config = shape(arguments.hidden, arguments.layers)
     numerics = Numerics(compute_dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     policy = Policy(architecture_from_hf(hf_config), numerics)
     make = jax.jit(policy.init)
