@@ -111,12 +111,12 @@ class Rig:
         return VllmSampler(urls or self.urls, SamplerConfig(**config), self.tokenizer_hash)
 
     def run(self, coroutine_of: Any, urls: list[str] | None = None, **config: Any) -> Any:
-        """Runs ``coroutine_of(sampler)`` and closes the sampler."""
+        """Runs ``coroutine_of(sampler)``, for five minutes at most, and closes the sampler."""
 
         async def run() -> Any:
             sampler = self.sampler(urls, **config)
             try:
-                return await coroutine_of(sampler)
+                return await asyncio.wait_for(coroutine_of(sampler), 300)
             finally:
                 await sampler.close()
 
