@@ -4,11 +4,11 @@
     python -m benchmarks.async_idle [--speed 1.5] [--steps 30]
 
 The stream and its bookkeeping are the trainer's own; a group's rollout and the learner's update are pauses,
-on a sampler that serves `--slots` groups at a time. With `--run`, a group takes as long as one of that run's
-groups did (`seconds` in its rollouts), an update the median of its updates and publications, and both pass
-`1 / --time-scale` times as fast. Without it, groups are drawn from a log-normal (sigma 0.7: the slowest of 64
-takes about four times the mean), an update takes a second, and `--speed` is the sampler's throughput relative
-to the learner's: above 1 the learner is the bottleneck.
+on a sampler that serves as many groups at a time as a step has. With `--run`, the groups asked for together
+take as long as those of one step of that run did (`seconds` in its rollouts), an update the median of its
+updates and publications, and all of it passes `1 / --time-scale` times as fast. Without it, a step has 64
+groups with log-normal seconds (sigma 0.7: the slowest takes about four times the mean), an update takes a
+second, and `--speed` is the sampler's throughput relative to the learner's: above 1 the learner is slower.
 """
 
 from __future__ import annotations
@@ -29,52 +29,52 @@ from calibadv_jax.trajectory import Group, Question
 
 
 def recorded(run: Path) -> tuple[np.ndarray, float]:
-    """Seconds of every group of a run, and the median seconds of its update and publication."""
-    groups: dict[tuple[str, str], float] = {}
+    """Seconds [steps, groups] of a run's groups, and the median seconds of its update and publication."""
+    steps = []
     for path in (run / "rollouts").glob("step_*.jsonl"):
+        groups: dict[str, float] = {}
         for line in path.read_text(encoding="utf-8").splitlines():
             one = json.loads(line)
-            key = (path.name, one["question_id"])
-            groups[key] = max(groups.get(key, 0.0), one["seconds"])
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    updates = [one["timing_s/update"] + one["timing_s/publish"] for one in steps if "timing_s/update" in one]
-    return np.array(list(groups.values())), statistics.median(updates)
+            groups[one["question_id"]] = max(groups.get(one["question_id"], 0.0), one["seconds"])
+        steps.append(list(groups.values()))
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    updates = [one["timing_s/update"] + one["timing_s/publish"] for one in metrics]
+    return np.array(steps), statistics.median(updates)
 
 
-def drawn(arguments: argparse.Namespace) -> tuple[np.ndarray, float]:
-    """Seconds of groups from a log-normal whose mean fits `--speed`, and of an update."""
-    delays = np.exp(np.random.default_rng(1).normal(0.0, 0.7, 2000))
-    return delays / delays.mean() * arguments.slots / arguments.per_step / arguments.speed, 1.0
+def drawn(speed: float) -> tuple[np.ndarray, float]:
+    """Log-normal seconds [steps, groups] whose mean is a step's at this speed, and an update's second."""
+    delays = np.exp(np.random.default_rng(1).normal(0.0, 0.7, (100, 64)))
+    return delays / delays.mean() / speed, 1.0
 
 
-def simulate(
-    delays: np.ndarray, update: float, staleness: int, arguments: argparse.Namespace
-) -> tuple[float, float]:
+def simulate(delays: np.ndarray, update: float, staleness: int, steps: int) -> tuple[float, float]:
     """(share of the time the learner waits, mean staleness in steps of the groups it trains)."""
     rng = np.random.default_rng(0)
-    pool = ThreadPoolExecutor(arguments.slots)
+    per_step = delays.shape[1]
+    pool = ThreadPoolExecutor(per_step)
     begun_at: dict[int, int] = {}
+    seconds: list[float] = []
     step, lock = 0, threading.Lock()
-    asked = 0
 
-    def rollout(question: Question, seconds: float) -> Group:
+    def rollout(number: int) -> Group:
         with lock:
-            begun_at[int(question.id)] = step
-        time.sleep(seconds)
-        return Group(question, [])
+            begun_at[number] = step
+        time.sleep(seconds[number])
+        return Group(Question(str(number), "?", ("x",), "simulation"), [])
 
-    def begin(number: int, question: Question) -> Future[Group]:
-        return pool.submit(rollout, question, float(rng.choice(delays)))
+    def begin(number: int, _: Question) -> Future[Group]:
+        return pool.submit(rollout, number)
 
     def questions() -> list[Question]:
-        nonlocal asked
-        first, asked = asked, asked + arguments.per_step
-        return [Question(str(number), "?", ("x",), "simulation") for number in range(first, asked)]
+        first = len(seconds)
+        seconds.extend(rng.choice(delays).tolist())
+        return [Question(str(number), "?", ("x",), "simulation") for number in range(first, len(seconds))]
 
-    stream = RolloutStream(begin, questions, arguments.per_step, staleness)
+    stream = RolloutStream(begin, questions, per_step, staleness)
     waited, stale, warm_up = 0.0, [], 3
     begun = time.monotonic()
-    for number in range(arguments.steps + warm_up):
+    for number in range(steps + warm_up):
         if number == warm_up:
             waited, begun, stale = 0.0, time.monotonic(), []
         before = time.monotonic()
@@ -98,16 +98,17 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="folder of a run with log.rollouts")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--time-scale", type=float, default=1.0, help="seconds that a simulated second takes")
-    parser.add_argument("--per-step", type=int, default=64, help="groups")
-    parser.add_argument("--slots", type=int, default=64, help="groups that the sampler serves at a time")
     parser.add_argument("--speed", type=float, default=1.5)
     arguments = parser.parse_args()
-    delays, update = recorded(arguments.run) if arguments.run else drawn(arguments)
+    delays, update = recorded(arguments.run) if arguments.run else drawn(arguments.speed)
     low, high = np.quantile(delays, (0.5, 0.99))
-    sys.stdout.write(f"{len(delays)} groups: p50 {low:.2f} s, p99 {high:.2f} s; update {update:.2f} s\n")
+    sys.stdout.write(
+        f"{delays.shape[1]} groups a step: p50 {low:.2f} s, p99 {high:.2f} s; slowest of a step"
+        f" {np.median(delays.max(axis=1)):.2f} s (median); update {update:.2f} s\n"
+    )
     scale = arguments.time_scale
     for staleness in (0, 1, 2):
-        idle, mean = simulate(scale * delays, scale * update, staleness, arguments)
+        idle, mean = simulate(scale * delays, scale * update, staleness, arguments.steps)
         sys.stdout.write(
             f"max_staleness {staleness}: learner waits {100 * idle:.1f} % of the time,"
             f" mean staleness {mean:.2f}\n"
