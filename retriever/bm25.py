@@ -6,28 +6,15 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from retriever.corpus import Corpus
-from retriever.errors import RetrieverError
+from retriever.errors import RetrieverError, require
 from retriever.plan import bm25_bytes, require_memory
 
+INSTALL = "pip install bm25s, or name another --retriever_name"
 K1, B = 0.9, 0.4  # Pyserini's defaults for Wikipedia passages
-
-
-def import_bm25s() -> Any:
-    """bm25s.
-
-    Raises:
-        RetrieverError: it is not installed.
-    """
-    try:
-        import bm25s
-    except ImportError as error:
-        raise RetrieverError("--retriever_name bm25: bm25s is not installed: pip install bm25s") from error
-    return bm25s
 
 
 def words(text: str) -> list[str]:
@@ -44,7 +31,7 @@ class Bm25:
         Raises:
             RetrieverError: bm25s is missing, or files of the index are missing or damaged.
         """
-        bm25s = import_bm25s()
+        bm25s = require("bm25s", INSTALL)
         try:
             if not mmap:
                 size = sum(file.stat().st_size for file in folder.iterdir())
@@ -87,7 +74,7 @@ def write_bm25(corpus: Corpus, folder: Path, progress: bool) -> None:
     """
     from tqdm import tqdm
 
-    bm25s = import_bm25s()
+    bm25s = require("bm25s", INSTALL)
     characters = corpus.characters
     require_memory(
         bm25_bytes(len(corpus), characters), "BM25", "use --retriever_name hashed --factory IVF4096,PQ64"

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from retriever.encoders import Encoder, Row
-from retriever.errors import RetrieverError
+from retriever.errors import RetrieverError, require
 
 BATCH = 64
+INSTALL = "pip install 'calibadv-jax[dense]', or use --retriever_name hashed or bm25"
 PROBE_FILE = "probe.npy"
 PROBE_TEXT = "who wrote the book the origin of species"
 
@@ -89,15 +90,10 @@ def probe(encoder: Encoder) -> np.ndarray:
 def _load(model: str, name: str) -> Any:
     if not model:
         raise RetrieverError(f"--retriever_name {name}: set --retriever_model to a folder or hub name")
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError as error:
-        raise RetrieverError(
-            f"--retriever_name {name}: {error.name} is not installed: pip install sentence-transformers"
-        ) from error
+    library = require("sentence_transformers", INSTALL)
     local = Path(model).is_dir()
     try:
-        loaded = SentenceTransformer(model, local_files_only=local, trust_remote_code=False)
+        loaded = library.SentenceTransformer(model, local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise RetrieverError(

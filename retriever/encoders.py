@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from retriever.bm25 import K1, B, words
 from retriever.corpus import split_contents
 from retriever.errors import RetrieverError
 
@@ -51,7 +51,6 @@ class HashedEncoder:
     FEATURES = 2**20
     NONZEROS = 4  # per feature in the projection
     TITLE_WEIGHT = 2  # a word of the title counts this often more
-    K1, B = 0.9, 0.4  # Pyserini's defaults for Wikipedia passages
 
     def __init__(self, dimension: int, idf: np.ndarray, mean_length: float):
         self.dimension, self._idf, self._mean_length = dimension, idf, mean_length
@@ -63,9 +62,9 @@ class HashedEncoder:
         frequency = np.zeros(cls.FEATURES, np.int64)
         total = 0
         for row in corpus:
-            words = cls._words(cls._text(row))
-            total += len(words)
-            frequency[list({cls._feature(word) for word in words})] += 1
+            found = words(cls._text(row))
+            total += len(found)
+            frequency[list({cls._feature(word) for word in found})] += 1
         count = len(corpus)
         idf = np.log1p((count - frequency + 0.5) / (frequency + 0.5)).astype(np.float32)
         return cls(dimension, idf, max(1.0, total / count))
@@ -81,23 +80,23 @@ class HashedEncoder:
         )
 
     def encode_passages(self, rows: Sequence[Row]) -> np.ndarray:
-        return self._dense([self._weights(self._words(self._text(row))) for row in rows])
+        return self._dense([self._weights(words(self._text(row))) for row in rows])
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
         rows = []
         for query in queries:
-            features = {self._feature(word) for word in self._words(query)}
+            features = {self._feature(word) for word in words(query)}
             rows.append({feature: float(np.sqrt(self._idf[feature])) for feature in features})
         return self._dense(rows)
 
-    def _weights(self, words: list[str]) -> dict[int, float]:
+    def _weights(self, found: list[str]) -> dict[int, float]:
         counts: dict[int, int] = {}
-        for word in words:
+        for word in found:
             feature = self._feature(word)
             counts[feature] = counts.get(feature, 0) + 1
-        norm = self.K1 * (1 - self.B + self.B * len(words) / self._mean_length)
+        norm = K1 * (1 - B + B * len(found) / self._mean_length)
         return {
-            feature: float(np.sqrt(self._idf[feature]) * count * (self.K1 + 1) / (count + norm))
+            feature: float(np.sqrt(self._idf[feature]) * count * (K1 + 1) / (count + norm))
             for feature, count in counts.items()
         }
 
@@ -126,10 +125,6 @@ class HashedEncoder:
     def _text(cls, row: dict[str, Any]) -> str:
         title, text = split_contents(row["contents"])
         return " ".join([title] * cls.TITLE_WEIGHT + [text])
-
-    @staticmethod
-    def _words(text: str) -> list[str]:
-        return re.findall(r"\w+", text.lower())
 
     @classmethod
     def _feature(cls, word: str) -> int:

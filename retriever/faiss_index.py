@@ -11,32 +11,18 @@ from typing import Any
 import numpy as np
 
 from retriever.embeddings import Embeddings
-from retriever.errors import RetrieverError
+from retriever.errors import RetrieverError, require
 from retriever.plan import require_memory, vector_bytes
 from retriever.ties import search_in_corpus_order
 
 FLAT, FLAT_HEADER = b"IxFI", 45  # inner product; bytes before the vectors
 HEAD = struct.Struct("<4siqqqbi")  # type, dimension, documents, two unused, is trained, metric
+INSTALL = "pip install faiss-cpu (or faiss-gpu on CUDA)"
 TRAINING = 262_144  # vectors at most
 LESS = (
     "serve it with --mmap, on GPUs in fp16 with --faiss_gpu, or build a smaller one:"
     " python -m retriever.build_index --factory IVF4096,PQ64 (or SQfp16, half the size)"
 )
-
-
-def import_faiss() -> Any:
-    """FAISS.
-
-    Raises:
-        RetrieverError: it is not installed.
-    """
-    try:
-        import faiss
-    except ImportError as error:
-        raise RetrieverError(
-            "FAISS is not installed: pip install faiss-cpu (or faiss-gpu on CUDA)"
-        ) from error
-    return faiss
 
 
 @dataclass(frozen=True)
@@ -100,7 +86,7 @@ class FaissVectors:
         Raises:
             RetrieverError: as `read_header`; too large for the memory; cut off; or no GPU for it.
         """
-        faiss = import_faiss()
+        faiss = require("faiss", INSTALL)
         header = read_header(path)
         self.dimension, self.documents = header.dimension, header.documents
         # A flat index on its way to the GPUs need not fit into the host's memory.
@@ -160,7 +146,7 @@ def make_empty(dimension: int, factory: str, search: str = "") -> Any:
     Raises:
         RetrieverError: not a factory string, or no such parameter.
     """
-    faiss = import_faiss()
+    faiss = require("faiss", INSTALL)
     try:
         index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
@@ -189,7 +175,7 @@ def write_faiss(path: Path, embeddings: Embeddings, factory: str, search: str, p
     """
     from tqdm import tqdm
 
-    faiss = import_faiss()
+    faiss = require("faiss", INSTALL)
     count, dimension = embeddings.documents, embeddings.encoder.dimension
     index = make_empty(dimension, factory, search)
     bar = tqdm(total=count, desc="index", unit="passage", disable=None if progress else True, leave=False)

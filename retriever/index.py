@@ -13,9 +13,9 @@ from retriever.builder import BM25, INDEX_FILE, KINDS, MANIFEST, BuildOptions, b
 from retriever.corpus import Corpus, load_corpus
 from retriever.encoders import Encoder, cosine, load_encoder, make_encoder
 from retriever.errors import RetrieverError
-from retriever.faiss_index import FLAT, FaissVectors, import_faiss, map_flat, read_header
+from retriever.faiss_index import FLAT, FaissVectors, map_flat, read_header
 
-__all__ = ["MANIFEST", "Index", "build_index", "import_faiss", "load_index", "open_index"]
+__all__ = ["MANIFEST", "Index", "build_index", "load_index", "open_index"]
 
 AGAIN = "build it again with python -m retriever.build_index"
 

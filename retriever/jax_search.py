@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from retriever.errors import RetrieverError
+from retriever.errors import require
 from retriever.plan import require_memory
 
 QUERIES = 32  # at once; scores of 32 queries over 21 million rows take 2.7 GB over all devices
@@ -25,12 +25,7 @@ class JaxVectors:
         Raises:
             RetrieverError: JAX is missing, or the devices' memory is too small.
         """
-        try:
-            import jax
-        except ImportError as error:
-            raise RetrieverError(
-                "--engine jax: JAX is not installed: pip install jax (or jax[tpu])"
-            ) from error
+        jax = require("jax", "pip install jax (or jax[tpu]), or leave out --engine jax")
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
         self.documents, self.dimension = vectors.shape

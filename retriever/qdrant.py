@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from retriever.embeddings import Embeddings
-from retriever.errors import RetrieverError
+from retriever.errors import RetrieverError, require
 from retriever.ties import search_in_corpus_order
 
 BATCH = 256
+INSTALL = "pip install qdrant-client"
 TIMEOUT = 60  # seconds
 
 
@@ -76,26 +77,13 @@ class QdrantVectors:
             raise RetrieverError(f"{self._where}: no answer ({_reason(error)}); is the server up?") from error
 
 
-def import_client() -> Any:
-    """qdrant-client.
-
-    Raises:
-        RetrieverError: it is not installed.
-    """
-    try:
-        import qdrant_client
-    except ImportError as error:
-        raise RetrieverError("qdrant-client is not installed: pip install qdrant-client") from error
-    return qdrant_client
-
-
 def connect(folder: Path, url: str) -> tuple[Any, tuple[type[Exception], ...]]:
     """A client, and the errors its calls raise.
 
     Raises:
         RetrieverError: qdrant-client is missing, or another process has the embedded collection open.
     """
-    package = import_client()
+    package = require("qdrant_client", INSTALL)
     from qdrant_client.http.exceptions import ApiException
 
     if url:
@@ -116,7 +104,7 @@ def check_server(url: str, collection: str) -> None:
         RetrieverError: one of these does not hold.
     """
     if not url:
-        import_client()
+        require("qdrant_client", INSTALL)
         return
     client, errors = connect(Path(), url)
     try:

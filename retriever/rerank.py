@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from retriever.errors import RetrieverError
+from retriever.errors import RetrieverError, require
 from retriever.protocol import Found
 
 
@@ -21,18 +21,15 @@ class Reranker:
     """
 
     def __init__(self, model: str, batch_size: int = 32, max_length: int = 512):
-        try:
-            import torch
-            from sentence_transformers import CrossEncoder
-        except ImportError as error:
-            raise RetrieverError(
-                "sentence-transformers is not installed: pip install 'calibadv-jax[dense]',"
-                " or leave out --reranker_model"
-            ) from error
+        library = require(
+            "sentence_transformers", "pip install 'calibadv-jax[dense]', or leave out --reranker_model"
+        )
+        import torch
+
         self.model, self.batch_size = model, batch_size
         kwargs: dict[str, Any] = {"dtype": torch.float16} if torch.cuda.is_available() else {}
         try:
-            self._encoder = CrossEncoder(
+            self._encoder = library.CrossEncoder(
                 model, max_length=max_length, trust_remote_code=False, model_kwargs=kwargs
             )
         except (OSError, ValueError) as error:

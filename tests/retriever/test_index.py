@@ -244,7 +244,7 @@ def test_build_if_missing(tmp_path, corpus_path):
     ("module", "name", "message"),
     [
         ("bm25s", "bm25", "pip install bm25s"),
-        ("sentence_transformers", "e5", "pip install sentence-transformers"),
+        ("sentence_transformers", "e5", r"pip install 'calibadv-jax\[dense\]'"),
         ("qdrant_client", "hashed", "pip install qdrant-client"),
     ],
 )
