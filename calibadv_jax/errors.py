@@ -1,5 +1,7 @@
 """The one error type a user is meant to read."""
 
+REFUSAL = "refused by calibadv_jax: "  # begins what our engine inside a vLLM worker objects to
+
 
 class UserError(Exception):
     """Bad input: one line that names the file, key or value, and the way out.

@@ -9,8 +9,6 @@ from typing import Protocol
 
 from calibadv_jax.trajectory import Document, StopReason
 
-REFUSAL = "refused by calibadv_jax: "  # begins what a vLLM worker's weight-transfer engine objects to
-
 
 @dataclass(frozen=True)
 class SamplingParams:

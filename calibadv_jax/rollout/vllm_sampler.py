@@ -20,9 +20,9 @@ import httpx
 import numpy as np
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.errors import REFUSAL, UserError
 from calibadv_jax.rollout.http_client import open_client
-from calibadv_jax.rollout.protocols import REFUSAL, Completion, SamplingParams
+from calibadv_jax.rollout.protocols import Completion, SamplingParams
 from calibadv_jax.trajectory import StopReason
 
 MAX_KEEPALIVE = 256  # idle connections kept to one worker

@@ -20,8 +20,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from calibadv_jax.errors import UserError
-from calibadv_jax.rollout.protocols import REFUSAL
+from calibadv_jax.errors import REFUSAL, UserError
 
 if TYPE_CHECKING:
     from calibadv_jax.policy.architecture import Architecture
