@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from calibadv_jax.errors import UserError
@@ -194,18 +195,19 @@ def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float)
     import httpx
 
     deadline = time.monotonic() + timeout
-    while True:
-        if server.poll() is not None:
-            raise UserError(f"vLLM's server ended with status {server.returncode}; its output is above")
-        if time.monotonic() > deadline:
-            raise UserError(f"vLLM's server was not ready within {timeout:g} s; raise --start_timeout")
-        try:
-            if httpx.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == 200:
-                break
-        except httpx.HTTPError:
+    # Without verify=False every client loads certificates, which a plain address never needs.
+    with httpx.Client(base_url=url, timeout=5.0, trust_env=False, verify=False) as http:
+        while True:
+            if server.poll() is not None:
+                raise UserError(f"vLLM's server ended with status {server.returncode}; its output is above")
+            if time.monotonic() > deadline:
+                raise UserError(f"vLLM's server was not ready within {timeout:g} s; raise --start_timeout")
+            with suppress(httpx.HTTPError):
+                if http.get("/health").status_code == 200:
+                    break
             time.sleep(0.2)
-    request = {"token_ids": [0] * 16, "sampling_params": {"max_tokens": 4, "logprobs": 0, "seed": 0}}
-    reply = httpx.post(f"{url}/inference/v1/generate", json=request, timeout=timeout, trust_env=False)
+        request = {"token_ids": [0] * 16, "sampling_params": {"max_tokens": 4, "logprobs": 0, "seed": 0}}
+        reply = http.post("/inference/v1/generate", json=request, timeout=timeout)
     if reply.status_code != 200:
         raise UserError(f"vLLM's server answered the warm-up with {reply.status_code}: {reply.text[:300]}")
 
