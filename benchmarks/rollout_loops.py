@@ -5,7 +5,7 @@
 Lock step (as in Search-R1): every trajectory waits until all have written their turn and got their
 documents. Continuous: one coroutine a trajectory. Both loops write turns of the same lengths, which are
 heavy-tailed (log-normal), after prompts of their own, so that neither finds the other's prefixes cached;
-documents take `--search-ms`. The loops alternate.
+documents take `--search-ms`, or log-normal times around it (`--search-sigma`). The loops alternate.
 The policy has random weights and no end-of-text token.
 """
 
@@ -71,7 +71,7 @@ def draw_turns(trajectories: int, turns: int, median: float, sigma: float, seed:
 class Loops:
     """Both loops over one sampler, for the same turns."""
 
-    def __init__(self, sampler: VllmSampler, turns: Turns, search_seconds: float, seed: int):
+    def __init__(self, sampler: VllmSampler, turns: Turns, search_seconds: np.ndarray, seed: int):
         self.sampler, self.turns, self.search_seconds = sampler, turns, search_seconds
         rng = np.random.default_rng(seed)
         self.prompts = rng.integers(11, 398, (len(turns), 40)).tolist()
@@ -83,7 +83,7 @@ class Loops:
         return context + completion.token_ids
 
     async def search(self, number: int, index: int, context: list[int]) -> list[int]:
-        await asyncio.sleep(self.search_seconds)
+        await asyncio.sleep(float(self.search_seconds[number, index]))
         return context + self.documents[number][index]
 
     async def continuous(self) -> None:
@@ -111,7 +111,11 @@ async def measure(url: str, snapshot: Path, arguments: argparse.Namespace) -> di
     seconds: dict[str, list[float]] = {"continuous": [], "lock step": []}
     for number in range(arguments.rounds + 1):  # the first one warms up
         turns = draw_turns(arguments.trajectories, arguments.turns, arguments.median, arguments.sigma, number)
-        first, second = (Loops(sampler, turns, arguments.search_ms / 1000, 2 * number + n) for n in (0, 1))
+        spread = np.random.default_rng(number).normal(
+            0.0, arguments.search_sigma, (len(turns), arguments.turns)
+        )
+        searches = arguments.search_ms / 1000 * np.exp(spread)
+        first, second = (Loops(sampler, turns, searches, 2 * number + n) for n in (0, 1))
         both: list[tuple[str, Callable[[], Coroutine[None, None, None]]]] = [
             ("continuous", first.continuous),
             ("lock step", second.lock_step),
@@ -135,6 +139,7 @@ def main() -> None:
     parser.add_argument("--median", type=float, default=20.0, help="tokens of a turn")
     parser.add_argument("--sigma", type=float, default=1.2, help="of the log-normal turn length")
     parser.add_argument("--search-ms", type=float, default=50.0)
+    parser.add_argument("--search-sigma", type=float, default=0.0, help="0: every search takes the same")
     parser.add_argument("--hidden", type=int, default=128, help="of the policy; a multiple of 64")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--slots", type=int, default=64)
