@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
@@ -62,24 +63,33 @@ def queries_of(corpus: Path, count: int) -> list[str]:
 
 
 async def drive(url: str, queries: list[str], clients: int, seconds: float) -> list[float]:
-    """Latencies of all requests answered within `seconds`."""
-    import httpx
+    """Latencies of all requests answered within `seconds`.
 
+    Each client keeps one connection and speaks plain HTTP/1.1 over it: a general client's pool takes
+    more of the machine than the service does.
+    """
     latencies: list[float] = []
-    limits = httpx.Limits(max_connections=None)
+    address = urlsplit(url)
     until = time.monotonic() + seconds
-    async with httpx.AsyncClient(timeout=120, trust_env=False, limits=limits) as http:
 
-        async def one(number: int) -> None:
-            while time.monotonic() < until:
-                begun = time.monotonic()
-                body = {"queries": [queries[number % len(queries)]], "topk": 3, "return_scores": True}
-                reply = await http.post(f"{url}/retrieve", json=body)
-                reply.raise_for_status()
-                latencies.append(time.monotonic() - begun)
-                number += clients
+    async def one(number: int) -> None:
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        while time.monotonic() < until:
+            begun = time.monotonic()
+            query = {"queries": [queries[number % len(queries)]], "topk": 3, "return_scores": True}
+            body = json.dumps(query).encode()
+            head = f"POST /retrieve HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-type: application/json\r\n"
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            status, *headers = (await reader.readuntil(b"\r\n\r\n")).decode().lower().splitlines()
+            length = next(int(line[15:]) for line in headers if line.startswith("content-length:"))
+            reply = await reader.readexactly(length)
+            if " 200 " not in status:
+                raise SystemExit(f"{status}: {reply.decode()[:200]}")
+            latencies.append(time.monotonic() - begun)
+            number += clients
+        writer.close()
 
-        await asyncio.gather(*(one(number) for number in range(clients)))
+    await asyncio.gather(*(one(number) for number in range(clients)))
     return latencies
 
 
