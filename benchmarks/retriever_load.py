@@ -4,7 +4,7 @@
 
 The plain server, in the style of Search-R1: one request, one encode and one search, in FastAPI's thread
 pool. Same encoder, index and machine; the clients run in a process of their own; rounds alternate.
-``--soak SECONDS`` then keeps the load on the service and reports the growth of its memory.
+``--soak SECONDS`` then keeps the load on the service and reports its memory ten times.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel
+
+SLICES = 10  # of the soak
 
 
 class Request(BaseModel):
@@ -177,12 +179,12 @@ def main() -> None:
         sys.stdout.write(f"ratio of medians {ratio:.2f}\n")
         servers["plain"].terminate()
         if arguments.soak:
-            before = resident(servers["service"].pid)
-            count = len(measure(urls["service"], queries, arguments, arguments.soak))
-            after = resident(servers["service"].pid)
-            sys.stdout.write(
-                f"soak {arguments.soak:.0f} s, {count} requests: {before:.0f} MB -> {after:.0f} MB\n"
-            )
+            memory, count = [resident(servers["service"].pid)], 0
+            for _ in range(SLICES):
+                count += len(measure(urls["service"], queries, arguments, arguments.soak / SLICES))
+                memory.append(resident(servers["service"].pid))
+            series = " ".join(f"{one:.0f}" for one in memory)
+            sys.stdout.write(f"soak {arguments.soak:.0f} s, {count} requests, MB resident: {series}\n")
     finally:
         for server in servers.values():
             server.terminate()
