@@ -1,6 +1,6 @@
 """Compiles update, log-probabilities and sampler for TPUs that are not there, with TPU's own compiler.
 
-    pip install 'jax[tpu]'        # libtpu compiles on any Linux machine
+    pip install 'jax[tpu]'        # on any Linux machine, but not in vLLM's environment
     python -m benchmarks.ahead_of_time --topology v5e:4x4 --shape qwen2.5-3b --fsdp 8 --tensor 2
 
 Prints for each program how long it compiled, the bytes of its arguments on one device, and the peak of

@@ -36,14 +36,15 @@ ensure_torch_users() {
   "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
 }
 
-# TPU's compiler, which needs no TPU: the trainer's programs are compiled for one.
+# TPU's compiler, which needs no TPU: the trainer's programs are compiled for one. Kept apart, since vLLM takes a
+# machine for a TPU's where it can import libtpu.
 ensure_tpu_compiler() {
-  local python="$1" version
-  [[ "$(uname -sm)" == "Linux x86_64" ]] || return 0
-  "$python" -c 'import libtpu' 2>/dev/null && return
-  version="$("$python" -c 'import jax; print(jax.__version__)')"
-  "$python" -m pip install --quiet --no-compile --disable-pip-version-check "jax[tpu]==$version" 2>/dev/null ||
-    echo "no libtpu for jax $version to be had: the TPU compilation test will skip" >&2
+  local python="$1" folder="$2" requirement
+  [[ "$(uname -sm)" == "Linux x86_64" && ! -d "$folder" ]] || return 0
+  requirement="$("$python" -c 'from importlib.metadata import requires
+print(next(one.split(";")[0] for one in requires("jax") if one.startswith("libtpu")))')"
+  "$python" -m pip install --quiet --no-compile --no-deps --disable-pip-version-check --target "$folder" \
+    "$requirement" 2>/dev/null || echo "no $requirement to be had: the TPU compilation test will skip" >&2
 }
 
 run_pytest() { # "no tests collected" is a pass only where the caller chose the tests
@@ -59,7 +60,7 @@ venv="${VENV:-$root/.venv-test}"
 ensure_venv "$venv" cpu,dev
 ensure_torch "$venv/bin/python"
 ensure_torch_users "$venv/bin/python"
-ensure_tpu_compiler "$venv/bin/python"
+ensure_tpu_compiler "$venv/bin/python" "$venv/libtpu"
 export PATH="$venv/bin:$PATH"
 
 echo "== versions"
