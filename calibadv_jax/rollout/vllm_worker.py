@@ -12,6 +12,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -223,8 +224,15 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port that nobody listens on, below those that systems give to outgoing connections.
+
+    The server binds it only after many seconds of imports; until then any connection could have taken
+    a port that the system itself had picked.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with suppress(OSError), socket.create_server((host, port)):
+            return port
+    raise UserError(f"{host}: none of 100 ports between 20000 and 32000 is free; set --port")
 
 
 def _die_with_parent() -> None:
