@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.retriever_load import drive, start
+from benchmarks.retriever_load import drive, process_bytes, start
 
 DIMENSION = 384
 SHARD_ROWS = 2**18
@@ -101,9 +101,8 @@ def measure(corpus: Path, index_path: Path, option: str) -> dict[str, float]:
             began = time.perf_counter()
             answered = len(asyncio.run(drive(url, queries, clients, SECONDS)))
             figures[name] = answered / (time.perf_counter() - began)
-        status = Path(f"/proc/{service.pid}/status").read_text()
-        for name, key in (("resident", "VmHWM"), ("mapped", "RssFile")):
-            figures[name] = int(re.search(rf"{key}:\s+(\d+)", status)[1]) * 1024 / 1e9
+        for name, field in (("resident", "VmHWM"), ("mapped", "RssFile")):
+            figures[name] = process_bytes(service.pid, field) / 1e9
     finally:
         service.terminate()
         service.wait()

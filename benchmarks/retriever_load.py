@@ -119,10 +119,10 @@ def measure(url: str, queries: list[str], arguments: argparse.Namespace, seconds
         return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 
 
-def resident(pid: int) -> float:
-    """Megabytes."""
+def process_bytes(pid: int, field: str = "VmRSS") -> int:
+    """A field of /proc/PID/status that counts memory."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
+    return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
 
 
 def main() -> None:
@@ -174,16 +174,16 @@ def main() -> None:
             p50, p99 = (1000 * ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99))
             rate = statistics.median(rates[name])
             line = f"{name:>8}  {rate:7.1f} queries/s  p50 {p50:.0f} ms  p99 {p99:.0f} ms"
-            sys.stdout.write(f"{line}  {resident(servers[name].pid):.0f} MB resident\n")
+            sys.stdout.write(f"{line}  {process_bytes(servers[name].pid) / 2**20:.0f} MB resident\n")
         ratio = statistics.median(rates["service"]) / statistics.median(rates["plain"])
         sys.stdout.write(f"ratio of medians {ratio:.2f}\n")
         servers["plain"].terminate()
         if arguments.soak:
-            memory, count = [resident(servers["service"].pid)], 0
+            memory, count = [process_bytes(servers["service"].pid)], 0
             for _ in range(SLICES):
                 count += len(measure(urls["service"], queries, arguments, arguments.soak / SLICES))
-                memory.append(resident(servers["service"].pid))
-            series = " ".join(f"{one:.0f}" for one in memory)
+                memory.append(process_bytes(servers["service"].pid))
+            series = " ".join(f"{one / 2**20:.0f}" for one in memory)
             sys.stdout.write(f"soak {arguments.soak:.0f} s, {count} requests, MB resident: {series}\n")
     finally:
         for server in servers.values():

@@ -39,11 +39,10 @@ def export(config: Config) -> Path:
 
     from calibadv_jax.config import MeshConfig
     from calibadv_jax.policy.architecture import architecture_from_hf
-    from calibadv_jax.policy.sharding import make_mesh
+    from calibadv_jax.policy.sharding import make_mesh, placed_params
     from calibadv_jax.policy.transformer import Numerics, Policy
     from calibadv_jax.snapshots.checkpoint import restore_params
     from calibadv_jax.snapshots.huggingface import read_hf_config, save_folder
-    from calibadv_jax.snapshots.layout import placed_params
     from calibadv_jax.snapshots.publish import load_snapshot
 
     source = Path(config.export.source or Path(config.run.dir) / "checkpoints").absolute()

@@ -50,15 +50,17 @@ def load(arguments: argparse.Namespace, report: Report = lambda _: None) -> Any:
     cache = None
     if arguments.cache_path is not None:
         cache = ResultCache(arguments.cache_path, searcher.manifest, arguments.cache_mode)
+    pages = None
     if arguments.pages_path is not None:
         report("reading the pages")
+        pages = Pages(arguments.pages_path)
     return make_app(
         searcher,
         arguments.retrieval_topk,
         rerank_topk=arguments.reranking_topk,
         reranker=reranker,
         cache=cache,
-        pages=None if arguments.pages_path is None else Pages(arguments.pages_path),
+        pages=pages,
         limits=Limits(max_batch=arguments.max_batch, max_queue=arguments.max_queue),
         token=token,
     )

@@ -5,16 +5,19 @@ Mesh axes: `data` (replicas), `fsdp` (parameters and batch split), `tensor` (hea
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.errors import UserError
 from calibadv_jax.policy.weights import WEIGHTS
+
+if TYPE_CHECKING:
+    from calibadv_jax.policy.transformer import Policy
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -75,6 +78,19 @@ def param_shardings(abstract: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, P(*fitted))
 
     return jax.tree_util.tree_map_with_path(sharding, abstract)
+
+
+def placed_params(policy: Policy, mesh: Mesh | None, dtype: Any) -> Any:
+    """The policy's parameters as ShapeDtypeStructs of `dtype` with shardings; no mesh: the first device."""
+    abstract = policy.abstract_params
+    if mesh is None:
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: device, abstract)
+    else:
+        shardings = param_shardings(abstract, mesh)
+    return jax.tree.map(
+        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=at), abstract, shardings
+    )
 
 
 def batch_sharding(mesh: Mesh, leading: int = 0) -> NamedSharding:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.policy.sharding import RULES, param_shardings, replicated
+from calibadv_jax.policy.sharding import RULES, placed_params, replicated
 from calibadv_jax.policy.transformer import Cache, Params, Policy
 from calibadv_jax.rollout.protocols import Completion, SamplingParams
 from calibadv_jax.rollout.sampling import sample_tokens
@@ -183,12 +183,8 @@ class JaxSampler:
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """Prefill and decoding of all slots, for compiling ahead of time, as `Learner.lower_update`."""
         whole, slots = replicated(self.mesh), self._slots
-        policy, dtype = self.policy, self.policy.numerics.compute_dtype
-        params = jax.tree.map(
-            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=at),
-            policy.abstract_params,
-            param_shardings(policy.abstract_params, self.mesh),
-        )
+        policy = self.policy
+        params = placed_params(policy, self.mesh, policy.numerics.compute_dtype)
         cache = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._cache_sharding()),
             jax.eval_shape(lambda: policy.empty_cache(slots, self.max_length)),

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import placed_params
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import (
     WEIGHTS,
@@ -32,7 +33,6 @@ from calibadv_jax.policy.weights import (
     to_hf,
     unflatten,
 )
-from calibadv_jax.snapshots.layout import placed_params
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TOKENIZER_FILES = (

@@ -1,4 +1,4 @@
-"""What snapshots and checkpoints share: placement, tensor names, damaged files."""
+"""What snapshots and checkpoints share: tensor names, damaged files."""
 
 from __future__ import annotations
 
@@ -7,24 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
 
 from calibadv_jax.errors import UserError
-from calibadv_jax.policy.sharding import param_shardings
-from calibadv_jax.policy.transformer import Policy
-
-
-def placed_params(policy: Policy, mesh: Mesh | None, dtype: Any) -> Any:
-    """The policy's parameters as ShapeDtypeStructs of `dtype` with shardings; no mesh: the first device."""
-    abstract = policy.abstract_params
-    if mesh is None:
-        device = SingleDeviceSharding(jax.local_devices()[0])
-        shardings = jax.tree.map(lambda _: device, abstract)
-    else:
-        shardings = param_shardings(abstract, mesh)
-    return jax.tree.map(
-        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=at), abstract, shardings
-    )
 
 
 def tensor_shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -21,9 +21,10 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.policy.sharding import placed_params
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import flatten, shape_problems, unflatten
-from calibadv_jax.snapshots.layout import damage_as_user_error, placed_params, tensor_shapes
+from calibadv_jax.snapshots.layout import damage_as_user_error, tensor_shapes
 
 MANIFEST, TREE = "manifest.json", "params"
 FORMAT = 1

@@ -200,6 +200,14 @@ def test_a_bad_snapshot_is_refused_and_the_old_weights_keep_serving(pair, tmp_pa
     pair.run(ask)
 
 
+def begin(sampler, contexts, sampling, name="s"):
+    """Tasks of one completion each, in sessions of their own."""
+    return [
+        asyncio.create_task(sampler.generate(context, sampling, f"{name}{number}"))
+        for number, context in enumerate(contexts)
+    ]
+
+
 async def generating(sampler, contexts):
     """Tasks of long completions, once every worker has written tokens of them."""
 
@@ -214,10 +222,7 @@ async def generating(sampler, contexts):
         ]
 
     before = await asyncio.to_thread(written)
-    tasks = [
-        asyncio.create_task(sampler.generate(context, LONG, f"s{number}"))
-        for number, context in enumerate(contexts)
-    ]
+    tasks = begin(sampler, contexts, LONG)
     while any(now <= then for now, then in zip(await asyncio.to_thread(written), before, strict=True)):
         assert not all(task.done() for task in tasks), "they ended before anything was seen of them"
     return tasks
@@ -251,10 +256,7 @@ def test_a_killed_worker_loses_no_trajectory_and_comes_back_with_current_weights
         processes = server_processes(pair.workers[1])
         for process in processes:
             process.suspend()  # so that nothing of it can be complete before it is killed
-        tasks = [
-            asyncio.create_task(sampler.generate(context, GREEDY, f"s{number}"))
-            for number, context in enumerate(prompts(32, 40))
-        ]
+        tasks = begin(sampler, prompts(32, 40), GREEDY)
         while sum(task.done() for task in tasks) < 16:
             await asyncio.sleep(0.05)
         for process in processes:
@@ -291,19 +293,14 @@ def test_a_slow_worker_holds_up_only_what_it_has(pair):
         slow = sampler.workers[1]
         processes = server_processes(pair.workers[1])
         contexts = prompts(48, 40)
-
-        def begin(name, count):
-            asked = [sampler.generate(contexts[n], GREEDY, f"{name}{n}") for n in range(count)]
-            return [asyncio.create_task(one) for one in asked]
-
         for process in processes:
             process.suspend()
         try:
-            first = begin("a", 48)
+            first = begin(sampler, contexts, GREEDY, "a")
             while sum(task.done() for task in first) < 24:
                 await asyncio.sleep(0.05)
             for burst in "bcd":
-                await asyncio.gather(*begin(burst, 20))
+                await asyncio.gather(*begin(sampler, contexts[:20], GREEDY, burst))
             assert slow.busy == 24 == sum(not task.done() for task in first)
         finally:
             for process in processes:

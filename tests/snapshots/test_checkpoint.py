@@ -9,10 +9,9 @@ import pytest
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.errors import UserError
-from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, restore_params
-from calibadv_jax.snapshots.layout import placed_params
 
 EXTRA = {"step": 3, "questions": {"epoch": 1, "seen": [4, 2]}, "seed": 2**40, "ratio": 0.1}
 OPTIMIZER = optax.chain(
