@@ -2,6 +2,9 @@
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
+# Container images often set it: then each process that is started compiles thousands of modules anew.
+unset PYTHONDONTWRITEBYTECODE
+
 fail() {
   echo "error: $*" >&2
   exit 2
