@@ -3,10 +3,11 @@
     python -m benchmarks.rollout_loops [--trajectories 96] [--turns 4] [--rounds 3] [--flavour cpu]
 
 Lock step (as in Search-R1): every trajectory waits until all have written their turn and got their
-documents. Continuous: one coroutine a trajectory. Both loops write turns of the same lengths, which are
-heavy-tailed (log-normal), after prompts of their own, so that neither finds the other's prefixes cached;
-documents take `--search-ms`, or log-normal times around it (`--search-sigma`). The loops alternate.
-The policy has random weights and no end-of-text token.
+documents. Continuous: one coroutine a trajectory. Stream: the same without an end of the batch, as with
+max_staleness of 1 or more; the next trajectory begins where one has ended, through all rounds. All write
+turns of the same lengths, which are heavy-tailed (log-normal), after prompts of their own, so that none
+finds another's prefixes cached; documents take `--search-ms`, or log-normal times around it
+(`--search-sigma`). The first two loops alternate. The policy has random weights and no end-of-text token.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +88,15 @@ class Loops:
         await asyncio.sleep(float(self.search_seconds[number, index]))
         return context + self.documents[number][index]
 
-    async def continuous(self) -> None:
+    async def continuous(self, at_once: int) -> None:
+        free = asyncio.Semaphore(at_once)
+
         async def one(number: int) -> None:
-            context = self.prompts[number]
-            for index in range(len(self.turns[number])):
-                context = await self.turn(number, index, context)
-                context = await self.search(number, index, context)
+            async with free:
+                context = self.prompts[number]
+                for index in range(len(self.turns[number])):
+                    context = await self.turn(number, index, context)
+                    context = await self.search(number, index, context)
 
         await asyncio.gather(*(one(number) for number in range(len(self.turns))))
 
@@ -108,7 +113,9 @@ class Loops:
 async def measure(url: str, snapshot: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
     sampler = VllmSampler([url], SamplerConfig(), "benchmark")
     await sampler.load(snapshot)
-    seconds: dict[str, list[float]] = {"continuous": [], "lock step": []}
+    seconds: dict[str, list[float]] = {"continuous": [], "lock step": [], "stream": []}
+    all_turns: Turns = []
+    all_searches = []
     for number in range(arguments.rounds + 1):  # the first one warms up
         turns = draw_turns(arguments.trajectories, arguments.turns, arguments.median, arguments.sigma, number)
         spread = np.random.default_rng(number).normal(
@@ -117,7 +124,7 @@ async def measure(url: str, snapshot: Path, arguments: argparse.Namespace) -> di
         searches = arguments.search_ms / 1000 * np.exp(spread)
         first, second = (Loops(sampler, turns, searches, 2 * number + n) for n in (0, 1))
         both: list[tuple[str, Callable[[], Coroutine[None, None, None]]]] = [
-            ("continuous", first.continuous),
+            ("continuous", partial(first.continuous, len(turns))),
             ("lock step", second.lock_step),
         ]
         for name, loop in both if number % 2 else reversed(both):
@@ -125,6 +132,13 @@ async def measure(url: str, snapshot: Path, arguments: argparse.Namespace) -> di
             await loop()
             if number:
                 seconds[name].append(time.monotonic() - begun)
+        if number:
+            all_turns += turns
+            all_searches.append(searches)
+    stream = Loops(sampler, all_turns, np.concatenate(all_searches), 2 * arguments.rounds + 2)
+    begun = time.monotonic()
+    await stream.continuous(arguments.trajectories)
+    seconds["stream"].append((time.monotonic() - begun) / arguments.rounds)
     await sampler.close()
     return seconds
 
@@ -165,8 +179,10 @@ def main() -> None:
         median = statistics.median(values)
         rate = arguments.trajectories / median
         lines.append(f"{label:>12}  {median:6.2f} s  {rate:6.1f} trajectories/s")
-    ratio = statistics.median(seconds["lock step"]) / statistics.median(seconds["continuous"])
-    sys.stdout.write("\n".join([*lines, f"ratio of medians {ratio:.2f}"]) + "\n")
+    medians = {label: statistics.median(values) for label, values in seconds.items()}
+    for label in ("continuous", "stream"):
+        lines.append(f"lock step / {label} {medians['lock step'] / medians[label]:.2f}")
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

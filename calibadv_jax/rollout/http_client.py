@@ -1,24 +1,51 @@
-"""Connections to the services a rollout asks."""
+"""Connections to the services a rollout asks.
+
+aiohttp, because hundreds of requests are open at once: httpx goes through all of a pool's connections for
+each request (encode/httpx#3215), which took more of a core than the agent loop itself.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import httpx
+    import aiohttp
 
 KEEPALIVE_SECONDS = 2.0  # below the servers' five: they must not close a connection just as it is used again
 
 
-def open_client(url: str, timeout: float, max_keepalive: int = 20) -> httpx.AsyncClient:
-    """A client for one service at `url`, with any number of connections of which `max_keepalive` are kept.
+class Unreachable(Exception):
+    """A service did not answer a request, or not in time."""
+
+
+def open_session(timeout: float) -> aiohttp.ClientSession:
+    """A session of the running event loop, with any number of connections.
 
     Proxies of the environment are not used: services are on loopback or in the same network.
     """
-    import httpx
+    import aiohttp
 
-    limits = httpx.Limits(
-        max_connections=None, max_keepalive_connections=max_keepalive, keepalive_expiry=KEEPALIVE_SECONDS
-    )
-    verify = url.startswith("https")  # loading certificates costs more than a local search
-    return httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=verify)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+    return aiohttp.ClientSession(connector=connector, timeout=limit(timeout))
+
+
+def limit(seconds: float) -> aiohttp.ClientTimeout:
+    """At most so long to connect, and between two parts of a reply."""
+    import aiohttp
+
+    return aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
+
+
+async def post(http: aiohttp.ClientSession, url: str, **arguments: Any) -> tuple[int, bytes]:
+    """Status and body of a reply; a redirection is a reply like any other.
+
+    Raises:
+        Unreachable: no whole reply.
+    """
+    import aiohttp
+
+    try:
+        async with http.post(url, allow_redirects=False, **arguments) as response:
+            return response.status, await response.read()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise Unreachable(f"{type(error).__name__} {error}".strip()) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.errors import UserError
 from calibadv_jax.rollout.child_process import ChildService
-from calibadv_jax.rollout.http_client import open_client
+from calibadv_jax.rollout.http_client import Unreachable, open_session, post
 from calibadv_jax.trajectory import Document
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
@@ -47,7 +48,7 @@ class RetrieverClient:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # connections belong to the loop that opened them
             self._loop, self._waiting, self._sender = loop, [], None
-            self._http = open_client(self.url, self.config.timeout)
+            self._http = open_session(self.config.timeout)
         futures = [loop.create_future() for _ in queries]
         self._waiting += zip(queries, futures, strict=True)
         if self._sender is None or self._sender.done():
@@ -76,7 +77,7 @@ class RetrieverClient:
     async def close(self) -> None:
         """Closes the connections of the running event loop."""
         if self._loop is asyncio.get_running_loop():
-            await self._http.aclose()
+            await self._http.close()
             self._loop = None
 
     async def _send(self) -> None:
@@ -96,14 +97,12 @@ class RetrieverClient:
                     future.set_result(documents)
 
     async def _with_retries(self, http: Any, queries: list[str]) -> list[list[Document]]:
-        import httpx
-
         delay = FIRST_DELAY
         for attempt in range(self.config.retries + 1):
             try:
                 return await self._request(http, queries)
-            except (httpx.HTTPError, BadReply) as error:
-                last = f"{type(error).__name__}: {error}".rstrip(": ")
+            except (Unreachable, BadReply) as error:
+                last = str(error)
             if attempt < self.config.retries:
                 await asyncio.sleep(delay)
                 delay = min(LAST_DELAY, 2 * delay)
@@ -114,13 +113,13 @@ class RetrieverClient:
 
     async def _request(self, http: Any, queries: list[str]) -> list[list[Document]]:
         body = {"queries": queries, "topk": self.config.topk, "return_scores": True}
-        response = await http.post(f"{self.url}/retrieve", json=body)
-        if response.status_code != 200:
-            raise BadReply(f"status {response.status_code}: {_excerpt(response.text)}")
+        status, reply = await post(http, f"{self.url}/retrieve", json=body)
+        if status != 200:
+            raise BadReply(f"status {status}: {_excerpt(reply)}")
         try:
-            return parse_reply(response.json(), len(queries))
-        except ValueError as error:  # also what json() raises
-            raise BadReply(f"{error} in {_excerpt(response.text)}") from error
+            return parse_reply(json.loads(reply), len(queries))
+        except ValueError as error:  # also what json.loads raises
+            raise BadReply(f"{error} in {_excerpt(reply)}") from error
 
 
 def parse_reply(reply: Any, num_queries: int) -> list[list[Document]]:
@@ -147,9 +146,9 @@ def _document(item: Any) -> Document:
     return Document(str(row.get("id", title)), title, text, None if score is None else float(score))
 
 
-def _excerpt(text: str) -> str:
-    """The beginning of a reply, on one line."""
-    return repr(" ".join(text.split())[:120])
+def _excerpt(reply: bytes) -> str:
+    """Its beginning, on one line."""
+    return repr(" ".join(reply.decode(errors="replace").split())[:120])
 
 
 class RetrieverProcess(ChildService):

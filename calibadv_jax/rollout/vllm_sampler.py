@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import numpy as np
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.errors import REFUSAL, UserError
-from calibadv_jax.rollout.http_client import open_client
+from calibadv_jax.rollout.http_client import Unreachable, limit, open_session, post
 from calibadv_jax.rollout.protocols import Completion, SamplingParams
 from calibadv_jax.trajectory import StopReason
 
-MAX_KEEPALIVE = 256  # idle connections kept to one worker
+if TYPE_CHECKING:
+    import aiohttp
+
 PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
 SWAP_TIMEOUT = 1800.0  # seconds a worker may take to load a snapshot
 
@@ -39,7 +41,6 @@ class Worker:
     """One server, as the sampler sees it."""
 
     url: str
-    http: httpx.AsyncClient
     version: int | None = None  # it serves; None: not known to be usable
     busy: int = 0  # completions in progress
     lost: str = "not started"  # why it is not usable
@@ -59,9 +60,8 @@ class VllmSampler:
     def __init__(self, urls: Sequence[str], config: SamplerConfig, tokenizer_hash: str):
         self.config, self.tokenizer_hash = config, tokenizer_hash
         self.run = uuid.uuid4().hex[:12]
-        self.workers = [
-            Worker(url.rstrip("/"), open_client(url, config.request_timeout, MAX_KEEPALIVE)) for url in urls
-        ]
+        self.workers = [Worker(url.rstrip("/")) for url in urls]
+        self._http: aiohttp.ClientSession | None = None  # opened by the loop that first asks
         self._snapshot: tuple[Path, int] | None = None
         self._home: dict[str, Worker] = {}  # session -> where its prefix is cached
         self._changed = asyncio.Event()  # a worker has become usable, or refused the snapshot
@@ -149,7 +149,8 @@ class VllmSampler:
                 worker.reviving.cancel()
                 with suppress(asyncio.CancelledError):
                     await worker.reviving
-            await worker.http.aclose()
+        if self._http is not None:
+            await self._http.close()
 
     async def _choose(self, session: str) -> Worker:
         """The session's own worker while it is not much busier than the least busy one."""
@@ -268,7 +269,7 @@ class VllmSampler:
             await self._control(worker, "/start_weight_update")
         update = {"update_info": {"path": str(path), "version": version}}
         await self._control(
-            worker, "/update_weights", refusal=f"refuses {path}", json=update, timeout=SWAP_TIMEOUT
+            worker, "/update_weights", refusal=f"refuses {path}", json=update, timeout=limit(SWAP_TIMEOUT)
         )
         label = {"weight_version": f"{self.run}/{version}"}
         await self._control(worker, "/finish_weight_update", json=label)
@@ -283,22 +284,24 @@ class VllmSampler:
         Args:
             refusal: where our engine in the worker objects, what it does then; the text of a UserError.
         """
+        if self._http is None:
+            self._http = open_session(self.config.request_timeout)
         try:
-            response = await worker.http.post(worker.url + route, **arguments)
-            if response.status_code == 200:
-                return response.json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise WorkerLost(f"{route}: {type(error).__name__} {error}".strip()) from error
-        message = _error_message(response)
+            status, body = await post(self._http, worker.url + route, **arguments)
+            if status == 200:
+                return json.loads(body)
+        except (Unreachable, ValueError) as error:
+            raise WorkerLost(f"{route}: {error}") from error
+        message = _error_message(body)
         if REFUSAL in message:
             raise UserError(f"vLLM worker {worker.url} {refusal}: {message.split(REFUSAL, 1)[1]}")
-        if response.status_code in (400, 422):
+        if status in (400, 422):
             raise UserError(f"vLLM worker {worker.url} refuses {route}: {message}")
-        if response.status_code == 404:
+        if status == 404:
             raise UserError(
                 f"{worker.url}{route}: no such route; start the worker with scripts/launch_vllm_worker.sh"
             )
-        raise WorkerLost(f"{route}: status {response.status_code}: {message}")
+        raise WorkerLost(f"{route}: status {status}: {message}")
 
 
 def _stop_reason(choice: dict[str, Any]) -> StopReason:
@@ -318,10 +321,10 @@ def _continued_seed(seed: int, done: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=4).digest(), "big")
 
 
-def _error_message(response: httpx.Response) -> str:
+def _error_message(body: bytes) -> str:
     """What vLLM says, on one line, without its advice to read a stack trace."""
     try:
-        message = str(response.json()["error"]["message"])
+        message = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        message = response.text
+        message = body.decode(errors="replace")
     return " ".join(message.split()).split(", please check the stack trace")[0][:600]
