@@ -4,7 +4,8 @@
 
 The plain server, in the style of Search-R1: one request, one encode and one search, in FastAPI's thread
 pool. Same encoder, index and machine; the clients run in a process of their own; rounds alternate.
-``--soak SECONDS`` then keeps the load on the service and reports its memory ten times.
+``--soak SECONDS`` then keeps the load on the service and reports ten times the memory it has taken for
+itself (RssAnon) and what it holds of mapped files (RssFile).
 """
 
 from __future__ import annotations
@@ -179,12 +180,15 @@ def main() -> None:
         sys.stdout.write(f"ratio of medians {ratio:.2f}\n")
         servers["plain"].terminate()
         if arguments.soak:
-            memory, count = [process_bytes(servers["service"].pid)], 0
+            pid, count = servers["service"].pid, 0
+            memory = {field: [process_bytes(pid, field)] for field in ("RssAnon", "RssFile")}
             for _ in range(SLICES):
                 count += len(measure(urls["service"], queries, arguments, arguments.soak / SLICES))
-                memory.append(process_bytes(servers["service"].pid))
-            series = " ".join(f"{one / 2**20:.0f}" for one in memory)
-            sys.stdout.write(f"soak {arguments.soak:.0f} s, {count} requests, MB resident: {series}\n")
+                for field, values in memory.items():
+                    values.append(process_bytes(pid, field))
+            sys.stdout.write(f"soak {arguments.soak:.0f} s, {count} requests\n")
+            for field, values in memory.items():
+                sys.stdout.write(f"{field} MB  {' '.join(f'{one / 2**20:.0f}' for one in values)}\n")
     finally:
         for server in servers.values():
             server.terminate()
