@@ -195,7 +195,8 @@ class SamplerConfig:
 class RetrieverConfig:
     __pydantic_config__ = STRICT
     url: str = ""
-    """Base URL of a running service; empty: start one as a child process from `corpus` and `index`."""
+    """Base URL of a running service; empty: start one as a child process from `corpus` and `index`.
+    The environment variable RETRIEVER_TOKEN is the token of a service that asks for one."""
     corpus: str = ""
     """JSONL (or .jsonl.gz) of {"id", "contents"} rows, for the child service."""
     index: str = ""
@@ -354,8 +355,9 @@ class SftPhase:
     __pydantic_config__ = STRICT
     steps: int = 100
     """Optimizer updates."""
-    kind: str = "demonstrations"
-    """What is learned from; see docs/configuration.md."""
+    kind: Literal["imperfect", "lookups", "drills"] = "imperfect"
+    """Demonstrations of the generator: imperfect: whole trajectories with flaws; lookups: careful one-hop and
+    comparison questions; drills: words to copy and names to compare, without search. A JSONL has one kind."""
     loss_on: Literal["sampled", "all"] = "sampled"
     """Tokens with a loss: what the policy would sample, or documents and prompt too."""
 

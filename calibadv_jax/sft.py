@@ -91,11 +91,8 @@ def _demonstrations(config: Config, phase: SftPhase, seed: int) -> Iterator[Demo
     from pathlib import Path
 
     from calibadv_jax.data.demonstrations import GENERATORS, load_demonstrations
-    from calibadv_jax.errors import UserError
 
     if config.sft.demonstrations == "world":
-        if phase.kind not in GENERATORS:
-            raise UserError(f"sft.phases: kind is {phase.kind!r}; known are {', '.join(GENERATORS)}")
         yield from GENERATORS[phase.kind](seed, config.world)
         return
     demonstrations = load_demonstrations(Path(config.sft.demonstrations))

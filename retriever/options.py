@@ -101,7 +101,7 @@ def read_token(arguments: argparse.Namespace) -> str:
         RetrieverError: the file is missing or empty.
     """
     if arguments.token_file is None:
-        return os.environ.get("RETRIEVER_TOKEN", "")
+        return os.environ.get("RETRIEVER_TOKEN", "").strip()
     if not arguments.token_file.is_file():
         raise RetrieverError(f"{arguments.token_file}: no such file; mend --token_file")
     token: str = arguments.token_file.read_text(encoding="utf-8").strip()

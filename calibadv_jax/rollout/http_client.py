@@ -18,15 +18,19 @@ class Unreachable(Exception):
     """A service did not answer a request, or not in time."""
 
 
-def open_session(timeout: float) -> aiohttp.ClientSession:
+def open_session(timeout: float, token: str = "") -> aiohttp.ClientSession:
     """A session of the running event loop, with any number of connections.
 
     Proxies of the environment are not used: services are on loopback or in the same network.
+
+    Args:
+        token: sent with every request, as ``Authorization: Bearer``; empty: none.
     """
     import aiohttp
 
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
-    return aiohttp.ClientSession(connector=connector, timeout=limit(timeout))
+    headers = {"Authorization": f"Bearer {token}"} if token else None
+    return aiohttp.ClientSession(connector=connector, timeout=limit(timeout), headers=headers)
 
 
 def limit(seconds: float) -> aiohttp.ClientTimeout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
 MAX_BATCH = 256  # queries in one request
 FIRST_DELAY = 0.2  # seconds before the second attempt; doubles up to LAST_DELAY
 LAST_DELAY = 10.0
+TOKEN_VARIABLE = "RETRIEVER_TOKEN"  # the service's own; a config would be written to the run folder
 
 
 class BadReply(Exception):
@@ -43,12 +45,12 @@ class RetrieverClient:
         """Documents of each query, best first.
 
         Raises:
-            UserError: the service can not be reached, is too slow, or answers nonsense.
+            UserError: the service can not be reached, is too slow, answers nonsense, or asks for a token.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # connections belong to the loop that opened them
             self._loop, self._waiting, self._sender = loop, [], None
-            self._http = open_session(self.config.timeout)
+            self._http = open_session(self.config.timeout, os.environ.get(TOKEN_VARIABLE, "").strip())
         futures = [loop.create_future() for _ in queries]
         self._waiting += zip(queries, futures, strict=True)
         if self._sender is None or self._sender.done():
@@ -114,6 +116,10 @@ class RetrieverClient:
     async def _request(self, http: Any, queries: list[str]) -> list[list[Document]]:
         body = {"queries": queries, "topk": self.config.topk, "return_scores": True}
         status, reply = await post(http, f"{self.url}/retrieve", json=body)
+        if status == 401:
+            raise UserError(
+                f"retriever {self.url}: asks for a token; set the environment variable {TOKEN_VARIABLE} to it"
+            )
         if status != 200:
             raise BadReply(f"status {status}: {_excerpt(reply)}")
         try:

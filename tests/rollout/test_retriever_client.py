@@ -166,6 +166,22 @@ def test_the_child_service_answers_and_ends(tmp_path):
         search(process.url, ["a"], retries=0)
 
 
+def test_a_service_with_a_token(tmp_path, monkeypatch):
+    """A child inherits it; without it, the run stops at once and says what to set."""
+    pytest.importorskip("faiss")
+    pytest.importorskip("fastapi")
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"id": "0", "contents": '"red fox"\nthe red fox runs.'}) + "\n")
+    config = RetrieverConfig(corpus=str(corpus), index=str(tmp_path / "index"), topk=1)
+    monkeypatch.setenv("RETRIEVER_TOKEN", "secret\n")
+    with RetrieverProcess(config, tmp_path / "log.txt") as process:
+        ((document,),) = search(process.url, ["fox"], topk=1)
+        assert document.title == "red fox"
+        monkeypatch.setenv("RETRIEVER_TOKEN", "another")
+        with pytest.raises(UserError, match="asks for a token; set the environment variable RETRIEVER_TOKEN"):
+            search(process.url, ["fox"], topk=1)
+
+
 def test_a_child_that_can_not_start_says_why(tmp_path):
     pytest.importorskip("faiss")
     config = RetrieverConfig(corpus=str(tmp_path / "none.jsonl"), index=str(tmp_path / "index"))
