@@ -211,11 +211,13 @@ class RetrieverConfig:
     """Further attempts after a failed request; then the run stops with its state saved."""
     start_timeout: float = 600.0
     """Seconds a child service may take to become ready."""
+    threads: int = 1
+    """Threads of one search of a child service, which shares the machine with the trainer; 0: all cores."""
 
     def __post_init__(self) -> None:
         _require(self, ">= 1", "topk")
         _require(self, "> 0", "timeout start_timeout")
-        _require(self, ">= 0", "retries")
+        _require(self, ">= 0", "retries threads")
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from retriever.protocol import Found
@@ -47,6 +48,8 @@ class SearchBatcher:
         self.max_batch, self.max_queue, self.max_wait = max_batch, max_queue, max_wait
         self._queue: deque[_Waiting] = deque()
         self._worker: asyncio.Task[None] | None = None
+        # Always the same thread: torch and OpenMP keep buffers and workers of their own for each that calls.
+        self._thread = ThreadPoolExecutor(1, "search")
 
     @property
     def queued(self) -> int:
@@ -74,6 +77,7 @@ class SearchBatcher:
             raise
 
     async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
         while self._queue:
             if len(self._queue) < self.max_batch:
                 await asyncio.sleep(self.max_wait)
@@ -82,7 +86,8 @@ class SearchBatcher:
                 continue
             self._on_batch(len(batch))
             try:
-                found = await asyncio.to_thread(self._search, [one.query for one in batch], batch[0].k)
+                queries = [one.query for one in batch]
+                found = await loop.run_in_executor(self._thread, self._search, queries, batch[0].k)
             except Exception as error:  # handed to every caller; the next batch is searched all the same
                 for one in batch:
                     if not one.future.done():

@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--token_file", type=Path, help="clients must send its content; or set RETRIEVER_TOKEN")
     add("--port_file", type=Path, help="written with the port once the service is ready")
     add("--parent_pid", type=int, help="stop when this process has ended")
-    add("--threads", type=int, default=1, help="threads of one search (default: %(default)s)")
+    add("--threads", type=int, default=0, help="threads of one search; 0: all cores (default: %(default)s)")
     add("--max_batch", type=int, default=256, help="queries of one search (default: %(default)s)")
     add("--max_queue", type=int, default=8192, help="queries that may wait (default: %(default)s)")
     return parser
@@ -81,11 +81,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             raise RetrieverError(f"--{name}: has no meaning for {what}; leave it out")
     if given.web_budget < 0:
         raise RetrieverError(f"--web_budget is {given.web_budget}, but must be at least 1")
+    if given.threads < 0:
+        raise RetrieverError(f"--threads is {given.threads}, but must be at least 1, or 0 for all cores")
     for name in (
         "retrieval_topk",
         "reranking_topk",
         "reranker_batch_size",
-        "threads",
         "max_batch",
         "max_queue",
     ):

@@ -18,8 +18,9 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         arguments = parse(argv)
-        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-            os.environ.setdefault(name, str(arguments.threads))
+        if arguments.threads:
+            for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+                os.environ.setdefault(name, str(arguments.threads))
         run(arguments)
     except RetrieverError as error:
         sys.stderr.write(f"error: {error}\n")

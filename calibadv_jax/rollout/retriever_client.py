@@ -168,5 +168,5 @@ class RetrieverProcess(ChildService):
         command = [sys.executable, "-m", "retriever.serve", "--build_if_missing"]
         command += ["--corpus_path", config.corpus, "--retriever_name", config.encoder]
         command += ["--index_path", config.index or f"{config.corpus}.index"]
-        command += ["--retrieval_topk", str(config.topk)]
+        command += ["--retrieval_topk", str(config.topk), "--threads", str(config.threads)]
         super().__init__("the retriever", command, log_path, config.start_timeout, "retriever.start_timeout")

@@ -304,6 +304,7 @@ def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
         ("- a", [], "expected keys and values"),
         ("port: 1", [], "--corpus_path is missing"),
         ("{corpus_path: c, index_path: i}", ["--max_queue", "0"], "--max_queue is 0"),
+        ("{corpus_path: c, index_path: i}", ["--threads", "-1"], "--threads is -1, but must be at least 1"),
     ],
 )
 def test_bad_options_are_one_line(tmp_path, text, arguments, message):
