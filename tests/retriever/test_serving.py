@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from retriever.errors import RetrieverError
 from retriever.index import build_index, load_index
 from retriever.options import parse
 from retriever.pages import Pages
+from retriever.serve import listen
 from retriever.service import Limits, make_app
 
 NAMES = [f"{a} {b}" for a in ("ada", "bo", "cy", "di") for b in ("almson", "berkson", "carlson", "dorn")]
@@ -253,6 +255,13 @@ def test_no_request_makes_the_service_fail(index):
 def test_ten_thousand_requests_do_not_make_it_fail(index):
     with TestClient(make_app(index, 2), raise_server_exceptions=False) as client:
         fuzz(client, 8000)
+
+
+def test_connections_send_at_once():
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
