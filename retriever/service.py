@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 
 from retriever.batching import Overloaded, SearchBatcher
 from retriever.cache import NotRecorded, ResultCache
+from retriever.memory import trimmed
 from retriever.pages import Pages
 from retriever.protocol import MAX_QUERY_LENGTH, AccessRequest, Found, RetrieveRequest, render
 from retriever.rerank import Reranker
@@ -78,7 +79,11 @@ class Engine:
     ):
         self.reranker, self.cache, self.metrics = reranker, cache, metrics
         self.batcher = SearchBatcher(
-            index.search, limits.max_batch, limits.max_queue, limits.max_wait, metrics.batch.observe
+            trimmed(index.search),
+            limits.max_batch,
+            limits.max_queue,
+            limits.max_wait,
+            metrics.batch.observe,
         )
         metrics.queue.set_function(lambda: self.batcher.queued)
 
