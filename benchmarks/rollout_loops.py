@@ -174,12 +174,11 @@ def main() -> None:
         options |= {"max_model_len": MAX_LENGTH, "max_num_seqs": arguments.slots}
         with VllmWorkerProcess(model, folder / "log", options) as worker:
             seconds = asyncio.run(measure(worker.url, snapshot, arguments))
+    medians = {label: statistics.median(values) for label, values in seconds.items()}
     lines = []
-    for label, values in seconds.items():
-        median = statistics.median(values)
+    for label, median in medians.items():
         rate = arguments.trajectories / median
         lines.append(f"{label:>12}  {median:6.2f} s  {rate:6.1f} trajectories/s")
-    medians = {label: statistics.median(values) for label, values in seconds.items()}
     for label in ("continuous", "stream"):
         lines.append(f"lock step / {label} {medians['lock step'] / medians[label]:.2f}")
     sys.stdout.write("\n".join(lines) + "\n")

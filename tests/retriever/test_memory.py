@@ -1,17 +1,16 @@
 """Memory that is freed between others goes back to the system."""
 
 import ctypes
-from pathlib import Path
+import os
 
 import pytest
 
+from benchmarks.retriever_load import process_bytes
 from retriever import memory
 
 
 def own_bytes():
-    """RssAnon of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
+    return process_bytes(os.getpid(), "RssAnon")
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
