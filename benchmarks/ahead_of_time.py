@@ -28,7 +28,7 @@ from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.rollout.jax_sampler import JaxSampler
+from calibadv_jax.sampler.jax_sampler import JaxSampler
 
 GIB = 2**30
 
@@ -44,7 +44,7 @@ def programs(arguments: argparse.Namespace) -> dict[str, Any]:
     optimizer = make_optimizer(OptimizerConfig(lr=1e-6), make_schedule(OptimizerConfig(), 100))
     learner = Learner(policy, optimizer, mesh, rows, logprob_chunk=config.logprob_chunk)
     sampling = SamplerConfig(slots=arguments.slots)
-    sampler = JaxSampler(policy, PlainTokenizer(), sampling, mesh, arguments.length, lambda _: (0, {}))
+    sampler = JaxSampler(policy, PlainTokenizer(), sampling, mesh, arguments.length)
     sys.stdout.write(
         f"{len(topology.devices)} x {topology.devices[0].device_kind}, mesh {dict(mesh.shape)},"
         f" {arguments.shape}, rows of {arguments.length} tokens, {rows} a microbatch,"

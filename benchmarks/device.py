@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig, PolicyConfig, SamplerConfig
+from calibadv_jax.interfaces import SamplingParams
 from calibadv_jax.learner.batching import Batch, Sample, pack
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import policy_gradient
@@ -32,8 +33,7 @@ from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.rollout.jax_sampler import JaxSampler
-from calibadv_jax.rollout.protocols import SamplingParams
+from calibadv_jax.sampler.jax_sampler import JaxSampler
 
 QWEN = {"model_type": "qwen2", "vocab_size": 151936, "rope_theta": 1e6, "tie_word_embeddings": True}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -187,8 +187,8 @@ def sampler_result(policy: Policy, rng: np.random.Generator, arguments: argparse
     params = jax.tree.map(lambda p: p.astype(policy.numerics.compute_dtype), params)
     length = arguments.prompt + arguments.new + 1
     config = SamplerConfig(slots=arguments.slots, decode_chunk=arguments.new, prefill_chunk=arguments.prompt)
-    sampler = JaxSampler(policy, PlainTokenizer(), config, mesh, length, lambda _: (0, params))
-    asyncio.run(sampler.load(Path()))
+    sampler = JaxSampler(policy, PlainTokenizer(), config, mesh, length)
+    asyncio.run(sampler.load(0, params))
     vocabulary = policy.architecture.vocab_size
     prompts = rng.integers(1, vocabulary, (arguments.slots, arguments.prompt)).tolist()
     made = [0]

@@ -25,8 +25,8 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.rollout.vllm_sampler import VllmSampler
-from calibadv_jax.rollout.vllm_worker import VllmWorkerProcess
+from calibadv_jax.sampler.vllm_sampler import VllmSampler
+from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess
 from calibadv_jax.snapshots.huggingface import save_folder
 from calibadv_jax.snapshots.publish import SnapshotStore
 
@@ -36,7 +36,7 @@ async def measure(url: str, snapshots: list[Path], copy_to: Path) -> dict[str, l
     sampler = VllmSampler([url], SamplerConfig(), "benchmark")
     for number, snapshot in enumerate(snapshots):
         begun = time.monotonic()
-        await sampler.load(snapshot)
+        await sampler.load_snapshot(snapshot)
         swapped = time.monotonic()
         shutil.copytree(snapshot, copy_to)
         copied = time.monotonic()

@@ -1,0 +1,10 @@
+"""CalibAdv (arXiv 2604.18235) in JAX: reinforcement learning of search agents with turn-level credit.
+
+The names here are the public Python interface; `docs/` and the README show how to use them.
+"""
+
+from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.config import Config, load_config
+from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
+
+__all__ = ["Config", "Group", "Question", "Trajectory", "Turn", "compute_advantages", "load_config"]

@@ -1,12 +1,14 @@
-"""The command line that all entry points share: ``--config FILE [--dry-run] [key.path=value …]``.
+"""The command line: ``calibadv COMMAND --config FILE [--dry-run] [key.path=value …]``.
 
-Imports nothing heavy, so that ``--help`` answers at once: an entry point imports its stages inside the
-function it hands to `main`.
+``python -m calibadv_jax.COMMAND`` does the same. `calibadv` reads and checks the config before it imports
+what the command needs, so that a mistake is found at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,15 @@ from calibadv_jax.errors import UserError
 
 USER_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+COMMANDS = {
+    "quickstart": "From nothing to a better search agent: world, cold start, training, evaluation, export.",
+    "sft": "Supervised cold start on demonstrations.",
+    "train": "Reinforcement learning of a search agent.",
+    "evaluate": "Scores a policy on held-out questions.",
+    "export": "Writes a checkpoint as a HuggingFace folder.",
+    "doctor": "Checks a config end to end before a run.",
+}
 
 
 @dataclass(frozen=True)
@@ -34,13 +45,48 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"error: {message}; try: {self.prog} --help\n")
 
 
-def parse(module: str, description: str, argv: Sequence[str] | None = None) -> Arguments:
-    """Parses `argv` (default: the process's arguments) for ``python -m <module>``.
+def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
+    """The console script: as `main` for the command that the first argument names."""
+    command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    if command in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
+        usage = "usage: calibadv COMMAND --config FILE [--dry-run] [key.path=value …]"
+        sys.stdout.write("\n".join([usage, "", "commands:", *lines, ""]))
+        sys.exit(0)
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        sys.stderr.write(f"error: unknown command {command!r}; {hint}\n")
+        sys.exit(USER_ERROR)
+    arguments = parse(f"calibadv {command}", COMMANDS[command], rest)
+
+    def run(config: Config) -> None:
+        importlib.import_module(f"calibadv_jax.{command}").run(config)
+
+    _end(run, arguments)
+
+
+def main(command: str, run: Callable[[Config], object], argv: Sequence[str] | None = None) -> NoReturn:
+    """Loads the config, calls `run` with it and ends the process, for ``python -m calibadv_jax.COMMAND``.
+
+    Exit status: 0 when `run` returns, whatever it returns (it raises SystemExit for another one); 2 after
+    a `UserError`, which is printed as one line ``error: …``; 130 after an interruption from the keyboard.
+    Any other exception is a defect of this program and keeps its traceback.
+    """
+    _end(run, parse(f"python -m calibadv_jax.{command}", COMMANDS[command], argv))
+
+
+def parse(program: str, description: str, argv: Sequence[str] | None = None) -> Arguments:
+    """Parses `argv` (default: the process's arguments).
+
+    Args:
+        program: how the command was called, for messages.
 
     Raises:
         SystemExit: status 0 after ``--help``, 2 after a mistake that was reported in one line.
     """
-    parser = _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
+    parser = _Parser(prog=program, description=description, allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file of the run")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
     parser.add_argument(
@@ -55,19 +101,7 @@ def parse(module: str, description: str, argv: Sequence[str] | None = None) -> A
     return Arguments(known.config, known.overrides, known.dry_run)
 
 
-def main(
-    run: Callable[[Config], object],
-    module: str,
-    description: str,
-    argv: Sequence[str] | None = None,
-) -> NoReturn:
-    """Loads the config, calls `run` with it and ends the process.
-
-    Exit status: 0 when `run` returns, whatever it returns (it raises SystemExit for another one); 2 after
-    a `UserError`, which is printed as one line ``error: …``; 130 after an interruption from the keyboard.
-    Any other exception is a defect of this program and keeps its traceback.
-    """
-    arguments = parse(module, description, argv)
+def _end(run: Callable[[Config], object], arguments: Arguments) -> NoReturn:
     try:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:

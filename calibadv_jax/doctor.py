@@ -1,30 +1,39 @@
-"""Checks a config end to end before a run: ``python -m calibadv_jax.doctor --config FILE``.
+"""Checks a config end to end before a run: ``calibadv doctor --config FILE``.
 
-Every finding comes with its mend. Exit status 1 if something would stop the run.
+Every finding comes with its fix. Exit status 1 if something would stop the run.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jax
 
 from calibadv_jax import cli
+from calibadv_jax.advantages.registry import describe
 from calibadv_jax.config import Config
-
-if TYPE_CHECKING:
-    from calibadv_jax.rollout.retriever_client import RetrieverClient
-    from calibadv_jax.trajectory import Document
-    from calibadv_jax.wiring import Model
+from calibadv_jax.data.questions import load_questions
+from calibadv_jax.errors import UserError
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.model import Model, build_model
+from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.protocol import TAGS
+from calibadv_jax.rollout.observation import encode
+from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.sampler.vllm_worker import require_vllm
+from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
+from calibadv_jax.trajectory import Document
 
 GIB = 1024**3
 
 
 def run(config: Config) -> None:
     """Runs every check and prints one line a finding; status 1 if one failed."""
-    from calibadv_jax.advantages.registry import describe
-    from calibadv_jax.errors import UserError
-    from calibadv_jax.metrics.console import Console
-
     console = Console(config.log.progress)
     failed = 0
     checks: list[tuple[str, Callable[[Config], list[str]]]] = [
@@ -50,8 +59,6 @@ def run(config: Config) -> None:
 
 def check_questions(config: Config) -> list[str]:
     """Both question files, row by row."""
-    from calibadv_jax.data.questions import load_questions
-
     lines = []
     for key in ("train", "eval"):
         path = getattr(config.data, key)
@@ -68,15 +75,8 @@ def check_questions(config: Config) -> list[str]:
 
 def check_policy(config: Config) -> list[str]:
     """Tokenizer, prompt lengths of every question, mesh and memory."""
-    from calibadv_jax.data.questions import load_questions
-    from calibadv_jax.rollout.observation import encode
-    from calibadv_jax.rollout.prompts import build_prompt
-    from calibadv_jax.rollout.tags import TAG_NAMES
-    from calibadv_jax.wiring import build_model
-
     model = build_model(config, config.policy.path)
-    tags = [f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/")]
-    pieces = {tag: len(encode(model.tokenizer, tag)) for tag in tags}
+    pieces = {tag: len(encode(model.tokenizer, tag)) for tag in TAGS}
     longest = 0
     example = ""
     for path in (config.data.train, config.data.eval):
@@ -96,8 +96,6 @@ def check_policy(config: Config) -> list[str]:
 
 def memory_lines(config: Config, model: Model) -> list[str]:
     """Estimated bytes on one device, and a warning where they exceed what it has."""
-    import jax
-
     shape = model.mesh.shape
     shards = shape["fsdp"] * shape["tensor"]
     estimate = estimate_memory(config, model.policy.architecture, shards, shape["data"] * shape["fsdp"])
@@ -114,7 +112,9 @@ def memory_lines(config: Config, model: Model) -> list[str]:
     return lines
 
 
-def estimate_memory(config: Config, architecture: Any, shards: int, batch_shards: int) -> dict[str, float]:
+def estimate_memory(
+    config: Config, architecture: Architecture, shards: int, batch_shards: int
+) -> dict[str, float]:
     """Bytes on one device by purpose; an estimate from shapes, not a measurement.
 
     Args:
@@ -147,16 +147,10 @@ def estimate_memory(config: Config, architecture: Any, shards: int, batch_shards
 
 def check_sampler(config: Config) -> list[str]:
     """vLLM: that it is installed, or that the workers answer with the routes the trainer needs."""
-    import httpx
-
-    from calibadv_jax.errors import UserError
-
     sampler = config.sampler
     if sampler.name == "jax":
         return [f"in process, {sampler.slots} trajectories decoded together"]
     if not sampler.urls:
-        from calibadv_jax.rollout.vllm_worker import require_vllm
-
         require_vllm()
         return [f"{sampler.workers} vLLM worker(s) of flavour {sampler.flavour} will be started here"]
     lines = []
@@ -176,15 +170,9 @@ def check_sampler(config: Config) -> list[str]:
 
 def check_retriever(config: Config) -> list[str]:
     """The service's corpus and index (a child service checks them as it starts), and one real query."""
-    import asyncio
-    import time
-
-    from calibadv_jax.data.questions import load_questions
-    from calibadv_jax.errors import UserError
-    from calibadv_jax.wiring import open_retriever
-
     question = load_questions(config.data.eval)[0]
-    with open_retriever(config) as retriever:
+    with open_retriever(config.retriever, Path(config.run.dir) / "retriever.log") as url:
+        retriever = RetrieverClient(config.retriever, url)
         state = ", ".join(f"{name} {value}" for name, value in retriever.health().items())
         begun = time.monotonic()
         (documents,) = asyncio.run(_search_once(retriever, question.text))
@@ -205,4 +193,4 @@ async def _search_once(retriever: RetrieverClient, query: str) -> list[list[Docu
 
 
 if __name__ == "__main__":
-    cli.main(run, "calibadv_jax.doctor", "Checks a config end to end before a run.")
+    cli.main("doctor", run)

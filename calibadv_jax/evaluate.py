@@ -1,22 +1,32 @@
-"""Evaluation: ``python -m calibadv_jax.evaluate --config FILE [key.path=value …]``.
+"""Evaluation: ``calibadv evaluate --config FILE [key.path=value …]``.
 
-Answers the questions of data.eval with the policy of evaluate.policy (default: policy.path) and writes
-EM, F1, cover-EM, format validity and searches, by data source, to evaluate.output.
+Answers the questions of data.eval and writes EM, F1, cover-EM, format validity and searches, by data source,
+to evaluate.output. The policy is evaluate.policy; where that is empty, the newest checkpoint of run.dir;
+where there is none, policy.path.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from calibadv_jax.rollout.retriever_client import RetrieverClient
-    from calibadv_jax.trajectory import Group
-    from calibadv_jax.wiring import Rollouts
+from calibadv_jax.data.questions import load_questions, select_evenly
+from calibadv_jax.errors import UserError
+from calibadv_jax.metrics.console import Console, table
+from calibadv_jax.model import PolicySource, build_model, find_policy
+from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.seeds import random_state
+from calibadv_jax.snapshots.checkpoint import has_checkpoint
+from calibadv_jax.trajectory import Group
+from calibadv_jax.wiring import open_rollouts
 
 Report = dict[str, dict[str, dict[str, float]]]  # temperature -> data source (or "all") -> metric -> mean
 
@@ -25,16 +35,10 @@ METRICS = ("f1", "em", "cover_em", "format", "searches")
 
 def run(config: Config) -> None:
     """Evaluates, prints a table and writes the report."""
-    import json
-    from pathlib import Path
-
-    from calibadv_jax.metrics.console import Console
-    from calibadv_jax.wiring import open_retriever, open_workers
-
     console = Console(config.log.progress)
-    path = config.evaluate.policy or config.policy.path
-    with open_retriever(config) as retriever, open_workers(config, Path(path)) as workers:
-        report = evaluate_folder(config, path, retriever, workers)
+    source = choose_policy(config)
+    console.say(f"policy: {source}")
+    report = evaluate_policy(config, source)
     output = Path(config.evaluate.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=2))
@@ -42,39 +46,33 @@ def run(config: Config) -> None:
     console.note(f"written to {output}")
 
 
-def evaluate_folder(config: Config, path: str, retriever: RetrieverClient, workers: Sequence[str]) -> Report:
-    """Evaluates the policy of a HuggingFace folder; `workers` are URLs where sampler.name=vllm."""
-    import tempfile
-    from pathlib import Path
+def choose_policy(config: Config) -> PolicySource:
+    """The policy that the config means.
 
-    from calibadv_jax.snapshots.publish import SnapshotStore
-    from calibadv_jax.wiring import Rollouts, build_model, initial_params, snapshot_dtype
+    Raises:
+        UserError: none is named, and the run has no checkpoint.
+    """
+    checkpoints = Path(config.run.dir) / "checkpoints"
+    trained = str(checkpoints) if has_checkpoint(checkpoints) else ""
+    chosen = config.evaluate.policy or trained or config.policy.path
+    if not chosen:
+        raise UserError(f"no policy: {checkpoints} has no checkpoint; set evaluate.policy or policy.path")
+    return find_policy(Path(chosen))
 
-    model = build_model(config, path)
+
+def evaluate_policy(config: Config, source: PolicySource) -> Report:
+    """Evaluates a policy on disk with the configured sampler and retriever."""
+    model = build_model(config, str(source.model_folder))
     with (
-        tempfile.TemporaryDirectory() as folder,
-        Rollouts(config, model, retriever, workers) as rollouts,
+        tempfile.TemporaryDirectory() as snapshots,
+        open_rollouts(config, model, source.model_folder, Path(snapshots)) as rollouts,
     ):
-        store = SnapshotStore(Path(folder), keep=1, dtype=snapshot_dtype(config))
-        snapshot = store.publish(
-            0,
-            initial_params(config, model, path),
-            step=0,
-            hf_config=model.hf_config,
-            tokenizer_hash=model.tokenizer_hash,
-        )
-        rollouts.load(snapshot)
+        rollouts.load(0, source.params(model.policy, model.mesh))
         return evaluate(config, rollouts)
 
 
 def evaluate(config: Config, rollouts: Rollouts) -> Report:
     """Answers the evaluation questions once for each temperature with the sampler's current policy."""
-    from dataclasses import replace
-
-    from calibadv_jax.data.questions import load_questions, select_evenly
-    from calibadv_jax.rewards.score import score_groups
-    from calibadv_jax.wiring import random_state
-
     questions = load_questions(config.data.eval)
     if config.data.eval_limit:
         questions = select_evenly(questions, config.data.eval_limit, seed=0)
@@ -96,8 +94,6 @@ def evaluate(config: Config, rollouts: Rollouts) -> Report:
 
 def summarise(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
     """Means by data source, and over all questions under "all"."""
-    import numpy as np
-
     by_source: dict[str, list[dict[str, float]]] = {}
     for group in groups:
         for trajectory in group.trajectories:
@@ -113,8 +109,6 @@ def summarise(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
 
 def report_table(report: Report) -> str:
     """One row for each temperature and data source."""
-    from calibadv_jax.metrics.console import table
-
     rows = [
         [temperature, source, *(values[name] for name in METRICS), int(values["trajectories"])]
         for temperature, sources in report.items()
@@ -124,4 +118,4 @@ def report_table(report: Report) -> str:
 
 
 if __name__ == "__main__":
-    cli.main(run, "calibadv_jax.evaluate", "Scores a policy on held-out questions.")
+    cli.main("evaluate", run)

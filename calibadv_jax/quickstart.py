@@ -1,4 +1,4 @@
-"""From nothing to a better search agent: ``python -m calibadv_jax.quickstart --config FILE``.
+"""From nothing to a better search agent: ``calibadv quickstart --config FILE``.
 
 Generates the world, builds the index, starts the retriever, makes the cold start, evaluates it, trains,
 evaluates again and exports: the other entry points, one after the other.
@@ -6,29 +6,23 @@ evaluates again and exports: the other entry points, one after the other.
 
 from __future__ import annotations
 
+import json
 import time
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
 
-from calibadv_jax import cli
+from calibadv_jax import cli, export, sft, train
 from calibadv_jax.config import Config
-
-if TYPE_CHECKING:
-    from calibadv_jax.evaluate import Report
+from calibadv_jax.data.world import write_world
+from calibadv_jax.errors import UserError
+from calibadv_jax.evaluate import Report, evaluate_policy
+from calibadv_jax.metrics.console import Console, table
+from calibadv_jax.model import find_policy
+from calibadv_jax.wiring import open_services
 
 
 def run(config: Config) -> None:
     """Runs the whole chain in `run.dir`, and ends with a table and the paths of what was written."""
-    import json
-    from dataclasses import replace
-    from pathlib import Path
-
-    from calibadv_jax import export, sft, train
-    from calibadv_jax.data.world import write_world
-    from calibadv_jax.errors import UserError
-    from calibadv_jax.evaluate import evaluate_folder
-    from calibadv_jax.metrics.console import Console
-    from calibadv_jax.wiring import open_retriever, open_workers
-
     if not config.world.dir:
         raise UserError("world.dir is empty: the quickstart generates its world there")
     console = Console(config.log.progress)
@@ -43,20 +37,20 @@ def run(config: Config) -> None:
     if not (Path(config.sft.output) / "config.json").is_file():
         sft.run(config)
     lap("cold start")
-    with open_retriever(config) as retriever, open_workers(config, Path(config.sft.output)) as workers:
+    with open_services(config, Path(config.sft.output)) as (retriever, workers):
         running = replace(
             config,
-            retriever=replace(config.retriever, url=retriever.url),
+            retriever=replace(config.retriever, url=retriever),
             sampler=replace(config.sampler, urls=workers),
         )
         lap("services")
-        before = evaluate_folder(running, running.sft.output, retriever, workers)
+        before = evaluate_policy(running, find_policy(Path(running.sft.output)))
         lap("evaluation before")
         train.run(running)
         lap("training")
         output = export.export(running)
         lap("export")
-        after = evaluate_folder(running, str(output), retriever, workers)
+        after = evaluate_policy(running, find_policy(output))
         lap("evaluation after")
     seconds["total"] = time.monotonic() - begun
     report = Path(config.run.dir) / "quickstart.json"
@@ -75,8 +69,6 @@ def run(config: Config) -> None:
 
 def comparison_table(before: Report, after: Report) -> str:
     """F1 before and after, and format validity after, for each temperature and kind of question."""
-    from calibadv_jax.metrics.console import table
-
     rows = [
         [
             temperature,
@@ -93,4 +85,4 @@ def comparison_table(before: Report, after: Report) -> str:
 
 
 if __name__ == "__main__":
-    cli.main(run, "calibadv_jax.quickstart", "From nothing to a better search agent.")
+    cli.main("quickstart", run)

@@ -1,38 +1,37 @@
-"""Supervised cold start: ``python -m calibadv_jax.sft --config FILE [key.path=value …]``.
+"""Supervised cold start: ``calibadv sft --config FILE [key.path=value …]``.
 
 Trains on demonstrations and writes a HuggingFace folder that `train` starts from.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from calibadv_jax import cli
-from calibadv_jax.config import Config
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy as np
-
-    from calibadv_jax.config import SftPhase
-    from calibadv_jax.data.demonstrations import Demonstration
-    from calibadv_jax.learner.batching import Batch, Sample
+from calibadv_jax.config import Config, SftPhase
+from calibadv_jax.data.demonstrations import GENERATORS, Demonstration, load_demonstrations
+from calibadv_jax.errors import UserError
+from calibadv_jax.learner.batching import Batch, Sample, pack, place, token_weights
+from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.losses import negative_log_likelihood
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.metrics.writer import MetricsWriter
+from calibadv_jax.model import build_model, initial_params
+from calibadv_jax.protocol import OPEN_THINK
+from calibadv_jax.rollout.observation import encode, render_observation
+from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.snapshots.huggingface import save_folder
+from calibadv_jax.wiring import prepare_run_folder
 
 
 def run(config: Config) -> None:
     """Runs every phase in order, then writes the policy to `sft.output`."""
-    import time
-    from pathlib import Path
-
-    from calibadv_jax.learner.learner import Learner
-    from calibadv_jax.learner.losses import negative_log_likelihood
-    from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
-    from calibadv_jax.metrics.console import Console
-    from calibadv_jax.metrics.writer import MetricsWriter
-    from calibadv_jax.snapshots.huggingface import save_folder
-    from calibadv_jax.wiring import build_model, initial_params, prepare_run_folder
-
     sft = config.sft
     console = Console(config.log.progress)
     model = build_model(config, sft.init_from)
@@ -75,8 +74,6 @@ def run(config: Config) -> None:
 
 def _batches(config: Config, phase: SftPhase, tokenizer: Any, seed: int) -> Iterator[Batch]:
     """Endless packed batches of exactly `sft.rows` rows."""
-    from calibadv_jax.learner.batching import pack, place, token_weights
-
     sft = config.sft
     pending: list[Sample] = []
     for demonstration in _demonstrations(config, phase, seed):
@@ -88,10 +85,6 @@ def _batches(config: Config, phase: SftPhase, tokenizer: Any, seed: int) -> Iter
 
 
 def _demonstrations(config: Config, phase: SftPhase, seed: int) -> Iterator[Demonstration]:
-    from pathlib import Path
-
-    from calibadv_jax.data.demonstrations import GENERATORS, load_demonstrations
-
     if config.sft.demonstrations == "world":
         yield from GENERATORS[phase.kind](seed, config.world)
         return
@@ -104,19 +97,12 @@ def encode_demonstration(
     demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str
 ) -> Sample:
     """A demonstration in exactly the tokens that the agent loop would have written."""
-    import numpy as np
-
-    from calibadv_jax.errors import UserError
-    from calibadv_jax.learner.batching import Sample
-    from calibadv_jax.rollout.observation import render_observation
-    from calibadv_jax.rollout.prompts import build_prompt
-
     prompt = build_prompt(demonstration.question, tokenizer, config.prompt, config.rollout.max_prompt_length)
     parts: list[tuple[np.ndarray, bool]] = [(prompt, False)]
     think = config.prompt.prepend_think
     for turn in demonstration.turns:
-        text = turn.text.removeprefix("<think>") if think else turn.text
-        parts.append((np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32), turn.trained))
+        text = turn.text.removeprefix(OPEN_THINK) if think else turn.text
+        parts.append((np.asarray(encode(tokenizer, text), np.int32), turn.trained))
         if turn.documents:
             shown, _ = render_observation(
                 turn.documents, tokenizer, config.rollout.max_observation_length, think
@@ -135,4 +121,4 @@ def encode_demonstration(
 
 
 if __name__ == "__main__":
-    cli.main(run, "calibadv_jax.sft", "Supervised cold start on demonstrations.")
+    cli.main("sft", run)

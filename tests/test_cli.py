@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from calibadv_jax import cli
 from calibadv_jax.config import Config
 from calibadv_jax.errors import UserError
 
-MODULE = "calibadv_jax.train"
+PROGRAM = "calibadv train"
 
 
 @pytest.fixture
@@ -23,17 +25,17 @@ def config_file(tmp_path: Path) -> Path:
 
 def end(run, argv: list[str]) -> int | None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(run, MODULE, "A test.", argv)
+        cli.main("train", run, argv)
     return stop.value.code
 
 
 def test_options_and_overrides_may_stand_in_any_order():
-    arguments = cli.parse(MODULE, "", ["a.b=1", "--config", "f.yaml", "c=-2", "--dry-run", "d=x y"])
+    arguments = cli.parse(PROGRAM, "", ["a.b=1", "--config", "f.yaml", "c=-2", "--dry-run", "d=x y"])
     assert arguments == cli.Arguments(Path("f.yaml"), ["a.b=1", "c=-2", "d=x y"], True)
 
 
 def test_without_overrides():
-    assert cli.parse(MODULE, "", ["--config", "f.yaml"]) == cli.Arguments(Path("f.yaml"), [], False)
+    assert cli.parse(PROGRAM, "", ["--config", "f.yaml"]) == cli.Arguments(Path("f.yaml"), [], False)
 
 
 @pytest.mark.parametrize(
@@ -48,11 +50,11 @@ def test_without_overrides():
 )
 def test_a_mistake_is_one_line(argv, named, capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.parse(MODULE, "", argv)
+        cli.parse(PROGRAM, "", argv)
     message = capsys.readouterr().err
     assert stop.value.code == 2
     assert message.startswith("error: ") and message.count("\n") == 1
-    assert named in message and f"python -m {MODULE} --help" in message
+    assert named in message and f"{PROGRAM} --help" in message
 
 
 def test_run_gets_the_config_with_overrides(config_file):
@@ -111,4 +113,36 @@ def test_a_defect_keeps_its_traceback(config_file):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        cli.main(run, MODULE, "A test.", ["--config", str(config_file)])
+        cli.main("train", run, ["--config", str(config_file)])
+
+
+def test_the_console_script_checks_the_config_before_it_imports_the_command(config_file):
+    """In a process of its own: what it has imported after a mistake, and that a command does run."""
+    program = (
+        "import sys\nfrom calibadv_jax.cli import calibadv\ntry:\n    calibadv(sys.argv[1:])\n"
+        "except SystemExit as stop:\n    print(stop.code, 'jax' in sys.modules)"
+    )
+
+    def run(*arguments):
+        command = [sys.executable, "-c", program, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    bad = run("train", "--config", str(config_file), "learner.step=3")
+    assert "did you mean 'learner.steps'?" in bad.stderr
+    assert bad.stdout == "2 False\n"
+    listing = run("--help")
+    assert all(f"  {name} " in listing.stdout for name in cli.COMMANDS)
+    assert listing.stdout.endswith("0 False\n")
+    ran = run("export", "--config", str(config_file), "run.dir=nowhere")
+    assert "no complete checkpoint" in ran.stderr or "no such file" in ran.stderr
+    assert ran.stdout == "2 True\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"), [(["trian"], "did you mean 'train'?"), (["fly"], "the commands are quickstart, sft")]
+)
+def test_an_unknown_command_is_one_line(argv, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.calibadv(argv)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and words in message and message.count("\n") == 1

@@ -8,9 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from calibadv_jax import train
 from calibadv_jax.config import Config, load_config
+from calibadv_jax.data.world import write_world
 from calibadv_jax.errors import UserError
+from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.wiring import open_services
 
 pytest.importorskip("faiss")
 pytest.importorskip("fastapi")
@@ -62,7 +67,6 @@ def rows(folder: Path) -> list[dict]:
 @pytest.fixture
 def noisy_rewards(monkeypatch):
     """Scores that depend on the sampled tokens, as those of a real policy do."""
-    from calibadv_jax.rewards import score
 
     def score_groups(groups, *_):
         for group in groups:
@@ -71,15 +75,11 @@ def noisy_rewards(monkeypatch):
                 trajectory.answer_score = float(trajectory.response_ids.sum() % 7) / 7
                 trajectory.metrics |= {"f1": 0.0, "em": 0.0, "cover_em": 0.0, "format": 0.0}
 
-    monkeypatch.setattr(score, "score_groups", score_groups)
+    monkeypatch.setattr(train, "score_groups", score_groups)
 
 
 @pytest.mark.slow
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, noisy_rewards, monkeypatch):
-    from calibadv_jax import train
-    from calibadv_jax.data.world import write_world
-    from calibadv_jax.wiring import Rollouts
-
     whole = config_of(tmp_path / "whole")
     write_world(whole.world)
     train.run(whole)
@@ -114,10 +114,6 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, noisy_rewards, m
 def test_vllm_worker_synchronous_and_ahead_by_one_step(tmp_path, noisy_rewards):
     """The trainer over a real worker: on-policy first, then resumed with rollouts one step ahead."""
     pytest.importorskip("vllm")
-    from calibadv_jax import train
-    from calibadv_jax.data.world import write_world
-    from calibadv_jax.wiring import open_workers
-
     overrides = ["sampler.name=vllm", "sampler.flavour=cpu", "policy.init.head_dim=32"]
     config = config_of(tmp_path / "run", *overrides, "learner.steps=3", "checkpoint.snapshot_dtype=float32")
     write_world(config.world)
@@ -127,12 +123,12 @@ def test_vllm_worker_synchronous_and_ahead_by_one_step(tmp_path, noisy_rewards):
         (folder / file.name).write_bytes(file.read_bytes())
     hf_config = config.policy.init | {"vocab_size": 398, "eos_token_id": 1}
     (folder / "config.json").write_text(json.dumps(hf_config))
-    with open_workers(config, folder) as workers:
+    with open_services(config, folder) as (retriever, workers):
         sampler = replace(config.sampler, urls=workers)
-        train.run(replace(config, sampler=sampler))
+        config = replace(config, sampler=sampler, retriever=replace(config.retriever, url=retriever))
+        train.run(config)
         ahead = replace(
             config,
-            sampler=sampler,
             rollout=replace(config.rollout, max_staleness=1),
             loss=replace(config.loss, importance_cap=2.0),
             learner=replace(config.learner, steps=7),
@@ -153,8 +149,6 @@ def test_vllm_worker_synchronous_and_ahead_by_one_step(tmp_path, noisy_rewards):
 @pytest.mark.slow
 def test_chain_from_cold_start_to_export(tmp_path):
     """sft, train, evaluate, export and doctor through their command lines, on their own small world."""
-    from transformers import AutoTokenizer
-
     folder = tmp_path / "run"
     overrides = [*SMALL, f"run.dir={folder}", "sft.phases=[{steps: 2, kind: drills}]", "mesh.fsdp=1"]
     overrides += ["policy.path=${run.dir}/sft", "learner.steps=1"]
@@ -178,7 +172,11 @@ def test_chain_from_cold_start_to_export(tmp_path):
     assert "ready: every check passed" in run("doctor")
     with pytest.raises(AssertionError, match="FAIL questions"):
         run("doctor", "data.eval=none.jsonl")
-    assert "cover_em" in run("evaluate", f"evaluate.policy={folder}/hf")
+    trained = run("evaluate")  # without evaluate.policy: what was trained, not where it began
+    assert f"policy: the newest checkpoint in {folder}/checkpoints" in trained
+    exported = run("evaluate", f"evaluate.policy={folder}/hf")
+    assert f"policy: HuggingFace folder {folder}/hf" in exported and "cover_em" in exported
+    assert trained.splitlines()[1:] == exported.splitlines()[1:]
 
 
 @pytest.mark.slow

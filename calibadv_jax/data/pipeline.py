@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
+
+import grain
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.trajectory import Question
 
 
 class QuestionIterator:
-    """Batches of questions; `get_state` and `set_state` carry its position as plain JSON values."""
+    """Questions one by one, without end; `get_state` and `set_state` carry its position as plain JSON values.
 
-    def __init__(self, questions: Sequence[Question], batch_size: int, seed: int, shuffle: bool):
-        import grain
+    The position counts questions, so that a resumed run may take another number of them a step.
+    """
 
+    def __init__(self, questions: Sequence[Question], seed: int, shuffle: bool):
         self._questions = list(questions)
         indices = grain.MapDataset.range(len(self._questions)).seed(seed)
         if shuffle:
             indices = indices.shuffle()
-        # repeat reshuffles: the shuffle's seed depends on the epoch
-        dataset = indices.repeat().batch(batch_size).to_iter_dataset(grain.ReadOptions(num_threads=0))
-        self._iterator = iter(dataset)
+        self._indices = indices.repeat()  # repeat reshuffles: the shuffle's seed depends on the epoch
+        self._drawn = 0
 
     def __iter__(self) -> QuestionIterator:
         return self
 
-    def __next__(self) -> list[Question]:
-        return [self._questions[int(index)] for index in next(self._iterator)]
+    def __next__(self) -> Question:
+        index = int(self._indices[self._drawn])
+        self._drawn += 1
+        return self._questions[index]
 
     def get_state(self) -> dict[str, Any]:
-        """Position and identity of the questions."""
-        return {
-            "iterator": json.loads(json.dumps(self._iterator.get_state())),
-            "num_questions": len(self._questions),
-        }
+        """How many questions were drawn, and of how many."""
+        return {"drawn": self._drawn, "num_questions": len(self._questions)}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes on where `get_state` was called.
@@ -46,13 +46,6 @@ class QuestionIterator:
         if state["num_questions"] != len(self._questions):
             raise UserError(
                 f"data.train has {len(self._questions)} questions, but the checkpoint was written with"
-                f" {state['num_questions']}; restore the file, or start anew with checkpoint.resume=false"
+                f" {state['num_questions']}; restore the file, or choose another run.dir"
             )
-        self._iterator.set_state(state["iterator"])
-
-
-def question_iterator(
-    questions: Sequence[Question], batch_size: int, seed: int, shuffle: bool
-) -> QuestionIterator:
-    """Endless batches of `batch_size` questions; a batch may span two epochs."""
-    return QuestionIterator(questions, batch_size, seed, shuffle)
+        self._drawn = state["drawn"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from calibadv_jax.data.words import all_words
+from calibadv_jax.protocol import TAGS
 
 EOS, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<unk>"
-TAGS = [f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/")]
 
 
 def build_word_tokenizer() -> Any:
@@ -16,9 +19,6 @@ def build_word_tokenizer() -> Any:
     Unknown words become ``<unk>``. Decoding joins tokens with single spaces, so encoding the result
     gives the same ids again.
     """
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = [PAD, EOS, UNKNOWN, *TAGS, *all_words()]
     vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))

@@ -20,6 +20,7 @@ import numpy as np
 
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.data.questions import write_questions
+from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.data.words import POOLS
 from calibadv_jax.errors import UserError
 from calibadv_jax.trajectory import Question
@@ -240,8 +241,6 @@ def write_world(config: WorldConfig) -> Path:
     Raises:
         UserError: the folder holds something else.
     """
-    from calibadv_jax.data.word_tokenizer import build_word_tokenizer
-
     folder = Path(config.dir)
     manifest = json.dumps(dataclasses.asdict(config) | {"dir": ""}, indent=2)
     known = folder / "manifest.json"

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from tensorboardX import SummaryWriter
+
 from calibadv_jax.errors import UserError
 
 RESERVED = frozenset({"step", "nonfinite"})
@@ -39,8 +41,6 @@ class MetricsWriter:
         _repair(self.path, start_step)
         self._events: Any = None
         if tensorboard:
-            from tensorboardX import SummaryWriter
-
             self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=start_step)
         self._file: TextIO = self.path.open("a", encoding="utf-8")
 

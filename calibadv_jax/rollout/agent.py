@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
+from calibadv_jax.interfaces import Completion, Retriever, Sampler, SamplingParams
+from calibadv_jax.protocol import INVALID_ACTION, OPEN_THINK, STOP_STRINGS, ParsedTurn, parse_turn
 from calibadv_jax.rollout.observation import decode, encode, neutralise_documents, render_observation
 from calibadv_jax.rollout.prompts import build_prompt
-from calibadv_jax.rollout.protocols import Completion, Retriever, Sampler, SamplingParams
-from calibadv_jax.rollout.tags import INVALID_ACTION, STOP_STRINGS, ParsedTurn, parse_turn
 from calibadv_jax.trajectory import Document, Question, Trajectory, Turn
 
 
+@dataclass(frozen=True)
+class RolloutContext:
+    """What every trajectory of a run is written with."""
+
+    sampler: Sampler
+    retriever: Retriever
+    tokenizer: Any
+    rollout: RolloutConfig
+    prompt: PromptConfig
+
+
 async def run_trajectory(
-    question: Question,
-    index: int,
-    *,
-    sampler: Sampler,
-    retriever: Retriever,
-    tokenizer: Any,
-    rollout: RolloutConfig,
-    prompt: PromptConfig,
-    seed: int,
-    session: str,
+    context: RolloutContext, question: Question, index: int, seed: int, session: str
 ) -> Trajectory:
     """Writes one trajectory.
 
@@ -46,33 +49,33 @@ async def run_trajectory(
     Raises:
         UserError: see `build_prompt` and `render_observation`; errors of sampler and retriever pass.
     """
-    prompt_ids = build_prompt(question, tokenizer, prompt, rollout.max_prompt_length)
+    rollout, tokenizer = context.rollout, context.tokenizer
+    prompt_ids = build_prompt(question, tokenizer, context.prompt, rollout.max_prompt_length)
     trajectory = Trajectory(question, prompt_ids, index=index)
-    context = prompt_ids.tolist()
+    tokens = prompt_ids.tolist()
     begun = time.monotonic()
     try:
         for number in range(rollout.max_searches + 1):
             is_final = number == rollout.max_searches
             sampling = SamplingParams(
-                max_tokens=min(rollout.max_turn_length, rollout.max_length - len(context)),
+                max_tokens=min(rollout.max_turn_length, rollout.max_length - len(tokens)),
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
                 top_k=rollout.top_k,
                 seed=turn_seed(seed, question.id, index, number),
                 stop=STOP_STRINGS,
             )
-            completion = await sampler.generate(context, sampling, session)
-            turn = _read(completion, tokenizer, prompt.prepend_think)
+            completion = await context.sampler.generate(tokens, sampling, session)
+            turn = _read(completion, tokenizer, context.prompt.prepend_think)
             trajectory.turns.append(turn)
-            context += completion.token_ids
+            tokens += completion.token_ids
             if is_final or not _goes_on(turn, rollout):
                 break
-            room = rollout.max_length - len(context) - 1
-            if not await _observe(turn, retriever, tokenizer, rollout, prompt, room):
+            if not await _observe(turn, context, room=rollout.max_length - len(tokens) - 1):
                 break
-            context += turn.observation_ids.tolist()
+            tokens += turn.observation_ids.tolist()
     finally:
-        sampler.release(session)
+        context.sampler.release(session)
     trajectory.seconds = time.monotonic() - begun
     return trajectory
 
@@ -106,26 +109,20 @@ def _goes_on(turn: Turn, rollout: RolloutConfig) -> bool:
     return turn.kind == "search" or (turn.kind == "invalid" and rollout.on_invalid == "retry")
 
 
-async def _observe(
-    turn: Turn,
-    retriever: Retriever,
-    tokenizer: Any,
-    rollout: RolloutConfig,
-    prompt: PromptConfig,
-    room: int,
-) -> bool:
+async def _observe(turn: Turn, context: RolloutContext, room: int) -> bool:
     """Appends the environment's reply to the turn; False where it has more than `room` tokens."""
     if room < 1:
         return False
+    tokenizer, prepend_think = context.tokenizer, context.prompt.prepend_think
     documents: tuple[Document, ...] = ()
     if turn.kind == "search":
-        (found,) = await retriever.search([turn.query])
+        (found,) = await context.retriever.search([turn.query])
         documents = neutralise_documents(found, tokenizer)
         ids, text = render_observation(
-            documents, tokenizer, rollout.max_observation_length, prompt.prepend_think
+            documents, tokenizer, context.rollout.max_observation_length, prepend_think
         )
     else:
-        text = INVALID_ACTION + ("<think>" if prompt.prepend_think else "")
+        text = INVALID_ACTION + (OPEN_THINK if prepend_think else "")
         ids = np.asarray(encode(tokenizer, text), np.int32)
     if len(ids) > room:
         return False

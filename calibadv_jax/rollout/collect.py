@@ -6,25 +6,14 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from calibadv_jax.config import PromptConfig, RolloutConfig
-from calibadv_jax.rollout.agent import run_trajectory
-from calibadv_jax.rollout.protocols import Retriever, Sampler
+from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
 from calibadv_jax.trajectory import Group, Question, Trajectory
 
 T = TypeVar("T")
 
 
 async def collect_group(
-    question: Question,
-    slots: asyncio.Semaphore,
-    *,
-    sampler: Sampler,
-    retriever: Retriever,
-    tokenizer: Any,
-    rollout: RolloutConfig,
-    prompt: PromptConfig,
-    seed: int,
-    name: str,
+    context: RolloutContext, question: Question, slots: asyncio.Semaphore, seed: int, name: str
 ) -> Group:
     """`rollout.group_size` trajectories of one question.
 
@@ -32,37 +21,28 @@ async def collect_group(
 
     Args:
         slots: holds back trajectories of all groups that share it; first come, first served.
+        seed: as for `run_trajectory`.
         name: prefix of the session names, ``name/index``; unique among groups in flight.
     """
 
     async def one(index: int) -> Trajectory:
         async with slots:
-            return await run_trajectory(
-                question,
-                index,
-                sampler=sampler,
-                retriever=retriever,
-                tokenizer=tokenizer,
-                rollout=rollout,
-                prompt=prompt,
-                seed=seed,
-                session=f"{name}/{index}",
-            )
+            return await run_trajectory(context, question, index, seed, f"{name}/{index}")
 
-    return Group(question, await gather([one(index) for index in range(rollout.group_size)]))
+    return Group(question, await gather([one(index) for index in range(context.rollout.group_size)]))
 
 
 async def collect_groups(
-    questions: Sequence[Question], *, rollout: RolloutConfig, name: str, **common: Any
+    context: RolloutContext, questions: Sequence[Question], seed: int, name: str
 ) -> list[Group]:
     """One group for each question, in their order; arguments as for `collect_group`.
 
     At most `rollout.max_concurrency` trajectories are in flight, started in the order of the questions.
     """
-    slots = asyncio.Semaphore(rollout.max_concurrency)
+    slots = asyncio.Semaphore(context.rollout.max_concurrency)
     return await gather(
         [
-            collect_group(question, slots, rollout=rollout, name=f"{name}/{number}", **common)
+            collect_group(context, question, slots, seed, f"{name}/{number}")
             for number, question in enumerate(questions)
         ]
     )

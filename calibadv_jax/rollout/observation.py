@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.errors import UserError
-from calibadv_jax.rollout.tags import neutralise
+from calibadv_jax.protocol import CLOSE_INFORMATION, OPEN_INFORMATION, OPEN_THINK, neutralise
 from calibadv_jax.trajectory import Document
-
-OPENING, CLOSING = "\n\n<information>", "</information>\n\n"
-
 
 _MARKUP = frozenset("<>[]{}|｜")
 
@@ -66,15 +63,15 @@ def render_observation(
         f'Doc {number}(Title: "{document.title}") {document.text}'
         for number, document in enumerate(documents, 1)
     )
-    ending = CLOSING + ("<think>" if prepend_think else "")
-    whole = encode(tokenizer, OPENING + body + ending)
+    ending = CLOSE_INFORMATION + (OPEN_THINK if prepend_think else "")
+    whole = encode(tokenizer, OPEN_INFORMATION + body + ending)
     if len(whole) <= max_length:
-        return np.asarray(whole, np.int32), OPENING + body + ending
+        return np.asarray(whole, np.int32), OPEN_INFORMATION + body + ending
     closing = encode(tokenizer, ending)
-    opening = encode(tokenizer, OPENING + body)[: max(0, max_length - len(closing))]
-    if len(encode(tokenizer, OPENING)) > len(opening):
+    opening = encode(tokenizer, OPEN_INFORMATION + body)[: max(0, max_length - len(closing))]
+    if len(encode(tokenizer, OPEN_INFORMATION)) > len(opening):
         raise UserError(
             f"rollout.max_observation_length is {max_length}, but the tags alone need"
-            f" {len(encode(tokenizer, OPENING)) + len(closing)} tokens: raise it"
+            f" {len(encode(tokenizer, OPEN_INFORMATION)) + len(closing)} tokens: raise it"
         )
     return np.asarray([*opening, *closing], np.int32), decode(tokenizer, opening) + ending

@@ -8,8 +8,8 @@ import numpy as np
 
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.errors import UserError
+from calibadv_jax.protocol import OPEN_THINK, neutralise
 from calibadv_jax.rollout.observation import added_token_strings, encode
-from calibadv_jax.rollout.tags import neutralise
 from calibadv_jax.trajectory import Question
 
 TEMPLATES = {
@@ -60,7 +60,7 @@ def build_prompt(question: Question, tokenizer: Any, config: PromptConfig, max_l
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
-    ids = encode(tokenizer, text + ("<think>" if config.prepend_think else ""))
+    ids = encode(tokenizer, text + (OPEN_THINK if config.prepend_think else ""))
     if len(ids) > max_length:
         raise UserError(
             f"question {question.id!r}: its prompt has {len(ids)} tokens, but rollout.max_prompt_length is"

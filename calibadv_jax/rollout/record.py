@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from calibadv_jax.trajectory import Trajectory
+from calibadv_jax.trajectory import Group, Trajectory
+
+
+def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
+    """Writes a step's trajectories, one a line; the folder is made when missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for group in groups:
+            for trajectory in group.trajectories:
+                file.write(json.dumps(trajectory_to_json(trajectory), ensure_ascii=False) + "\n")
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:

@@ -7,11 +7,13 @@ is plain on-policy training: all groups of a step begin together, and the step w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from calibadv_jax.errors import UserError
 from calibadv_jax.trajectory import Group, Question
 
 
@@ -28,24 +30,20 @@ class RolloutStream:
 
     Args:
         begin: starts the rollout of (number, question) in the background.
-        draw: the next questions of the pipeline.
-        asked: how many groups were asked for before, and `pending`: those of them that were not trained
-            yet, as `state` returned them.
+        questions: endless; the next one is drawn when its group may begin.
     """
 
     def __init__(
         self,
         begin: Callable[[int, Question], Future[Group]],
-        draw: Callable[[], Sequence[Question]],
+        questions: Iterator[Question],
         per_step: int,
         max_staleness: int,
-        asked: int = 0,
-        pending: Sequence[tuple[int, Question]] = (),
     ):
-        self._begin, self._draw = begin, draw
+        self._begin, self._questions = begin, questions
         self.per_step, self.max_staleness = per_step, max_staleness
-        self._next = asked
-        self._drawn: list[tuple[int, Question]] = list(pending)
+        self._begun, self._trained = 0, 0  # groups, over the whole run
+        self._pending: deque[tuple[int, Question]] = deque()  # of a resumed run: to begin before others
         self._running: dict[int, _Asked] = {}
         self._taken: list[_Asked] = []
 
@@ -53,8 +51,26 @@ class RolloutStream:
         """What a resumed stream needs: groups that are not trained yet are asked for again."""
         open_groups = [*self._taken, *self._running.values()]
         pending = [(one.number, one.question.id) for one in open_groups]
-        pending += [(number, question.id) for number, question in self._drawn]
-        return {"asked": self._next, "pending": sorted(pending)}
+        pending += [(number, question.id) for number, question in self._pending]
+        return {"asked": self._begun + len(self._pending), "pending": sorted(pending)}
+
+    def restore(self, state: Mapping[str, Any], questions: Mapping[str, Question]) -> None:
+        """Goes on where `state` was called; to be called before anything has begun.
+
+        Args:
+            questions: by id.
+
+        Raises:
+            UserError: a question that is not trained yet is gone.
+        """
+        missing = [name for _, name in state["pending"] if name not in questions]
+        if missing:
+            raise UserError(
+                f"data.train: question {missing[0]!r} of the checkpoint is gone; restore the file, or choose"
+                " another run.dir"
+            )
+        self._pending = deque((number, questions[name]) for number, name in state["pending"])
+        self._begun = self._trained = state["asked"] - len(self._pending)
 
     def take(self, step: int) -> list[Group]:
         """Waits for the groups that step `step` trains, and begins as many others as may run meanwhile.
@@ -89,6 +105,7 @@ class RolloutStream:
 
     def commit(self) -> None:
         """The groups of the last `take` are trained."""
+        self._trained += len(self._taken)
         self._taken = []
 
     def close(self) -> None:
@@ -97,13 +114,13 @@ class RolloutStream:
             one.future.cancel()
 
     def _begin_allowed(self, step: int) -> None:
-        while self._next - len(self._drawn) < (step + 1 + self.max_staleness) * self.per_step:
-            if not self._drawn:
-                self._drawn = [
-                    (self._next + offset, question) for offset, question in enumerate(self._draw())
-                ]
-                self._next += len(self._drawn)
-            number, question = self._drawn.pop(0)
+        # Counted in groups, not in steps: a resumed run may have another number of them a step.
+        while self._begun < self._trained + (1 + self.max_staleness) * self.per_step:
+            if self._pending:
+                number, question = self._pending.popleft()
+            else:
+                number, question = self._begun, next(self._questions)
+            self._begun += 1
             self._running[number] = _Asked(number, question, step, self._begin(number, question))
 
     def _raise_failure(self, one: _Asked) -> None:

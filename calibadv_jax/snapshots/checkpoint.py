@@ -63,6 +63,11 @@ class CheckpointStore:
         self._manager.close()
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a complete checkpoint lies under `folder`."""
+    return folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir())
+
+
 def restore_params(folder: Path, abstract_params: Any, step: int | None = None) -> tuple[Any, int]:
     """Only the parameters of a checkpoint, and its step; `step` None takes the newest.
 

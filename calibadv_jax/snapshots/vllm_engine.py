@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -21,9 +21,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from calibadv_jax.errors import REFUSAL, UserError
-
-if TYPE_CHECKING:
-    from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import check_hf, hf_shapes, to_hf, unflatten
+from calibadv_jax.snapshots.publish import read_manifest, read_tensors
 
 
 @dataclass
@@ -50,18 +51,8 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: OrbaxInitInfo) -> None:
-        """Imports what a swap needs, so that the first one is not slower than the others.
-
-        Raises:
-            UserError: something of it is not installed beside vLLM.
-        """
-        try:
-            import jax
-
-            jax.config.update("jax_platforms", "cpu")  # the accelerator is vLLM's
-            import calibadv_jax.snapshots.publish  # noqa: F401
-        except ImportError as error:
-            raise UserError(f"{REFUSAL}{error}; install calibadv-jax where vLLM runs") from error
+        """Begins a session: a new trainer counts its versions from the start."""
+        jax.config.update("jax_platforms", "cpu")  # the accelerator is vLLM's
         self._session, self._version = init_info, -1
 
     def start_weight_update(self) -> None:
@@ -95,10 +86,6 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         """Nothing is held between updates."""
 
     def _read(self, snapshot: Path, version: int) -> dict[str, np.ndarray]:
-        from calibadv_jax.policy.architecture import architecture_from_hf
-        from calibadv_jax.policy.transformer import Numerics, Policy
-        from calibadv_jax.policy.weights import check_hf, hf_shapes, unflatten
-        from calibadv_jax.snapshots.publish import read_manifest, read_tensors
 
         if not hasattr(self, "_session"):
             raise UserError(f"{snapshot}: no session; call /init_weight_transfer_engine first")
@@ -141,8 +128,6 @@ def _refuse_other_model(snapshot: Path, theirs: Architecture, own: Architecture)
 
 
 def _as_torch(tensors: dict[str, np.ndarray]) -> Iterator[tuple[str, torch.Tensor]]:
-    from calibadv_jax.policy.weights import to_hf, unflatten
-
     for name, array in to_hf(unflatten(tensors)):
         if array.dtype.name == "bfloat16":  # NumPy's is not torch's: the bits are
             yield name, torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)

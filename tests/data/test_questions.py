@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from calibadv_jax.data.pipeline import question_iterator
+from calibadv_jax.data.pipeline import QuestionIterator
 from calibadv_jax.data.questions import load_questions, select_evenly, write_questions
 from calibadv_jax.errors import UserError
 from calibadv_jax.trajectory import Question
@@ -63,24 +63,24 @@ def test_select_evenly_takes_from_every_source():
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_resumed_pipeline_goes_on_exactly(shuffle):
-    iterator = question_iterator(make(10), 4, seed=3, shuffle=shuffle)
-    for _ in range(3):
+    iterator = QuestionIterator(make(10), seed=3, shuffle=shuffle)
+    for _ in range(13):
         next(iterator)
     state = json.loads(json.dumps(iterator.get_state()))
-    expected = [next(iterator) for _ in range(6)]
-    resumed = question_iterator(make(10), 4, seed=3, shuffle=shuffle)
+    expected = [next(iterator) for _ in range(25)]
+    resumed = QuestionIterator(make(10), seed=3, shuffle=shuffle)
     resumed.set_state(state)
-    assert [next(resumed) for _ in range(6)] == expected
+    assert [next(resumed) for _ in range(25)] == expected
 
 
 def test_every_epoch_has_every_question_in_another_order():
-    iterator = question_iterator(make(8), 4, seed=0, shuffle=True)
-    epochs = [[q.id for q in next(iterator) + next(iterator)] for _ in range(3)]
+    iterator = QuestionIterator(make(8), seed=0, shuffle=True)
+    epochs = [[next(iterator).id for _ in range(8)] for _ in range(3)]
     assert all(sorted(epoch) == sorted(q.id for q in make(8)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
 def test_resuming_with_another_question_file_is_refused():
-    state = question_iterator(make(10), 4, 0, True).get_state()
+    state = QuestionIterator(make(10), 0, True).get_state()
     with pytest.raises(UserError, match="has 9 questions, but the checkpoint was written with 10"):
-        question_iterator(make(9), 4, 0, True).set_state(state)
+        QuestionIterator(make(9), 0, True).set_state(state)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
+from replay import replay
 
-from calibadv_jax.rewards.format import extract_answer, is_format_valid, is_trajectory_valid
+from calibadv_jax.protocol import parse_turn
+from calibadv_jax.rewards.format import is_trajectory_valid
 from calibadv_jax.trajectory import Question, Trajectory, Turn
 
 SEARCH = "<think> t </think>\n<search> q </search>"
@@ -36,42 +36,25 @@ def is_valid(*turns, prepend_think=False):
     [
         (SEARCH + INFORMATION + ANSWER, True),
         ((SEARCH + INFORMATION) * 4 + ANSWER, True),
-        ("<think></think><search></search><information></information><think></think><answer></answer>", True),
         (ANSWER, False),
         (SEARCH + INFORMATION, False),
         ((SEARCH + INFORMATION) * 2, False),
         (SEARCH + INFORMATION + ANSWER + "<think>", False),
         (SEARCH + INFORMATION + ANSWER + ANSWER, False),
-        (SEARCH + INFORMATION.replace("Doc 1", "<answer>x</answer>") + ANSWER, False),
-        (SEARCH + INFORMATION.replace("Doc 1", "My previous action is invalid.") + ANSWER, False),
         (SEARCH + "</search>" + INFORMATION + ANSWER, False),
+        (SEARCH + INFORMATION + "<think></think><answer></answer>", True),
+        ("<think></think><search></search>" + INFORMATION + ANSWER, False),
         ("", False),
     ],
 )
-def test_text(response, expected):
-    assert is_format_valid(response) is expected
+def test_a_whole_response(response, expected):
+    assert is_trajectory_valid(replay(response, ["Rome"]), prepend_think=False) is expected
 
 
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        ("<answer> x </answer> <answer>\ny </answer>", "y"),
-        ("<answer>x</answer><answer>y", "x"),
-        ("</answer><answer>x", None),
-        ("<answer> x <answer> y </answer> </answer>", "x <answer> y"),
-        ("<answer><think> x </think></answer>", "<think> x </think>"),
-        ("<ANSWER>x</ANSWER>", None),
-    ],
-)
-def test_extract_answer(response, expected):
-    assert extract_answer(response) == expected
-
-
+@pytest.mark.timeout(20)
 def test_time_is_linear_in_hostile_text():
-    start = time.perf_counter()
-    assert extract_answer("<answer>" * 200_000) is None
-    assert not is_format_valid("<think>" * 200_000)
-    assert time.perf_counter() - start < 5
+    assert not is_valid(turn("search", "<think>" * 200_000, 4), turn("answer", ANSWER))
+    assert parse_turn("<answer>" * 200_000, False, "stop").kind == "invalid"
 
 
 def test_trajectory():

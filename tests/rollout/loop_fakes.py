@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
-from calibadv_jax.rollout.agent import run_trajectory
-from calibadv_jax.rollout.protocols import Completion, SamplingParams
+from calibadv_jax.interfaces import Completion, SamplingParams
+from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
 from calibadv_jax.trajectory import Document, Question, Trajectory
 
 EOS = "<|endoftext|>"
@@ -89,19 +89,14 @@ class Loop:
     ) -> Trajectory:
         self.sampler = ScriptedSampler(self.tokenizer, lambda _, turn: turns[turn], by_letter=by_letter)
         self.retriever = DictRetriever({"ann": [DOCUMENT]} if found is None else found)
-        return asyncio.run(
-            run_trajectory(
-                question,
-                index,
-                sampler=self.sampler,
-                retriever=self.retriever,
-                tokenizer=self.tokenizer,
-                rollout=RolloutConfig(**limits),
-                prompt=prompt or PromptConfig(template="short"),
-                seed=seed,
-                session="s",
-            )
+        context = RolloutContext(
+            self.sampler,
+            self.retriever,
+            self.tokenizer,
+            RolloutConfig(**limits),
+            prompt or PromptConfig(template="short"),
         )
+        return asyncio.run(run_trajectory(context, question, index, seed, session="s"))
 
     def text(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -9,9 +9,9 @@ from loop_fakes import DOCUMENT, EOS, QUESTION
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.errors import UserError
-from calibadv_jax.rollout.agent import run_trajectory, turn_seed
-from calibadv_jax.rollout.protocols import Completion
-from calibadv_jax.rollout.tags import INVALID_ACTION, STOP_STRINGS
+from calibadv_jax.interfaces import Completion
+from calibadv_jax.protocol import INVALID_ACTION, STOP_STRINGS
+from calibadv_jax.rollout.agent import RolloutContext, run_trajectory, turn_seed
 from calibadv_jax.trajectory import Document
 
 SEARCH = "<think> a </think>\n<search> ann </search>"
@@ -176,19 +176,9 @@ def test_any_token_the_sampler_ends_at_is_left_out_of_the_text(byte_tokenizer):
         def release(self, session):
             pass
 
-    trajectory = asyncio.run(
-        run_trajectory(
-            QUESTION,
-            0,
-            sampler=OtherEnd(),
-            retriever=None,
-            tokenizer=byte_tokenizer,
-            rollout=RolloutConfig(),
-            prompt=PromptConfig(template="short"),
-            seed=0,
-            session="s",
-        )
-    )
+    prompt = PromptConfig(template="short")
+    context = RolloutContext(OtherEnd(), None, byte_tokenizer, RolloutConfig(), prompt)
+    trajectory = asyncio.run(run_trajectory(context, QUESTION, 0, seed=0, session="s"))
     assert trajectory.turns[0].text == "no"
     assert len(trajectory.turns[0].token_ids) == 3
 

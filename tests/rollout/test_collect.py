@@ -9,6 +9,7 @@ from loop_fakes import DOCUMENT, DictRetriever, ScriptedSampler
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.errors import UserError
+from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.collect import collect_groups
 from calibadv_jax.trajectory import Question
 
@@ -20,19 +21,21 @@ def script(session, turn):
     return SEARCH if turn == 0 else ANSWER.format(session)
 
 
+def context_of(sampler, tokenizer, found=None, **limits):
+    return RolloutContext(
+        sampler,
+        DictRetriever({"ann": [DOCUMENT]} if found is None else found),
+        tokenizer,
+        RolloutConfig(**{"group_size": 2} | limits),
+        PromptConfig(template="short"),
+    )
+
+
 def collect(sampler, tokenizer, questions=QUESTIONS, seed=0, **limits):
     async def run():
         try:
-            return await collect_groups(
-                questions,
-                sampler=sampler,
-                retriever=DictRetriever({"ann": [DOCUMENT]}),
-                tokenizer=tokenizer,
-                rollout=RolloutConfig(**{"group_size": 2} | limits),
-                prompt=PromptConfig(template="short"),
-                seed=seed,
-                name="step4",
-            )
+            context = context_of(sampler, tokenizer, **limits)
+            return await collect_groups(context, questions, seed, "step4")
         finally:
             left = asyncio.all_tasks() - {asyncio.current_task()}
             assert not left, "tasks were left running"
@@ -142,16 +145,7 @@ def test_cancelling_the_collection_cancels_every_trajectory(byte_tokenizer):
 
     async def run():
         task = asyncio.create_task(
-            collect_groups(
-                QUESTIONS,
-                sampler=sampler,
-                retriever=DictRetriever({}),
-                tokenizer=byte_tokenizer,
-                rollout=RolloutConfig(group_size=2),
-                prompt=PromptConfig(template="short"),
-                seed=0,
-                name="step4",
-            )
+            collect_groups(context_of(sampler, byte_tokenizer, found={}), QUESTIONS, 0, "step4")
         )
         await asyncio.sleep(0.01)
         task.cancel()

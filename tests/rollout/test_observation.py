@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.protocol import TAG_NAMES
 from calibadv_jax.rollout.observation import (
     added_token_strings,
     decode,
@@ -13,7 +14,6 @@ from calibadv_jax.rollout.observation import (
     neutralise_documents,
     render_observation,
 )
-from calibadv_jax.rollout.tags import TAG_NAMES
 from calibadv_jax.trajectory import Document
 
 TWO = (Document("1", "Ann", "Ann is a painter."), Document("2", "Bob", "Bob is not."))

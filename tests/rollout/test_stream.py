@@ -1,7 +1,9 @@
 """Rollouts ahead of the learner: what is begun when, what is taken, what a resumed stream asks for again."""
 
+import json
 import random
 from concurrent.futures import Future
+from itertools import count
 
 import pytest
 
@@ -16,7 +18,7 @@ class Background:
     """Begins groups, and completes them when told to."""
 
     def __init__(self, finish_at_once=True):
-        self.finish_at_once, self.futures, self.drawn = finish_at_once, {}, 0
+        self.finish_at_once, self.futures = finish_at_once, {}
 
     def begin(self, number, question):
         self.futures[number] = Future()
@@ -24,17 +26,20 @@ class Background:
             self.finish(number, question)
         return self.futures[number]
 
-    def finish(self, number, question=None):
-        self.futures[number].set_result(Group(question or Question(f"q{number}", "?", ("x",), "test"), []))
-
-    def draw(self):
-        questions = [Question(f"q{self.drawn + k}", "?", ("x",), "test") for k in range(PER_STEP)]
-        self.drawn += PER_STEP
-        return questions
+    def finish(self, number, asked=None):
+        self.futures[number].set_result(Group(asked or question(number), []))
 
 
-def stream(background, staleness=0, **state):
-    return RolloutStream(background.begin, background.draw, PER_STEP, staleness, **state)
+def question(number):
+    return Question(f"q{number}", "?", ("x",), "test")
+
+
+def stream(background, staleness=0, per_step=PER_STEP, state=None):
+    drawn = 0 if state is None else state["asked"]
+    made = RolloutStream(background.begin, map(question, count(drawn)), per_step, staleness)
+    if state is not None:
+        made.restore(state, {f"q{number}": question(number) for number in range(100)})
+    return made
 
 
 def ids(groups):
@@ -123,9 +128,7 @@ def test_what_is_not_trained_is_asked_for_again():
     state = rollouts.state()
     assert state == {"asked": 6, "pending": [(1, "q1"), (2, "q2"), (4, "q4")]}
     again = Background()
-    again.drawn = 6
-    pending = [(number, Question(name, "?", ("x",), "test")) for number, name in state["pending"]]
-    resumed = stream(again, 1, asked=6, pending=pending)
+    resumed = stream(again, 1, state=state)
     assert ids(resumed.take(1)) == ["q1", "q2", "q4"]
     assert sorted(again.futures) == [1, 2, 4, *range(6, 9)]
 
@@ -138,3 +141,25 @@ def test_an_error_stops_the_step_and_cancels_the_others():
     with pytest.raises(UserError, match="retriever is down"):
         rollouts.take(0)
     assert background.futures[0].cancelled() and background.futures[2].cancelled()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("per_step", [1, 2, 4, 7])
+def test_a_resumed_run_may_take_another_number_of_questions_a_step(staleness, per_step):
+    """Every question is trained exactly once, in order, and no step waits for ever."""
+    first = stream(Background(), staleness)
+    trained = []
+    for step in range(2):
+        trained += ids(first.take(step))
+        first.commit()
+    state = json.loads(json.dumps(first.state()))
+    resumed = stream(Background(), staleness, per_step, state)
+    for step in range(2, 8):
+        trained += ids(resumed.take(step))
+        resumed.commit()
+    assert trained == [f"q{number}" for number in range(2 * PER_STEP + 6 * per_step)]
+
+
+def test_a_question_that_is_gone_is_named():
+    with pytest.raises(UserError, match="question 'q700' of the checkpoint is gone"):
+        stream(Background(), state={"asked": 2, "pending": [(1, "q700")]})

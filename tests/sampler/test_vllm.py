@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from vllm_rig import GREEDY, MAX_LENGTH, MODELS, SHAPE, Rig, gap_to_greedy, prompts
 
 from calibadv_jax.errors import UserError
-from calibadv_jax.rollout.protocols import SamplingParams
+from calibadv_jax.interfaces import SamplingParams
 from calibadv_jax.snapshots.huggingface import save_folder
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ def check_swaps(rig, first_version, tolerance, logit_slack=1e-3):
         seen = []
         for version in range(first_version, first_version + 5):
             params = rig.params(version)
-            await sampler.load(rig.publish(version, params))
+            await sampler.load_snapshot(rig.publish(version, params))
             completion = await sampler.generate(prompt, GREEDY, "s")
             assert completion.policy_versions == (version,)
             assert len(completion.logprobs) == len(completion.token_ids)
@@ -112,7 +112,7 @@ def test_swaps(others, name, tolerance, logit_slack):
 
 def test_seeds_stops_and_reasons(pair):
     async def ask(sampler):
-        await sampler.load(pair.publish(10, pair.params(10)))
+        await sampler.load_snapshot(pair.publish(10, pair.params(10)))
         prompt = prompts(1, 30)[0]
         free = SamplingParams(max_tokens=40, temperature=1.0, seed=5)
         one, two = [await sampler.generate(prompt, free, name) for name in ("a", "b")]
@@ -137,7 +137,7 @@ def test_many_long_seeded_prompts_at_once(pair):
     sampling = [SamplingParams(max_tokens=4, seed=number) for number in range(48)]
 
     async def ask(sampler):
-        await sampler.load(pair.publish(15, pair.params(15)))
+        await sampler.load_snapshot(pair.publish(15, pair.params(15)))
         done = await asyncio.gather(
             *(
                 sampler.generate(context, sampling[number], f"s{number}")
@@ -164,7 +164,7 @@ def test_a_bad_snapshot_is_refused_and_the_old_weights_keep_serving(pair, tmp_pa
 
     async def ask(sampler):
         good = pair.publish(20, pair.params(20))
-        await sampler.load(good)
+        await sampler.load_snapshot(good)
         before = await sampler.generate(prompt, GREEDY, "a")
         labels = [label(url) for url in pair.urls]
 
@@ -174,21 +174,21 @@ def test_a_bad_snapshot_is_refused_and_the_old_weights_keep_serving(pair, tmp_pa
         data[len(data) // 2] ^= 0xFF
         biggest.write_bytes(data)
         with pytest.raises(UserError, match="refuses .*v000021: .*torn snapshot"):
-            await sampler.load(torn)
+            await sampler.load_snapshot(torn)
 
         foreign = Rig(tmp_path / "foreign", SHAPE | MODELS["qwen2-tied"] | {"rope_theta": 5e4})
         snapshot = foreign.publish(22, foreign.params(0))
         with pytest.raises(UserError, match=r"another model: rope_theta 50000.0 instead of 10000.0"):
-            await sampler.load(snapshot)
+            await sampler.load_snapshot(snapshot)
 
         unfinished = pair.publish(23, pair.params(23))
         (unfinished / "manifest.json").unlink()
         with pytest.raises(UserError, match="not a complete snapshot"):
-            await sampler.load(unfinished)
+            await sampler.load_snapshot(unfinished)
 
         other_words = Rig(tmp_path / "words", SHAPE | MODELS["qwen2-tied"], tokenizer_hash="of another")
         with pytest.raises(UserError, match="another tokenizer"):
-            await sampler.load(other_words.publish(24, other_words.params(0)))
+            await sampler.load_snapshot(other_words.publish(24, other_words.params(0)))
 
         assert [label(url) for url in pair.urls] == labels
         parameters = {"max_tokens": 12, "temperature": 0.0}
@@ -233,10 +233,10 @@ def test_a_swap_while_completions_are_in_progress(pair):
     snapshots = [pair.publish(version, pair.params(version)) for version in (30, 31, 32, 33)]
 
     async def ask(sampler):
-        await sampler.load(snapshots[0])
+        await sampler.load_snapshot(snapshots[0])
         for version in (31, 32, 33):  # a starved server may see the swap when all is written: again then
             tasks = await generating(sampler, prompts(8, 40))
-            await sampler.load(snapshots[version - 30])
+            await sampler.load_snapshot(snapshots[version - 30])
             done = await asyncio.gather(*tasks)
             for completion in done:
                 assert len(completion.token_ids) == len(completion.logprobs) == LONG.max_tokens
@@ -252,7 +252,7 @@ def test_a_killed_worker_loses_no_trajectory_and_comes_back_with_current_weights
     """SIGKILL during a rollout: the others take over; its launcher restarts it, the sampler swaps it."""
 
     async def ask(sampler):
-        await sampler.load(pair.publish(40, pair.params(40)))
+        await sampler.load_snapshot(pair.publish(40, pair.params(40)))
         processes = server_processes(pair.workers[1])
         for process in processes:
             process.suspend()  # so that nothing of it can be complete before it is killed
@@ -266,7 +266,7 @@ def test_a_killed_worker_loses_no_trajectory_and_comes_back_with_current_weights
         lost = next(worker for worker in sampler.workers if worker.url == pair.urls[1])
         assert lost.version is None and sampler.lost_count == 1
 
-        await sampler.load(pair.publish(41, pair.params(41)))  # without it
+        await sampler.load_snapshot(pair.publish(41, pair.params(41)))  # without it
         deadline = time.monotonic() + 300
         while lost.version is None and time.monotonic() < deadline:
             await asyncio.sleep(0.5)
@@ -289,7 +289,7 @@ def test_a_slow_worker_holds_up_only_what_it_has(pair):
     """One stands still: new trajectories go to the other; what it has is finished, not lost or relabelled."""
 
     async def ask(sampler):
-        await sampler.load(pair.publish(45, pair.params(45)))
+        await sampler.load_snapshot(pair.publish(45, pair.params(45)))
         slow = sampler.workers[1]
         processes = server_processes(pair.workers[1])
         contexts = prompts(48, 40)
@@ -317,10 +317,10 @@ def test_a_worker_that_serves_foreign_weights_answers_nothing_that_is_kept(other
     rig = others["qwen2-untied"]
 
     async def ask(sampler):
-        await sampler.load(rig.publish(50, rig.params(50)))
+        await sampler.load_snapshot(rig.publish(50, rig.params(50)))
         before = await sampler.generate(prompts(1, 20)[0], GREEDY, "a")
         intruder = rig.sampler()
-        await intruder.load(rig.publish(51, rig.params(51)))
+        await intruder.load_snapshot(rig.publish(51, rig.params(51)))
         await intruder.close()
         rig.publish(50, rig.params(50))
         again = await sampler.generate(prompts(1, 20)[0], GREEDY, "b")
@@ -333,7 +333,7 @@ def test_a_worker_that_serves_foreign_weights_answers_nothing_that_is_kept(other
 def test_no_worker_is_a_clear_stop(others):
     async def ask(sampler):
         with pytest.raises(UserError, match=r"no vLLM worker for 2 s \(http://127.0.0.1:9: .*launch_vllm"):
-            await sampler.load(others["qwen2-untied"].publish(60, others["qwen2-untied"].params(0)))
+            await sampler.load_snapshot(others["qwen2-untied"].publish(60, others["qwen2-untied"].params(0)))
 
     others["qwen2-untied"].run(ask, urls=["http://127.0.0.1:9"], patience=2.0)
 

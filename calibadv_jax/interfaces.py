@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from calibadv_jax.trajectory import Document, StopReason
 
@@ -43,12 +44,34 @@ class Sampler(Protocol):
         """The trajectory has ended; its cache may be reused."""
         ...
 
-    async def load(self, snapshot: Path) -> None:
-        """Take the weights of a published policy snapshot."""
+    async def load(self, version: int, params: dict[str, Any]) -> None:
+        """Samples with these parameters from now on.
+
+        Args:
+            version: of the policy; ascending within a run.
+            params: the learner's own. When this returns they may be donated.
+        """
+        ...
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """Log-probabilities float32 [T - 1] of tokens 1 … T - 1 under every copy of the weights, by its name.
+
+        Empty where the weights are the learner's own and there is nothing to compare.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Closes the connections of the running event loop."""
         ...
 
 
 class Retriever(Protocol):
-    """Best documents first; one list per query, in the order of the queries."""
+    """Finds documents for queries."""
 
-    async def search(self, queries: Sequence[str]) -> list[list[Document]]: ...
+    async def search(self, queries: Sequence[str]) -> list[list[Document]]:
+        """Best documents first; one list per query, in the order of the queries."""
+        ...
+
+    async def close(self) -> None:
+        """Closes the connections of the running event loop."""
+        ...

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from calibadv_jax.rollout.tags import TAG_NAMES, neutralise
+from calibadv_jax.protocol import TAG_NAMES, neutralise
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

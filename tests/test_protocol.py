@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from calibadv_jax.rollout.tags import INVALID_ACTION, STOP_STRINGS, TAG_NAMES, neutralise, parse_turn
+from calibadv_jax.protocol import INVALID_ACTION, STOP_STRINGS, TAG_NAMES, neutralise, parse_turn
 
 CONTROL = "<|im_end|>"
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,10 +20,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.policy.sharding import RULES, placed_params, replicated
+from calibadv_jax.interfaces import Completion, SamplingParams
+from calibadv_jax.policy.sharding import RULES, param_shardings, placed_params, replicated
 from calibadv_jax.policy.transformer import Cache, Params, Policy
-from calibadv_jax.rollout.protocols import Completion, SamplingParams
-from calibadv_jax.rollout.sampling import sample_tokens
+from calibadv_jax.sampler.sampling import sample_tokens
 from calibadv_jax.trajectory import StopReason
 
 
@@ -45,12 +44,11 @@ class _Request:
 
 
 class JaxSampler:
-    """Implements `rollout.protocols.Sampler`.
+    """Implements `interfaces.Sampler`.
 
     Args:
         tokenizer: decides, with `eos_token_id`, where a completion ends.
         max_length: tokens of the longest trajectory, prompt included.
-        restore: reads a published snapshot: folder -> (version, parameters in the policy's shardings).
     """
 
     def __init__(
@@ -60,11 +58,9 @@ class JaxSampler:
         config: SamplerConfig,
         mesh: Mesh,
         max_length: int,
-        restore: Callable[[Path], tuple[int, Params]],
     ):
         self.policy, self.tokenizer, self.config, self.mesh = policy, tokenizer, config, mesh
         self.max_length = max_length
-        self._restore = restore
         self._params: Params | None = None
         self._version = -1
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -75,31 +71,45 @@ class JaxSampler:
         self._waiting: deque[_Request] = deque()
         self._active: dict[int, _Request] = {}
         self._pump_task: asyncio.Task[None] | None = None
+        # A copy even where the precision is the same: the learner donates its parameters at the next update.
+        self._cast = jax.jit(
+            lambda params: jax.tree.map(
+                lambda leaf: jnp.array(leaf, policy.numerics.compute_dtype, copy=True), params
+            ),
+            out_shardings=param_shardings(policy.abstract_params, mesh),
+        )
         self._prefill = jax.jit(self._prefill_rows, donate_argnums=1)
         self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
         self._pause_table: dict[tuple[str, ...], jax.Array] = {}
 
-    async def load(self, snapshot: Path) -> None:
-        """Takes the weights of a snapshot. No completion may be in progress.
+    async def load(self, version: int, params: Params) -> None:
+        """Takes a copy of the parameters in the policy's `compute_dtype`. No completion may be in progress.
 
         Raises:
             RuntimeError: completions are in progress.
         """
         if self._active or self._waiting:
-            raise RuntimeError("weights can not be swapped while completions are in progress")
-        self._version, self._params = await asyncio.to_thread(self._restore, snapshot)
+            raise RuntimeError("weights cannot be swapped while completions are in progress")
+        self._version, self._params = version, self._cast(params)
         for row in self._cached:
             row.clear()
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """Nothing: the weights are the learner's own."""
+        return {}
+
+    async def close(self) -> None:
+        """Nothing: there are no connections."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
         """Samples up to a stop string, end-of-text, or `sampling.max_tokens`.
 
         Raises:
-            RuntimeError: no snapshot was loaded.
+            RuntimeError: no weights were loaded.
             ValueError: the context is empty, or leaves no room for a token.
         """
         if self._params is None:
-            raise RuntimeError("no weights: load a snapshot before generating")
+            raise RuntimeError("no weights: call load before generating")
         if not 0 < len(token_ids) < self.max_length:
             raise ValueError(f"context of {len(token_ids)} tokens; must be 1 to {self.max_length - 1}")
         future = asyncio.get_running_loop().create_future()

@@ -1,4 +1,8 @@
-"""The protocol's grammar: what a turn says, and how untrusted text is kept from saying it."""
+"""The turn protocol: its tags, what a turn says, and how untrusted text is kept from saying it.
+
+A turn is ``<think>…</think>`` and then ``<search>…</search>`` or ``<answer>…</answer>``; the environment
+replies to a search with ``<information>…</information>``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,10 @@ from dataclasses import dataclass
 from calibadv_jax.trajectory import StopReason, TurnKind
 
 TAG_NAMES = ("think", "search", "information", "answer")
+TAGS = tuple(f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/"))
 STOP_STRINGS = ("</search>", "</answer>")
+OPEN_THINK = "<think>"
+OPEN_INFORMATION, CLOSE_INFORMATION = "\n\n<information>", "</information>\n\n"
 INVALID_ACTION = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and"
     " </search>. If I want to give the final answer, I should put the answer between <answer> and"
@@ -17,9 +24,8 @@ INVALID_ACTION = (
 )
 
 _NAMES = "|".join(TAG_NAMES)
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-_THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-_TAG = re.compile(rf"</?(?:{_NAMES})>")
+_OPEN_ACTION, _OPEN_THINK = re.compile(r"<(search|answer)>"), re.compile(r"<(think)>")
+_TAG = re.compile(rf"(</?(?:{_NAMES})>)")
 # Anything a reader, or a tokenizer that folds case and space, could take for a tag, and the open beginning
 # of one. Nothing is matched twice (possessive), so that hostile text costs linear time.
 _TAG_LIKE = re.compile(rf"<(\s*+/?+\s*+(?:{_NAMES})\b)(?:([^<>]*+)>)?", re.IGNORECASE)
@@ -51,18 +57,35 @@ def parse_turn(text: str, prepend_think: bool, stop_reason: StopReason) -> Parse
         stop_reason: a segment without action that was cut from outside ("length", "abort") is unfinished
             rather than invalid.
     """
-    whole = f"<think>{text}" if prepend_think else text
-    thought = _THINK.search(whole)
-    think = thought.group(1).strip() if thought else ""
-    action = _ACTION.search(whole)
+    whole = OPEN_THINK + text if prepend_think else text
+    _, think = _first_closed(_OPEN_THINK, whole) or ("", "")
+    action = _first_closed(_OPEN_ACTION, whole)
     if action is None:
         return ParsedTurn("unfinished" if stop_reason in ("length", "abort") else "invalid", think)
-    kind, body = action.group(1), action.group(2).strip()
+    kind, body = action
     if _TAG.search(body) or (kind == "search" and not body):
         return ParsedTurn("invalid", think)
     if kind == "search":
         return ParsedTurn("search", think, query=body)
     return ParsedTurn("answer", think, answer=body)
+
+
+def _first_closed(opening: re.Pattern[str], text: str) -> tuple[str, str] | None:
+    """Name and stripped body of the first element that is closed; in linear time, unlike a lazy pattern."""
+    last_close: dict[str, int] = {}
+    for found in opening.finditer(text):
+        name, start = found.group(1), found.end()
+        close = f"</{name}>"
+        if name not in last_close:
+            last_close[name] = text.rfind(close)
+        if start <= last_close[name]:
+            return name, text[start : text.index(close, start)].strip()
+    return None
+
+
+def split_at_tags(text: str) -> list[str]:
+    """Text, tag, text, tag, …, text: the pieces at odd places are protocol tags, written exactly."""
+    return _TAG.split(text)
 
 
 def neutralise(text: str, extra: Collection[str] = ()) -> str:
@@ -73,7 +96,7 @@ def neutralise(text: str, extra: Collection[str] = ()) -> str:
 
     Args:
         extra: the tokenizer's control tokens, which would be encoded as such; see
-            `observation.added_token_strings`.
+            `rollout.observation.added_token_strings`.
     """
     while True:  # what one replacement joins, the next round takes apart
         cleaned = _TAG_LIKE.sub(_defused, text)

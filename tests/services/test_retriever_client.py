@@ -9,8 +9,8 @@ import pytest
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.errors import UserError
-from calibadv_jax.rollout import retriever_client
-from calibadv_jax.rollout.retriever_client import RetrieverClient, RetrieverProcess
+from calibadv_jax.services import retriever_client
+from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
 
 pytest.importorskip("aiohttp")
 

@@ -6,14 +6,17 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.errors import UserError
-from calibadv_jax.rollout.child_process import ChildService
-from calibadv_jax.rollout.http_client import Unreachable, open_session, post
+from calibadv_jax.services.child_process import ChildService
+from calibadv_jax.services.http_client import Unreachable, open_session, post
 from calibadv_jax.trajectory import Document
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
@@ -28,7 +31,7 @@ class BadReply(Exception):
 
 
 class RetrieverClient:
-    """Implements `rollout.protocols.Retriever` over Search-R1's ``POST /retrieve``.
+    """Implements `interfaces.Retriever` over Search-R1's ``POST /retrieve``.
 
     Queries that arrive together share a request. A failed request is repeated `config.retries` times
     with growing pauses; then every waiting caller gets one UserError.
@@ -63,8 +66,6 @@ class RetrieverClient:
         Raises:
             UserError: it can not be reached.
         """
-        import httpx
-
         try:
             response = httpx.get(f"{self.url}/health", timeout=self.config.timeout, trust_env=False)
         except httpx.HTTPError as error:
@@ -170,3 +171,19 @@ class RetrieverProcess(ChildService):
         command += ["--index_path", config.index or f"{config.corpus}.index"]
         command += ["--retrieval_topk", str(config.topk), "--threads", str(config.threads)]
         super().__init__("the retriever", command, log_path, config.start_timeout, "retriever.start_timeout")
+
+
+@contextmanager
+def open_retriever(config: RetrieverConfig, log_path: Path) -> Iterator[str]:
+    """Base URL of a retrieval service: `config.url`, or a child process that ends with the block.
+
+    Raises:
+        UserError: neither is configured, or the child does not become ready.
+    """
+    if config.url:
+        yield config.url
+        return
+    if not config.corpus:
+        raise UserError("retriever.url is empty: set it, or retriever.corpus to start a service here")
+    with RetrieverProcess(config, log_path) as process:
+        yield process.url

@@ -13,11 +13,11 @@ import numpy as np
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.interfaces import SamplingParams
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.rollout.protocols import SamplingParams
-from calibadv_jax.rollout.vllm_sampler import VllmSampler
-from calibadv_jax.rollout.vllm_worker import VllmWorkerProcess
+from calibadv_jax.sampler.vllm_sampler import VllmSampler
+from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess
 from calibadv_jax.snapshots.huggingface import save_folder
 from calibadv_jax.snapshots.publish import SnapshotStore
 

@@ -6,10 +6,9 @@ each request (encode/httpx#3215), which took more of a core than the agent loop 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import aiohttp
+import aiohttp
 
 KEEPALIVE_SECONDS = 2.0  # below the servers' five: they must not close a connection just as it is used again
 
@@ -26,8 +25,6 @@ def open_session(timeout: float, token: str = "") -> aiohttp.ClientSession:
     Args:
         token: sent with every request, as ``Authorization: Bearer``; empty: none.
     """
-    import aiohttp
-
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
     headers = {"Authorization": f"Bearer {token}"} if token else None
     return aiohttp.ClientSession(connector=connector, timeout=limit(timeout), headers=headers)
@@ -35,8 +32,6 @@ def open_session(timeout: float, token: str = "") -> aiohttp.ClientSession:
 
 def limit(seconds: float) -> aiohttp.ClientTimeout:
     """At most so long to connect, and between two parts of a reply."""
-    import aiohttp
-
     return aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
 
 
@@ -46,8 +41,6 @@ async def post(http: aiohttp.ClientSession, url: str, **arguments: Any) -> tuple
     Raises:
         Unreachable: no whole reply.
     """
-    import aiohttp
-
     try:
         async with http.post(url, allow_redirects=False, **arguments) as response:
             return response.status, await response.read()

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import MeshConfig, SamplerConfig
+from calibadv_jax.interfaces import SamplingParams
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.rollout.jax_sampler import JaxSampler
-from calibadv_jax.rollout.protocols import SamplingParams
-from calibadv_jax.rollout.sampling import sample_tokens
+from calibadv_jax.sampler.jax_sampler import JaxSampler
+from calibadv_jax.sampler.sampling import sample_tokens
 
 CHARACTERS = "abcdefghij<>/ "
 EOS = len(CHARACTERS)
@@ -59,10 +59,8 @@ def params(policy):
 def make_sampler(policy, params, max_length=96, **config):
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
     defaults = {"slots": 4, "decode_chunk": 5, "prefill_chunk": 8}
-    sampler = JaxSampler(
-        policy, CharTokenizer(), SamplerConfig(**(defaults | config)), mesh, max_length, lambda _: (7, params)
-    )
-    asyncio.run(sampler.load(None))
+    sampler = JaxSampler(policy, CharTokenizer(), SamplerConfig(**(defaults | config)), mesh, max_length)
+    asyncio.run(sampler.load(7, params))
     return sampler
 
 
@@ -173,7 +171,7 @@ def test_refuses_to_swap_weights_in_flight(policy, params):
         running = asyncio.ensure_future(sampler.generate([1, 2], SamplingParams(8), "a"))
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="in progress"):
-            await sampler.load(None)
+            await sampler.load(8, params)
         await running
 
     asyncio.run(swap())

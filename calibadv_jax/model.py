@@ -1,0 +1,151 @@
+"""The model of a run: tokenizer, architecture, mesh, and where its parameters come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+from transformers import AutoTokenizer
+
+from calibadv_jax.config import Config
+from calibadv_jax.errors import UserError
+from calibadv_jax.learner.learner import init_params
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh, placed_params
+from calibadv_jax.policy.transformer import Numerics, Params, Policy
+from calibadv_jax.protocol import TAGS
+from calibadv_jax.snapshots.checkpoint import restore_params
+from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
+from calibadv_jax.snapshots.publish import load_snapshot
+
+
+@dataclass(frozen=True)
+class Model:
+    """A policy without parameters, and what belongs to it."""
+
+    policy: Policy
+    hf_config: dict[str, Any]
+    tokenizer: Any
+    tokenizer_folder: Path
+    mesh: Mesh
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """Identity of the vocabulary: SHA-256 over every token and its id."""
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+
+
+def build_model(config: Config, path: str) -> Model:
+    """The policy's shape, tokenizer and mesh: from the HuggingFace folder `path`, or from policy.init.
+
+    Raises:
+        UserError: neither is given, or one cannot be used.
+    """
+    if path:
+        hf_config = read_hf_config(Path(path))
+    elif config.policy.init:
+        hf_config = dict(config.policy.init)
+    else:
+        raise UserError("policy.path is empty: set it to a HuggingFace folder, or give policy.init")
+    folder = Path(config.policy.tokenizer or path)
+    tokenizer = load_tokenizer(folder)
+    hf_config.setdefault("vocab_size", len(tokenizer))
+    if hf_config["vocab_size"] < len(tokenizer):
+        raise UserError(
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens, but the policy's vocab_size is"
+            f" {hf_config['vocab_size']}; use the tokenizer that belongs to the policy"
+        )
+    hf_config.setdefault("eos_token_id", tokenizer.eos_token_id)
+    source = f"{path}/config.json" if path else "policy.init"
+    policy = Policy(architecture_from_hf(hf_config, source), Numerics.from_config(config.policy))
+    return Model(policy, hf_config, tokenizer, folder, make_mesh(config.mesh))
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """A HuggingFace tokenizer that can write and end the protocol's turns.
+
+    Raises:
+        UserError: no tokenizer there, no end-of-text token, or a tag does not survive a round trip.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such tokenizer folder; set policy.tokenizer or policy.path")
+    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        # transformers would make an empty tokenizer of a model's folder.
+        raise UserError(f"{folder}: no tokenizer files there; set policy.tokenizer to a folder that has them")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: no tokenizer can be loaded: {' '.join(str(error).split())}") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{folder}: the tokenizer has no eos_token; add one to tokenizer_config.json")
+    for tag in TAGS:
+        ids = tokenizer.encode(f"{tag} a", add_special_tokens=False)
+        if tag not in tokenizer.decode(ids, skip_special_tokens=False):
+            raise UserError(
+                f"{folder}: the tokenizer cannot write {tag}: encoding and decoding loses it;"
+                " add the eight protocol tags as tokens"
+            )
+    return tokenizer
+
+
+def initial_params(config: Config, model: Model, path: str) -> Params:
+    """Parameters of the HuggingFace folder `path`, or random ones where it is empty."""
+    if path:
+        return load_params(Path(path), model.policy, model.mesh)
+    return init_params(model.policy, model.mesh, config.run.seed)
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """A policy on disk: a HuggingFace folder, or a checkpoint or snapshot of a run."""
+
+    path: Path
+    kind: str  # "huggingface", "checkpoint", "snapshot"
+    step: int | None = None  # of a checkpoint; None: the newest of the folder `path`
+
+    def __str__(self) -> str:
+        if self.kind == "checkpoint":
+            which = "the newest checkpoint" if self.step is None else f"checkpoint {self.step}"
+            return f"{which} in {self.path}"
+        return f"{'snapshot' if self.kind == 'snapshot' else 'HuggingFace folder'} {self.path}"
+
+    @property
+    def model_folder(self) -> Path:
+        """Where its config.json and tokenizer lie; a run keeps them in its folder ``policy``."""
+        if self.kind == "huggingface":
+            return self.path
+        return (self.path.parent.parent if self.kind == "snapshot" else self.path.parent) / "policy"
+
+    def params(self, policy: Policy, mesh: Mesh) -> Params:
+        """Its parameters in the policy's `param_dtype` (a snapshot's: `compute_dtype`) and shardings.
+
+        Raises:
+            UserError: missing, incomplete, damaged, or of another policy.
+        """
+        if self.kind == "huggingface":
+            return load_params(self.path, policy, mesh)
+        if self.kind == "snapshot":
+            return load_snapshot(self.path, policy, mesh, verify=True)
+        targets = placed_params(policy, mesh, policy.numerics.param_dtype)
+        return restore_params(self.path, targets, self.step)[0]
+
+
+def find_policy(path: Path) -> PolicySource:
+    """What lies at `path`: a HuggingFace folder, a run, its checkpoints, one of them, a snapshot."""
+    path = path.absolute()
+    if re.fullmatch(r"v\d+", path.name):
+        return PolicySource(path, "snapshot")
+    if path.name.isdigit() and path.parent.name == "checkpoints":
+        return PolicySource(path.parent, "checkpoint", int(path.name))
+    if path.name == "checkpoints":
+        return PolicySource(path, "checkpoint")
+    if not (path / "config.json").is_file() and (path / "checkpoints").is_dir():
+        return PolicySource(path / "checkpoints", "checkpoint")
+    return PolicySource(path, "huggingface")

@@ -1,0 +1,88 @@
+"""Rollouts in the background: the event loop on which trajectories are written while the learner works."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from calibadv_jax.rollout.agent import RolloutContext
+from calibadv_jax.rollout.collect import collect_group, collect_groups
+from calibadv_jax.seeds import random_state
+from calibadv_jax.trajectory import Group, Question
+
+T = TypeVar("T")
+
+
+class Rollouts:
+    """Writes trajectories on an event loop of its own, in a thread that lives as long as the block.
+
+    Args:
+        context: its sampler and retriever are used on that loop only, and closed at the end of the block.
+        seed: of the run.
+    """
+
+    def __init__(self, context: RolloutContext, seed: int):
+        self.context, self.seed = context, seed
+        self._slots = asyncio.Semaphore(context.rollout.max_concurrency)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+
+    def __enter__(self) -> Rollouts:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._run(self._finish())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def load(self, version: int, params: dict[str, Any]) -> None:
+        """Hands the policy's parameters to the sampler; when it returns they may be donated."""
+        self._run(self.context.sampler.load(version, params))
+
+    def begin(self, number: int, question: Question) -> Future[Group]:
+        """Starts the rollout of group `number`, counted over the whole run, in the background.
+
+        The number decides what is drawn, so that a question which comes twice gets other trajectories.
+        """
+        seed = int(random_state(self.seed, number, "group").integers(2**31))
+        coroutine = collect_group(self.context, question, self._slots, seed, f"group{number}")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def collect(self, questions: Sequence[Question], name: str, seed: int, **changes: Any) -> list[Group]:
+        """Groups of trajectories in the order of the questions.
+
+        Args:
+            name: prefix of the sessions' names.
+            changes: fields of RolloutConfig that differ from the context's.
+        """
+        context = replace(self.context, rollout=replace(self.context.rollout, **changes))
+        return self._run(collect_groups(context, questions, seed, name))
+
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """Log-probabilities of a text under each copy of the weights; see `Sampler.prompt_logprobs`."""
+        return self._run(self.context.sampler.prompt_logprobs(token_ids))
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # an interruption of this thread must not leave it running
+            raise
+
+    async def _finish(self) -> None:
+        """Cancels what is running, and closes the connections."""
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self.context.retriever.close()
+        await self.context.sampler.close()

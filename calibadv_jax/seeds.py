@@ -1,0 +1,13 @@
+"""Randomness as a function of what it is for, so that a resumed run draws what an uninterrupted one draws."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+
+def random_state(seed: int, step: int, purpose: str) -> np.random.Generator:
+    """A generator for one purpose in one step of a run with this seed."""
+    digest = hashlib.sha256(f"{seed}/{step}/{purpose}".encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest[:8], "big"))

@@ -1,0 +1,151 @@
+"""What a training run carries from step to step: restore, update, publish, save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from calibadv_jax.advantages.registry import AdvantageResult
+from calibadv_jax.config import Config
+from calibadv_jax.data.pipeline import QuestionIterator
+from calibadv_jax.learner.batching import Sample, pack, unpack
+from calibadv_jax.learner.learner import Learner, on_policy_only
+from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.learner.step import learn, make_samples
+from calibadv_jax.model import Model, initial_params
+from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.rollout.stream import RolloutStream
+from calibadv_jax.seeds import random_state
+from calibadv_jax.snapshots.checkpoint import CheckpointStore
+from calibadv_jax.trajectory import Group, Question
+
+PROBE_TOKENS = 256  # of the fixed text on which workers and learner are compared after a swap
+
+
+class Trainer:
+    """Policy and optimizer between the steps, with their checkpoints.
+
+    Args:
+        rollouts: take every new policy.
+        questions, stream: where the data stand; saved and restored with the policy.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: Model,
+        folder: Path,
+        rollouts: Rollouts,
+        questions: QuestionIterator,
+        stream: RolloutStream,
+    ):
+        learner = config.learner
+        self.config, self.model, self.rollouts = config, model, rollouts
+        self.questions, self.stream = questions, stream
+        trajectories = config.rollout.questions_per_step * config.rollout.group_size
+        per_epoch = -(-trajectories // (learner.minibatch_size or trajectories))
+        self.schedule = make_schedule(learner.optimizer, learner.steps * per_epoch * learner.epochs)
+        self.learner = Learner(
+            model.policy,
+            make_optimizer(learner.optimizer, self.schedule),
+            model.mesh,
+            learner.microbatch_rows,
+            config.rollout.temperature or 1.0,
+            config.policy.logprob_chunk,
+        )
+        on_policy = on_policy_only(config.loss, learner.minibatch_size, learner.epochs)
+        self.loss = policy_gradient(config.loss, on_policy)
+        params = initial_params(config, model, config.policy.path)
+        self.reference = initial_params(config, model, config.policy.path) if config.loss.kl_coef else None
+        self.state = self.learner.init(params)
+        self.step = 0
+        self.trained_tokens = 0  # of the last step, prompts and observations included
+        self.checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
+
+    def restore(self, questions: Mapping[str, Question]) -> None:
+        """Goes on from the newest checkpoint, if there is one and `checkpoint.resume` is on.
+
+        Args:
+            questions: the training questions by id.
+
+        Raises:
+            UserError: the checkpoint is damaged, or of another policy, optimizer or question file.
+        """
+        newest = self.checkpoints.latest_step() if self.config.checkpoint.resume else None
+        if newest is None:
+            return
+        self.state, extra = self.checkpoints.restore(newest, self.learner.abstract_state())
+        self.step = extra["step"]
+        self.questions.set_state(extra["questions"])
+        self.stream.restore(extra["stream"], questions)
+
+    def update(self, groups: list[Group], advantages: AdvantageResult) -> dict[str, float]:
+        """One learner step on the groups' trajectories; ends the step."""
+        config = self.config
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        per_token = [values for group in advantages.advantages for values in group]
+        samples, skipped = make_samples(trajectories, per_token)
+        rate = float(self.schedule(int(self.state["updates"])))
+        metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(skipped)}
+        if samples:
+            rng = random_state(config.run.seed, self.step, "minibatches")
+            self.state, learned = learn(
+                self.learner, self.state, samples, config.learner, config.loss, self.loss, rng, self.reference
+            )
+            metrics |= learned
+        self.trained_tokens = sum(len(sample.tokens) for sample in samples)
+        self.step += 1
+        self.stream.commit()
+        return metrics
+
+    def publish(self) -> dict[str, float]:
+        """Hands the policy to the sampler as version `step`.
+
+        Returns:
+            How far each vLLM worker's log-probabilities of a fixed text are from the learner's.
+        """
+        self.rollouts.load(self.step, self.state["params"])
+        length = min(PROBE_TOKENS, self.config.rollout.max_length - 1)  # a worker samples one more
+        tokens = np.random.default_rng(0).integers(0, len(self.model.tokenizer), length).astype(np.int32)
+        theirs = self.rollouts.prompt_logprobs(tokens.tolist())
+        if not theirs:
+            return {}
+        nothing = np.zeros(length, np.float32)
+        batch = pack([Sample(tokens, nothing == 0, nothing, nothing)], self.config.learner.row_length)
+        (ours,) = unpack(self.learner.logprobs(self.state["params"], batch), [length], batch.tokens.shape[1])
+        gaps = [np.abs(values - ours[1:]) for values in theirs.values()]
+        return {
+            "rollout/probe_logprob_diff_mean": float(np.mean(gaps)),
+            "rollout/probe_logprob_diff_max": float(np.max(gaps)),
+            "rollout/workers": float(len(gaps)),
+        }
+
+    def save_if_due(self) -> None:
+        """Saves after every `checkpoint.every` steps and after the last one."""
+        every = self.config.checkpoint.every
+        if self.step == self.config.learner.steps or (every and self.step % every == 0):
+            self.save()
+
+    def save(self) -> None:
+        """Writes a full checkpoint; when it returns, the checkpoint is complete."""
+        extra = {
+            "step": self.step,
+            "questions": self.questions.get_state(),
+            "stream": self.stream.state(),
+        }
+        self.checkpoints.save(self.step, self.state, extra)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever stops the run, the last whole step is saved, unless the update itself broke off."""
+        self.stream.close()
+        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+        if whole and self.checkpoints.latest_step() != self.step:
+            self.save()
+        self.checkpoints.close()

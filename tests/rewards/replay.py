@@ -1,0 +1,38 @@
+"""A decoded response as the turns that the agent loop would have written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from calibadv_jax.protocol import STOP_STRINGS, parse_turn
+from calibadv_jax.trajectory import Question, Trajectory, Turn
+
+SEGMENT = re.compile(rf".*?(?:{'|'.join(STOP_STRINGS)})", re.DOTALL)
+OBSERVATION = re.compile(r"\s*<information>.*?</information>\s*", re.DOTALL)
+
+
+def replay(response: str, golden_answers: Sequence[str]) -> Trajectory:
+    """Turns end where sampling stops; an information block after a search is the environment's.
+
+    Text after an answer is taken for the rest of the token that closed it; end-of-text is not read.
+    """
+    trajectory = Trajectory(Question("q", "?", tuple(golden_answers), "test"), np.zeros(1, np.int32))
+    rest = response.removesuffix("<|endoftext|>")
+    while rest:
+        segment = SEGMENT.match(rest)
+        text = rest if segment is None else segment.group()
+        rest = rest[len(text) :]
+        parsed = parse_turn(text, prepend_think=False, stop_reason="eos" if segment is None else "stop")
+        shown = OBSERVATION.match(rest) if parsed.kind == "search" else None
+        num_observed = 0 if shown is None else shown.end()
+        rest = rest[num_observed:]
+        if parsed.kind == "answer":
+            text, rest = text + rest, ""
+        turn = Turn(parsed.kind, np.zeros(3, np.int32), np.zeros(3, np.float32), text, parsed.think)
+        turn.query, turn.answer = parsed.query, parsed.answer
+        turn.observation_ids = np.zeros(num_observed, np.int32)
+        trajectory.turns.append(turn)
+    return trajectory
