@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.section import SECTION
@@ -16,7 +16,7 @@ class DataConfig:
     """JSONL of questions: id, question, golden_answers, data_source."""
     eval: str = ""
     """JSONL of held-out questions."""
-    eval_limit: int = 0
+    eval_limit: NonNegativeInt = 0
     """Evaluate on this many questions, evenly spread over data sources; 0: all."""
     shuffle: bool = True
     """Shuffle training questions anew in every epoch."""
@@ -36,7 +36,7 @@ class PromptConfig:
 class WorldConfig:
     dir: str = ""
     """Folder the generated encyclopedia is written to; empty: none is made."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the world; it does not depend on run.seed."""
     people: PositiveInt = 160
     """Fictional persons."""
@@ -55,4 +55,10 @@ class WorldConfig:
     two_hop: NonNegativeFloat = 0.5
     """Share of questions that need a passage to find the next."""
     comparison: NonNegativeFloat = 0.25
-    """Shares of the question types; they are normalised."""
+    """Share of questions that compare two entities. The three shares need not sum to 1."""
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> WorldConfig:
+        if self.one_hop + self.two_hop + self.comparison == 0:
+            raise ValueError("one_hop, two_hop and comparison are all 0: give at least one a share")
+        return self

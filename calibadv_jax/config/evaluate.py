@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.section import SECTION
@@ -14,7 +14,7 @@ class EvaluateConfig:
     """HuggingFace folder to evaluate; empty: policy.path."""
     every: NonNegativeInt = 0
     """Training steps between evaluations; 0: none during training."""
-    temperatures: list[float] = Field(default_factory=lambda: [0.0])
+    temperatures: list[NonNegativeFloat] = Field(default_factory=lambda: [0.0])
     """One pass over the evaluation questions for each."""
     samples: PositiveInt = 1
     """Trajectories per question at temperatures above 0."""

@@ -27,7 +27,7 @@ class LossConfig:
     old_logprobs: Literal["recompute", "sampler"] = "recompute"
     """Denominator of the ratio: recomputed by the learner before the first update, or as sampled."""
     importance_cap: NonNegativeFloat = 0.0
-    """Truncated importance sampling between sampler and learner; 0: off."""
+    """Truncated importance sampling between sampler and learner: the largest weight; 0: off."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -44,9 +44,9 @@ class OptimizerConfig:
     """Optimizer updates of linear warm-up."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
-    beta1: float = 0.9
+    beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
-    beta2: float = 0.999
+    beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of the second moment."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.section import SECTION
+
+REST = -1  # size of a mesh axis that takes the devices which the others leave
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -35,8 +37,24 @@ class PolicyConfig:
 @dataclass(frozen=True, config=SECTION)
 class MeshConfig:
     data: int = 1
-    """Replicas of the parameters."""
+    """Replicas of the parameters. One of the three sizes may be -1: all remaining devices."""
     fsdp: int = -1
-    """Shards of parameters, optimizer state and batch; -1: all remaining devices."""
+    """Shards of parameters, optimizer state and batch."""
     tensor: int = 1
     """Shards of heads, MLP width and vocabulary."""
+
+    @field_validator("data", "fsdp", "tensor")
+    @classmethod
+    def _is_a_size(cls, size: int) -> int:
+        if size < 1 and size != REST:
+            raise ValueError("must be at least 1, or -1 for all remaining devices")
+        return size
+
+    @model_validator(mode="after")
+    def _one_axis_takes_the_rest(self) -> MeshConfig:
+        if (self.data, self.fsdp, self.tensor).count(REST) > 1:
+            raise ValueError(
+                f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}: only one of them can be -1,"
+                " which stands for all remaining devices"
+            )
+        return self

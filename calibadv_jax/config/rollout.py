@@ -38,8 +38,8 @@ class RolloutConfig:
     """Trajectories in flight."""
     max_staleness: NonNegativeInt = 0
     """Steps by which the policy that begins a trajectory may be older than the one it trains; 0: wait for
-    every rollout before an update. Above 0 rollouts go on while the learner updates (sampler.name=vllm);
-    set loss.importance_cap too."""
+    every rollout before an update. Above 0 rollouts go on while the learner updates (sampler.name=vllm)
+    and the loss must correct for it: loss.importance_cap above 0, or loss.old_logprobs=sampler."""
 
     @model_validator(mode="after")
     def _prompt_fits(self) -> RolloutConfig:

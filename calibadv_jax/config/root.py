@@ -64,6 +64,17 @@ class Config:
         return self
 
     @model_validator(mode="after")
+    def _loss_corrects_for_staleness(self) -> Config:
+        # With old_logprobs=sampler the clipped ratio is already that of learner to sampler.
+        corrected = self.loss.importance_cap > 0 or self.loss.old_logprobs == "sampler"
+        if self.rollout.max_staleness and not corrected:
+            raise ValueError(
+                f"rollout.max_staleness is {self.rollout.max_staleness}, but the loss does not correct for"
+                " trajectories of older policies: set loss.importance_cap=2, or rollout.max_staleness=0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _logprobs_are_comparable(self) -> Config:
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         uses_sampler = self.loss.importance_cap > 0 or self.loss.old_logprobs == "sampler"

@@ -14,7 +14,7 @@ from calibadv_jax.config.section import SECTION
 class RunConfig:
     dir: str = "runs/default"
     """Folder of everything the run writes."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of parameters, data order and sampling."""
 
 
