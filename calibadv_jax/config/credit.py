@@ -38,5 +38,3 @@ class AdvantageConfig:
     """calibadv: the paper's lambda: |negative sum| / positive sum over answer-turn tokens, rebalanced."""
     adjust: Literal["positive", "negative"] = "positive"
     """calibadv: the side that is rescaled."""
-    order: Literal["penalty_first", "rebalance_first"] = "penalty_first"
-    """calibadv: which acts first; they act on different turns, so the result is the same."""
