@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -67,11 +65,10 @@ def test_extract_answer(response, expected):
     assert extract_answer(response) == expected
 
 
+@pytest.mark.timeout(60)  # quadratic time would be hours
 def test_time_is_linear_in_hostile_text():
-    start = time.perf_counter()
-    assert extract_answer("<answer>" * 200_000) is None
-    assert not is_format_valid("<think>" * 200_000)
-    assert time.perf_counter() - start < 5
+    assert extract_answer("<answer>" * 1_000_000) is None
+    assert not is_format_valid("<think>" * 1_000_000)
 
 
 def test_trajectory():
