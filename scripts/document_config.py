@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the sections and docstrings of calibadv_jax/config.py.
+"""Writes docs/configuration.md from the JSON schema that pydantic makes of calibadv_jax/config/.
 
 Run from the repository root:
 
@@ -8,73 +8,92 @@ python -m scripts.document_config --check    exit 1 where the page is out of dat
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from calibadv_jax import config
+from pydantic import TypeAdapter
 
-SOURCE = Path(config.__file__)
-PAGE = SOURCE.parent.parent / "docs" / "configuration.md"
+from calibadv_jax.config import Config
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 HEADER = """# Configuration
 
-Every key of a config file, generated from `calibadv_jax/config.py` by `python -m scripts.document_config`.
+Every key of a config file, generated from `calibadv_jax/config/` by `python -m scripts.document_config`.
 Any of them can be given on the command line: `python -m calibadv_jax.train --config FILE learner.steps=20`.
 `${section.key}` stands for another key's value. Unknown keys are refused.
 """
+TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false"}
+LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
-def descriptions() -> dict[tuple[str, str], tuple[str, str]]:
-    """(section class, key) -> its type as written and the docstring under it ("" where there is none)."""
-    found = {}
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
-    for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-        for node, after in zip(section.body, [*section.body[1:], None], strict=True):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                text = after.value.value if _is_string(after) else ""
-                kind = ast.unparse(node.annotation)
-                found[section.name, node.target.id] = (kind, " ".join(text.split()))
-    return found
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One line of the page."""
+
+    section: str  # dotted; "sft.phases[]" for the sections of a list
+    name: str
+    kind: str
+    default: str  # as it is written in YAML
+    meaning: str
 
 
-def _is_string(node: ast.stmt | None) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+def keys() -> list[Key]:
+    """Every key that is no section, section by section, a section's own keys before the inner sections."""
+    schema = TypeAdapter(Config).json_schema()
+    definitions = schema["$defs"]
+
+    def section_of(field: dict[str, Any]) -> dict[str, Any] | None:
+        return definitions[field["$ref"].rsplit("/", 1)[-1]] if "$ref" in field else None
+
+    def walk(section: dict[str, Any], values: dict[str, Any], prefix: str) -> Iterator[Key]:
+        inner: list[tuple[dict[str, Any], dict[str, Any], str]] = []
+        for name, field in section["properties"].items():
+            dotted = f"{prefix}.{name}".lstrip(".")
+            element = section_of(field.get("items", {}))
+            if (nested := section_of(field)) is not None:
+                inner.append((nested, values[name], dotted))
+                continue
+            kind = "list of sections" if element else kind_of(field)
+            meaning = " ".join(field.get("description", "").split())
+            yield Key(prefix, name, kind, json.dumps(values[name]), meaning)
+            if element:
+                defaults = {name: one["default"] for name, one in element["properties"].items()}
+                inner.append((element, defaults, f"{dotted}[]"))
+        for nested, inner_values, dotted in inner:
+            yield from walk(nested, inner_values, dotted)
+
+    return list(walk(schema, dataclasses.asdict(Config()), ""))
+
+
+def kind_of(field: dict[str, Any]) -> str:
+    """What a value may be: ``integer > 0``, ``adamw or muon``, ``list of text``."""
+    if "enum" in field:
+        return " or ".join(f"`{choice}`" for choice in field["enum"])
+    if field["type"] == "array":
+        kind = f"list of {kind_of(field['items'])}"
+    elif field["type"] == "object":
+        kind = "mapping"
+    else:
+        kind = TYPES[field["type"]]
+    limits = [f"{sign} {field[limit]:g}" for limit, sign in LIMITS.items() if limit in field]
+    return " ".join([kind, ", ".join(limits)]).rstrip()
 
 
 def page() -> str:
     """The whole page."""
-    known = descriptions()
     parts = [HEADER]
-
-    def add(section: Any, prefix: str) -> None:
-        leaves, inner = [], []
-        for item in dataclasses.fields(section):
-            value = getattr(section, item.name)
-            kind, text = known[type(section).__name__, item.name]
-            if dataclasses.is_dataclass(value):
-                inner.append((value, f"{prefix}{item.name}."))
-                continue
-            shown = json.dumps(value)  # as it is written in YAML
-            leaves.append((f"`{prefix}{item.name}`", f"`{kind}`", f"`{shown}`", text))
-            element = getattr(config, kind.removeprefix("list[").removesuffix("]"), None)
-            if dataclasses.is_dataclass(element):
-                inner.append((element(), f"{prefix}{item.name}[]."))
-        if leaves:
-            parts.append(f"\n## {prefix.rstrip('.')}\n")
-            parts.append("| key | type | default | meaning |\n|---|---|---|---|\n")
-            for leaf in leaves:
-                parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in leaf) + " |\n")
-        for value, name in inner:
-            add(value, name)
-
-    add(config.Config(), "")
+    section = ""
+    for key in keys():
+        if key.section != section:
+            section = key.section
+            parts.append(f"\n## {section}\n")
+            parts.append("| key | value | default | meaning |\n|---|---|---|---|\n")
+        cells = (f"`{section}.{key.name}`", key.kind, f"`{key.default}`", key.meaning)
+        parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
 
 

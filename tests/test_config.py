@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from calibadv_jax.config import Config, dump_config, known_keys, load_config
+from calibadv_jax.config.keys import OTHER_NAMES
 from calibadv_jax.errors import UserError
 from scripts import document_config
 
@@ -65,34 +66,142 @@ def test_a_resolved_config_reads_back_as_itself(write):
 @pytest.mark.parametrize(
     ("text", "overrides", "named"),
     [
-        ("learner: {step: 3}", [], "unknown key 'learner.step'; did you mean 'learner.steps'?"),
-        ("", ["learner.optimizer.leaning_rate=1"], "unknown key 'learner.optimizer.leaning_rate'"),
-        ("", ["lr=1"], "'learner.optimizer.lr'"),
-        ("trainer: {}", [], "unknown key 'trainer'"),
-        ("learner: {steps: many}", [], "learner.steps"),
-        ("learner: {steps: 0}", [], "steps is 0, but must be >= 1"),
-        ("rollout: {top_p: 1.5}", [], "top_p is 1.5"),
-        ("advantage: {name: ppo}", [], "advantage.name"),
-        ("sft: {phases: [{step: 5}]}", [], "sft.phases.0.step"),
+        ("learner: {steps: many}", [], 'learner.steps: must be an integer, without quotes (got "many")'),
+        ("learner: {steps: true}", [], "learner.steps: must be an integer, without quotes (got true)"),
+        ("learner: {optimizer: {lr: '1e-3'}}", [], "learner.optimizer.lr: must be a number"),
+        ("learner: {optimizer: {lr: .nan}}", [], "learner.optimizer.lr: must be a finite number"),
+        ("log: {progress: 'no'}", [], 'log.progress: must be true or false, without quotes (got "no")'),
+        ("run: {dir: 2026_11_21}", [], "run.dir: must be text: put the value in quotes (got 20261121)"),
+        ("prompt: {chat: off}", [], "prompt.chat: must be 'auto', 'on' or 'off', in quotes: YAML takes"),
+        (
+            "evaluate: {temperatures: 1.0}",
+            [],
+            "evaluate.temperatures: must be a list, such as [a, b] (got 1.0)",
+        ),
+        ("policy: {init: 3}", [], "policy.init: must be a mapping of keys to values (got 3)"),
+        ("policy: {init: {a: !!binary aGk=}}", [], "values are text, numbers"),
+        ("learner: 3", [], "learner: must be a section with keys of its own"),
+        ("learner:", [], "leave it out for the defaults (got null)"),
+        ("learner: {steps: 0}", [], "learner.steps: must be greater than 0 (got 0)"),
+        ("", ["learner.steps=0"], "learner.steps: must be greater than 0 (got 0 on the command line)"),
+        ("rollout: {top_p: 1.5}", [], "rollout.top_p: must be less than or equal to 1 (got 1.5)"),
+        ("data: {eval_limit: -1}", [], "data.eval_limit: must be greater than or equal to 0 (got -1)"),
+        ("evaluate: {temperatures: [0, -1]}", [], "evaluate.temperatures.1: must be greater than or equal"),
+        ("", ["evaluate.temperatures=[-1]"], "evaluate.temperatures.0: must be greater than or equal to 0"),
+        ("", ["learner.optimizer.beta1=1"], "learner.optimizer.beta1: must be less than 1"),
+        ("", ["learner.optimizer.beta2=-0.1"], "learner.optimizer.beta2: must be greater than or equal to 0"),
+        ("sft: {optimizer: {beta2: 1.0}}", [], "sft.optimizer.beta2: must be less than 1 (got 1.0)"),
+        ("mesh: {fsdp: 0}", [], "mesh.fsdp: must be at least 1, or -1 for all remaining devices (got 0)"),
+        ("mesh: {tensor: -2}", [], "mesh.tensor: must be at least 1, or -1 for all remaining devices"),
+        ("mesh: {data: -1}", [], "mesh: data=-1, fsdp=-1 and tensor=1: only one of them can be -1"),
+        ("run: {seed: -1}", [], "run.seed: must be greater than or equal to 0 (got -1)"),
+        ("world: {one_hop: 0, two_hop: 0, comparison: 0}", [], "world: one_hop, two_hop and comparison are"),
+        ("advantage: {name: ppo}", [], "advantage.name: must be 'grpo' or 'calibadv' (got \"ppo\")"),
         ("learner: {row_length: 100}", [], "rollout.max_length"),
         ("rollout: {max_staleness: 1}", [], "sampler.name=jax samples on the learner's own devices"),
+        (
+            "{sampler: {name: vllm}, rollout: {max_staleness: 1}}",
+            [],
+            "set loss.importance_cap=2, or rollout.max_staleness=0",
+        ),
         ("sampler: {name: vllm, workers: 2, worker_devices: ['0']}", [], "worker_devices names 1 workers"),
         (
             "{sampler: {name: vllm}, rollout: {top_p: 0.9}, loss: {importance_cap: 2}}",
             [],
             "set rollout.top_p=1",
         ),
-        ("rollout: {max_prompt_length: 20000}", [], "max_prompt_length is 20000"),
+        ("rollout: {max_prompt_length: 20000}", [], "rollout: max_prompt_length is 20000"),
         ("learner: [1, 2", [], "not valid YAML"),
         ("- a\n- b\n", [], "expected a mapping of sections"),
-        ("learner: 3", [], "learner"),
         ("run: {dir: '${run.folder}'}", [], "run.folder"),
         ("", ["learner.steps"], "not of the form key.path=value"),
+        ("", ["=3"], "not of the form key.path=value"),
+        ("", ["evaluate.temperatures=[1"], "command line: evaluate.temperatures=[1: not valid YAML"),
     ],
 )
 def test_what_is_refused_is_named(write, text, overrides, named):
     message = refusal(write(text), *overrides)
     assert named in message, message
+
+
+def test_a_policy_may_run_ahead_where_the_loss_corrects_for_it(write):
+    path = write("{sampler: {name: vllm}, rollout: {max_staleness: 1}}")
+    assert load_config(path, ["loss.importance_cap=2"]).rollout.max_staleness == 1
+    assert load_config(path, ["loss.old_logprobs=sampler"]).rollout.max_staleness == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("run.dir=2026_11_21", "2026_11_21"),
+        ("run.dir=1e3", "1e3"),
+        ("policy.path=007", "007"),
+        ("policy.path=true", "true"),
+        ("policy.path=", ""),
+        ("policy.path=a: [b", "a: [b"),
+        ("policy.path=${run.dir}/x=y", "runs/default/x=y"),
+        ("prompt.chat=off", "off"),
+        ("sampler.urls=[1_0, 2026-11-21]", ["1_0", "2026-11-21"]),
+        ('sampler.worker_args=["a,b", --port=1]', ["a,b", "--port=1"]),
+        ("learner.steps=1_000", 1000),
+        ("learner.optimizer.lr=1e-3", 1e-3),
+        ("log.progress=off", False),
+        ("policy.init.hidden_size=64", 64),
+        ("sft.phases.0.steps=7", 7),
+        ("sft.phases[0].kind=drills", "drills"),
+    ],
+)
+def test_the_type_of_a_key_decides_how_an_override_is_read(write, override, read):
+    value = load_config(write("sft: {phases: [{steps: 5}]}"), [override])
+    for name in override.partition("=")[0].replace("[", ".").replace("]", "").split("."):
+        if isinstance(value, list):
+            value = value[int(name)]
+        else:
+            value = value[name] if isinstance(value, dict) else getattr(value, name)
+    assert value == read and type(value) is type(read)
+
+
+def test_a_section_given_on_the_command_line_is_merged(write):
+    config = load_config(write("learner: {steps: 4}"), ["learner={epochs: 2}"])
+    assert (config.learner.steps, config.learner.epochs) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "named"),
+    [
+        ("learner: {step: 3}", [], "unknown key 'learner.step'; did you mean 'learner.steps'?"),
+        ("", ["learner.step=3"], "command line: unknown key 'learner.step'; did you mean 'learner.steps'?"),
+        (
+            "",
+            ["learner={step: 3}"],
+            "command line: unknown key 'learner.step'; did you mean 'learner.steps'?",
+        ),
+        ("", ["learner.lr=1"], "did you mean 'learner.optimizer.lr'?"),
+        ("learner: {optimizer: {leaning_rate: 1}}", [], "did you mean 'learner.optimizer.lr'?"),
+        ("", ["lr=1"], "did you mean 'learner.optimizer.lr' or 'sft.optimizer.lr'?"),
+        ("", ["seed=1"], "did you mean 'run.seed' or 'world.seed'?"),
+        ("", ["temperature=1"], "did you mean 'rollout.temperature'?"),
+        ("learner: {group_size: 4}", [], "did you mean 'rollout.group_size'?"),
+        ("advantage: {lambda: 1}", [], "did you mean 'advantage.target_ratio'?"),
+        ("rollout: {max_new_tokens: 5}", [], "did you mean 'rollout.max_turn_length'?"),
+        ("rollout: {grop_size: 5}", [], "did you mean 'rollout.group_size'?"),
+        ("run: {grop_size: 5}", [], "did you mean 'rollout.group_size'?"),
+        ("optimizer: {lr: 1}", [], "did you mean 'learner.optimizer' or 'sft.optimizer'?"),
+        ("lerner: {steps: 1}", [], "unknown key 'lerner'; did you mean 'learner'?"),
+        ("sft: {phases: [{steps: 5}, {step: 5}]}", [], "unknown key 'sft.phases.1.step'; did you mean"),
+        ("sft: {phases: [{steps: 5}]}", ["sft.phases.0.step=1"], "sft.phases.0.step: unknown key"),
+        ("xyzzy: 3", [], "unknown key 'xyzzy'; every key is in docs/configuration.md"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_one_that_was_meant(write, text, overrides, named):
+    message = refusal(write(text), *overrides)
+    assert named in message, message
+
+
+def test_the_other_names_of_keys_are_no_keys_and_stand_for_keys():
+    names = {key.rpartition(".")[2] for key in known_keys()}
+    assert not names & OTHER_NAMES.keys()
+    assert set(OTHER_NAMES.values()) <= known_keys().keys()
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
@@ -113,12 +222,35 @@ def test_the_page_of_all_keys_is_up_to_date():
 
 
 def test_every_key_is_described():
-    missing = [
-        f"{section}.{key}"
-        for (section, key), (_, text) in document_config.descriptions().items()
-        if not text and section != "Config"
-    ]
-    assert not missing
+    keys = document_config.keys()
+    assert len(keys) > 100
+    assert not [f"{key.section}.{key.name}" for key in keys if not key.meaning]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "| `learner.steps` | integer > 0 | `410` | Training steps; one step = one batch of rollouts. |",
+        "| `learner.optimizer.name` | `adamw` or `muon` |",
+        "| `rollout.top_p` | number > 0, ≤ 1 | `1.0` |",
+        "| `sampler.urls` | list of text | `[]` |",
+        "| `policy.init` | mapping | `{}` |",
+        "| `sft.phases[].steps` | integer > 0 | `100` |",
+    ],
+)
+def test_the_page_shows_values_limits_and_defaults(line):
+    assert line in document_config.page()
+
+
+def test_a_replaced_value_is_checked_and_a_section_cannot_be_changed():
+    config = Config()
+    assert dataclasses.replace(config.learner, steps=3).steps == 3
+    with pytest.raises(ValueError, match="greater than 0"):
+        dataclasses.replace(config.learner, steps=0)
+    with pytest.raises(ValueError, match="raise the one or lower the other"):
+        dataclasses.replace(config, learner=dataclasses.replace(config.learner, row_length=100))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.learner.steps = 3
 
 
 def test_known_keys_are_dotted():

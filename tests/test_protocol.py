@@ -1,7 +1,5 @@
 """What a turn says, and what untrusted text can not say."""
 
-import time
-
 import pytest
 
 from calibadv_jax.protocol import INVALID_ACTION, STOP_STRINGS, TAG_NAMES, neutralise, parse_turn
@@ -105,9 +103,8 @@ def test_the_environments_reproach_can_not_be_quoted():
     assert "<" not in cleaned
 
 
+@pytest.mark.timeout(60)  # quadratic time would be hours
 @pytest.mark.parametrize("part", ["<", "< ", "<search ", "Doc 1", "Doc ", "1", CONTROL])
 def test_hostile_text_costs_linear_time(part):
-    start = time.perf_counter()
-    neutralise(part * (200_000 // len(part)), [CONTROL])
-    neutralise("<" + " " * 200_000 + part, [CONTROL])
-    assert time.perf_counter() - start < 2.0
+    neutralise(part * (1_000_000 // len(part)), [CONTROL])
+    neutralise("<" + " " * 1_000_000 + part, [CONTROL])

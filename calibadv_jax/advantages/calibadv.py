@@ -3,7 +3,7 @@
 Soft penalty: a losing trajectory's search turn that found silver documents is blamed less.
 Rebalance: within a group, the positive and negative advantage of the answer turns is brought to a
 given ratio. An answer turn is a trajectory's last sampled turn, whatever its kind. The two never touch
-the same turn, so their order does not change the result.
+the same turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from calibadv_jax.trajectory import Group
 
 
 def assign(group: Group, config: AdvantageConfig) -> GroupCredit:
-    """GRPO, then the calibration steps that are switched on, in the configured order.
+    """GRPO, then the calibration steps that are switched on.
 
     Raises:
         ValueError: a score is not finite.
@@ -26,15 +26,15 @@ def assign(group: Group, config: AdvantageConfig) -> GroupCredit:
     credit.correctness = [
         turn_correctness(trajectory, credit.silver, config.correctness) for trajectory in group.trajectories
     ]
-    for step in _ORDERS[config.order]:
-        step(credit, config)
+    if config.soft_penalty:
+        _soften(credit)
+    if config.rebalance:
+        _rebalance(credit, config)
     return credit
 
 
-def _soften(credit: GroupCredit, config: AdvantageConfig) -> None:
+def _soften(credit: GroupCredit) -> None:
     """Search turns with a negative advantage keep 1 - correctness of it; answer turns keep it all."""
-    if not config.soft_penalty:
-        return
     for trajectory, turns, correctness in zip(
         credit.group.trajectories, credit.turns, credit.correctness, strict=True
     ):
@@ -48,8 +48,6 @@ def _rebalance(credit: GroupCredit, config: AdvantageConfig) -> None:
     Where a side is empty nothing can balance it: the answer turns become 0, the other turns stay.
     The factor is unbounded, as upstream.
     """
-    if not config.rebalance:
-        return
     positive, negative = answer_mass(credit.group, credit.answer_advantages())
     factors = {"positive": 1.0, "negative": 1.0}
     if positive == 0 or negative == 0:
@@ -63,8 +61,6 @@ def _rebalance(credit: GroupCredit, config: AdvantageConfig) -> None:
         if index is not None:
             turns[index] *= factors["positive" if turns[index] > 0 else "negative"]
 
-
-_ORDERS = {"penalty_first": (_soften, _rebalance), "rebalance_first": (_rebalance, _soften)}
 
 _CORRECTNESS_WORDS = {
     "fraction": "number of its newly found silver documents / number of its documents",
@@ -94,6 +90,4 @@ def describe(config: AdvantageConfig) -> list[str]:
         )
     else:
         lines.append("rebalance OFF: answer turns keep their trajectory's whole advantage")
-    if config.soft_penalty and config.rebalance:
-        lines.append(f"order {config.order}: they act on different turns, either order gives the same")
     return lines

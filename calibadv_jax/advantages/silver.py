@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from rapidfuzz.distance import Levenshtein
 
 from calibadv_jax.trajectory import Group, Trajectory
 
@@ -69,35 +70,5 @@ def turn_correctness(trajectory: Trajectory, silver: dict[str, float], how: str)
 
 def is_repetition(words: Sequence[str], earlier: Sequence[str]) -> bool:
     """Whether 1 - edit distance / longer length > 0.5, in words; two empty texts are no repetition."""
-    longest = max(len(words), len(earlier))
-    # The distance is at least the words of the longer text that find no equal in the other: most pairs
-    # of unrelated thinks end here, at a fraction of the cost.
-    common = (Counter(words) & Counter(earlier)).total()
-    return 2 * common > longest and 2 * edit_distance(words, earlier) < longest
-
-
-def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
-    """Levenshtein distance in words: insertions, deletions, substitutions.
-
-    Bit-parallel (Myers 1999, in Hyyrö's form): a column of the dynamic programme is two integers that
-    hold, a bit a row, where it steps up and where it steps down. O(len(second)) integer operations.
-    """
-    if not first:
-        return len(second)
-    positions: dict[str, int] = {}
-    for index, word in enumerate(first):
-        positions[word] = positions.get(word, 0) | 1 << index
-    bottom = 1 << len(first) - 1
-    full = (bottom << 1) - 1
-    up, down, distance = full, 0, len(first)
-    for word in second:
-        equal = positions.get(word, 0)
-        vertical = equal | down
-        horizontal = (((equal & up) + up) ^ up) | equal
-        right_up = (down | ~(horizontal | up)) & full
-        right_down = up & horizontal
-        distance += bool(right_up & bottom) - bool(right_down & bottom)
-        right_up = right_up << 1 | 1
-        up = (right_down << 1 | ~(vertical | right_up)) & full
-        down = right_up & vertical & full
-    return distance
+    limit = (max(len(words), len(earlier)) - 1) // 2  # the largest distance below half of the longer length
+    return limit >= 0 and Levenshtein.distance(words, earlier, score_cutoff=limit) <= limit

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
+from tqdm import tqdm
+
 STEP_METRICS = {  # label -> metric name; those a step does not have are left out
     "loss": "sft/loss",
     "reward": "reward/mean",
@@ -14,7 +16,7 @@ STEP_METRICS = {  # label -> metric name; those a step does not have are left ou
     "format": "reward/format_valid",
     "searches": "rollout/searches/mean",
     "tokens": "rollout/sampled_tokens/mean",
-    "entropy": "actor/entropy_loss",
+    "entropy": "actor/entropy",
     "kl": "actor/ppo_kl",
     "grad": "actor/grad_norm",
     "tok/s": "perf/tokens_per_second",
@@ -56,8 +58,6 @@ class Console:
     @contextmanager
     def bar(self, label: str, total: int, unit: str = "it") -> Iterator[Callable[[int], object]]:
         """Yields ``advance(count)``. The bar is gone when the block ends; print no line inside it."""
-        from tqdm import tqdm
-
         with tqdm(
             total=total, desc=label, unit=unit, file=self._stream, leave=False, disable=not self._has_bar
         ) as bar:

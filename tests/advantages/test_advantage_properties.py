@@ -24,7 +24,6 @@ CONFIGS = st.builds(
     rebalance=st.booleans(),
     target_ratio=st.floats(0.05, 20),
     adjust=st.sampled_from(["positive", "negative"]),
-    order=st.sampled_from(["penalty_first", "rebalance_first"]),
 )
 TURNS = st.fixed_dictionaries(
     {
@@ -98,7 +97,7 @@ def test_without_calibration_it_is_grpo(build, step, config):
 
 @hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(step=STEPS, config=CONFIGS, data=st.data())
-def test_order_of_groups_of_members_and_of_steps_does_not_matter(build, step, config, data):
+def test_order_of_groups_and_of_members_does_not_matter(build, step, config, data):
     groups = build_step(build, step)
     reference = {
         (group.question.id, trajectory.index): values
@@ -109,8 +108,25 @@ def test_order_of_groups_of_members_and_of_steps_does_not_matter(build, step, co
         dataclasses.replace(group, trajectories=data.draw(st.permutations(group.trajectories)))
         for group in data.draw(st.permutations(groups))
     ]
-    other = {"penalty_first": "rebalance_first", "rebalance_first": "penalty_first"}[config.order]
-    result = compute_advantages(shuffled, dataclasses.replace(config, order=other))
+    result = compute_advantages(shuffled, config)
     for group, advantages in zip(shuffled, result.advantages, strict=True):
         for trajectory, values in zip(group.trajectories, advantages, strict=True):
             np.testing.assert_array_equal(values, reference[group.question.id, trajectory.index])
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(step=STEPS, config=CONFIGS)
+def test_the_two_calibrations_touch_different_turns(build, step, config):
+    """So neither needs to know whether the other has run before it."""
+    groups = build_step(build, step)
+    both, softened, rebalanced = (
+        compute_advantages(groups, dataclasses.replace(config, soft_penalty=soft, rebalance=balance)).credits
+        for soft, balance in ((True, True), (True, False), (False, True))
+    )
+    for one, soft, balanced in zip(both, softened, rebalanced, strict=True):
+        for index, trajectory in enumerate(one.group.trajectories):
+            last = last_sampled_turn(trajectory)
+            expected = soft.turns[index].copy()
+            if last is not None:
+                expected[last] = balanced.turns[index][last]
+            np.testing.assert_array_equal(one.turns[index], expected)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.silver import edit_distance, is_repetition, silver_documents, turn_correctness
+from calibadv_jax.advantages.silver import is_repetition, silver_documents, turn_correctness
 
 
 def slow_edit_distance(first, second):
@@ -19,14 +19,13 @@ def slow_edit_distance(first, second):
     return row[-1]
 
 
-def test_edit_distance_equals_the_textbook_programme():
+def test_repetition_equals_the_textbook_programme():
     draw = random.Random(0)
     for _ in range(1500):
         words = "abcdefgh"[: draw.randint(1, 8)]
         first = draw.choices(words, k=draw.randint(0, 80))
         second = draw.choices(words, k=draw.randint(0, 80))
         expected = slow_edit_distance(first, second)
-        assert edit_distance(first, second) == expected
         longest = max(len(first), len(second))
         assert is_repetition(first, second) == (longest > 0 and 1 - expected / longest > 0.5)
 

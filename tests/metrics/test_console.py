@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import io
 
+import jax
+import numpy as np
+import optax
 import pytest
 
-from calibadv_jax.metrics.console import Console, number, table
+from calibadv_jax.config import LossConfig, MeshConfig, RewardConfig
+from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.metrics.console import STEP_METRICS, Console, number, table
+from calibadv_jax.metrics.summary import trajectory_metrics
+from calibadv_jax.metrics.timing import Stopwatch
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
 
 
 class Terminal(io.StringIO):
@@ -19,6 +32,39 @@ def test_a_step_is_one_line_of_the_known_metrics():
     metrics = {"perf/tokens_per_second": 5612.3, "reward/mean": 0.52341, "unknown": 3.0}
     Console(stream=stream).step(12, 60, metrics)
     assert stream.getvalue() == "step 12/60 reward 0.5234 tok/s 5612\n"
+
+
+def update_metrics() -> set[str]:
+    """Names of what one update reports; traced, not compiled."""
+    model = {
+        "model_type": "qwen2",
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
+    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    learner = Learner(Policy(architecture_from_hf(model), Numerics()), optax.sgd(1.0), mesh, rows=1)
+    _, metrics = learner.lower_update(1, 8, policy_gradient(LossConfig(), on_policy=True)).out_info
+    return set(metrics)
+
+
+def rollout_metrics() -> set[str]:
+    """Names of what a scored trajectory reports."""
+    ids = np.zeros(1, np.int32)
+    turn = Turn("answer", ids, np.zeros(1, np.float32), answer="Ada")
+    question = Question("q", "Who?", ("Ada",), "toy")
+    groups = [Group(question, [Trajectory(question, ids, [turn])])]
+    score_groups(groups, RewardConfig(), prepend_think=False, rng=np.random.default_rng(0))
+    return set(trajectory_metrics(groups))
+
+
+def test_every_metric_of_the_line_exists():
+    timing = set(Stopwatch().metrics(tokens=1))
+    missing = set(STEP_METRICS.values()) - update_metrics() - rollout_metrics() - timing
+    assert missing == {"sft/loss"}  # the cold start's name for actor/loss, given by its entry point
 
 
 def test_without_progress_only_results_are_shown(capsys):

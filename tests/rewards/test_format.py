@@ -51,10 +51,10 @@ def test_a_whole_response(response, expected):
     assert is_trajectory_valid(replay(response, ["Rome"]), prepend_think=False) is expected
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)  # quadratic time would be hours
 def test_time_is_linear_in_hostile_text():
-    assert not is_valid(turn("search", "<think>" * 200_000, 4), turn("answer", ANSWER))
-    assert parse_turn("<answer>" * 200_000, False, "stop").kind == "invalid"
+    assert not is_valid(turn("search", "<think>" * 1_000_000, 4), turn("answer", ANSWER))
+    assert parse_turn("<answer>" * 1_000_000, False, "stop").kind == "invalid"
 
 
 def test_trajectory():

@@ -1,0 +1,44 @@
+"""Every YAML key, typed and documented: a dataclass a section, checked by pydantic.
+
+`load_config` reads a file and the command line's overrides, `dump_config` writes a config out.
+"""
+
+from calibadv_jax.config.credit import AdvantageConfig, RewardConfig
+from calibadv_jax.config.data import DataConfig, PromptConfig, WorldConfig
+from calibadv_jax.config.evaluate import EvaluateConfig
+from calibadv_jax.config.keys import known_keys
+from calibadv_jax.config.learner import LearnerConfig, LossConfig, OptimizerConfig
+from calibadv_jax.config.load import dump_config, load_config
+from calibadv_jax.config.policy import MeshConfig, PolicyConfig
+from calibadv_jax.config.retriever import RetrieverConfig
+from calibadv_jax.config.rollout import RolloutConfig, SamplerConfig
+from calibadv_jax.config.root import Config
+from calibadv_jax.config.run import CheckpointConfig, ExportConfig, LogConfig, RunConfig
+from calibadv_jax.config.sft import SftConfig, SftPhase
+
+__all__ = [
+    "AdvantageConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EvaluateConfig",
+    "ExportConfig",
+    "LearnerConfig",
+    "LogConfig",
+    "LossConfig",
+    "MeshConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "PromptConfig",
+    "RetrieverConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SamplerConfig",
+    "SftConfig",
+    "SftPhase",
+    "WorldConfig",
+    "dump_config",
+    "known_keys",
+    "load_config",
+]

@@ -1,0 +1,64 @@
+"""Questions, the prompt they are put into, and the generated encyclopedia."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic.dataclasses import dataclass
+
+from calibadv_jax.config.section import SECTION
+
+
+@dataclass(frozen=True, config=SECTION)
+class DataConfig:
+    train: str = ""
+    """JSONL of questions: id, question, golden_answers, data_source."""
+    eval: str = ""
+    """JSONL of held-out questions."""
+    eval_limit: NonNegativeInt = 0
+    """Evaluate on this many questions, evenly spread over data sources; 0: all."""
+    shuffle: bool = True
+    """Shuffle training questions anew in every epoch."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class PromptConfig:
+    template: str = "paper"
+    """Name of a built-in template (paper, short) or a text that contains {question}."""
+    chat: Literal["auto", "on", "off"] = "auto"
+    """Wrap the prompt in the tokenizer's chat template; auto: where it has one."""
+    prepend_think: bool = False
+    """The environment opens every turn with <think>."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class WorldConfig:
+    dir: str = ""
+    """Folder the generated encyclopedia is written to; empty: none is made."""
+    seed: NonNegativeInt = 0
+    """Seed of the world; it does not depend on run.seed."""
+    people: PositiveInt = 160
+    """Fictional persons."""
+    cities: PositiveInt = 50
+    """Fictional cities."""
+    works: PositiveInt = 40
+    """Fictional books."""
+    companies: PositiveInt = 50
+    """Fictional companies."""
+    train_questions: PositiveInt = 2000
+    """Questions written to data.train."""
+    eval_questions: PositiveInt = 200
+    """Held-out questions."""
+    one_hop: NonNegativeFloat = 0.25
+    """Share of questions that one passage answers."""
+    two_hop: NonNegativeFloat = 0.5
+    """Share of questions that need a passage to find the next."""
+    comparison: NonNegativeFloat = 0.25
+    """Share of questions that compare two entities. The three shares need not sum to 1."""
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> WorldConfig:
+        if self.one_hop + self.two_hop + self.comparison == 0:
+            raise ValueError("one_hop, two_hop and comparison are all 0: give at least one a share")
+        return self

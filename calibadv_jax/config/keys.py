@@ -1,0 +1,134 @@
+"""The names of all keys, and what somebody may have meant by another name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from typing import Any
+
+from pydantic.dataclasses import is_pydantic_dataclass
+
+from calibadv_jax.config.root import Config
+from calibadv_jax.errors import UserError
+
+# What other trainers and papers call a key.
+OTHER_NAMES = {
+    "batch_size": "rollout.questions_per_step",
+    "train_batch_size": "rollout.questions_per_step",
+    "num_generations": "rollout.group_size",
+    "max_turns": "rollout.max_searches",
+    "max_new_tokens": "rollout.max_turn_length",
+    "max_response_length": "rollout.max_turn_length",
+    "top_n": "retriever.topk",
+    "model": "policy.path",
+    "model_path": "policy.path",
+    "gradient_checkpointing": "policy.remat",
+    "lambda": "advantage.target_ratio",
+    "adv_estimator": "advantage.name",
+    "mini_batch_size": "learner.minibatch_size",
+    "ppo_mini_batch_size": "learner.minibatch_size",
+    "micro_batch_size": "learner.microbatch_rows",
+    "ppo_epochs": "learner.epochs",
+    "total_steps": "learner.steps",
+    "max_steps": "learner.steps",
+    "learning_rate": "learner.optimizer.lr",
+    "lr_scheduler": "learner.optimizer.schedule",
+    "grad_clip": "learner.optimizer.max_grad_norm",
+    "clip_grad": "learner.optimizer.max_grad_norm",
+    "clip_ratio": "loss.clip_high",
+    "clip_eps": "loss.clip_high",
+    "epsilon": "loss.clip_high",
+    "kl_beta": "loss.kl_coef",
+    "kl_loss_coef": "loss.kl_coef",
+    "entropy_coeff": "loss.entropy_coef",
+    "save_freq": "checkpoint.every",
+    "save_steps": "checkpoint.every",
+    "test_freq": "evaluate.every",
+    "eval_steps": "evaluate.every",
+    "output_dir": "run.dir",
+}
+
+
+def known_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Dotted name of every key -> its type, sections included; not those of sections in a list."""
+    keys: dict[str, Any] = {}
+    for name, kind in _fields(section).items():
+        keys[prefix + name] = kind
+        if isinstance(kind, type):
+            keys |= known_keys(kind, f"{prefix}{name}.")
+    return keys
+
+
+def type_of(dotted: str) -> Any:
+    """Declared type of a key such as ``sft.phases.0.steps``; Any where it is unknown or inside a mapping."""
+    kind: Any = Config
+    for name in filter(None, re.split(r"[.\[\]]+", dotted)):
+        if typing.get_origin(kind) is list:
+            (kind,) = typing.get_args(kind)
+        else:
+            kind = _fields(kind).get(name, Any)
+    return kind
+
+
+def refuse_unknown(given: Any, source: str) -> None:
+    """Checks the keys of a nested mapping.
+
+    Raises:
+        UserError: an unknown key, with `source` and the known key that was probably meant.
+    """
+
+    def walk(node: Any, kind: Any, prefix: str) -> None:
+        if isinstance(node, list) and typing.get_origin(kind) is list:
+            for index, element in enumerate(node):
+                walk(element, typing.get_args(kind)[0], f"{prefix}{index}.")
+        elif isinstance(node, dict) and (fields := _fields(kind)):
+            for name, value in node.items():
+                if name not in fields:
+                    hint = _hint(f"{prefix}{name}", isinstance(value, dict), fields)
+                    raise UserError(f"{source}: unknown key '{prefix}{name}'{hint}")
+                walk(value, fields[name], f"{prefix}{name}.")
+
+    walk(given, Config, "")
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """Name -> type of a section's keys; none where `kind` is no section."""
+    if not is_pydantic_dataclass(kind):
+        return {}
+    return {name: field.annotation for name, field in kind.__pydantic_fields__.items()}
+
+
+def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
+    meant = _meant(dotted, is_section, siblings)
+    if not meant:
+        return "; every key is in docs/configuration.md"
+    return f"; did you mean {' or '.join(map(repr, meant))}?"
+
+
+def _meant(dotted: str, is_section: bool, siblings: dict[str, Any]) -> list[str]:
+    """The known keys that an unknown one may stand for, the likeliest first; empty where nothing is close.
+
+    A key of the same name elsewhere, a key of the same section that is spelled nearly so, a name that the
+    field uses for a key of ours, a key anywhere that is spelled nearly so: the first of these that exists.
+    """
+    section, _, name = dotted.rpartition(".")
+    keys = [key for key, kind in known_keys().items() if bool(_fields(kind)) == is_section]
+    same_name = [key for key in keys if key.rpartition(".")[2] == name]
+    if same_name:
+        return _nearest_to(section, same_name)
+    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
+        return [f"{section}.{near[0]}".lstrip(".")]
+    if near := difflib.get_close_matches(name, [] if is_section else OTHER_NAMES, n=1, cutoff=0.85):
+        return [OTHER_NAMES[near[0]]]
+    last = {key.rpartition(".")[2] for key in keys}
+    if near := difflib.get_close_matches(name, sorted(last), n=1, cutoff=0.75):
+        return _nearest_to(section, [key for key in keys if key.rpartition(".")[2] == near[0]])
+    return []
+
+
+def _nearest_to(section: str, keys: list[str]) -> list[str]:
+    """Those of `keys` inside the section that was named, or all of them where none is, at most three."""
+    top = section.partition(".")[0]
+    inside = [key for key in keys if top and key.startswith(f"{top}.")]
+    return (inside or keys)[:3]

@@ -1,0 +1,68 @@
+"""Loss, optimizer and the training steps."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from calibadv_jax.config.section import SECTION
+
+
+@dataclass(frozen=True, config=SECTION)
+class LossConfig:
+    clip_low: NonNegativeFloat = 0.2
+    """PPO clip: lower bound 1 - clip_low of the probability ratio."""
+    clip_high: NonNegativeFloat = 0.2
+    """PPO clip: upper bound 1 + clip_high."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Mean over the trained tokens of the mini-batch, or over its trajectories of each one's token mean."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL term to the initial policy; 0: no reference policy is kept."""
+    kl_estimator: Literal["low_var_kl", "kl", "abs", "mse"] = "low_var_kl"
+    """Estimator of the KL divergence per token."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus; 0: off."""
+    old_logprobs: Literal["recompute", "sampler"] = "recompute"
+    """Denominator of the ratio: recomputed by the learner before the first update, or as sampled."""
+    importance_cap: NonNegativeFloat = 0.0
+    """Truncated importance sampling between sampler and learner: the largest weight; 0: off."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class OptimizerConfig:
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: orthogonalised momentum on matrices, AdamW on the rest."""
+    lr: PositiveFloat = 5e-7
+    """Peak learning rate."""
+    adam_lr: NonNegativeFloat = 0.0
+    """muon: peak rate of the parameters that are not layer matrices; 0: the same."""
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """Learning rate after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer updates of linear warm-up."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this global norm."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class LearnerConfig:
+    steps: PositiveInt = 410
+    """Training steps; one step = one batch of rollouts."""
+    minibatch_size: NonNegativeInt = 0
+    """Trajectories per optimizer update; 0: all of the step in one update."""
+    epochs: PositiveInt = 1
+    """Passes over the step's trajectories."""
+    row_length: PositiveInt = 16384
+    """Tokens of a packed row; at least rollout.max_length."""
+    microbatch_rows: PositiveInt = 8
+    """Packed rows per forward/backward pass."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """Optimizer of the training steps."""

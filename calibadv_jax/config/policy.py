@@ -1,0 +1,60 @@
+"""The network and the devices it is spread over."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+
+from calibadv_jax.config.section import SECTION
+
+REST = -1  # size of a mesh axis that takes the devices which the others leave
+
+
+@dataclass(frozen=True, config=SECTION)
+class PolicyConfig:
+    path: str = ""
+    """HuggingFace folder (config.json, safetensors, tokenizer) to start from."""
+    tokenizer: str = ""
+    """Tokenizer folder; empty: the policy's own folder."""
+    init: dict[str, Any] = Field(default_factory=dict)
+    """Fields of a HuggingFace config.json for a randomly initialised policy; used when `path` is empty."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of matrix products and activations."""
+    param_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Precision of the trained parameters and of the optimizer state."""
+    remat: Literal["none", "dots", "full"] = "full"
+    """Recomputed in the backward pass: nothing, all but matrix products, every layer."""
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    """Attention kernel. auto: cuDNN on GPU in bfloat16, else XLA."""
+    attention_chunk: PositiveInt = 1024
+    """Queries handled at once by the XLA kernel; bounds its memory at [B, N, chunk, T]."""
+    logprob_chunk: PositiveInt = 1024
+    """Tokens per row whose logits exist at once; [B, T, V] is never materialised."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class MeshConfig:
+    data: int = 1
+    """Replicas of the parameters. One of the three sizes may be -1: all remaining devices."""
+    fsdp: int = -1
+    """Shards of parameters, optimizer state and batch."""
+    tensor: int = 1
+    """Shards of heads, MLP width and vocabulary."""
+
+    @field_validator("data", "fsdp", "tensor")
+    @classmethod
+    def _is_a_size(cls, size: int) -> int:
+        if size < 1 and size != REST:
+            raise ValueError("must be at least 1, or -1 for all remaining devices")
+        return size
+
+    @model_validator(mode="after")
+    def _one_axis_takes_the_rest(self) -> MeshConfig:
+        if (self.data, self.fsdp, self.tensor).count(REST) > 1:
+            raise ValueError(
+                f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}: only one of them can be -1,"
+                " which stands for all remaining devices"
+            )
+        return self

@@ -1,0 +1,31 @@
+"""The retrieval service as the trainer sees it."""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from calibadv_jax.config.section import SECTION
+
+
+@dataclass(frozen=True, config=SECTION)
+class RetrieverConfig:
+    url: str = ""
+    """Base URL of a running service; empty: start one as a child process from `corpus` and `index`.
+    The environment variable RETRIEVER_TOKEN is the token of a service that asks for one."""
+    corpus: str = ""
+    """JSONL (or .jsonl.gz) of {"id", "contents"} rows, for the child service."""
+    index: str = ""
+    """Folder of the index for the child service; built when missing."""
+    encoder: str = "hashed"
+    """Encoder of a newly built index; hashed needs no weights."""
+    topk: PositiveInt = 3
+    """Documents per query."""
+    timeout: PositiveFloat = 30.0
+    """Seconds one request may take."""
+    retries: NonNegativeInt = 5
+    """Further attempts after a failed request; then the run stops with its state saved."""
+    start_timeout: PositiveFloat = 600.0
+    """Seconds a child service may take to become ready."""
+    threads: NonNegativeInt = 1
+    """Threads of one search of a child service, which shares the machine with the trainer; 0: all cores."""

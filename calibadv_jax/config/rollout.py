@@ -1,0 +1,87 @@
+"""Trajectories and the sampler that writes them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic.dataclasses import dataclass
+
+from calibadv_jax.config.section import SECTION
+
+
+@dataclass(frozen=True, config=SECTION)
+class RolloutConfig:
+    questions_per_step: PositiveInt = 512
+    """Questions drawn per training step."""
+    group_size: PositiveInt = 5
+    """Trajectories per question."""
+    max_searches: PositiveInt = 4
+    """Search turns; after the last one comes one final turn without retrieval."""
+    max_prompt_length: PositiveInt = 2048
+    """Tokens; a longer prompt is an error."""
+    max_turn_length: PositiveInt = 1024
+    """Tokens sampled in one turn."""
+    max_observation_length: PositiveInt = 2048
+    """Tokens of one observation; longer ones are cut before the closing tag."""
+    max_length: PositiveInt = 16384
+    """Tokens of prompt and response together."""
+    on_invalid: Literal["end", "retry"] = "end"
+    """A turn that is neither search nor answer ends the trajectory (CalibAdv) or is told so (Search-R1)."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature; 0: greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this probability; 1: off."""
+    top_k: NonNegativeInt = 0
+    """0: off."""
+    max_concurrency: PositiveInt = 512
+    """Trajectories in flight."""
+    max_staleness: NonNegativeInt = 0
+    """Steps by which the policy that begins a trajectory may be older than the one it trains; 0: wait for
+    every rollout before an update. Above 0 rollouts go on while the learner updates (sampler.name=vllm)
+    and the loss must correct for it: loss.importance_cap above 0, or loss.old_logprobs=sampler."""
+
+    @model_validator(mode="after")
+    def _prompt_fits(self) -> RolloutConfig:
+        if self.max_prompt_length >= self.max_length:
+            raise ValueError(
+                f"max_prompt_length is {self.max_prompt_length},"
+                f" but must be below max_length ({self.max_length})"
+            )
+        return self
+
+
+@dataclass(frozen=True, config=SECTION)
+class SamplerConfig:
+    name: Literal["jax", "vllm"] = "jax"
+    """jax: in process, on the trainer's mesh; vllm: servers that take their weights from snapshots."""
+    slots: PositiveInt = 64
+    """Trajectories decoded together (jax: rows of the KV cache; vllm: of one worker)."""
+    decode_chunk: PositiveInt = 32
+    """jax: tokens decoded before finished rows are handed back and waiting ones admitted."""
+    prefill_chunk: PositiveInt = 256
+    """jax: tokens of one row that enter the cache in one call."""
+    urls: list[str] = Field(default_factory=list)
+    """vllm: running workers (scripts/launch_vllm_worker.sh); empty: start `workers` child processes."""
+    workers: PositiveInt = 1
+    """vllm: child processes where `urls` is empty."""
+    flavour: Literal["gpu", "cpu", "tpu"] = "gpu"
+    """vllm: which build of vLLM the child processes run."""
+    worker_devices: list[str] = Field(default_factory=list)
+    """vllm: CUDA_VISIBLE_DEVICES of each child process, such as ["4,5", "6,7"]; empty: as the trainer's."""
+    worker_args: list[str] = Field(default_factory=list)
+    """vllm: further arguments of the child processes' launcher."""
+    start_timeout: PositiveFloat = 1800.0
+    """vllm: seconds a child process may take to become ready."""
+    request_timeout: PositiveFloat = 1800.0
+    """vllm: seconds one completion may take; then its worker counts as lost."""
+    patience: PositiveFloat = 600.0
+    """vllm: seconds without any usable worker after which the run stops, its state saved."""
+
+    @model_validator(mode="after")
+    def _workers_have_devices(self) -> SamplerConfig:
+        if self.worker_devices and len(self.worker_devices) != self.workers:
+            raise ValueError(
+                f"worker_devices names {len(self.worker_devices)} workers, but workers is {self.workers}"
+            )
+        return self

@@ -1,0 +1,87 @@
+"""A whole run: every section, and what must hold between them."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from calibadv_jax.config.credit import AdvantageConfig, RewardConfig
+from calibadv_jax.config.data import DataConfig, PromptConfig, WorldConfig
+from calibadv_jax.config.evaluate import EvaluateConfig
+from calibadv_jax.config.learner import LearnerConfig, LossConfig
+from calibadv_jax.config.policy import MeshConfig, PolicyConfig
+from calibadv_jax.config.retriever import RetrieverConfig
+from calibadv_jax.config.rollout import RolloutConfig, SamplerConfig
+from calibadv_jax.config.run import CheckpointConfig, ExportConfig, LogConfig, RunConfig
+from calibadv_jax.config.section import SECTION
+from calibadv_jax.config.sft import SftConfig
+
+
+@dataclass(frozen=True, config=SECTION)
+class Config:
+    """A whole run. `python -m calibadv_jax.train --config FILE --dry-run` prints it resolved.
+
+    Raises:
+        pydantic.ValidationError (a ValueError): a value or a combination of values that cannot work; so
+            do the sections, and `dataclasses.replace` of any of them.
+    """
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    world: WorldConfig = Field(default_factory=WorldConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    prompt: PromptConfig = Field(default_factory=PromptConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+    retriever: RetrieverConfig = Field(default_factory=RetrieverConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    sft: SftConfig = Field(default_factory=SftConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    export: ExportConfig = Field(default_factory=ExportConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+
+    @model_validator(mode="after")
+    def _trajectories_fit_rows(self) -> Config:
+        if self.learner.row_length < self.rollout.max_length:
+            raise ValueError(
+                f"learner.row_length is {self.learner.row_length}, but a trajectory may have"
+                f" rollout.max_length = {self.rollout.max_length} tokens: raise the one or lower the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sampler_can_run_ahead(self) -> Config:
+        if self.rollout.max_staleness and self.sampler.name != "vllm":
+            raise ValueError(
+                f"rollout.max_staleness is {self.rollout.max_staleness}, but sampler.name={self.sampler.name}"
+                " samples on the learner's own devices: set it to 0, or sampler.name=vllm"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_corrects_for_staleness(self) -> Config:
+        # With old_logprobs=sampler the clipped ratio is already that of learner to sampler.
+        corrected = self.loss.importance_cap > 0 or self.loss.old_logprobs == "sampler"
+        if self.rollout.max_staleness and not corrected:
+            raise ValueError(
+                f"rollout.max_staleness is {self.rollout.max_staleness}, but the loss does not correct for"
+                " trajectories of older policies: set loss.importance_cap=2, or rollout.max_staleness=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _logprobs_are_comparable(self) -> Config:
+        truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
+        uses_sampler = self.loss.importance_cap > 0 or self.loss.old_logprobs == "sampler"
+        if truncated and uses_sampler and self.sampler.name == "vllm":
+            raise ValueError(
+                "vLLM reports log-probabilities after top_p and top_k, which the learner cannot recompute:"
+                " set rollout.top_p=1 and rollout.top_k=0, or loss.importance_cap=0 and"
+                " loss.old_logprobs=recompute"
+            )
+        return self

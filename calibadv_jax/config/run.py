@@ -1,0 +1,52 @@
+"""Where a run writes, what it keeps and what it shows."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from calibadv_jax.config.section import SECTION
+
+
+@dataclass(frozen=True, config=SECTION)
+class RunConfig:
+    dir: str = "runs/default"
+    """Folder of everything the run writes."""
+    seed: NonNegativeInt = 0
+    """Seed of parameters, data order and sampling."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class LogConfig:
+    tensorboard: bool = True
+    """Write TensorBoard event files beside metrics.jsonl."""
+    rollouts: bool = True
+    """Keep every trajectory as rollouts/step_N.jsonl."""
+    progress: bool = True
+    """Show a line a step, and a bar where standard error is a terminal."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class CheckpointConfig:
+    every: NonNegativeInt = 50
+    """Steps between full checkpoints; one is written at the last step too. 0: at the last step only."""
+    keep: PositiveInt = 2
+    """Full checkpoints kept."""
+    resume: bool = True
+    """Go on from the newest full checkpoint in run.dir, if there is one."""
+    snapshot_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of the policy snapshots that samplers load."""
+    snapshots_kept: PositiveInt = 2
+    """Policy snapshots kept."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class ExportConfig:
+    source: str = ""
+    """Checkpoint or snapshot to export; empty: the newest full checkpoint of run.dir."""
+    output: str = "${run.dir}/hf"
+    """HuggingFace folder to write."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of the exported weights."""

@@ -1,0 +1,40 @@
+"""The supervised cold start."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from calibadv_jax.config.learner import OptimizerConfig
+from calibadv_jax.config.section import SECTION
+
+
+@dataclass(frozen=True, config=SECTION)
+class SftPhase:
+    steps: PositiveInt = 100
+    """Optimizer updates."""
+    kind: Literal["imperfect", "lookups", "drills"] = "imperfect"
+    """Demonstrations of the generator: imperfect: whole trajectories with flaws; lookups: careful one-hop and
+    comparison questions; drills: words to copy and names to compare, without search. A JSONL has one kind."""
+    loss_on: Literal["sampled", "all"] = "sampled"
+    """Tokens with a loss: what the policy would sample, or documents and prompt too."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class SftConfig:
+    init_from: str = ""
+    """HuggingFace folder to start from; empty: random parameters of policy.init."""
+    demonstrations: str = ""
+    """JSONL of demonstrations, or the name of a generator: world."""
+    phases: list[SftPhase] = Field(default_factory=list)
+    """Stages of the cold start, in order."""
+    row_length: PositiveInt = 512
+    """Tokens of a packed row."""
+    rows: PositiveInt = 16
+    """Packed rows per update."""
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """Optimizer of the cold start."""
+    output: str = "${run.dir}/sft"
+    """HuggingFace folder the trained policy is written to."""
