@@ -59,7 +59,7 @@ def export(config: Config) -> Path:
     else:
         step = int(source.name) if is_step else None
         params, _ = restore_params(
-            source.parent if is_step else source, placed_params(policy, mesh, dtype), step
+            source.parent if is_step else source, placed_params(policy.abstract_params, mesh, dtype), step
         )
     output = Path(config.export.output)
     return save_folder(params, hf_config, output, config.export.dtype, run_folder / "policy")

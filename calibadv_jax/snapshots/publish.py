@@ -133,7 +133,7 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
             f"{snapshot}: snapshot of another policy; {len(problems)} tensor(s) do not fit:"
             f" {'; '.join(problems)}"
         )
-    targets = flatten(placed_params(policy, mesh, policy.numerics.compute_dtype))
+    targets = flatten(placed_params(policy.abstract_params, mesh, policy.numerics.compute_dtype))
     stored = unflatten(  # in the stored precision, so that the hashes can be compared
         {
             path: jax.ShapeDtypeStruct(target.shape, tensors[path]["dtype"], sharding=target.sharding)
