@@ -133,7 +133,7 @@ class PolicySource:
             return load_params(self.path, policy, mesh)
         if self.kind == "snapshot":
             return load_snapshot(self.path, policy, mesh, verify=True)
-        targets = placed_params(policy, mesh, policy.numerics.param_dtype)
+        targets = placed_params(policy.abstract_params, mesh, policy.numerics.param_dtype)
         return restore_params(self.path, targets, self.step)[0]
 
 

@@ -44,6 +44,7 @@ def run(config: Config) -> None:
         model.mesh,
         sft.rows,
         logprob_chunk=config.policy.logprob_chunk,
+        rows_key="sft.rows",
     )
     state = learner.init(initial_params(config, model, sft.init_from))
     step = 0

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from calibadv_jax.config import LossConfig
+from calibadv_jax.errors import UserError
 from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches
 from calibadv_jax.learner.losses import LossFunction, Metrics
 from calibadv_jax.policy.logprobs import token_logprobs
@@ -27,6 +28,10 @@ class Learner:
         rows: packed rows of one microbatch; a multiple of data x fsdp devices.
         temperature: of the sampler; the learner's log-probabilities divide by it, too.
         logprob_chunk: tokens per row whose logits exist at once.
+        rows_key: the config key that `rows` comes from, for the message.
+
+    Raises:
+        UserError: the devices cannot share the rows.
     """
 
     def __init__(
@@ -37,10 +42,14 @@ class Learner:
         rows: int,
         temperature: float = 1.0,
         logprob_chunk: int = 1024,
+        rows_key: str = "learner.microbatch_rows",
     ):
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         if rows % shards:
-            raise ValueError(f"microbatch_rows is {rows}, but must be a multiple of data x fsdp = {shards}")
+            raise UserError(
+                f"{rows_key} is {rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards} devices:"
+                f" set it to {-(-rows // shards) * shards}"
+            )
         self.policy, self.optimizer, self.mesh = policy, optimizer, mesh
         self.rows, self.temperature, self.logprob_chunk = rows, temperature, logprob_chunk
         self._updates: dict[Any, jax.stages.Wrapped] = {}

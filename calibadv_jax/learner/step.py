@@ -9,7 +9,7 @@ import numpy as np
 
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.learner.batching import Sample, pack, unpack
-from calibadv_jax.learner.learner import Learner, State
+from calibadv_jax.learner.learner import Learner, State, on_policy_only
 from calibadv_jax.learner.losses import LossFunction
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.trajectory import Trajectory
@@ -56,7 +56,8 @@ def learn(
     Returns:
         The new state, and each metric's mean over the updates.
     """
-    if loss_config.old_logprobs == "recompute" and not (config.epochs == 1 and config.minibatch_size == 0):
+    on_policy = on_policy_only(loss_config, config.minibatch_size, config.epochs)
+    if loss_config.old_logprobs == "recompute" and not on_policy:
         samples = _with_recomputed(learner, state["params"], samples, config.row_length)
     size = config.minibatch_size or len(samples)
     history: list[dict[str, float]] = []

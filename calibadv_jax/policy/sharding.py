@@ -5,7 +5,7 @@ Mesh axes: `data` (replicas), `fsdp` (parameters and batch split), `tensor` (hea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,9 +15,6 @@ from jax.sharding import PartitionSpec as P
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.errors import UserError
 from calibadv_jax.policy.weights import WEIGHTS
-
-if TYPE_CHECKING:
-    from calibadv_jax.policy.transformer import Policy
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -80,9 +77,12 @@ def param_shardings(abstract: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, abstract)
 
 
-def placed_params(policy: Policy, mesh: Mesh | None, dtype: Any) -> Any:
-    """The policy's parameters as ShapeDtypeStructs of `dtype` with shardings; no mesh: the first device."""
-    abstract = policy.abstract_params
+def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any) -> Any:
+    """Parameters as ShapeDtypeStructs of `dtype` with shardings; no mesh: the first device.
+
+    Args:
+        abstract: nested dict of leaves with a shape, such as `Policy.abstract_params`.
+    """
     if mesh is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: device, abstract)

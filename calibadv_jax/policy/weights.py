@@ -6,8 +6,9 @@ leading axis here and are one tensor a layer in HuggingFace's files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import numpy as np
 from calibadv_jax.errors import UserError
 
 Region = tuple[slice, ...]  # of an array, one slice an axis
+
+LISTED = 3  # differences that an error message names; the rest are counted
 
 
 @dataclass(frozen=True)
@@ -103,25 +106,35 @@ def check_hf(found: Mapping[str, tuple[int, ...]], abstract: Mapping[str, Any], 
     """Compares a checkpoint's HuggingFace names and shapes with the policy's.
 
     Raises:
-        UserError: one message that lists every missing, extra and misshapen tensor.
+        UserError: one line with the first missing, extra and misshapen tensors and the count of the rest.
     """
     problems = shape_problems(found, hf_shapes(abstract))
     if problems:
-        raise UserError(f"{source}: {len(problems)} tensor(s) do not fit config.json: {'; '.join(problems)}")
+        raise UserError(f"{source}: {len(problems)} tensor(s) do not fit config.json: {summary(problems)}")
 
 
 def shape_problems(
     found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """Every missing, extra and misshapen tensor, one phrase each."""
-    problems = [f"missing {name} {list(expected[name])}" for name in expected if name not in found]
-    problems += [f"unexpected {name} {list(found[name])}" for name in found if name not in expected]
-    problems += [
-        f"{name} has shape {list(found[name])} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and tuple(found[name]) != tuple(shape)
+    """Every missing, extra and misshapen tensor, one phrase each.
+
+    The three kinds take turns, short names first, so that the first few phrases tell most.
+    """
+    names = sorted(found.keys() | expected.keys(), key=lambda name: (len(name), name))
+    missing = [f"missing {name} {list(expected[name])}" for name in names if name not in found]
+    unexpected = [f"unexpected {name} {list(found[name])}" for name in names if name not in expected]
+    misshapen = [
+        f"{name} has shape {list(found[name])} instead of {list(expected[name])}"
+        for name in names
+        if name in found and name in expected and tuple(found[name]) != tuple(expected[name])
     ]
-    return problems
+    return [problem for problem in chain(*zip_longest(missing, unexpected, misshapen)) if problem]
+
+
+def summary(problems: Sequence[str]) -> str:
+    """The first few of `problems` and the count of the rest, on one line."""
+    rest = len(problems) - LISTED
+    return "; ".join(problems[:LISTED]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def from_hf(

@@ -194,7 +194,7 @@ class JaxSampler:
         """Prefill and decoding of all slots, for compiling ahead of time, as `Learner.lower_update`."""
         whole, slots = replicated(self.mesh), self._slots
         policy = self.policy
-        params = placed_params(policy, self.mesh, policy.numerics.compute_dtype)
+        params = placed_params(policy.abstract_params, self.mesh, policy.numerics.compute_dtype)
         cache = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._cache_sharding()),
             jax.eval_shape(lambda: policy.empty_cache(slots, self.max_length)),

@@ -9,7 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from calibadv_jax.errors import UserError
-from calibadv_jax.policy.weights import shape_problems
+from calibadv_jax.policy.weights import shape_problems, summary
 from calibadv_jax.snapshots.layout import damage_as_user_error, tensor_shapes
 
 STATE, EXTRA, PARAMS = "state", "extra", "params"
@@ -113,7 +113,7 @@ def _restore(
     if problems:
         raise UserError(
             f"{source}: does not fit this policy and optimizer; use its own config, or another run.dir:"
-            f" {'; '.join(problems)}"
+            f" {summary(problems)}"
         )
     arguments = ocp.args.PyTreeRestore(
         item=abstract,

@@ -85,7 +85,7 @@ def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
 
             return jax.make_array_from_callback(target.shape, target.sharding, read)
 
-        targets = flatten(placed_params(policy, mesh, policy.numerics.param_dtype))
+        targets = flatten(placed_params(policy.abstract_params, mesh, policy.numerics.param_dtype))
         return unflatten({path: load(path, target) for path, target in targets.items()})
 
 

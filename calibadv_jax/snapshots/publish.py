@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from calibadv_jax.errors import UserError
 from calibadv_jax.policy.sharding import placed_params
 from calibadv_jax.policy.transformer import Params, Policy
-from calibadv_jax.policy.weights import flatten, shape_problems, unflatten
+from calibadv_jax.policy.weights import flatten, shape_problems, summary, unflatten
 from calibadv_jax.snapshots.layout import damage_as_user_error, tensor_shapes
 
 MANIFEST, TREE = "manifest.json", "params"
@@ -131,9 +131,9 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
     if problems:
         raise UserError(
             f"{snapshot}: snapshot of another policy; {len(problems)} tensor(s) do not fit:"
-            f" {'; '.join(problems)}"
+            f" {summary(problems)}"
         )
-    targets = flatten(placed_params(policy, mesh, policy.numerics.compute_dtype))
+    targets = flatten(placed_params(policy.abstract_params, mesh, policy.numerics.compute_dtype))
     stored = unflatten(  # in the stored precision, so that the hashes can be compared
         {
             path: jax.ShapeDtypeStruct(target.shape, tensors[path]["dtype"], sharding=target.sharding)
@@ -185,7 +185,7 @@ def read_tensors(snapshot: Path) -> dict[str, np.ndarray]:
         if path in tensors and digest != tensors[path]["sha256"]
     ]
     if problems:
-        raise UserError(f"{snapshot}: torn snapshot, publish it again; {'; '.join(problems)}")
+        raise UserError(f"{snapshot}: torn snapshot, publish it again; {summary(problems)}")
     return found
 
 

@@ -6,6 +6,7 @@ import optax
 import pytest
 
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
+from calibadv_jax.errors import UserError
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
@@ -189,5 +190,9 @@ def test_on_policy_shortcut_equals_recomputing(policy, one_device):
 def test_rows_must_fill_the_mesh(policy):
     if jax.device_count() < 8:
         pytest.skip("needs 8 (simulated) devices")
-    with pytest.raises(ValueError, match="multiple of data x fsdp = 8"):
-        Learner(policy, optax.sgd(1.0), make_mesh(MeshConfig()), 4)
+    mesh = make_mesh(MeshConfig())
+    words = "learner.microbatch_rows is 4, but must be a multiple of mesh.data x mesh.fsdp = 8 .*set it to 8"
+    with pytest.raises(UserError, match=words):
+        Learner(policy, optax.sgd(1.0), mesh, 4)
+    with pytest.raises(UserError, match="sft.rows is 12, .*set it to 16"):
+        Learner(policy, optax.sgd(1.0), mesh, 12, rows_key="sft.rows")

@@ -7,7 +7,15 @@ import pytest
 from calibadv_jax.errors import UserError
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.policy.weights import check_hf, flatten, from_hf, hf_shapes, to_hf, unflatten
+from calibadv_jax.policy.weights import (
+    check_hf,
+    flatten,
+    from_hf,
+    hf_shapes,
+    shape_problems,
+    to_hf,
+    unflatten,
+)
 
 CONFIG = {
     "model_type": "llama",
@@ -63,7 +71,7 @@ def test_flat_and_nested_are_the_same(params):
     assert jax.tree.structure(unflatten(flatten(params))) == jax.tree.structure(params)
 
 
-def test_one_error_lists_everything_that_does_not_fit(policy):
+def test_one_line_names_the_first_of_every_kind_that_does_not_fit(policy):
     shapes = hf_shapes(policy.abstract_params)
     check_hf(shapes, policy.abstract_params, "folder")
     del shapes["model.norm.weight"], shapes["model.layers.2.self_attn.q_proj.bias"]
@@ -74,9 +82,21 @@ def test_one_error_lists_everything_that_does_not_fit(policy):
     assert message.startswith("folder: 4 tensor(s) do not fit config.json: ")
     for phrase in (
         "missing model.norm.weight [8]",
-        "missing model.layers.2.self_attn.q_proj.bias [8]",
         "unexpected lm_head.bias [20]",
         "model.embed_tokens.weight has shape [21, 8] instead of [20, 8]",
     ):
         assert phrase in message
+    assert message.endswith("; and 1 more")
     assert "\n" not in message
+
+
+def test_many_differences_stay_one_short_line(policy):
+    found = {f"other.{index}.weight": (1,) for index in range(50)}
+    expected = hf_shapes(policy.abstract_params)
+    problems = shape_problems(found, expected)
+    assert len(problems) == len(found) + len(expected)
+    assert {name for name in (*found, *expected) if f" {name} " in " ".join(problems)} == {*found, *expected}
+    with pytest.raises(UserError) as caught:
+        check_hf(found, policy.abstract_params, "folder")
+    assert len(str(caught.value)) < 200
+    assert str(caught.value).endswith(f"; and {len(problems) - 3} more")

@@ -49,7 +49,7 @@ def store(tmp_path):
 
 
 def abstract(policy, mesh=None):
-    params = placed_params(policy, mesh, jnp.float32)
+    params = placed_params(policy.abstract_params, mesh, jnp.float32)
     shapes = jax.eval_shape(make_state, params)
     everywhere = jax.tree.leaves(params)[0].sharding
     if mesh is not None:
@@ -97,7 +97,7 @@ def test_a_new_process_sees_the_newest_complete_checkpoints(tiny, store, state, 
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["2", "5"]
     shutil.copytree(folder / "5", folder / "9.orbax-checkpoint-tmp-0")  # as an interrupted save leaves it
-    assert restore_params(folder, placed_params(tiny.policy, None, jnp.float32))[1] == 5
+    assert restore_params(folder, placed_params(tiny.policy.abstract_params, None, jnp.float32))[1] == 5
     again = CheckpointStore(folder, keep=2)
     assert again.latest_step() == 5
     assert again.restore(5, abstract(tiny.policy))[1] == {"step": 5}
@@ -148,18 +148,20 @@ def test_damaged_checkpoints_are_one_line(tiny, store, state, how):
 def test_parameters_alone_in_another_precision(tiny, store, state):
     """What export reads: neither the optimizer nor its state is known."""
     store.save(4, state, {})
-    params, step = restore_params(store.folder, placed_params(tiny.policy, None, jnp.bfloat16))
+    params, step = restore_params(
+        store.folder, placed_params(tiny.policy.abstract_params, None, jnp.bfloat16)
+    )
     assert step == 4
     assert tiny.same(params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state["params"]))
     with pytest.raises(UserError, match="has shape"):
-        restore_params(store.folder, placed_params(tiny.other, None, jnp.float32))
+        restore_params(store.folder, placed_params(tiny.other.abstract_params, None, jnp.float32))
     with pytest.raises(UserError, match="no complete checkpoint of step 7 there"):
-        restore_params(store.folder, placed_params(tiny.policy, None, jnp.float32), step=7)
+        restore_params(store.folder, placed_params(tiny.policy.abstract_params, None, jnp.float32), step=7)
 
 
 def test_no_checkpoint_is_one_line(tiny, tmp_path):
     with pytest.raises(UserError, match="absent: no complete checkpoint there; train first"):
-        restore_params(tmp_path / "absent", placed_params(tiny.policy, None, jnp.float32))
+        restore_params(tmp_path / "absent", placed_params(tiny.policy.abstract_params, None, jnp.float32))
     assert not (tmp_path / "absent").exists()
 
 
