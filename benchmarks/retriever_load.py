@@ -22,7 +22,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 from pydantic import BaseModel
+
+from retriever.corpus.passages import load_corpus, split_contents
+from retriever.search.opening import open_index
 
 SLICES = 10  # of the soak
 
@@ -39,9 +43,7 @@ def serve_plain(arguments: argparse.Namespace) -> None:
     import uvicorn
     from fastapi import FastAPI
 
-    from retriever.index import open_index
-
-    index = open_index(arguments.index_path, arguments.corpus_path)
+    index = open_index(arguments.index_path, load_corpus(arguments.corpus_path))
     app = FastAPI()
 
     @app.post("/retrieve")
@@ -58,8 +60,6 @@ def serve_plain(arguments: argparse.Namespace) -> None:
 
 def queries_of(corpus: Path, count: int) -> list[str]:
     """Titles of passages spread over the corpus."""
-    from retriever.corpus import load_corpus, split_contents
-
     rows = load_corpus(corpus)
     step = max(1, len(rows) // count)
     return [split_contents(rows[number]["contents"])[0] for number in range(0, len(rows), step)][:count]
@@ -97,8 +97,6 @@ async def drive(url: str, queries: list[str], clients: int, seconds: float) -> l
 
 
 def start(command: list[str], url: str) -> subprocess.Popen[bytes]:
-    import httpx
-
     process = subprocess.Popen(command)
     while True:
         try:
@@ -126,6 +124,69 @@ def process_bytes(pid: int, field: str = "VmRSS") -> int:
     return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
 
 
+def compare(
+    arguments: argparse.Namespace, queries: list[str], urls: dict[str, str], pids: dict[str, int]
+) -> str:
+    """A line for each server, in rounds that alternate, and the ratio of their medians."""
+    rates: dict[str, list[float]] = {name: [] for name in urls}
+    latencies: dict[str, list[float]] = {name: [] for name in urls}
+    for number in range(arguments.rounds + 1):  # the first one warms up
+        for name, url in urls.items():
+            seconds = arguments.seconds if number else 2.0
+            found = measure(url, queries, arguments, seconds)
+            if number:
+                rates[name].append(len(found) / seconds)
+                latencies[name] += found
+    lines = []
+    for name, pid in pids.items():
+        ordered = sorted(latencies[name])
+        p50, p99 = (1000 * ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99))
+        rate = statistics.median(rates[name])
+        line = f"{name:>8}  {rate:7.1f} queries/s  p50 {p50:.0f} ms  p99 {p99:.0f} ms"
+        lines.append(f"{line}  {process_bytes(pid) / 2**20:.0f} MB resident\n")
+    ratio = statistics.median(rates["service"]) / statistics.median(rates["plain"])
+    return "".join(lines) + f"ratio of medians {ratio:.2f}\n"
+
+
+def soak(arguments: argparse.Namespace, queries: list[str], url: str, pid: int) -> str:
+    """Memory before and after each slice of a long load."""
+    count = 0
+    memory = {field: [process_bytes(pid, field)] for field in ("RssAnon", "RssFile")}
+    for _ in range(SLICES):
+        count += len(measure(url, queries, arguments, arguments.soak / SLICES))
+        for field, values in memory.items():
+            values.append(process_bytes(pid, field))
+    lines = [f"soak {arguments.soak:.0f} s, {count} requests\n"]
+    for field, values in memory.items():
+        lines.append(f"{field} MB  {' '.join(f'{one / 2**20:.0f}' for one in values)}\n")
+    return "".join(lines)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Starts both servers, measures them and prints."""
+    paths = ["--corpus_path", str(arguments.corpus_path), "--index_path", str(arguments.index_path)]
+    commands = {
+        "service": [sys.executable, "-m", "retriever.serve", *paths],
+        "plain": [sys.executable, "-m", "benchmarks.retriever_load", "--plain", *paths],
+    }
+    queries = queries_of(arguments.corpus_path, 2000)
+    urls = {name: f"http://127.0.0.1:{arguments.port + n}" for n, name in enumerate(commands)}
+    servers = {
+        name: start([*command, "--port", urls[name].rsplit(":", 1)[1]], urls[name])
+        for name, command in commands.items()
+    }
+    try:
+        pids = {name: server.pid for name, server in servers.items()}
+        sys.stdout.write(compare(arguments, queries, urls, pids))
+        servers["plain"].terminate()
+        if arguments.soak:
+            sys.stdout.write(soak(arguments, queries, urls["service"], pids["service"]))
+    finally:
+        for server in servers.values():
+            server.terminate()
+            server.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -149,50 +210,7 @@ def main() -> None:
         latencies = asyncio.run(drive(arguments.drive, queries, arguments.clients, arguments.seconds))
         sys.stdout.write(json.dumps(latencies))
         return
-    paths = ["--corpus_path", str(arguments.corpus_path), "--index_path", str(arguments.index_path)]
-    commands = {
-        "service": [sys.executable, "-m", "retriever.serve", *paths],
-        "plain": [sys.executable, "-m", "benchmarks.retriever_load", "--plain", *paths],
-    }
-    queries = queries_of(arguments.corpus_path, 2000)
-    urls = {name: f"http://127.0.0.1:{arguments.port + n}" for n, name in enumerate(commands)}
-    servers = {
-        name: start([*command, "--port", urls[name].rsplit(":", 1)[1]], urls[name])
-        for name, command in commands.items()
-    }
-    rates: dict[str, list[float]] = {name: [] for name in commands}
-    latencies: dict[str, list[float]] = {name: [] for name in commands}
-    try:
-        for number in range(arguments.rounds + 1):  # the first one warms up
-            for name, url in urls.items():
-                seconds = arguments.seconds if number else 2.0
-                found = measure(url, queries, arguments, seconds)
-                if number:
-                    rates[name].append(len(found) / seconds)
-                    latencies[name] += found
-        for name in commands:
-            ordered = sorted(latencies[name])
-            p50, p99 = (1000 * ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99))
-            rate = statistics.median(rates[name])
-            line = f"{name:>8}  {rate:7.1f} queries/s  p50 {p50:.0f} ms  p99 {p99:.0f} ms"
-            sys.stdout.write(f"{line}  {process_bytes(servers[name].pid) / 2**20:.0f} MB resident\n")
-        ratio = statistics.median(rates["service"]) / statistics.median(rates["plain"])
-        sys.stdout.write(f"ratio of medians {ratio:.2f}\n")
-        servers["plain"].terminate()
-        if arguments.soak:
-            pid, count = servers["service"].pid, 0
-            memory = {field: [process_bytes(pid, field)] for field in ("RssAnon", "RssFile")}
-            for _ in range(SLICES):
-                count += len(measure(urls["service"], queries, arguments, arguments.soak / SLICES))
-                for field, values in memory.items():
-                    values.append(process_bytes(pid, field))
-            sys.stdout.write(f"soak {arguments.soak:.0f} s, {count} requests\n")
-            for field, values in memory.items():
-                sys.stdout.write(f"{field} MB  {' '.join(f'{one / 2**20:.0f}' for one in values)}\n")
-    finally:
-        for server in servers.values():
-            server.terminate()
-            server.wait()
+    run(arguments)
 
 
 if __name__ == "__main__":

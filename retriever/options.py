@@ -1,15 +1,30 @@
-"""The service's options: on the command line, or in a YAML file whose keys are the options' names."""
+"""The service's options, on the command line or in a YAML file of the same names; what both commands ask for.
+
+Imports nothing heavy: the commands read them before numpy is loaded.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
 
 from retriever.errors import RetrieverError
-from retriever.web_search import PROVIDERS
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
+
+INSTALL = "pip install 'calibadv-jax[retriever]'"  # what both commands need
+BUILT = "hashed, e5, bge, dense, bm25"  # what a corpus is indexed by
+WEB_SEARCHES = ("google", "serpapi")  # what needs no corpus
+COUNTS = ("retrieval_topk", "reranking_topk", "reranker_batch_size", "max_batch", "max_queue", "max_queries")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -18,15 +33,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config", type=Path, help="YAML file of options; the command line wins")
-    add("--corpus_path", type=Path, help="JSONL of {id, contents}, or .gz")
-    add("--index_path", type=Path, help="folder of the index, or a FAISS file")
+    add_source(parser, f"{BUILT}, or {', '.join(WEB_SEARCHES)}", name="", is_required=False)
     add("--build_if_missing", action="store_true", help="build the index first")
-    add(
-        "--retriever_name",
-        default="",
-        help="hashed, e5, bge, dense, bm25, or google, serpapi",
-    )
-    add("--retriever_model", default="", help="folder or hub name of the encoder's model")
     add("--retrieval_topk", type=int, default=3, help="documents where a request names none")
     add("--faiss_gpu", action="store_true", help="spread the index over all GPUs in fp16")
     add("--mmap", action="store_true", help="read the index from disk as it is needed")
@@ -37,12 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--pages_path", type=Path, help="JSONL of rows with url, for POST /access")
     add("--cache_path", type=Path, help="file of the result store")
     add("--cache_mode", choices=["use", "replay"], default="use", help="replay: answer from the store only")
-    add(
-        "--web_budget",
-        type=int,
-        default=0,
-        help="web search: requests that may be sent in all",
-    )
+    add("--web_budget", type=int, default=0, help="web search: requests that may be sent in all")
     add("--web_endpoint", default="", help="web search: another address of the same API")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
@@ -52,7 +55,19 @@ def make_parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=0, help="threads of one search; 0: all cores (default: %(default)s)")
     add("--max_batch", type=int, default=256, help="queries of one search (default: %(default)s)")
     add("--max_queue", type=int, default=8192, help="queries that may wait (default: %(default)s)")
+    add("--max_queries", type=int, default=8192, help="queries of one request (default: %(default)s)")
     return parser
+
+
+def add_source(parser: argparse.ArgumentParser, names: str, name: str, is_required: bool) -> None:
+    """What both commands ask for: a corpus, its index, and the encoder between them."""
+    add = parser.add_argument
+    add("--corpus_path", type=Path, required=is_required, help="JSONL of {id, contents}, or .gz")
+    add(
+        "--index_path", type=Path, required=is_required, help="folder of the index; served, also a FAISS file"
+    )
+    add("--retriever_name", default=name, help=f"{names} (default: {name or 'that of the index'})")
+    add("--retriever_model", default="", help="folder or hub name of the encoder's model")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -66,7 +81,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if given.config is not None:
         parser.set_defaults(**_read_options(given.config, parser))
         given = parser.parse_args(argv)
-    if given.retriever_name in PROVIDERS:
+    if given.retriever_name in WEB_SEARCHES:
         needed = ["cache_path", "web_budget"]
         unused = ["corpus_path", "index_path", "retriever_model"]
     else:
@@ -83,16 +98,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         raise RetrieverError(f"--web_budget is {given.web_budget}, but must be at least 1")
     if given.threads < 0:
         raise RetrieverError(f"--threads is {given.threads}, but must be at least 1, or 0 for all cores")
-    for name in (
-        "retrieval_topk",
-        "reranking_topk",
-        "reranker_batch_size",
-        "max_batch",
-        "max_queue",
-    ):
+    for name in COUNTS:
         if getattr(given, name) < 1:
             raise RetrieverError(f"--{name} is {getattr(given, name)}, but must be at least 1")
     return given
+
+
+def select(kind: type[Options], arguments: argparse.Namespace) -> Options:
+    """The dataclass whose fields are named as options of the command."""
+    return kind(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(kind)})
 
 
 def read_token(arguments: argparse.Namespace) -> str:
@@ -104,7 +118,7 @@ def read_token(arguments: argparse.Namespace) -> str:
     if arguments.token_file is None:
         return os.environ.get("RETRIEVER_TOKEN", "").strip()
     if not arguments.token_file.is_file():
-        raise RetrieverError(f"{arguments.token_file}: no such file; mend --token_file")
+        raise RetrieverError(f"{arguments.token_file}: no such file; correct --token_file")
     token: str = arguments.token_file.read_text(encoding="utf-8").strip()
     if not token:
         raise RetrieverError(f"{arguments.token_file}: is empty; write a token into it")
@@ -112,8 +126,6 @@ def read_token(arguments: argparse.Namespace) -> str:
 
 
 def _read_options(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    import yaml
-
     if not path.is_file():
         raise RetrieverError(f"{path}: no such config file; configs/retriever.yaml is an example")
     try:

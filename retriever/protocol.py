@@ -1,60 +1,68 @@
-"""The request contracts of ``POST /retrieve``, told apart by their fields.
+"""What the rooms hand each other: rows, results, and what an encoder, an index and a searcher can do.
 
-| client | fields | item of a query's list |
-|---|---|---|
-| Search-R1, verl, SkyRL | queries, topk, return_scores true | {"document": corpus row, "score"} |
-| RLinf | queries, topk, return_scores false | the corpus row |
-| CalibAdv authors | queries, topk_retrieval, topk_rerank, … | {"document": contents, "score"}, or contents |
+A query's way has one name for each level: the service answers a request (`Engine.answer`), the batcher takes
+queries in (`SearchBatcher.submit`), a searcher searches texts (`Searcher.search`), a ranker ranks row numbers
+(`Ranker.rank`), and an index of vectors finds the nearest (`Vectors.nearest`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+import numpy as np
 
-MAX_QUERIES = 1024
-MAX_QUERY_LENGTH = 8192  # characters
-MAX_TOPK = 1000
-MAX_URLS = 256
-
-Found = list[tuple[dict[str, Any], float]]
+Row = dict[str, Any]  # of the corpus: id, contents and whatever else the file has
+Found = list[tuple[Row, float]]  # one query's rows with their scores, best first
 
 
-class RetrieveRequest(BaseModel):
-    """Any of the three contracts."""
+class Encoder(Protocol):
+    """Texts to vectors whose inner product ranks passages."""
 
-    model_config = ConfigDict(extra="forbid")
+    name: str  # of --retriever_name
+    model: str  # folder or hub name; empty without weights
+    dimension: int
 
-    queries: list[str] = Field(min_length=1, max_length=MAX_QUERIES)
-    topk: int | None = Field(None, ge=1, le=MAX_TOPK)
-    return_scores: bool = False
-    topk_retrieval: int | None = Field(None, ge=1, le=MAX_TOPK)
-    topk_rerank: int | None = Field(None, ge=1, le=MAX_TOPK)
-    not_sort: bool = False
+    def encode_passages(self, rows: Sequence[Row]) -> np.ndarray:
+        """float32 [len(rows), dimension]."""
+        ...
 
-    @property
-    def is_calibadv(self) -> bool:
-        return self.topk_retrieval is not None or self.topk_rerank is not None
+    def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
+        """float32 [len(queries), dimension]."""
+        ...
 
-    def depth(self, default: int) -> int:
-        """How many documents to look up per query."""
-        return (self.topk_retrieval if self.is_calibadv else self.topk) or default
-
-
-class AccessRequest(BaseModel):
-    """RLinf's page access."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    urls: list[str] = Field(min_length=1, max_length=MAX_URLS)
+    def save(self, folder: Path) -> None:
+        """Writes what `encoders.factory.load_encoder` needs."""
+        ...
 
 
-def render(request: RetrieveRequest, found: list[Found]) -> dict[str, Any]:
-    """The reply in the request's own contract."""
-    return {"result": [[_item(request, row, score) for row, score in one] for one in found]}
+class Vectors(Protocol):
+    """An index of vectors: FAISS, JAX or Qdrant."""
+
+    dimension: int
+    documents: int
+
+    def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """float32 [Q, D] -> scores float32 [Q, k], row numbers int64 [Q, k] or -1 where none was found."""
+        ...
 
 
-def _item(request: RetrieveRequest, row: dict[str, Any], score: float) -> Any:
-    document: Any = row["contents"] if request.is_calibadv else row
-    return {"document": document, "score": score} if request.return_scores else document
+class Ranker(Protocol):
+    """Ranks row numbers for texts."""
+
+    documents: int
+
+    def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Scores float32 [Q, k], row numbers int64 [Q, k] or -1."""
+        ...
+
+
+class Searcher(Protocol):
+    """What the service needs of an index, or of the web."""
+
+    manifest: dict[str, Any]
+
+    def search(self, queries: Sequence[str], k: int) -> Sequence[Found | Exception]:
+        """At most k rows of each query, or why that query has none."""
+        ...

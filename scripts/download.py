@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from retriever.corpus import load_corpus
+from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError
-from retriever.faiss_index import read_header
+from retriever.search.faiss import read_header
 
 INDEX = ("PeterJinGo/wiki-18-e5-index", ("part_aa", "part_ab"), "e5_Flat.index")
 CORPUS = ("PeterJinGo/wiki-18-corpus", ("wiki-18.jsonl.gz",), "wiki-18.jsonl")

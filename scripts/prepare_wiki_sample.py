@@ -26,7 +26,7 @@ def main() -> int:
 
     from calibadv_jax.data.questions import load_questions
     from calibadv_jax.errors import UserError
-    from retriever.corpus import load_corpus, split_contents
+    from retriever.corpus.passages import load_corpus, split_contents
     from retriever.errors import RetrieverError
 
     try:

@@ -1,0 +1,179 @@
+"""Where each row of a corpus begins: found, checked and hashed once, then kept in a file.
+
+The file is 4,096 bytes of JSON padded with spaces, then int64 offsets [documents + 1]: row i lies in
+bytes offsets[i] to offsets[i + 1]. One file, renamed into place, is never half valid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retriever.errors import RetrieverError
+from retriever.protocol import Row
+
+VERSION = 1
+HEADER = 4096
+CACHED_FROM = 16 * 2**20  # bytes; a smaller corpus is scanned in less than a second
+PROBES, PROBE = 64, 4096  # parts of the file that its fingerprint reads, and bytes of each
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """int64 [documents + 1] in `starts`, and the hash of all ids and contents."""
+
+    starts: np.ndarray
+    sha256: str
+
+
+def parse_row(line: bytes, where: str) -> Row:
+    """A row with its id as a string.
+
+    Raises:
+        RetrieverError: not an object with `id` and a non-empty `contents`.
+    """
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise RetrieverError(f"{where}: not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        problem = f"not valid JSON ({error.msg}); each line is one object" if line.strip() else "empty row"
+        raise RetrieverError(f"{where}: {problem}; correct or remove the line") from error
+    if not isinstance(row, dict) or not isinstance(row.get("contents"), str) or not row["contents"].strip():
+        raise RetrieverError(f"{where}: expected an object with a non-empty string 'contents'")
+    if isinstance(row.get("id"), bool) or not isinstance(row.get("id"), str | int):
+        raise RetrieverError(f"{where}: field 'id' must be a string or a number, got {row.get('id')!r}")
+    return row | {"id": str(row["id"])}
+
+
+def scan(lines: Iterable[bytes], path: Path, row_at: Callable[[int, int], Row]) -> Offsets:
+    """Reads every row once.
+
+    Args:
+        row_at: the row between two offsets, to compare ids whose hashes are equal.
+
+    Raises:
+        RetrieverError: a malformed or empty row, or an id used twice, with file and line.
+    """
+    starts, keys = array("q", [0]), array("q")
+    digest = hashlib.sha256()
+    for number, line in enumerate(lines, 1):
+        row = parse_row(line, f"{path}:{number}")
+        try:
+            digest.update(f"{row['id']}\0{row['contents']}\0".encode())
+        except UnicodeEncodeError as error:
+            raise RetrieverError(f"{path}:{number}: holds half a surrogate pair; remove it") from error
+        keys.append(hash(row["id"]))
+        starts.append(starts[-1] + len(line))
+    if not keys:
+        raise RetrieverError(f"{path}: no passages in it")
+    offsets = Offsets(np.frombuffer(starts, np.int64), digest.hexdigest())
+    twice = find_duplicate(
+        np.frombuffer(keys, np.int64),
+        lambda i: row_at(int(offsets.starts[i]), int(offsets.starts[i + 1]))["id"],
+    )
+    if twice:
+        first, second, name = twice
+        raise RetrieverError(
+            f"{path}:{second + 1}: id {name!r} was used before, in line {first + 1}; ids must be unique"
+        )
+    return offsets
+
+
+def find_duplicate(keys: np.ndarray, id_at: Callable[[int], str]) -> tuple[int, int, str] | None:
+    """The first row whose id an earlier row has: (earlier row, row, id).
+
+    Args:
+        keys: int64 [documents], a hash of each id. Equal hashes are only a suspicion: 21 million
+            random ones hold a chance pair once in 80,000 corpora, so the ids decide.
+    """
+    ordered = np.sort(keys)  # sorted values, not an argsort: half the memory
+    suspects = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not suspects.size:
+        return None
+    seen: dict[str, int] = {}
+    for i in np.flatnonzero(np.isin(keys, suspects)).tolist():
+        name = id_at(i)
+        if name in seen:
+            return seen[name], i, name
+        seen[name] = i
+    return None
+
+
+def cache_file(corpus: Path) -> Path:
+    """Beside the corpus, or in the user's cache folder where that folder cannot be written."""
+    beside = corpus.with_name(corpus.name + ".offsets")
+    if beside.is_file() or os.access(corpus.parent, os.W_OK):
+        return beside
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retriever"
+    name = hashlib.sha256(str(corpus.resolve()).encode()).hexdigest()[:16]
+    return folder / f"{corpus.name}.{name}.offsets"
+
+
+def load_offsets(corpus: Path) -> Offsets | None:
+    """The kept offsets, memory-mapped; None where there are none or the corpus has changed since."""
+    path = cache_file(corpus)
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        header = file.read(HEADER)
+    try:
+        state = json.loads(header)
+    except ValueError:  # another program's file, or a damaged one: scanning replaces it
+        return None
+    identity = _identity(corpus)
+    if not isinstance(state, dict) or any(state.get(key) != value for key, value in identity.items()):
+        return None
+    count = int(state["documents"]) + 1
+    if path.stat().st_size != HEADER + 8 * count:
+        return None
+    starts = np.memmap(path, np.int64, mode="r", offset=HEADER, shape=(count,))
+    return Offsets(starts, state["sha256"]) if starts[-1] == identity["size"] else None
+
+
+def save_offsets(corpus: Path, offsets: Offsets) -> None:
+    """Writes the file whole or not at all.
+
+    Raises:
+        RetrieverError: neither place can be written.
+    """
+    path = cache_file(corpus)
+    state = _identity(corpus) | {"documents": len(offsets.starts) - 1, "sha256": offsets.sha256}
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            file.write(json.dumps(state).encode().ljust(HEADER))
+            offsets.starts.tofile(file)
+        os.replace(unfinished, path)
+    except OSError as error:
+        if unfinished.is_file():
+            unfinished.unlink()
+        raise RetrieverError(
+            f"{path}: offsets of the corpus cannot be written ({error.strerror});"
+            " set XDG_CACHE_HOME to a folder that can be"
+        ) from error
+
+
+def _identity(corpus: Path) -> dict[str, Any]:
+    """Size, time and a hash over parts of the file: hashing all of 21 million passages would take minutes."""
+    state = corpus.stat()
+    digest = hashlib.sha256()
+    with corpus.open("rb") as file:
+        for start in np.linspace(0, max(0, state.st_size - PROBE), PROBES).astype(np.int64).tolist():
+            file.seek(start)
+            digest.update(file.read(PROBE))
+    return {
+        "version": VERSION,
+        "size": state.st_size,
+        "mtime_ns": state.st_mtime_ns,
+        "fingerprint": digest.hexdigest(),
+    }

@@ -1,0 +1,34 @@
+"""Builds a sparse index."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from retriever.corpus.passages import Corpus
+from retriever.encoders.words import K1, B, words
+from retriever.errors import require
+from retriever.search.bm25 import INSTALL
+from retriever.search.plan import bm25_bytes, require_memory
+
+
+def write_bm25(corpus: Corpus, folder: Path, progress: bool) -> None:
+    """Indexes the contents of all passages.
+
+    Raises:
+        RetrieverError: bm25s is missing, or the memory is too small.
+    """
+    bm25s = require("bm25s", INSTALL)
+    characters = corpus.characters
+    require_memory(
+        bm25_bytes(len(corpus), characters), "BM25", "use --retriever_name hashed --factory IVF4096,PQ64"
+    )
+    vocabulary: dict[str, int] = {}
+    ids = []
+    for row in tqdm(corpus, desc="words", unit="passage", disable=None if progress else True, leave=False):
+        ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words(row["contents"])])
+    index = bm25s.BM25(k1=K1, b=B, method="lucene", backend="numpy")
+    index.index((ids, vocabulary), show_progress=progress and sys.stderr.isatty())
+    index.save(str(folder), show_progress=False)

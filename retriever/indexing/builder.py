@@ -1,0 +1,85 @@
+"""Builds an index in a folder with a manifest; the folder appears only when it is complete."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from retriever.corpus.passages import Corpus
+from retriever.errors import RetrieverError
+from retriever.indexing.bm25 import write_bm25
+from retriever.indexing.embeddings import Embeddings, embed
+from retriever.indexing.faiss import make_empty, write_faiss
+from retriever.indexing.options import BuildOptions
+from retriever.indexing.qdrant import check_server, write_qdrant
+from retriever.protocol import Encoder
+from retriever.search.manifest import BM25, INDEX_FILE, MANIFEST, write_manifest
+
+
+def build_index(
+    corpus: Corpus, folder: Path, options: BuildOptions | None = None, progress: bool = True
+) -> None:
+    """Encodes the corpus and writes the index; started again after a stop, it goes on.
+
+    Raises:
+        RetrieverError: unknown encoder, factory or option; the folder holds something else; too little
+            memory or disk; embeddings begun with other settings.
+    """
+    options = options or BuildOptions()
+    if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not (folder / MANIFEST).is_file():
+        raise RetrieverError(f"{folder}: exists and is no index; choose another --index_path")
+    options.check()
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    source = {"corpus_sha256": corpus.sha256, "documents": len(corpus)}
+    if options.retriever_name == BM25:
+        _empty(unfinished)
+        write_bm25(corpus, unfinished / BM25, progress)
+        _finish(folder, unfinished, source | {"kind": BM25, "encoder": BM25, "factory": BM25})
+        return
+    shards = options.embeddings or folder.with_name(folder.name + ".embeddings")
+    embeddings = embed(
+        corpus, shards, options, progress, before=lambda encoder: _check_factory(encoder, options)
+    )
+    _empty(unfinished)
+    _finish(folder, unfinished, source | _write(unfinished, embeddings, options, progress))
+    if options.embeddings is None:
+        shutil.rmtree(shards)
+
+
+def _write(folder: Path, embeddings: Embeddings, options: BuildOptions, progress: bool) -> dict[str, Any]:
+    """The kind's files; its part of the manifest."""
+    encoder = embeddings.encoder
+    encoder.save(folder)
+    manifest = {
+        "kind": options.kind,
+        "encoder": encoder.name,
+        "model": encoder.model,
+        "dimension": encoder.dimension,
+        "factory": options.factory,
+    }
+    if options.kind == "qdrant":
+        write_qdrant(folder, options.qdrant_url, options.qdrant_collection, embeddings, progress)
+        where = {"url": options.qdrant_url, "collection": options.qdrant_collection}
+        return manifest | where | {"factory": "qdrant"}
+    write_faiss(folder / INDEX_FILE, embeddings, options.factory, options.search, progress)
+    return manifest | {"bytes": (folder / INDEX_FILE).stat().st_size}
+
+
+def _check_factory(encoder: Encoder, options: BuildOptions) -> None:
+    """Before hours of encoding, not after."""
+    if options.kind == "qdrant":
+        check_server(options.qdrant_url, options.qdrant_collection)
+    else:
+        make_empty(encoder.dimension, options.factory, options.search)
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _finish(folder: Path, unfinished: Path, manifest: dict[str, Any]) -> None:
+    write_manifest(unfinished, manifest)
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)

@@ -1,0 +1,139 @@
+"""FAISS files, read whole or memory-mapped, or as shards on GPUs in fp16; `indexing.faiss` writes them."""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retriever.errors import REASON_LENGTH, RetrieverError, require
+from retriever.search.plan import require_memory
+from retriever.search.ties import search_in_corpus_order
+
+FLAT, FLAT_HEADER = b"IxFI", 45  # inner product; bytes before the vectors
+HEAD = struct.Struct("<4siqqqbi")  # type, dimension, documents, two unused, is trained, metric
+INSTALL = "pip install faiss-cpu (or faiss-gpu on CUDA)"
+LESS = (
+    "serve it with --mmap, on GPUs in fp16 with --faiss_gpu, or build a smaller one:"
+    " python -m retriever.build_index --factory IVF4096,PQ64 (or SQfp16, half the size)"
+)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the first bytes of a file say, read before anything is loaded."""
+
+    kind: bytes
+    dimension: int
+    documents: int
+
+
+def read_header(path: Path) -> Header:
+    """The header of a FAISS file.
+
+    Raises:
+        RetrieverError: no such file, not one of FAISS's, a metric other than inner product, or a flat
+            index whose size is not what its header says.
+    """
+    if not path.is_file():
+        raise RetrieverError(f"{path}: no such index; build it with python -m retriever.build_index")
+    with path.open("rb") as file:
+        head = file.read(HEAD.size)
+    if len(head) < HEAD.size or not re.fullmatch(rb"I[\x21-\x7e]{3}", head[:4]):
+        raise RetrieverError(f"{path}: not a FAISS index; name the file that faiss.write_index wrote")
+    kind, dimension, documents, _, _, _, metric = HEAD.unpack(head)
+    if metric != 0:
+        raise RetrieverError(
+            f"{path}: its metric is FAISS number {metric}, not inner product (0); build it again with"
+            " faiss.METRIC_INNER_PRODUCT"
+        )
+    size, whole = path.stat().st_size, FLAT_HEADER + 4 * dimension * documents
+    if kind == FLAT and size != whole:
+        raise RetrieverError(
+            f"{path}: has {size:,} bytes where {documents:,} vectors of dimension {dimension} take"
+            f" {whole:,}; it was cut off: download or build it again"
+        )
+    return Header(kind, dimension, documents)
+
+
+def map_flat(path: Path) -> np.ndarray:
+    """float32 [documents, dimension]: the vectors of a flat index, memory-mapped.
+
+    Raises:
+        RetrieverError: as `read_header`, or the index is of another type.
+    """
+    header = read_header(path)
+    if header.kind != FLAT:
+        raise RetrieverError(
+            f"{path}: is of FAISS type {header.kind.decode()}; --engine jax needs factory Flat"
+        )
+    shape = (header.documents, header.dimension)
+    return np.memmap(path, np.float32, mode="r", offset=FLAT_HEADER, shape=shape)
+
+
+class FaissVectors:
+    """Vectors of a FAISS file, ranked by inner product."""
+
+    def __init__(self, path: Path, mmap: bool = False, gpu: bool = False):
+        """Reads the file.
+
+        Raises:
+            RetrieverError: as `read_header`; too large for the memory; cut off; or no GPU for it.
+        """
+        faiss = require("faiss", INSTALL)
+        header = read_header(path)
+        self.dimension, self.documents = header.dimension, header.documents
+        # A flat index on its way to the GPUs need not fit into the host's memory.
+        is_mapped = mmap or (gpu and header.kind == FLAT)
+        if not is_mapped:
+            require_memory(path.stat().st_size, str(path), LESS)
+        try:
+            self._index = faiss.read_index(str(path), _map_flag(faiss, header.kind) if is_mapped else 0)
+        except RuntimeError as error:
+            raise RetrieverError(
+                f"{path}: FAISS cannot read it ({faiss_reason(error)}); it was cut off or comes from a newer"
+                " FAISS: download or build it again, or upgrade FAISS"
+            ) from error
+        if gpu:
+            self._index = _to_gpus(faiss, self._index, path)
+
+    def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """float32 [Q, D] -> float32 [Q, k] and int64 [Q, k], -1 where an approximate index found no more;
+        best first, ties in corpus order."""
+        vectors = np.ascontiguousarray(vectors, np.float32)
+        return search_in_corpus_order(lambda count: self._index.search(vectors, count), k, self.documents)
+
+
+def _map_flag(faiss: Any, kind: bytes) -> int:
+    """Inverted lists are mapped by one flag, vectors, codes and links by another; together they fail.
+
+    A transform (IxPT) stands before inverted lists in practice (OPQ…,IVF…,PQ…).
+    """
+    return int(faiss.IO_FLAG_MMAP if kind[:2] == b"Iw" or kind == b"IxPT" else faiss.IO_FLAG_MMAP_IFC)
+
+
+def _to_gpus(faiss: Any, index: Any, path: Path) -> Any:
+    if not hasattr(faiss, "GpuMultipleClonerOptions") or faiss.get_num_gpus() == 0:
+        raise RetrieverError(
+            "--faiss_gpu: this FAISS has no GPU support or sees no GPU; pip install faiss-gpu in place of"
+            " faiss-cpu and check CUDA_VISIBLE_DEVICES, or leave --faiss_gpu out"
+        )
+    options = faiss.GpuMultipleClonerOptions()
+    options.shard = True
+    options.useFloat16 = True
+    try:
+        return faiss.index_cpu_to_all_gpus(index, co=options)
+    except RuntimeError as error:
+        raise RetrieverError(
+            f"--faiss_gpu: {path} does not go onto {faiss.get_num_gpus()} GPUs ({faiss_reason(error)});"
+            " take more GPUs, or factory Flat, IVF…,Flat or IVF…,PQ…"
+        ) from error
+
+
+def faiss_reason(error: RuntimeError) -> str:
+    """The sentence in FAISS's message, without its source position."""
+    return re.sub(r"^Error in .*? at \S+: ", "", str(error).strip()).splitlines()[0][:REASON_LENGTH]

@@ -1,0 +1,111 @@
+"""The HTTP service's routes, and errors that say what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from retriever.corpus.pages import Pages
+from retriever.protocol import Searcher
+from retriever.search.rerank import Reranker
+from retriever.search.web import SearchFailed
+from retriever.service.batching import Overloaded
+from retriever.service.cache import NotRecorded, ResultCache
+from retriever.service.contracts import AccessRequest, RetrieveRequest, error_reply, render
+from retriever.service.engine import Depths, Engine, Limits, Refused
+from retriever.service.metrics import Metrics
+from retriever.service.middleware import BodyLimit, Measure, RequireToken
+
+RETRY_SECONDS = 1  # what a refused client is told to wait
+
+
+def make_app(
+    searcher: Searcher,
+    depths: Depths,
+    *,
+    reranker: Reranker | None = None,
+    cache: ResultCache | None = None,
+    pages: Pages | None = None,
+    limits: Limits | None = None,
+    token: str = "",
+) -> FastAPI:
+    """``POST /retrieve``, ``POST /access``, ``GET /health`` and ``GET /metrics`` over a loaded index.
+
+    Args:
+        token: where not empty, every route but /health asks for ``Authorization: Bearer <token>``.
+    """
+    app = FastAPI(title="calibadv retriever")
+    metrics, limits = Metrics(), limits or Limits()
+    engine = Engine(searcher, depths, limits, metrics, reranker, cache)
+    _add_error_replies(app)
+    # The last one added is the first that sees a request.
+    app.add_middleware(BodyLimit, max_body=limits.max_body)
+    if token:
+        app.add_middleware(RequireToken, token=token)
+    app.add_middleware(Measure, metrics=metrics)
+
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {"status": "ready", **searcher.manifest}
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/retrieve")
+    async def retrieve(request: RetrieveRequest) -> JSONResponse:
+        return JSONResponse(render(request, await engine.answer(request)))
+
+    @app.post("/access")
+    async def access(request: AccessRequest) -> JSONResponse:
+        if pages is None:
+            return error_reply(404, "no pages are loaded; start the service with --pages_path")
+        rows = await run_in_threadpool(lambda: [pages.access(url) for url in request.urls])
+        return JSONResponse({"result": rows})
+
+    return app
+
+
+def _add_error_replies(app: FastAPI) -> None:
+    """Every error is a JSON body that says what to change."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        problems = [f"{'.'.join(map(str, item['loc'][1:]))}: {item['msg']}" for item in error.errors()]
+        return error_reply(422, "; ".join(problems))
+
+    @app.exception_handler(Refused)
+    async def not_taken(_: Request, error: Refused) -> JSONResponse:
+        return error_reply(422, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        known = "; there are POST /retrieve, POST /access, GET /health, GET /metrics and GET /docs"
+        advice = known if error.status_code in (404, 405) else ""
+        message = f"{request.method} {request.url.path}: {error.detail}{advice}"
+        return error_reply(error.status_code, message, dict(error.headers or {}))
+
+    @app.exception_handler(Overloaded)
+    async def overloaded(*_: object) -> JSONResponse:
+        message = "too many queries wait; try again later, or start more services"
+        return error_reply(503, message, {"Retry-After": str(RETRY_SECONDS)})
+
+    @app.exception_handler(NotRecorded)
+    async def not_recorded(_: Request, error: NotRecorded) -> JSONResponse:
+        query = str(error)[:200]
+        return error_reply(409, f"replay: query {query!r} was not recorded; run with --cache_mode use")
+
+    @app.exception_handler(SearchFailed)
+    async def not_answered(_: Request, error: SearchFailed) -> JSONResponse:
+        return error_reply(error.status, str(error))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> JSONResponse:
+        return error_reply(500, f"{type(error).__name__} in the service; its log has the details")

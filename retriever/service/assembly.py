@@ -1,0 +1,80 @@
+"""Puts a service together from its options: index or web, reranker, store, pages."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from retriever.corpus.pages import Pages
+from retriever.corpus.passages import load_corpus
+from retriever.indexing.builder import build_index
+from retriever.indexing.options import BuildOptions
+from retriever.options import WEB_SEARCHES, read_token, select
+from retriever.protocol import Searcher
+from retriever.search.index import Index
+from retriever.search.manifest import is_index
+from retriever.search.opening import IndexOptions, open_index
+from retriever.search.rerank import Reranker
+from retriever.search.web import Budget, WebSearch
+from retriever.service.app import make_app
+from retriever.service.cache import ResultCache
+from retriever.service.engine import Depths, Limits
+
+Report = Callable[[str], None]  # told what is being done
+
+
+def load(arguments: argparse.Namespace, report: Report = lambda _: None) -> FastAPI:
+    """The application over what the options name.
+
+    Raises:
+        RetrieverError: something is missing, damaged, too large, or does not belong together.
+    """
+    token = read_token(arguments)
+    if arguments.host not in ("127.0.0.1", "localhost", "::1") and not token:
+        sys.stderr.write(f"warning: {arguments.host} is open to the network without --token_file\n")
+    searcher: Searcher
+    if arguments.retriever_name in WEB_SEARCHES:
+        budget = Budget(Path(f"{arguments.cache_path}.budget"), arguments.web_budget)
+        searcher = WebSearch(arguments.retriever_name, budget, arguments.web_endpoint)
+    else:
+        searcher = load_index(arguments, report)
+    reranker = None
+    if arguments.reranker_model:
+        report("loading the reranker")
+        reranker = Reranker(arguments.reranker_model, arguments.reranker_batch_size)
+    cache = None
+    if arguments.cache_path is not None:
+        cache = ResultCache(arguments.cache_path, searcher.manifest, arguments.cache_mode)
+    pages = None
+    if arguments.pages_path is not None:
+        report("reading the pages")
+        pages = Pages(arguments.pages_path)
+    return make_app(
+        searcher,
+        Depths(arguments.retrieval_topk, arguments.reranking_topk),
+        reranker=reranker,
+        cache=cache,
+        pages=pages,
+        limits=Limits(arguments.max_batch, arguments.max_queue, arguments.max_queries),
+        token=token,
+    )
+
+
+def load_index(arguments: argparse.Namespace, report: Report) -> Index:
+    """The corpus and its index, which is built first where it is missing and may be built.
+
+    Raises:
+        RetrieverError: as `load_corpus`, `build_index` and `open_index`.
+    """
+    report(f"reading the corpus {arguments.corpus_path}")
+    corpus = load_corpus(arguments.corpus_path)
+    if arguments.build_if_missing and not is_index(arguments.index_path):
+        report(f"building the index {arguments.index_path} over {len(corpus):,} passages")
+        name, model = arguments.retriever_name or BuildOptions.retriever_name, arguments.retriever_model
+        build_index(corpus, arguments.index_path, BuildOptions(name, model))
+    report(f"loading the index {arguments.index_path} over {len(corpus):,} passages")
+    return open_index(arguments.index_path, corpus, select(IndexOptions, arguments))

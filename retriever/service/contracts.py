@@ -1,0 +1,65 @@
+"""The request contracts of ``POST /retrieve``, told apart by their fields.
+
+| client | fields | item of a query's list |
+|---|---|---|
+| Search-R1, verl, SkyRL | queries, topk, return_scores true | {"document": corpus row, "score"} |
+| RLinf | queries, topk, return_scores false | the corpus row |
+| CalibAdv authors | queries, topk_retrieval, topk_rerank, … | {"document": contents, "score"}, or contents |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from retriever.protocol import Found, Row
+
+MAX_QUERY_LENGTH = 8192  # characters; what comes after them is cut off
+MAX_TOPK = 1000
+MAX_URLS = 256
+
+
+class RetrieveRequest(BaseModel):
+    """Any of the three contracts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    queries: list[str]
+    topk: int | None = Field(None, ge=1, le=MAX_TOPK)
+    return_scores: bool = False
+    topk_retrieval: int | None = Field(None, ge=1, le=MAX_TOPK)
+    topk_rerank: int | None = Field(None, ge=1, le=MAX_TOPK)
+    not_sort: bool = False
+
+    @property
+    def is_calibadv(self) -> bool:
+        return self.topk_retrieval is not None or self.topk_rerank is not None
+
+    def depth(self, default: int) -> int:
+        """How many documents to look up per query."""
+        return (self.topk_retrieval if self.is_calibadv else self.topk) or default
+
+
+class AccessRequest(BaseModel):
+    """RLinf's page access."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    urls: list[str] = Field(min_length=1, max_length=MAX_URLS)
+
+
+def render(request: RetrieveRequest, found: list[Found]) -> dict[str, Any]:
+    """The reply in the request's own contract."""
+    return {"result": [[_item(request, row, score) for row, score in one] for one in found]}
+
+
+def error_reply(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """What every refusal and failure looks like."""
+    return JSONResponse({"error": message}, status_code=status, headers=headers)
+
+
+def _item(request: RetrieveRequest, row: Row, score: float) -> Any:
+    document: Any = row["contents"] if request.is_calibadv else row
+    return {"document": document, "score": score} if request.return_scores else document

@@ -1,0 +1,77 @@
+"""The running service: its socket, what it says while it loads, and when it ends."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import sys
+
+import uvicorn
+
+from retriever.errors import RetrieverError
+from retriever.service.assembly import load
+from retriever.service.loading import Loading
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket whose connections send at once.
+
+    asyncio turns Nagle's algorithm off only for sockets it has made itself; with it, the body of every
+    reply waited 40 ms for the client's acknowledgement of the head.
+
+    Raises:
+        RetrieverError: the port is taken.
+    """
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise RetrieverError(
+            f"--port {port}: {host} does not give it ({error.strerror}); choose another"
+        ) from error
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Serves until a signal, or until the parent process has ended; says what it loads meanwhile.
+
+    Raises:
+        RetrieverError: the port is taken, or as `load`.
+    """
+    listener = listen(arguments.host, arguments.port)
+    port = listener.getsockname()[1]
+    loading = Loading(lambda report: load(arguments, report))
+    server = uvicorn.Server(uvicorn.Config(loading, log_level="warning", access_log=False, lifespan="off"))
+
+    async def watch() -> None:
+        try:
+            await loading.wait()
+        except BaseException:
+            server.should_exit = True
+            raise
+        sys.stdout.write(f"ready on http://{arguments.host}:{port}\n")
+        sys.stdout.flush()
+        if arguments.port_file:
+            unfinished = arguments.port_file.with_suffix(".unfinished")
+            unfinished.write_text(str(port))
+            os.replace(unfinished, arguments.port_file)
+
+    async def follow_parent() -> None:
+        while os.getppid() == arguments.parent_pid:
+            await asyncio.sleep(0.5)
+        server.should_exit = True
+
+    async def serve() -> None:
+        tasks = [asyncio.create_task(watch())]
+        if arguments.parent_pid:
+            tasks.append(asyncio.create_task(follow_parent()))
+        await server.serve(sockets=[listener])
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    asyncio.run(serve())

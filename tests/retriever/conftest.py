@@ -1,0 +1,42 @@
+"""Real indexes over a few passages, for the rooms that stand on one."""
+
+import json
+
+import pytest
+from retriever_rig import NAMES, town_rows
+
+from retriever.corpus.passages import load_corpus
+from retriever.indexing.builder import build_index
+from retriever.search.opening import open_index
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """(corpus file, index folder) of sixteen passages."""
+    rows = [
+        {"id": str(n), "contents": f'"{name}"\n{name} lives in town {n}.'} for n, name in enumerate(NAMES)
+    ]
+    return build(tmp_path_factory.mktemp("names"), rows)
+
+
+@pytest.fixture(scope="module")
+def index(files):
+    return opened(*files)
+
+
+@pytest.fixture(scope="module")
+def towns(tmp_path_factory):
+    """An index of four passages."""
+    return opened(*build(tmp_path_factory.mktemp("towns"), town_rows()))
+
+
+def build(folder, rows):
+    pytest.importorskip("faiss")
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build_index(load_corpus(corpus), folder / "index", progress=False)
+    return corpus, folder / "index"
+
+
+def opened(corpus, folder):
+    return open_index(folder, load_corpus(corpus))

@@ -1,0 +1,32 @@
+"""Pages by their URL."""
+
+import pytest
+
+pytest.importorskip("faiss")
+pytest.importorskip("fastapi")
+
+import json
+
+from fastapi.testclient import TestClient
+
+from retriever.corpus.pages import Pages
+from retriever.errors import RetrieverError
+from retriever.service.app import make_app
+from retriever.service.engine import Depths
+
+
+def test_pages_by_url(index, tmp_path):
+    path = tmp_path / "pages.jsonl"
+    rows = [{"url": "https://w/index.php?title=A", "contents": "a"}, {"url": "u", "contents": "ü"}]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    with TestClient(make_app(index, Depths(1), pages=Pages(path))) as client:
+        urls = ["https://w/index.php/A", "u", "nowhere"]
+        assert client.post("/access", json={"urls": urls}).json() == {"result": [*rows, None]}
+    path.write_text('{"url": "u"}\n{"contents": "no url"}\n')
+    with pytest.raises(RetrieverError, match="pages.jsonl:2: expected a JSON object with 'url'"):
+        Pages(path)
+    with TestClient(make_app(index, Depths(1))) as client:
+        assert (
+            "start the service with --pages_path"
+            in client.post("/access", json={"urls": ["u"]}).json()["error"]
+        )

@@ -1,0 +1,184 @@
+"""Corpus store: rows on demand, offsets that are kept, and refusals with file and line."""
+
+import gzip
+import hashlib
+import json
+import os
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retriever.corpus import offsets
+from retriever.corpus import passages as corpus_module
+from retriever.corpus.passages import load_corpus
+from retriever.errors import RetrieverError
+
+
+def row(i, text="text"):
+    return {"id": str(i), "contents": f'"Title {i}"\n{text} é{i}', "url": f"u{i}"}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Keeps offsets of files of any size."""
+    monkeypatch.setattr(offsets, "CACHED_FROM", 1)
+
+
+@pytest.fixture
+def no_scan(monkeypatch):
+    def fail(*_):
+        raise AssertionError("scanned again")
+
+    return lambda: monkeypatch.setattr(offsets, "scan", fail)
+
+
+def test_rows_are_those_of_the_file_in_its_order(tmp_path):
+    rows = [row(i) for i in range(50)]
+    corpus = load_corpus(write(tmp_path / "c.jsonl", rows))
+    assert list(corpus) == rows
+    assert corpus[-1] == rows[-1]
+    assert corpus[10:13] == rows[10:13]
+    with pytest.raises(IndexError):
+        corpus[50]
+
+
+def test_ids_are_strings_and_a_last_line_needs_no_newline(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"id": 7, "contents": "a"}\r\n{"id": "8", "contents": "b"}')
+    corpus = load_corpus(path)
+    assert [one["id"] for one in corpus] == ["7", "8"]
+    assert corpus[1]["contents"] == "b"
+
+
+def test_hash_is_that_of_ids_and_contents(tmp_path):
+    """Indexes of the first version carry this hash: it must not change."""
+    corpus = load_corpus(write(tmp_path / "c.jsonl", [{"id": "1", "contents": "a"}]))
+    assert corpus.sha256 == hashlib.sha256(b"1\0a\0").hexdigest()
+
+
+def test_small_corpora_leave_no_file_beside_them(tmp_path):
+    load_corpus(write(tmp_path / "c.jsonl", [row(1)]))
+    assert os.listdir(tmp_path) == ["c.jsonl"]
+
+
+def test_kept_offsets_spare_the_scan(tmp_path, kept, no_scan):
+    path = write(tmp_path / "c.jsonl", [row(i) for i in range(20)])
+    first = load_corpus(path)
+    no_scan()
+    again = load_corpus(path)
+    assert again == first
+    assert list(again) == list(first)
+
+
+@pytest.mark.parametrize("change", ["time", "text", "size", "damage", "cut"])
+def test_offsets_of_a_changed_corpus_are_not_used(tmp_path, kept, change):
+    path = write(tmp_path / "c.jsonl", [row(i) for i in range(20)])
+    before = load_corpus(path)
+    state, side = path.stat(), tmp_path / "c.jsonl.offsets"
+    if change == "time":
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    elif change == "text":  # same size, same time
+        path.write_text(path.read_text().replace("Title 13", "Title 31"))
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    elif change == "size":
+        write(path, [row(i) for i in range(21)])
+    elif change == "damage":
+        side.write_bytes(b"junk")
+    else:
+        side.write_bytes(side.read_bytes()[:-8])
+    after = load_corpus(path)
+    assert (after == before) == (change in ("time", "damage", "cut"))
+    assert list(after) == [json.loads(line) for line in path.read_text().splitlines()]
+    assert json.loads(side.read_bytes()[: offsets.HEADER])["mtime_ns"] == path.stat().st_mtime_ns
+
+
+def test_offsets_go_to_the_cache_folder_where_the_corpus_cannot_be_written(tmp_path, kept, monkeypatch):
+    path = write(tmp_path / "c.jsonl", [row(1)])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(offsets.os, "access", lambda *_: False)
+    load_corpus(path)
+    assert len(os.listdir(tmp_path / "cache" / "retriever")) == 1
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(RetrieverError, match="set XDG_CACHE_HOME"):
+        load_corpus(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"", "c.jsonl:2: empty row"),
+        (b"   ", "c.jsonl:2: empty row"),
+        (b'{"id": "9", "contents": " "}', "c.jsonl:2: expected an object with a non-empty string 'contents'"),
+        (b'["9"]', "c.jsonl:2: expected an object"),
+        (b"{", "c.jsonl:2: not valid JSON"),
+        (b'{"id": "9"}', "c.jsonl:2: expected an object with a non-empty string 'contents'"),
+        (b'{"contents": "x"}', "c.jsonl:2: field 'id'"),
+        (b'{"id": true, "contents": "x"}', "c.jsonl:2: field 'id'"),
+        (b'{"id": "9", "contents": "\xff"}', "c.jsonl:2: not valid UTF-8"),
+        (b'{"id": "9", "contents": "\\ud800"}', "c.jsonl:2: holds half a surrogate pair"),
+        (b'{"id": 0, "contents": "x"}', "c.jsonl:2: id '0' was used before, in line 1"),
+    ],
+)
+def test_malformed_rows_name_file_and_line(tmp_path, line, message):
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(json.dumps(row(0)).encode() + b"\n" + line + b"\n")
+    with pytest.raises(RetrieverError, match=message):
+        load_corpus(path)
+
+
+def test_empty_and_missing_corpora(tmp_path):
+    (tmp_path / "c.jsonl").write_text("")
+    with pytest.raises(RetrieverError, match="no passages"):
+        load_corpus(tmp_path / "c.jsonl")
+    with pytest.raises(RetrieverError, match="no such corpus"):
+        load_corpus(tmp_path / "d.jsonl")
+
+
+def test_gzip_and_plain_corpora_are_the_same(tmp_path):
+    path = write(tmp_path / "c.jsonl", [row(i) for i in range(4)])
+    packed = tmp_path / "c.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert load_corpus(packed) == load_corpus(path)
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(RetrieverError, match="broken file"):
+        load_corpus(packed)
+
+
+def test_a_large_gz_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "c.jsonl.gz"
+    path.write_bytes(gzip.compress((json.dumps(row(1)) + "\n").encode() * 1))
+    assert len(load_corpus(path)) == 1
+    monkeypatch.setattr(corpus_module, "GZIP_LIMIT", 30)
+    with pytest.raises(RetrieverError, match="unpack it"):
+        load_corpus(path)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 50))
+def test_duplicates_are_found_whatever_the_hashes(ids, buckets):
+    """Few buckets make many ids share a hash: only equal ids count."""
+    keys = np.array([i % buckets for i in ids], np.int64)
+    seen = {}
+    expected = None
+    for place, name in enumerate(ids):
+        if name in seen:
+            expected = (seen[name], place, str(name))
+            break
+        seen[name] = place
+    assert offsets.find_duplicate(keys, lambda i: str(ids[i])) == expected
+
+
+def test_a_duplicate_far_away_is_found(tmp_path):
+    rows = [row(i) for i in range(3000)]
+    random.Random(0).shuffle(rows)
+    rows.append(rows[17])
+    with pytest.raises(RetrieverError, match=r":3001: id .* was used before, in line 18"):
+        load_corpus(write(tmp_path / "c.jsonl", rows))

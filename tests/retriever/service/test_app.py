@@ -1,0 +1,64 @@
+"""The service's contracts and errors, over a real index."""
+
+import pytest
+
+pytest.importorskip("faiss")
+pytest.importorskip("fastapi")
+
+from fastapi.testclient import TestClient
+from retriever_rig import town_rows
+
+from retriever.service.app import make_app
+from retriever.service.engine import Depths
+
+ROWS = town_rows()
+
+
+@pytest.fixture(scope="module")
+def client(towns):
+    with TestClient(make_app(towns, Depths(2))) as client:
+        yield client
+
+
+def test_search_r1_contract(client):
+    reply = client.post("/retrieve", json={"queries": ["port elton"], "topk": 3, "return_scores": True})
+    (documents,) = reply.json()["result"]
+    assert len(documents) == 3
+    assert documents[0]["document"] == ROWS[2]
+    assert documents[0]["score"] >= documents[1]["score"]
+
+
+def test_rlinf_contract(client):
+    reply = client.post("/retrieve", json={"queries": ["port elton", "Zürich"], "return_scores": False})
+    result = reply.json()["result"]
+    assert [one[0] for one in result] == [ROWS[2], ROWS[3]]
+    assert len(result[0]) == 2  # the service's own topk
+
+
+def test_calibadv_contract(client):
+    body = {"queries": ["port elton"], "topk_retrieval": 2, "return_scores": True, "not_sort": False}
+    (documents,) = client.post("/retrieve", json=body).json()["result"]
+    assert documents[0]["document"] == ROWS[2]["contents"]
+    without = client.post("/retrieve", json=body | {"return_scores": False}).json()["result"]
+    assert without[0] == [item["document"] for item in documents]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"queries": ["a"], "topk": 0}, "topk"),
+        ({"queries": ["a"], "top_k": 3}, "top_k"),
+        ({"queries": ["a"], "topk_retrieval": 3, "topk_rerank": 1}, "no reranker is loaded"),
+        ({}, "queries"),
+    ],
+)
+def test_every_error_is_json_that_says_what_to_change(client, body, message):
+    reply = client.post("/retrieve", json=body)
+    assert reply.status_code == 422
+    assert message in reply.json()["error"]
+
+
+def test_health(client):
+    state = client.get("/health").json()
+    assert state["status"] == "ready"
+    assert state["documents"] == len(ROWS)

@@ -1,0 +1,85 @@
+"""Queries that wait together share one search, and get their own results."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("faiss")
+pytest.importorskip("fastapi")
+
+from retriever_rig import NAMES, Counting
+
+from retriever.service.batching import Overloaded, SearchBatcher
+
+
+def test_queries_that_wait_together_share_a_search_and_get_their_own_results(index):
+    counting = Counting(index, seconds=0.02)
+
+    async def run():
+        batcher = SearchBatcher(counting.search, max_batch=64)
+        return await asyncio.gather(*(batcher.submit([name], 3) for name in NAMES * 4))
+
+    results = asyncio.run(run())
+    for (found,), name in zip(results, NAMES * 4, strict=True):
+        (alone,) = index.search([name], 3)
+        assert [row for row, _ in found] == [row for row, _ in alone]
+        # FAISS multiplies many queries by another kernel, which rounds otherwise.
+        assert [score for _, score in found] == pytest.approx([score for _, score in alone], rel=1e-5)
+    assert len(counting.batches) <= 3, counting.batches
+
+
+def test_depths_are_not_mixed(index):
+    counting = Counting(index)
+
+    async def run():
+        batcher = SearchBatcher(counting.search)
+        return await asyncio.gather(batcher.submit(["ada"], 2), batcher.submit(["ada", "bo"], 5))
+
+    one, two = asyncio.run(run())
+    assert [len(found) for found in one + two] == [2, 5, 5]
+    assert counting.batches == [(1, 2), (2, 5)]
+
+
+def test_a_full_queue_refuses_and_the_rest_is_answered(index):
+    counting = Counting(index, seconds=0.05)
+
+    async def run():
+        batcher = SearchBatcher(counting.search, max_batch=2, max_queue=4)
+        tasks = [asyncio.create_task(batcher.submit([name], 1)) for name in NAMES]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = asyncio.run(run())
+    refused = [result for result in results if isinstance(result, Overloaded)]
+    assert 0 < len(refused) <= len(NAMES) - 4
+    assert all(len(result) == 1 for result in results if not isinstance(result, Overloaded))
+
+
+def test_an_error_of_a_search_reaches_its_callers_and_the_next_search_works(index):
+    def search(queries, k):
+        if "bad" in queries:
+            raise OSError("disk")
+        return index.search(queries, k)
+
+    async def run():
+        batcher = SearchBatcher(search)
+        (failed,) = await batcher.submit(["bad"], 1)
+        assert isinstance(failed, OSError) and str(failed) == "disk"
+        return await batcher.submit(["ada almson"], 1)
+
+    assert asyncio.run(run())[0][0][0]["id"] == "0"
+
+
+def test_a_client_that_has_gone_is_not_searched_for(index):
+    counting = Counting(index, seconds=0.05)
+
+    async def run():
+        batcher = SearchBatcher(counting.search, max_batch=1)
+        first = asyncio.create_task(batcher.submit(["ada"], 1))
+        gone = asyncio.create_task(batcher.submit(["bo"], 1))
+        last = asyncio.create_task(batcher.submit(["cy"], 1))
+        await asyncio.sleep(0.02)
+        gone.cancel()
+        await asyncio.gather(first, last)
+
+    asyncio.run(run())
+    assert len(counting.batches) == 2

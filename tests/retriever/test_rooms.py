@@ -1,0 +1,56 @@
+"""Each room of the package imports only rooms below it, so that no circle can arise."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "retriever"
+ROOMS = ("corpus", "encoders", "search", "indexing", "service")  # from the ground up
+SHARED = {"errors", "protocol"}
+ENTRY_POINTS = {"serve", "build_index"}
+
+
+def imported(path):
+    """Names of this package that a file imports anywhere, without the package's own."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name.split(".")[1:] for name in names if name.split(".")[0] == "retriever")
+
+
+def test_every_module_stands_in_a_known_room():
+    found = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
+    assert found == {*ROOMS, *SHARED, *ENTRY_POINTS, "options", "__init__"}
+
+
+@pytest.mark.parametrize("number", range(len(ROOMS)), ids=ROOMS)
+def test_a_room_imports_no_room_above_it(number):
+    allowed = {*SHARED, *ROOMS[: number + 1]}
+    if ROOMS[number] == "service":
+        allowed.add("options")
+    for path in (PACKAGE / ROOMS[number]).glob("*.py"):
+        assert {name[0] for name in imported(path)} <= allowed, path
+
+
+@pytest.mark.parametrize("shared", sorted(SHARED | {"options"}))
+def test_what_is_shared_imports_no_room(shared):
+    assert {name[0] for name in imported(PACKAGE / f"{shared}.py")} <= SHARED
+
+
+def test_no_two_modules_import_each_other():
+    modules = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")
+    }
+    needs = {
+        module: {".".join(name[:n]) for name in imported(path) for n in (1, 2)} & modules.keys()
+        for module, path in modules.items()
+    }
+    while ready := {module for module, others in needs.items() if not others & needs.keys()}:
+        needs = {module: others for module, others in needs.items() if module not in ready}
+    assert not needs, f"in or above a circle: {sorted(needs)}"
