@@ -36,6 +36,10 @@ OPTIONAL = {
     "calibadv_jax": {"vllm"},
     "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers"},
 }
+LAUNCHERS = {  # --help needs nothing installed, and the number of threads is set before NumPy loads
+    ROOT / "retriever" / "serve.py",
+    ROOT / "retriever" / "build_index.py",
+}
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "retriever")
 
 
@@ -107,7 +111,7 @@ def test_no_import_goes_round_in_a_circle(package):
 def test_functions_import_optional_packages_only(package):
     violations = {
         f"{path.relative_to(ROOT)}:{node.lineno} imports {name}"
-        for path in sources(package)
+        for path in set(sources(package)) - LAUNCHERS
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)

@@ -41,16 +41,3 @@ def test_a_room_imports_no_room_above_it(number):
 @pytest.mark.parametrize("shared", sorted(SHARED | {"options"}))
 def test_what_is_shared_imports_no_room(shared):
     assert {name[0] for name in imported(PACKAGE / f"{shared}.py")} <= SHARED
-
-
-def test_no_two_modules_import_each_other():
-    modules = {
-        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")
-    }
-    needs = {
-        module: {".".join(name[:n]) for name in imported(path) for n in (1, 2)} & modules.keys()
-        for module, path in modules.items()
-    }
-    while ready := {module for module, others in needs.items() if not others & needs.keys()}:
-        needs = {module: others for module, others in needs.items() if module not in ready}
-    assert not needs, f"in or above a circle: {sorted(needs)}"
