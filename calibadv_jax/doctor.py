@@ -57,6 +57,20 @@ def run(config: Config) -> None:
         raise SystemExit(1)
 
 
+def check_inputs(config: Config) -> None:
+    """What costs next to nothing to check and would be found minutes later, at the start of a run.
+
+    Raises:
+        UserError: an evaluation file that will be needed is missing or malformed, or a service does not answer.
+    """
+    if config.evaluate.every:
+        load_questions(config.data.eval)
+    if config.retriever.url:
+        RetrieverClient(config.retriever, config.retriever.url).health()
+    if config.sampler.urls:
+        check_sampler(config)
+
+
 def check_questions(config: Config) -> list[str]:
     """Both question files, row by row."""
     lines = []

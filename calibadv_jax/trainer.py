@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -16,6 +16,7 @@ from calibadv_jax.learner.learner import Learner, on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.learner.step import learn, make_samples
+from calibadv_jax.metrics.console import Console
 from calibadv_jax.model import Model, initial_params
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout.stream import RolloutStream
@@ -27,25 +28,29 @@ PROBE_TOKENS = 256  # of the fixed text on which workers and learner are compare
 
 
 class Trainer:
-    """Policy and optimizer between the steps, with their checkpoints.
+    """Policy and optimizer between the steps, the stream of rollouts that trains them, and their checkpoints.
 
     Args:
+        questions: to train on.
         rollouts: take every new policy.
-        questions, stream: where the data stand; saved and restored with the policy.
+        folder: of the run.
     """
 
     def __init__(
         self,
         config: Config,
         model: Model,
-        folder: Path,
+        questions: Sequence[Question],
         rollouts: Rollouts,
-        questions: QuestionIterator,
-        stream: RolloutStream,
+        folder: Path,
+        console: Console,
     ):
         learner = config.learner
-        self.config, self.model, self.rollouts = config, model, rollouts
-        self.questions, self.stream = questions, stream
+        self.config, self.model, self.rollouts, self.console = config, model, rollouts, console
+        self.by_id = {question.id: question for question in questions}
+        self.questions = QuestionIterator(questions, config.run.seed, config.data.shuffle)
+        per_step, staleness = config.rollout.questions_per_step, config.rollout.max_staleness
+        self.stream = RolloutStream(rollouts.begin, self.questions, per_step, staleness)
         trajectories = config.rollout.questions_per_step * config.rollout.group_size
         per_epoch = -(-trajectories // (learner.minibatch_size or trajectories))
         self.schedule = make_schedule(learner.optimizer, learner.steps * per_epoch * learner.epochs)
@@ -66,22 +71,20 @@ class Trainer:
         self.trained_tokens = 0  # of the last step, prompts and observations included
         self.checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
 
-    def restore(self, questions: Mapping[str, Question]) -> None:
-        """Goes on from the newest checkpoint, if there is one and `checkpoint.resume` is on.
-
-        Args:
-            questions: the training questions by id.
+    def restore(self) -> None:
+        """Continues from the newest checkpoint, if there is one.
 
         Raises:
             UserError: the checkpoint is damaged, or of another policy, optimizer or question file.
         """
-        newest = self.checkpoints.latest_step() if self.config.checkpoint.resume else None
+        newest = self.checkpoints.latest_step()
         if newest is None:
             return
         self.state, extra = self.checkpoints.restore(newest, self.learner.abstract_state())
         self.step = extra["step"]
         self.questions.set_state(extra["questions"])
-        self.stream.restore(extra["stream"], questions)
+        self.stream.restore(extra["stream"], self.by_id)
+        self.console.note(f"resuming from step {self.step}")
 
     def update(self, groups: list[Group], advantages: AdvantageResult) -> dict[str, float]:
         """One learner step on the groups' trajectories; ends the step."""
@@ -138,14 +141,20 @@ class Trainer:
             "stream": self.stream.state(),
         }
         self.checkpoints.save(self.step, self.state, extra)
+        self.console.note(f"saved at step {self.step}")
 
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Whatever stops the run, the last whole step is saved, unless the update itself broke off."""
         self.stream.close()
         whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
         if whole and self.checkpoints.latest_step() != self.step:
-            self.save()
+            try:
+                self.save()
+            except Exception as error:  # whatever Orbax raises: it must not hide why the run stopped
+                if kind is None:
+                    raise
+                self.console.note(f"step {self.step} could not be saved: {' '.join(str(error).split())}")
         self.checkpoints.close()

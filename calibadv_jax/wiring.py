@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax.numpy as jnp
 
-from calibadv_jax.config import Config, dump_config
-from calibadv_jax.errors import UserError
+from calibadv_jax.config import Config
 from calibadv_jax.interfaces import Sampler
 from calibadv_jax.model import Model
 from calibadv_jax.policy.transformer import Params
@@ -20,7 +18,6 @@ from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import open_workers
 from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
-from calibadv_jax.snapshots.huggingface import copy_tokenizer
 from calibadv_jax.snapshots.publish import SnapshotStore
 
 
@@ -64,25 +61,6 @@ def open_rollouts(config: Config, model: Model, model_folder: Path, snapshots: P
         )
         with Rollouts(context, config.run.seed) as rollouts:
             yield rollouts
-
-
-def prepare_run_folder(config: Config, model: Model, name: str) -> Path:
-    """Writes the resolved config, and what export needs of the policy, into the run folder.
-
-    Raises:
-        UserError: the folder cannot be made or written.
-    """
-    folder = Path(config.run.dir)
-    policy = folder / "policy"
-    try:
-        policy.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.yaml").write_text(dump_config(config))
-        (policy / "config.json").write_text(json.dumps(model.hf_config, indent=2))
-        copy_tokenizer(model.tokenizer_folder, policy)
-    except OSError as error:
-        reason = f"{error.strerror}: {error.filename}"
-        raise UserError(f"run.dir={folder} cannot be written ({reason}); choose another folder") from error
-    return folder
 
 
 def _make_sampler(config: Config, model: Model, workers: list[str], snapshots: Path) -> Sampler:

@@ -30,6 +30,9 @@ class PromptConfig:
     """Wrap the prompt in the tokenizer's chat template; auto: where it has one."""
     prepend_think: bool = False
     """The environment opens every turn with <think>."""
+    date_string: str = "26 Jul 2024"
+    """The date that a chat template which asks for one is given. Llama 3.2's would take today's, and a run over
+    midnight would change its prompt."""
 
 
 @dataclass(frozen=True, config=SECTION)

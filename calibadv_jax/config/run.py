@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
@@ -35,7 +36,11 @@ class CheckpointConfig:
     keep: PositiveInt = 2
     """Full checkpoints kept."""
     resume: bool = True
-    """Go on from the newest full checkpoint in run.dir, if there is one."""
+    """Continue from the newest full checkpoint in run.dir, if there is one. false: a folder that holds a
+    checkpoint is refused."""
+    allow_change: list[str] = field(default_factory=list)
+    """Keys, or sections, that may differ from those of the run that is resumed, such as [learner.steps, loss].
+    Without it, a resumed run refuses every change that would make it another experiment."""
     snapshot_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the policy snapshots that samplers load."""
     snapshots_kept: PositiveInt = 2

@@ -7,7 +7,6 @@ from typing import Any
 
 import grain
 
-from calibadv_jax.errors import UserError
 from calibadv_jax.trajectory import Question
 
 
@@ -34,18 +33,9 @@ class QuestionIterator:
         return self._questions[index]
 
     def get_state(self) -> dict[str, Any]:
-        """How many questions were drawn, and of how many."""
-        return {"drawn": self._drawn, "num_questions": len(self._questions)}
+        """How many questions were drawn."""
+        return {"drawn": self._drawn}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on where `get_state` was called.
-
-        Raises:
-            UserError: the question file has changed its size since.
-        """
-        if state["num_questions"] != len(self._questions):
-            raise UserError(
-                f"data.train has {len(self._questions)} questions, but the checkpoint was written with"
-                f" {state['num_questions']}; restore the file, or choose another run.dir"
-            )
+        """Continues where `get_state` was called, whose questions must be the same ones."""
         self._drawn = state["drawn"]

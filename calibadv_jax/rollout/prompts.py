@@ -58,7 +58,10 @@ def build_prompt(question: Question, tokenizer: Any, config: PromptConfig, max_l
         raise UserError("prompt.chat is 'on', but the tokenizer has no chat template; use 'auto' or 'off'")
     if has_template and config.chat != "off":
         text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": text}],
+            tokenize=False,
+            add_generation_prompt=True,
+            date_string=config.date_string,
         )
     ids = encode(tokenizer, text + (OPEN_THINK if config.prepend_think else ""))
     if len(ids) > max_length:

@@ -72,11 +72,14 @@ class RolloutStream:
         self._pending = deque((number, questions[name]) for number, name in state["pending"])
         self._begun = self._trained = state["asked"] - len(self._pending)
 
-    def take(self, step: int) -> list[Group]:
+    def take(self, step: int, progress: Callable[[int], object] = lambda _: None) -> list[Group]:
         """Waits for the groups that step `step` trains, and begins as many others as may run meanwhile.
 
         The oldest of those that are complete, as soon as no other one must be waited for. They count as
         trained when `commit` is called.
+
+        Args:
+            progress: told how many groups are complete, whenever that has changed.
 
         Raises:
             The error of a rollout; all others are cancelled.
@@ -86,6 +89,7 @@ class RolloutStream:
             ready = sorted(number for number, one in self._running.items() if one.future.done())
             for number in ready:
                 self._raise_failure(self._running[number])
+            progress(min(len(ready), self.per_step))
             if len(ready) >= self.per_step and self._is_in_time(ready, step):
                 break
             wait(

@@ -1,0 +1,160 @@
+"""The folder of a run: what was asked for at every start, and whether a start continues the same experiment."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from calibadv_jax.config import Config, dump_config, known_keys
+from calibadv_jax.errors import UserError
+from calibadv_jax.metrics.console import table
+from calibadv_jax.model import Model
+from calibadv_jax.snapshots.checkpoint import has_checkpoint
+from calibadv_jax.snapshots.huggingface import copy_tokenizer
+from calibadv_jax.trajectory import Question
+
+# Keys and sections that do not change what is learned: where things lie, how fast they run, what is shown.
+FREE = (
+    "run.dir",
+    "mesh",
+    "world",
+    "data.train",  # what the file holds is data.content
+    "data.eval",
+    "data.eval_limit",
+    "policy.path",  # what the folder holds is policy.config and policy.vocabulary
+    "policy.tokenizer",
+    "policy.attention",
+    "policy.attention_chunk",
+    "policy.logprob_chunk",
+    "policy.remat",
+    "rollout.max_concurrency",
+    "rollout.max_failed_share",
+    "sampler",
+    "retriever",
+    "learner.microbatch_rows",
+    "learner.row_length",
+    "sft",
+    "checkpoint",
+    "evaluate",
+    "export",
+    "log",
+)
+BINDING = ("sampler.name", "retriever.encoder", "retriever.topk")  # of the sections above
+
+
+def enter_run_folder(
+    config: Config, model: Model, questions: Sequence[Question], say: Callable[[str], None]
+) -> Path:
+    """The run's folder, with this start's config as ``configs/N.yaml`` and the policy's config and tokenizer.
+
+    Everything is checked before anything is written.
+
+    Args:
+        questions: of data.train.
+        say: prints how this start differs from the last one.
+
+    Raises:
+        UserError: the folder holds checkpoints of another experiment, or of a run that is not to be resumed,
+            or it cannot be written.
+    """
+    folder = Path(config.run.dir)
+    identity = {
+        "data.content": _hash([dataclasses.astuple(question) for question in questions]),
+        "policy.config": _hash(model.hf_config),
+        "policy.vocabulary": model.tokenizer_hash,
+    }
+    starts = sorted((folder / "configs").glob("*.yaml"), key=lambda path: int(path.stem))
+    if has_checkpoint(folder / "checkpoints"):
+        _check_resume(config, identity, starts, say)
+    path = folder / "configs" / f"{len(starts)}.yaml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".json").write_text(json.dumps(identity, indent=2), encoding="utf-8")
+        path.write_text(dump_config(config), encoding="utf-8")
+        write_policy_folder(folder / "policy", model)
+    except OSError as error:
+        raise UserError(
+            f"run.dir={folder} cannot be written ({error.strerror}: {error.filename}); choose another folder"
+        ) from error
+    return folder
+
+
+def write_policy_folder(folder: Path, model: Model) -> None:
+    """Writes config.json and tokenizer, which export and vLLM workers take."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model.hf_config, indent=2), encoding="utf-8")
+    copy_tokenizer(model.tokenizer_folder, folder)
+
+
+def _check_resume(
+    config: Config, identity: Mapping[str, str], starts: Sequence[Path], say: Callable[[str], None]
+) -> None:
+    folder, allowed = Path(config.run.dir), config.checkpoint.allow_change
+    unknown = [name for name in allowed if name not in known_keys() and name not in identity]
+    if unknown:
+        raise UserError(f"checkpoint.allow_change names {unknown[0]!r}, which is no key; see docs/configuration.md")
+    if not config.checkpoint.resume:
+        raise UserError(
+            f"run.dir={folder} holds checkpoints, and checkpoint.resume is false; choose another run.dir, or"
+            " remove the folder"
+        )
+    if not starts:
+        raise UserError(
+            f"run.dir={folder} holds checkpoints, but no configs/: an earlier version wrote them; choose"
+            " another run.dir"
+        )
+    before = yaml.safe_load(starts[-1].read_text(encoding="utf-8"))
+    known = json.loads(starts[-1].with_suffix(".json").read_text(encoding="utf-8"))
+    changes = list(differences(before, dataclasses.asdict(config)))
+    changes += [(name, known.get(name), value) for name, value in identity.items() if known.get(name) != value]
+    refused = [name for name, _, _ in changes if is_binding(name, config) and not _names(allowed, name)]
+    if changes:
+        rows = [
+            [name, _short(old), _short(new), "refused" if name in refused else "accepted"]
+            for name, old, new in changes
+        ]
+        say(table(rows, ["changed since the last start", "then", "now", ""]))
+    if refused:
+        raise UserError(
+            f"run.dir={folder} holds another experiment: {', '.join(refused)} changed (table above); choose"
+            f" another run.dir, or accept it: checkpoint.allow_change=[{', '.join(refused)}]"
+        )
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) of every key that differs; None where a side lacks it."""
+    for name in dict.fromkeys([*before, *now]):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield prefix + name, old, new
+
+
+def is_binding(name: str, config: Config) -> bool:
+    """Whether a change of this key makes a resumed run another experiment."""
+    if name == "learner.steps":  # a longer run is the same one, unless its learning rate depends on the length
+        return config.learner.optimizer.schedule != "constant"
+    return _names(BINDING, name) or not _names(FREE, name)
+
+
+def _names(keys: Sequence[str], name: str) -> bool:
+    """Whether a key or its section is among `keys`."""
+    return any(name == one or name.startswith(f"{one}.") for one in keys)
+
+
+def _short(value: Any) -> str:
+    text = "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:36]}…"
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
