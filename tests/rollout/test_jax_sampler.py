@@ -51,7 +51,7 @@ def policy():
 
 @pytest.fixture(scope="module")
 def params(policy):
-    params = policy.init(jax.random.key(3))
+    params = jax.jit(policy.init)(jax.random.key(3))
     params["embed"]["embedding"] = params["embed"]["embedding"] * 20.0  # far from uniform
     return params
 
@@ -66,16 +66,46 @@ def make_sampler(policy, params, max_length=96, **config):
     return sampler
 
 
-def recompute(policy, params, tokens, temperature=1.0):
-    decoder = policy.merge(params)
-    row = jnp.asarray(tokens, jnp.int32)[None]
-    hidden = decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row))
-    targets = jnp.concatenate([row[:, 1:], row[:, :1]], axis=1)
-    return np.asarray(token_logprobs(decoder, hidden, targets, temperature, 1024)[0][0])
+@pytest.fixture(scope="module")
+def sampler(policy, params):
+    """Of the default shape, compiled once; every test releases the sessions it began."""
+    return make_sampler(policy, params)
 
 
-def test_logprobs_equal_the_learners_over_multi_turn_trajectories(policy, params):
-    sampler = make_sampler(policy, params)
+@pytest.fixture(scope="module")
+def forward(policy, params):
+    """Tokens -> logits of the forward pass that the learner makes, [T, V] without the padding.
+
+    Padded on the right to one length, so that it compiles once: attention is causal.
+    """
+
+    @jax.jit
+    def logits_of(row):
+        decoder = policy.merge(params)
+        return decoder.logits(decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))[0]
+
+    return lambda tokens: logits_of(padded(tokens))[: len(tokens)]
+
+
+def padded(tokens, length=96):
+    return jnp.asarray([[*tokens, *[0] * (length - len(tokens))]], jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def recompute(policy, params):
+    """Tokens, temperature -> [T - 1] log-probabilities of the successors, as the learner computes them."""
+
+    @jax.jit
+    def logprobs_of(row, temperature):
+        decoder = policy.merge(params)
+        hidden = decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row))
+        targets = jnp.concatenate([row[:, 1:], row[:, :1]], axis=1)
+        return token_logprobs(decoder, hidden, targets, temperature, 1024)[0][0]
+
+    return lambda tokens, temperature: np.asarray(logprobs_of(padded(tokens), temperature))[: len(tokens) - 1]
+
+
+def test_logprobs_equal_the_learners_over_multi_turn_trajectories(sampler, recompute):
 
     async def trajectory(index):
         tokens, spans = [1, 2, 3 + index], []
@@ -91,37 +121,34 @@ def test_logprobs_equal_the_learners_over_multi_turn_trajectories(policy, params
         return await asyncio.gather(*(trajectory(i) for i in range(7)))  # more than there are slots
 
     for tokens, spans in asyncio.run(everything()):
-        expected = recompute(policy, params, tokens, 0.8)
+        expected = recompute(tokens, 0.8)
         for start, done in spans:
             got = np.array(done.logprobs)
             np.testing.assert_allclose(got, expected[start - 1 : start - 1 + len(got)], atol=1e-3)
             assert done.policy_versions == (7,)
 
 
-def test_same_seed_gives_same_tokens_whoever_else_is_in_the_batch(policy, params):
-    sampling = SamplingParams(20, 1.0, seed=5)
+def test_same_seed_gives_same_tokens_whoever_else_is_in_the_batch(sampler):
+    async def one(prompt, seed, session):
+        done = await sampler.generate(prompt, SamplingParams(20, 1.0, seed=seed), session)
+        sampler.release(session)
+        return done
 
-    async def alone(sampler):
-        return await sampler.generate([1, 2, 3], sampling, "x")
+    async def crowded():
+        others = [one([4, 5, seed], seed, f"o{seed}") for seed in range(3)]
+        return (await asyncio.gather(*others, one([1, 2, 3], 5, "x")))[-1]
 
-    async def crowded(sampler):
-        others = [sampler.generate([4, 5, i], SamplingParams(20, 1.0, seed=i), f"o{i}") for i in range(3)]
-        return (await asyncio.gather(*others, alone(sampler)))[-1]
-
-    first = asyncio.run(alone(make_sampler(policy, params)))
-    second = asyncio.run(crowded(make_sampler(policy, params)))
+    first = asyncio.run(one([1, 2, 3], 5, "x"))
+    second = asyncio.run(crowded())
     assert first.token_ids == second.token_ids
-    other_seed = SamplingParams(20, 1.0, seed=6)
-    third = asyncio.run(make_sampler(policy, params).generate([1, 2, 3], other_seed, "x"))
+    third = asyncio.run(one([1, 2, 3], 6, "x"))
     assert third.token_ids != first.token_ids
 
 
-def test_greedy_is_the_argmax(policy, params):
-    done = asyncio.run(make_sampler(policy, params).generate([1, 2, 3], SamplingParams(9, 0.0), "g"))
-    row = jnp.asarray([1, 2, 3, *done.token_ids])[None]
-    decoder = policy.merge(params)
-    hidden = decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row))
-    best = np.asarray(jnp.argmax(decoder.logits(hidden)[0], axis=-1))
+def test_greedy_is_the_argmax(sampler, forward):
+    done = asyncio.run(sampler.generate([1, 2, 3], SamplingParams(9, 0.0), "g"))
+    sampler.release("g")
+    best = np.asarray(jnp.argmax(forward([1, 2, 3, *done.token_ids]), axis=-1))
     assert best[2:-1].tolist() == done.token_ids
 
 
@@ -166,15 +193,14 @@ def test_length_limits(policy, params):
         asyncio.run(sampler.generate([1] * 24, params_no_stop, "b"))
 
 
-def test_refuses_to_swap_weights_in_flight(policy, params):
-    sampler = make_sampler(policy, params)
-
+def test_refuses_to_swap_weights_in_flight(sampler):
     async def swap():
         running = asyncio.ensure_future(sampler.generate([1, 2], SamplingParams(8), "a"))
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="in progress"):
             await sampler.load(None)
         await running
+        sampler.release("a")
 
     asyncio.run(swap())
 
