@@ -37,8 +37,8 @@ _DEMANDS = {  # pydantic's error type -> a demand with the way out, where pydant
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file and applies ``key.path=value`` overrides.
 
-    The type of an override's key decides how its value is read: text stays as it was typed, so that
-    run.dir=2026_11_21 is no number; everything else is YAML.
+    The type of an override's key decides how its value is read: text stays as it was typed (but
+    for quotes around it), so that run.dir=2026_11_21 is no number; everything else is YAML.
 
     Raises:
         UserError: missing file, bad YAML, unknown key (with the one that was probably meant), bad value.
@@ -89,9 +89,11 @@ def _errors_of(source: str) -> Iterator[None]:
 
 def _parse(text: str, kind: Any) -> Any:
     """The value of an override whose key has type `kind`; interpolations stay as they are."""
-    if kind is str or typing.get_origin(kind) is Literal:
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    is_text = kind is str or typing.get_origin(kind) is Literal
+    if is_text and not is_quoted:
         return text
-    if kind == list[str]:
+    if is_text or kind == list[str]:
         return yaml.load(text, Loader=yaml.BaseLoader)  # every scalar stays text
     parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     return parsed["value"]
