@@ -80,6 +80,7 @@ def test_a_resolved_config_reads_back_as_itself(write):
         ),
         ("policy: {init: 3}", [], "policy.init: must be a mapping of keys to values (got 3)"),
         ("policy: {init: {a: !!binary aGk=}}", [], "values are text, numbers"),
+        ("policy: {path: {a: 1}}", [], "policy.path: must be text"),
         ("learner: 3", [], "learner: must be a section with keys of its own"),
         ("learner:", [], "leave it out for the defaults (got null)"),
         ("learner: {steps: 0}", [], "learner.steps: must be greater than 0 (got 0)"),
@@ -194,6 +195,10 @@ def test_a_section_given_on_the_command_line_is_merged(write):
         ("lerner: {steps: 1}", [], "unknown key 'lerner'; did you mean 'learner'?"),
         ("sft: {phases: [{steps: 5}, {step: 5}]}", [], "unknown key 'sft.phases.1.step'; did you mean"),
         ("sft: {phases: [{steps: 5}]}", ["sft.phases.0.step=1"], "sft.phases.0.step: unknown key"),
+        ("", ["trainer.steps=3"], "unknown key 'trainer.steps'; did you mean 'learner.steps'?"),
+        ("actor: {optim: {lr: 1}}", [], "unknown key 'actor.optim.lr'; did you mean 'learner.optimizer.lr'"),
+        ("rollout: {n: 5}", [], "did you mean 'rollout.group_size'?"),
+        ("xyzzy: {}", [], "unknown key 'xyzzy'; every key is in docs/configuration.md"),
         ("xyzzy: 3", [], "unknown key 'xyzzy'; every key is in docs/configuration.md"),
     ],
 )

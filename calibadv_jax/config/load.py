@@ -24,7 +24,7 @@ COMMAND_LINE = "command line"
 
 _DEMANDS = {  # pydantic's error type -> a demand with the way out, where pydantic's own words lack it
     "dataclass_type": "must be a section with keys of its own; leave it out for the defaults",
-    "string_type": "must be text: put the value in quotes",
+    "string_type": "must be text",
     "list_type": "must be a list, such as [a, b]",
     "unexpected_keyword_argument": "unknown key",
     "dict_type": "must be a mapping of keys to values",
@@ -120,6 +120,8 @@ def _line(error: ErrorDetails, overridden: Sequence[str]) -> str:
     demand = _DEMANDS.get(error["type"], demand)
     if error["type"] == "literal_error" and isinstance(error["input"], bool):
         demand += ", in quotes: YAML takes on and off, yes and no for true and false"
+    if error["type"] == "string_type" and isinstance(error["input"], int | float):
+        demand += ": put the value in quotes"
     line = f"{key}: {demand}" if key else demand
     if isinstance(error["input"], dict):  # a whole section: the message says which values
         return line
