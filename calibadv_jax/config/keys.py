@@ -16,6 +16,7 @@ from calibadv_jax.errors import UserError
 OTHER_NAMES = {
     "batch_size": "rollout.questions_per_step",
     "train_batch_size": "rollout.questions_per_step",
+    "n": "rollout.group_size",
     "num_generations": "rollout.group_size",
     "max_turns": "rollout.max_searches",
     "max_new_tokens": "rollout.max_turn_length",
@@ -36,6 +37,7 @@ OTHER_NAMES = {
     "lr_scheduler": "learner.optimizer.schedule",
     "grad_clip": "learner.optimizer.max_grad_norm",
     "clip_grad": "learner.optimizer.max_grad_norm",
+    "clip": "loss.clip_high",
     "clip_ratio": "loss.clip_high",
     "clip_eps": "loss.clip_high",
     "epsilon": "loss.clip_high",
@@ -85,8 +87,7 @@ def refuse_unknown(given: Any, source: str) -> None:
         elif isinstance(node, dict) and (fields := _fields(kind)):
             for name, value in node.items():
                 if name not in fields:
-                    hint = _hint(f"{prefix}{name}", isinstance(value, dict), fields)
-                    raise UserError(f"{source}: unknown key '{prefix}{name}'{hint}")
+                    raise UserError(f"{source}: unknown key {_with_hint(f'{prefix}{name}', value, fields)}")
                 walk(value, fields[name], f"{prefix}{name}.")
 
     walk(given, Config, "")
@@ -99,11 +100,15 @@ def _fields(kind: Any) -> dict[str, Any]:
     return {name: field.annotation for name, field in kind.__pydantic_fields__.items()}
 
 
-def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
-    meant = _meant(dotted, is_section, siblings)
-    if not meant:
-        return "; every key is in docs/configuration.md"
-    return f"; did you mean {' or '.join(map(repr, meant))}?"
+def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
+    """``'learner.lr'; did you mean 'learner.optimizer.lr'?``; a section like none gives its first key."""
+    meant = _meant(dotted, isinstance(value, dict), siblings)
+    if meant:
+        return f"{dotted!r}; did you mean {' or '.join(map(repr, meant))}?"
+    if isinstance(value, dict) and value:
+        name, inner = next(iter(value.items()))
+        return _with_hint(f"{dotted}.{name}", inner, {})
+    return f"{dotted!r}; every key is in docs/configuration.md"
 
 
 def _meant(dotted: str, is_section: bool, siblings: dict[str, Any]) -> list[str]:

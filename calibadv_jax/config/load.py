@@ -24,7 +24,7 @@ COMMAND_LINE = "command line"
 
 _DEMANDS = {  # pydantic's error type -> a demand with the way out, where pydantic's own words lack it
     "dataclass_type": "must be a section with keys of its own; leave it out for the defaults",
-    "string_type": "must be text: put the value in quotes",
+    "string_type": "must be text",
     "list_type": "must be a list, such as [a, b]",
     "unexpected_keyword_argument": "unknown key",
     "dict_type": "must be a mapping of keys to values",
@@ -37,8 +37,8 @@ _DEMANDS = {  # pydantic's error type -> a demand with the way out, where pydant
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file and applies ``key.path=value`` overrides.
 
-    The type of an override's key decides how its value is read: text stays as it was typed, so that
-    run.dir=2026_11_21 is no number; everything else is YAML.
+    The type of an override's key decides how its value is read: text stays as it was typed (but
+    for quotes around it), so that run.dir=2026_11_21 is no number; everything else is YAML.
 
     Raises:
         UserError: missing file, bad YAML, unknown key (with the one that was probably meant), bad value.
@@ -89,9 +89,11 @@ def _errors_of(source: str) -> Iterator[None]:
 
 def _parse(text: str, kind: Any) -> Any:
     """The value of an override whose key has type `kind`; interpolations stay as they are."""
-    if kind is str or typing.get_origin(kind) is Literal:
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    is_text = kind is str or typing.get_origin(kind) is Literal
+    if is_text and not is_quoted:
         return text
-    if kind == list[str]:
+    if is_text or kind == list[str]:
         return yaml.load(text, Loader=yaml.BaseLoader)  # every scalar stays text
     parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     return parsed["value"]
@@ -118,6 +120,8 @@ def _line(error: ErrorDetails, overridden: Sequence[str]) -> str:
     demand = _DEMANDS.get(error["type"], demand)
     if error["type"] == "literal_error" and isinstance(error["input"], bool):
         demand += ", in quotes: YAML takes on and off, yes and no for true and false"
+    if error["type"] == "string_type" and isinstance(error["input"], int | float):
+        demand += ": put the value in quotes"
     line = f"{key}: {demand}" if key else demand
     if isinstance(error["input"], dict):  # a whole section: the message says which values
         return line
