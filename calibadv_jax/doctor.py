@@ -61,7 +61,7 @@ def check_inputs(config: Config) -> None:
     """What costs next to nothing to check and would be found minutes later, at the start of a run.
 
     Raises:
-        UserError: an evaluation file that will be needed is missing or malformed, or a service does not answer.
+        UserError: the evaluation file is missing or malformed, or a service does not answer.
     """
     if config.evaluate.every:
         load_questions(config.data.eval)

@@ -18,6 +18,7 @@ from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import Report, evaluate_policy
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.model import find_policy
+from calibadv_jax.run_folder import check_cold_start
 from calibadv_jax.wiring import open_services
 
 
@@ -34,7 +35,9 @@ def run(config: Config) -> None:
 
     write_world(config.world)
     lap("world")
-    if not (Path(config.sft.output) / "config.json").is_file():
+    if (Path(config.sft.output) / "config.json").is_file():
+        check_cold_start(config)
+    else:
         sft.run(config)
     lap("cold start")
     with open_services(config, Path(config.sft.output)) as (retriever, workers):

@@ -1,4 +1,4 @@
-"""The folder of a run: what was asked for at every start, and whether a start continues the same experiment."""
+"""The folder of a run: its config at every start, and whether a start continues the same experiment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ FREE = (
     "policy.logprob_chunk",
     "policy.remat",
     "rollout.max_concurrency",
-    "rollout.max_failed_share",
     "sampler",
     "retriever",
     "learner.microbatch_rows",
@@ -45,6 +44,8 @@ FREE = (
     "export",
     "log",
 )
+COLD_START = "sft.yaml"  # the config of the cold start
+COLD_START_KEYS = ("run.seed", "policy.init", "world", "prompt", "sft")
 BINDING = ("sampler.name", "retriever.encoder", "retriever.topk")  # of the sections above
 
 
@@ -85,6 +86,28 @@ def enter_run_folder(
     return folder
 
 
+def check_cold_start(config: Config) -> None:
+    """Whether the cold start that lies in sft.output is the one that the config describes.
+
+    Raises:
+        UserError: it was made with other settings.
+    """
+    path = Path(config.run.dir) / COLD_START
+    if not path.is_file():
+        return
+    before = yaml.safe_load(path.read_text(encoding="utf-8"))
+    changed = [
+        name
+        for name, _, _ in differences(before, dataclasses.asdict(config))
+        if _names(COLD_START_KEYS, name)
+    ]
+    if changed:
+        raise UserError(
+            f"{config.sft.output}: holds a cold start with other settings ({', '.join(changed)}); choose"
+            " another run.dir, or remove the folder"
+        )
+
+
 def write_policy_folder(folder: Path, model: Model) -> None:
     """Writes config.json and tokenizer, which export and vLLM workers take."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +121,9 @@ def _check_resume(
     folder, allowed = Path(config.run.dir), config.checkpoint.allow_change
     unknown = [name for name in allowed if name not in known_keys() and name not in identity]
     if unknown:
-        raise UserError(f"checkpoint.allow_change names {unknown[0]!r}, which is no key; see docs/configuration.md")
+        raise UserError(
+            f"checkpoint.allow_change names {unknown[0]!r}, which is no key; see docs/configuration.md"
+        )
     if not config.checkpoint.resume:
         raise UserError(
             f"run.dir={folder} holds checkpoints, and checkpoint.resume is false; choose another run.dir, or"
@@ -112,7 +137,7 @@ def _check_resume(
     before = yaml.safe_load(starts[-1].read_text(encoding="utf-8"))
     known = json.loads(starts[-1].with_suffix(".json").read_text(encoding="utf-8"))
     changes = list(differences(before, dataclasses.asdict(config)))
-    changes += [(name, known.get(name), value) for name, value in identity.items() if known.get(name) != value]
+    changes += differences(known, identity)
     refused = [name for name, _, _ in changes if is_binding(name, config) and not _names(allowed, name)]
     if changes:
         rows = [
@@ -141,7 +166,9 @@ def differences(
 
 def is_binding(name: str, config: Config) -> bool:
     """Whether a change of this key makes a resumed run another experiment."""
-    if name == "learner.steps":  # a longer run is the same one, unless its learning rate depends on the length
+    if (
+        name == "learner.steps"
+    ):  # a longer run is the same one, unless its learning rate depends on the length
         return config.learner.optimizer.schedule != "constant"
     return _names(BINDING, name) or not _names(FREE, name)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax import cli
-from calibadv_jax.config import Config, SftPhase
+from calibadv_jax.config import Config, SftPhase, dump_config
 from calibadv_jax.data.demonstrations import GENERATORS, Demonstration, load_demonstrations
 from calibadv_jax.errors import UserError
 from calibadv_jax.learner.batching import Batch, Sample, pack, place, token_weights
@@ -26,16 +26,18 @@ from calibadv_jax.model import build_model, initial_params
 from calibadv_jax.protocol import OPEN_THINK
 from calibadv_jax.rollout.observation import encode, render_observation
 from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.run_folder import COLD_START
 from calibadv_jax.snapshots.huggingface import save_folder
-from calibadv_jax.wiring import prepare_run_folder
 
 
 def run(config: Config) -> None:
     """Runs every phase in order, then writes the policy to `sft.output`."""
     sft = config.sft
+    if not sft.phases:
+        raise UserError("sft.phases is empty: nothing would be trained; add one, such as {steps: 100}")
     console = Console(config.log.progress)
+    folder = Path(config.run.dir)
     model = build_model(config, sft.init_from)
-    folder = prepare_run_folder(config, model, "sft")
     total = sum(phase.steps for phase in sft.phases)
     schedule = make_schedule(sft.optimizer, total)
     learner = Learner(
@@ -69,6 +71,7 @@ def run(config: Config) -> None:
                 if step % 10 == 0 or step == total:
                     console.step(step, total, metrics)
     output = Path(sft.output)
+    (folder / COLD_START).write_text(dump_config(config), encoding="utf-8")
     save_folder(state["params"], model.hf_config, output, config.policy.param_dtype, model.tokenizer_folder)
     console.note(f"cold start written to {output}")
 

@@ -11,8 +11,9 @@ from types import FrameType
 
 
 class Stop:
-    """Within the block, the first signal raises SystemExit (143 for SIGTERM, 130 for SIGINT) in the main thread,
-    or at the end of `held` work. A second signal ends the process at once.
+    """Within the block, the first signal raises SystemExit in the main thread, or at the end of `held` work.
+
+    The status is 143 for SIGTERM and 130 for SIGINT. A second signal ends the process at once.
 
     Schedulers (SLURM, Kubernetes) and spot machines send SIGTERM some time before they kill.
     """

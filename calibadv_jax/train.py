@@ -68,7 +68,8 @@ def train(
                         metrics |= report_metrics(evaluate(config, rollouts))
             finally:
                 if trainer.step > begun:  # what is trained is saved, so its row must not be lost
-                    writer.write(trainer.step, metrics | watch.metrics(tokens=trainer.trained_tokens))
+                    with stop.held():
+                        writer.write(trainer.step, metrics | watch.metrics(trainer.trained_tokens))
             console.step(trainer.step, config.learner.steps, metrics | watch.metrics(trainer.trained_tokens))
             with stop.held():
                 trainer.save_if_due()

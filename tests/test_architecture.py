@@ -34,7 +34,7 @@ STAGES: dict[str, set[str]] = {
 CONDUCTORS = (*COMMANDS, "cli", "model", "trainer", "wiring")
 OPTIONAL = {
     "calibadv_jax": {"vllm"},
-    "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers"},
+    "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers", "torch"},
 }
 LAUNCHERS = {  # --help needs nothing installed, and the number of threads is set before NumPy loads
     ROOT / "retriever" / "serve.py",

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -132,6 +133,9 @@ def test_vllm_worker_synchronous_and_ahead_by_one_step(tmp_path, noisy_rewards):
             rollout=replace(config.rollout, max_staleness=1),
             loss=replace(config.loss, importance_cap=2.0),
             learner=replace(config.learner, steps=7),
+            checkpoint=replace(
+                config.checkpoint, allow_change=["rollout.max_staleness", "loss.importance_cap"]
+            ),
         )
         train.run(ahead)
     written = rows(tmp_path / "run")
@@ -180,6 +184,35 @@ def test_chain_from_cold_start_to_export(tmp_path):
 
 
 @pytest.mark.slow
+def test_sigterm_saves_the_last_step_and_the_next_start_continues(tmp_path):
+    """As SLURM, Kubernetes and spot machines stop a run; the rows equal those of an undisturbed one."""
+    overrides = [*SMALL, "learner.steps=30", "checkpoint.every=100", "mesh.fsdp=1"]
+    whole = load_config(ROOT / "configs/quickstart.yaml", [*overrides, f"run.dir={tmp_path}/whole"])
+    write_world(whole.world)
+    command = [sys.executable, "-m", "calibadv_jax.train", "--config", "configs/quickstart.yaml", *overrides]
+    world = f"world.dir={tmp_path}/whole/world"
+    data = [f"data.train={tmp_path}/whole/world/train.jsonl", f"data.eval={tmp_path}/whole/world/eval.jsonl"]
+    data += [f"policy.tokenizer={tmp_path}/whole/world/tokenizer", world]
+    data += [f"retriever.corpus={tmp_path}/whole/world/corpus.jsonl", f"retriever.index={tmp_path}/index"]
+    subprocess.run([*command, *data, f"run.dir={tmp_path}/whole"], cwd=ROOT, check=True, capture_output=True)
+    parts = [*command, *data, f"run.dir={tmp_path}/parts"]
+    with (tmp_path / "log").open("w") as log:
+        running = subprocess.Popen(parts, cwd=ROOT, stderr=log)
+        metrics = tmp_path / "parts/metrics.jsonl"
+        while running.poll() is None and (not metrics.is_file() or metrics.read_text().count("\n") < 3):
+            time.sleep(0.01)
+        running.terminate()
+        assert running.wait(120) == 143
+    stopped = len(rows(tmp_path / "parts"))
+    assert 3 <= stopped < 30
+    assert (tmp_path / "log").read_text().splitlines()[-1] == f"saved at step {stopped}"
+    again = subprocess.run(parts, cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 0 and f"resuming from step {stopped}" in again.stderr
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    assert len(list((tmp_path / "parts/rollouts").iterdir())) == 30
+
+
+@pytest.mark.slow
 def test_bad_input_is_one_line_and_status_2(tmp_path):
     def run(*overrides):
         command = [sys.executable, "-m", "calibadv_jax.train", "--config", "configs/quickstart.yaml"]
@@ -191,7 +224,13 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
         assert len(errors) == 1
         return errors[0]
 
-    assert "sft/config.json: no such file; give a HuggingFace folder" in run()
+    assert "train.jsonl: no such file of questions" in run()  # before anything heavy
+    (tmp_path / "questions.jsonl").write_text(
+        '{"id": "1", "question": "Who?", "golden_answers": ["Ann"], "data_source": "test"}\n'
+    )
+    data = f"data.train={tmp_path}/questions.jsonl"
+    assert "sft/config.json: no such file; give a HuggingFace folder" in run(data)
+    assert "can not be reached" in run(data, "retriever.url=http://127.0.0.1:9")
     assert "did you mean 'rollout.group_size'" in run("rollout.group_sise=3")
-    assert "no such tokenizer folder" in run("policy.path=''")
+    assert "no such tokenizer folder" in run(data, "policy.path=''")
     assert "learner.row_length is 10" in run("learner.row_length=10")

@@ -31,8 +31,8 @@ class PromptConfig:
     prepend_think: bool = False
     """The environment opens every turn with <think>."""
     date_string: str = "26 Jul 2024"
-    """The date that a chat template which asks for one is given. Llama 3.2's would take today's, and a run over
-    midnight would change its prompt."""
+    """Given to chat templates that show a date. Llama 3.2's would take today's, and a run over midnight would
+    change its prompt."""
 
 
 @dataclass(frozen=True, config=SECTION)

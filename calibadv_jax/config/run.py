@@ -39,8 +39,8 @@ class CheckpointConfig:
     """Continue from the newest full checkpoint in run.dir, if there is one. false: a folder that holds a
     checkpoint is refused."""
     allow_change: list[str] = field(default_factory=list)
-    """Keys, or sections, that may differ from those of the run that is resumed, such as [learner.steps, loss].
-    Without it, a resumed run refuses every change that would make it another experiment."""
+    """Keys or sections that may differ from those of the run that is resumed, such as [learner.steps, loss].
+    All other changes that would make it another experiment are refused."""
     snapshot_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the policy snapshots that samplers load."""
     snapshots_kept: PositiveInt = 2

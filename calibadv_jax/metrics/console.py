@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
 from tqdm import tqdm
 
+QUIET_SECONDS = 30.0  # between lines of progress within a step
 STEP_METRICS = {  # label -> metric name; those a step does not have are left out
     "loss": "sft/loss",
     "reward": "reward/mean",
@@ -57,11 +59,24 @@ class Console:
 
     @contextmanager
     def bar(self, label: str, total: int, unit: str = "it") -> Iterator[Callable[[int], object]]:
-        """Yields ``advance(count)``. The bar is gone when the block ends; print no line inside it."""
+        """Yields ``show(done)``, to be called with how many of `total` are done.
+
+        The bar is gone when the block ends; print no line inside it. Where the stream is no terminal, a line
+        is written every 30 seconds instead.
+        """
+        spoken = time.monotonic()
         with tqdm(
             total=total, desc=label, unit=unit, file=self._stream, leave=False, disable=not self._has_bar
         ) as bar:
-            yield bar.update
+
+            def show(done: int) -> None:
+                nonlocal spoken
+                bar.update(done - bar.n)
+                if not self._has_bar and time.monotonic() - spoken > QUIET_SECONDS:
+                    spoken = time.monotonic()
+                    self.note(f"{label} {done}/{total}")
+
+            yield show
 
 
 def number(value: float) -> str:

@@ -81,17 +81,19 @@ def test_without_progress_only_results_are_shown(capsys):
 
 def test_a_bar_counts_on_a_terminal():
     stream = Terminal()
-    with Console(stream=stream).bar("rollout", 4) as advance:
-        for _ in range(4):
-            advance(1)
+    with Console(stream=stream).bar("rollout", 4) as show:
+        for done in (1, 2, 4):
+            show(done)
     assert "rollout" in stream.getvalue() and "/4" in stream.getvalue()
 
 
-def test_no_bar_in_a_file():
-    stream = io.StringIO()
-    with Console(stream=stream).bar("rollout", 4) as advance:
-        advance(4)
-    assert stream.getvalue() == ""
+def test_in_a_file_a_line_now_and_then_instead_of_a_bar(monkeypatch):
+    stream, clock = io.StringIO(), [0.0]
+    monkeypatch.setattr("calibadv_jax.metrics.console.time.monotonic", lambda: clock[0])
+    with Console(stream=stream).bar("rollout", 4) as show:
+        for done, clock[0] in ((1, 1.0), (2, 31.0), (3, 40.0), (4, 70.0)):
+            show(done)
+    assert stream.getvalue() == "rollout 2/4\nrollout 4/4\n"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,167 @@
+"""What a start may change of a run that is resumed, and that nothing is written before this is known."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from calibadv_jax.config import Config, known_keys, load_config
+from calibadv_jax.errors import UserError
+from calibadv_jax.run_folder import (
+    BINDING,
+    COLD_START_KEYS,
+    FREE,
+    check_cold_start,
+    enter_run_folder,
+    write_policy_folder,
+)
+from calibadv_jax.trajectory import Question
+
+QUESTIONS = [Question("1", "Who?", ("Ann",), "test"), Question("2", "Where?", ("Here",), "test")]
+
+
+class StandInModel:
+    """As much of `model.Model` as the run folder reads."""
+
+    tokenizer_hash = "words"
+
+    def __init__(self, folder, **hf_config):
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.json").write_text("{}")
+        self.tokenizer_folder, self.hf_config = folder, {"model_type": "qwen2"} | hf_config
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Enters the folder of one run; returns what was said."""
+    path = tmp_path / "config.yaml"
+    path.write_text("learner: {steps: 10, optimizer: {schedule: cosine}}\n")
+    folder = tmp_path / "run"
+
+    def enter(*overrides, questions=QUESTIONS, **hf_config):
+        said = []
+        config = load_config(path, [f"run.dir={folder}", *overrides])
+        enter_run_folder(config, StandInModel(tmp_path / "tokenizer", **hf_config), questions, said.append)
+        return "\n".join(said)
+
+    enter.folder = folder
+    return enter
+
+
+def with_checkpoint(run):
+    run()
+    (run.folder / "checkpoints" / "3").mkdir(parents=True)
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_the_config_of_every_start_is_kept(run):
+    run("run.seed=1")
+    run("run.seed=2")  # no checkpoint yet: nothing that it could falsify
+    seeds = [yaml.safe_load((run.folder / f"configs/{n}.yaml").read_text())["run"]["seed"] for n in (0, 1)]
+    assert seeds == [1, 2]
+    assert json.loads((run.folder / "policy/config.json").read_text()) == {"model_type": "qwen2"}
+    assert (run.folder / "policy/tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=1",
+        "advantage.name=grpo",
+        "learner.optimizer.lr=0.001",
+        "rollout.group_size=7",
+        "rollout.questions_per_step=3",
+        "rollout.temperature=0.5",
+        "prompt.template=short",
+        "retriever.topk=5",
+        "sampler.name=vllm",
+        "loss.clip_low=0.1",
+        "learner.steps=11",  # the cosine ends later
+        "data.shuffle=false",
+    ],
+)
+def test_what_would_make_it_another_experiment_is_refused_and_nothing_is_written(run, override):
+    with_checkpoint(run)
+    before = contents(run.folder)
+    key, _, value = override.partition("=")
+    with pytest.raises(UserError, match=rf"holds another experiment: {key} changed") as caught:
+        run(override)
+    assert f"checkpoint.allow_change=[{key}]" in str(caught.value) and "\n" not in str(caught.value)
+    assert contents(run.folder) == before
+    table = run(override, f"checkpoint.allow_change=[{key}]")
+    assert any(key in line and value in line and "accepted" in line for line in table.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"questions": [QUESTIONS[0], replace(QUESTIONS[1], text="Whence?")]}, "data.content"),
+        ({"hidden_size": 8}, "policy.config"),
+    ],
+)
+def test_data_and_policy_are_known_by_what_they_hold(run, arguments, name):
+    """A file in which questions changed but not their number; another model at the same path."""
+    with_checkpoint(run)
+    before = contents(run.folder)
+    with pytest.raises(UserError, match=f"{name} changed"):
+        run(**arguments)
+    assert contents(run.folder) == before
+    assert "accepted" in run(f"checkpoint.allow_change=[{name}]", **arguments)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["data.train=elsewhere.jsonl", "log.tensorboard=false", "sampler.slots=3", "checkpoint.every=9"],
+)
+def test_what_changes_no_result_is_accepted_and_shown(run, override):
+    with_checkpoint(run)
+    assert override.partition("=")[0] in run(override)
+    assert run(override) == ""
+
+
+def test_more_steps_at_a_constant_learning_rate_are_the_same_run(run):
+    (run.folder.parent / "config.yaml").write_text("learner: {steps: 10, optimizer: {schedule: constant}}\n")
+    with_checkpoint(run)
+    assert "learner.steps" in run("learner.steps=20")
+
+
+def test_a_used_folder_is_refused_at_once_where_nothing_is_to_be_resumed(run):
+    with_checkpoint(run)
+    before = contents(run.folder)
+    with pytest.raises(UserError, match="holds checkpoints, and checkpoint.resume is false"):
+        run("checkpoint.resume=false")
+    assert contents(run.folder) == before
+
+
+def test_a_misspelt_key_in_allow_change_is_named(run):
+    with_checkpoint(run)
+    with pytest.raises(UserError, match="'learner.lr', which is no key"):
+        run("checkpoint.allow_change=[learner.lr]")
+
+
+def test_a_run_dir_that_cannot_be_written_is_one_line(run):
+    run.folder.write_text("a file")
+    with pytest.raises(UserError, match="cannot be written") as caught:
+        run()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_lists_name_keys_that_exist():
+    assert not {*FREE, *BINDING, *COLD_START_KEYS} - set(known_keys())
+
+
+def test_a_cold_start_of_another_seed_is_not_taken_for_this_one(tmp_path):
+    config = Config(run=replace(Config().run, dir=str(tmp_path)))
+    check_cold_start(config)
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump({"run": {"seed": 3}, "log": {"progress": False}}))
+    with pytest.raises(UserError, match=r"other settings \(run.seed"):
+        check_cold_start(config)
+
+
+def test_the_policy_folder_is_what_export_needs(tmp_path):
+    write_policy_folder(tmp_path / "policy", StandInModel(tmp_path / "tokenizer"))
+    assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == ["config.json", "tokenizer.json"]
