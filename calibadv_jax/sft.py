@@ -93,8 +93,9 @@ def _demonstrations(config: Config, phase: SftPhase, seed: int) -> Iterator[Demo
         yield from GENERATORS[phase.kind](seed, config.world)
         return
     demonstrations = load_demonstrations(Path(config.sft.demonstrations))
+    rng = np.random.default_rng(seed)
     while True:
-        yield from demonstrations
+        yield from (demonstrations[index] for index in rng.permutation(len(demonstrations)))
 
 
 def encode_demonstration(

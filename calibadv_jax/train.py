@@ -32,6 +32,7 @@ def run(config: Config) -> None:
         console.say(line)
     questions = load_questions(config.data.train)
     check_inputs(config)
+    console.note(f"{len(questions)} questions; opening the policy and its services")
     model = build_model(config, config.policy.path)
     folder = enter_run_folder(config, model, questions, console.say)
     with Stop() as stop, open_rollouts(config, model, folder / "policy", folder / "snapshots") as rollouts:
@@ -47,6 +48,8 @@ def train(
     """The algorithm, on parts that are ready."""
     with MetricsWriter(folder, config.log.tensorboard, start_step=trainer.step + 1) as writer:
         trainer.publish()  # before the first step, so that a broken path fails at the start
+        if trainer.step < config.learner.steps:
+            console.note("the first step compiles; those after it are faster")
         while trainer.step < config.learner.steps:
             watch, begun = Stopwatch(), trainer.step
             with watch("rollout"), console.bar("rollout", config.rollout.questions_per_step) as done:

@@ -18,6 +18,7 @@ from calibadv_jax.data.questions import parse_question, read_jsonl
 from calibadv_jax.data.words import POOLS
 from calibadv_jax.data.world import Facts, WorldQuestion, ask, make_facts, write_passages
 from calibadv_jax.errors import UserError
+from calibadv_jax.protocol import parse_turn
 from calibadv_jax.trajectory import Document, Question
 
 NUM_DOCUMENTS = 3
@@ -229,6 +230,11 @@ def load_demonstrations(path: Path) -> list[Demonstration]:
 def _parse_turn(turn: object, where: str) -> DemoTurn:
     if not isinstance(turn, dict) or not isinstance(turn.get("text"), str) or not turn["text"].strip():
         raise UserError(f"{where}: every turn needs a non-empty 'text', got {turn!r}")
+    if parse_turn(turn["text"], prepend_think=False, stop_reason="eos").kind == "invalid":
+        raise UserError(
+            f"{where}: a turn must hold <search> query </search> or <answer> answer </answer>, got"
+            f" {turn['text'][:80]!r}"
+        )
     documents = turn.get("documents", [])
     if not isinstance(documents, list) or not all(
         isinstance(d, dict) and isinstance(d.get("title"), str) and isinstance(d.get("text"), str)

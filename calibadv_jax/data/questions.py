@@ -59,6 +59,8 @@ def load_questions(path: str | Path) -> list[Question]:
 
 def parse_question(row: dict[str, Any], where: str) -> Question:
     """One row as a Question; `where` names it in errors."""
+    if type(row.get("id")) is int:  # as in many published files
+        row = row | {"id": str(row["id"])}
     for name in ("id", "question", "data_source"):
         if not isinstance(row.get(name), str) or not row[name].strip():
             raise UserError(f"{where}: field {name!r} must be a non-empty string, got {row.get(name)!r}")

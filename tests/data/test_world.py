@@ -155,3 +155,6 @@ def test_own_demonstrations(tmp_path):
     path.write_text(json.dumps(row | {"turns": [{"text": ""}]}) + "\n")
     with pytest.raises(UserError, match=r"demos.jsonl:1: every turn needs a non-empty 'text'"):
         load_demonstrations(path)
+    path.write_text(json.dumps(row | {"turns": [{"text": "<think> t </think> Rome"}]}) + "\n")
+    with pytest.raises(UserError, match="demos.jsonl:1: a turn must hold <search> query </search> or"):
+        load_demonstrations(path)

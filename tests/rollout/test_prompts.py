@@ -34,6 +34,17 @@ def chat_tokenizer(byte_tokenizer):
     return tokenizer
 
 
+def test_a_template_that_shows_a_date_is_given_the_runs_own(byte_tokenizer):
+    """Llama 3.2's takes today's where none is given: a run over midnight would change its prompt."""
+    tokenizer = deepcopy(byte_tokenizer)
+    tokenizer.chat_template = (
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%H:%M:%S') %}{% endif %}"
+        "Today Date: {{ date_string }}\n" + CHAT
+    )
+    assert prompt(tokenizer).startswith("Today Date: 26 Jul 2024\n")
+    assert prompt(tokenizer, date_string="1 May 2026").startswith("Today Date: 1 May 2026\n")
+
+
 def test_the_paper_template_names_the_protocol_in_its_order():
     text = TEMPLATES["paper"]
     places = [text.index(f"<{name}>") for name in ("think", "search", "information", "answer")]
