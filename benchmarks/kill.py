@@ -1,0 +1,223 @@
+"""Trains while parts of the run are killed at random, and compares the result with an undisturbed run.
+
+    python -m benchmarks.kill --output FOLDER [--kills 20] [--steps 12] [--seed 0] [--pause 30] [--vllm]
+
+A supervisor, as a cluster's scheduler would, starts the trainer, the retrieval service and, with --vllm, a
+rollout worker, and starts each again when it has ended. Meanwhile it picks a part and a way to disturb it:
+SIGKILL, SIGTERM, or SIGSTOP for `--pause` seconds. At the end every step must stand once in metrics.jsonl,
+and with the embedded sampler the parameters must be those of an undisturbed run, bit for bit. Exit status 1
+if not.
+
+The run is the quickstart's training on a small world, from a short cold start, with a checkpoint every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from calibadv_jax.config import load_config
+from calibadv_jax.data.world import write_world
+from calibadv_jax.policy.weights import flatten
+
+CONFIG = "configs/quickstart.yaml"
+SMALL = [
+    "world.people=20",
+    "world.cities=8",
+    "world.companies=8",
+    "world.works=6",
+    "world.train_questions=40",
+    "world.eval_questions=6",
+    "policy.init.hidden_size=64",
+    "policy.init.intermediate_size=64",
+    "policy.init.num_hidden_layers=2",
+    "sft.phases=[{steps: 200, kind: imperfect}]",  # enough to keep to the format, and to guess
+    "rollout.questions_per_step=4",
+    "rollout.group_size=4",
+    "sampler.slots=16",
+    "learner.microbatch_rows=4",
+    "learner.minibatch_size=0",
+    "checkpoint.every=1",
+    "mesh.data=1",
+    "mesh.fsdp=1",
+    "log.tensorboard=false",
+]
+WAYS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGSTOP": signal.SIGSTOP}
+
+
+@dataclass
+class Part:
+    """A process that is started again whenever it has ended."""
+
+    command: list[str]
+    log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+
+    def keep_running(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            return
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, env=os.environ | self.environment
+            )
+        self.starts += 1
+
+    def send(self, number: signal.Signals, pause: float) -> None:
+        assert self.process is not None
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+            if number == signal.SIGSTOP:
+                time.sleep(pause)
+                self.process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def make_parts(folder: Path, world: Path, steps: int, with_vllm: bool) -> dict[str, Part]:
+    """The processes of one run in `folder`, none started."""
+    port, cache = free_port(), {"JAX_COMPILATION_CACHE_DIR": str(world.parent / "compiled")}
+    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    trainer = [sys.executable, "-m", "calibadv_jax.train", "--config", CONFIG, *SMALL, f"run.dir={folder}"]
+    trainer += [f"learner.steps={steps}", f"retriever.url=http://127.0.0.1:{port}"]
+    trainer += [f"data.train={world}/train.jsonl", f"policy.path={world.parent}/sft"]
+    trainer += [f"policy.tokenizer={world}/tokenizer"]
+    retriever = [sys.executable, "-m", "retriever.serve", "--port", str(port), "--threads", "1"]
+    retriever += ["--corpus_path", f"{world}/corpus.jsonl", "--index_path", f"{world.parent}/index"]
+    retriever += ["--build_if_missing"]
+    parts = {"retriever": Part(retriever, folder / "retriever.log")}
+    if with_vllm:
+        worker_port = free_port()
+        worker = [sys.executable, "-m", "calibadv_jax.sampler.vllm_worker", "--flavour", "cpu"]
+        worker += ["--model", f"{world.parent}/sft", "--port", str(worker_port), "--dtype", "float32"]
+        worker += ["--max_model_len", "320"]
+        parts["worker"] = Part(worker, folder / "worker.log")
+        trainer += ["sampler.name=vllm", f"sampler.urls=[http://127.0.0.1:{worker_port}]"]
+    parts["trainer"] = Part(trainer, folder / "trainer.log", cache)
+    folder.mkdir(parents=True)
+    return parts
+
+
+def trained_steps(folder: Path) -> list[int]:
+    """Steps in metrics.jsonl, in its order; a line that is being written is left out."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    return [json.loads(line)["step"] for line in lines]
+
+
+def supervise(
+    parts: dict[str, Part], kills: int, rng: random.Random, pause: float, deadline: float
+) -> Counter[str]:
+    """Runs until the trainer has ended by itself; returns how often each part was disturbed in which way.
+
+    Raises:
+        TimeoutError: it has not within `deadline` seconds.
+        RuntimeError: the trainer ended with an error that no kill explains.
+    """
+    done: Counter[str] = Counter()
+    begun, next_kill = time.monotonic(), time.monotonic() + rng.uniform(2, 6)
+    trainer = parts["trainer"]
+    disturbed = False
+    while True:
+        for name, part in parts.items():
+            if name != "trainer":
+                part.keep_running()
+        status = None if trainer.process is None else trainer.process.poll()
+        if status == 0:
+            return done
+        if status is not None and not disturbed:
+            raise RuntimeError(f"the trainer ended with status {status}; see {trainer.log}")
+        if trainer.process is None or status is not None:
+            trainer.keep_running()
+            disturbed = False
+        if done.total() < kills and time.monotonic() > next_kill:
+            name, way = rng.choice(list(parts)), rng.choice(list(WAYS))
+            disturbed = disturbed or name == "trainer" and way != "SIGSTOP"
+            parts[name].send(WAYS[way], pause)
+            done[f"{name} {way}"] += 1
+            next_kill = time.monotonic() + rng.uniform(0.5, 6)
+        if time.monotonic() - begun > deadline:
+            raise TimeoutError(f"not done within {deadline:g} s; see {trainer.log}")
+        time.sleep(0.05)
+
+
+def run(folder: Path, world: Path, arguments: argparse.Namespace, kills: int) -> Counter[str]:
+    """One run to its end; all its processes are gone afterwards."""
+    parts = make_parts(folder, world, arguments.steps, arguments.vllm)
+    try:
+        return supervise(parts, kills, random.Random(arguments.seed), arguments.pause, arguments.deadline)
+    finally:
+        for part in parts.values():
+            part.stop()
+
+
+def final_params(folder: Path, steps: int) -> dict[str, np.ndarray]:
+    """Parameters of the last checkpoint, by dotted path."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        restored = checkpointer.restore((folder / "checkpoints" / str(steps) / "state").absolute())
+    return {path: np.asarray(leaf) for path, leaf in flatten(restored["params"]).items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="a new folder")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument("--pause", type=float, default=30.0, help="seconds between SIGSTOP and SIGCONT")
+    parser.add_argument("--deadline", type=float, default=3600.0, help="seconds the disturbed run may take")
+    parser.add_argument("--vllm", action="store_true", help="with a rollout worker on the CPU")
+    arguments = parser.parse_args(argv)
+    output = arguments.output.absolute()
+    start = [*SMALL, f"run.dir={output}"]
+    world = write_world(load_config(CONFIG, start).world)
+    subprocess.run([sys.executable, "-m", "calibadv_jax.sft", "--config", CONFIG, *start], check=True)
+    begun = time.monotonic()
+    run(output / "undisturbed", world, arguments, 0)
+    quiet = time.monotonic() - begun
+    begun = time.monotonic()
+    disturbances = run(output / "disturbed", world, arguments, arguments.kills)
+    seconds = time.monotonic() - begun
+    out = sys.stdout.write
+    for name, count in sorted(disturbances.items()):
+        out(f"{name:20} {count}\n")
+    out(f"{disturbances.total()} disturbances in {seconds:.0f} s; undisturbed {quiet:.0f} s\n")
+    wanted = list(range(1, arguments.steps + 1))
+    found = {name: trained_steps(output / name) for name in ("undisturbed", "disturbed")}
+    ok = disturbances.total() >= arguments.kills and all(steps == wanted for steps in found.values())
+    out(f"steps: {found['disturbed']}\n")
+    if not arguments.vllm:  # vLLM's numbers depend on what it batches together
+        left, right = (final_params(output / name, arguments.steps) for name in found)
+        same = left.keys() == right.keys() and all(np.array_equal(left[path], right[path]) for path in left)
+        out(f"parameters equal bit for bit: {same}\n")
+        ok = ok and same
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
