@@ -23,7 +23,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 HEADER = """# Configuration
 
 Every key of a config file, generated from `calibadv_jax/config/` by `python -m scripts.document_config`.
-Any of them can be given on the command line: `python -m calibadv_jax.train --config FILE learner.steps=20`.
+Any of them can be given on the command line: `calibadv train --config FILE learner.steps=20`.
 `${section.key}` stands for another key's value. Unknown keys are refused.
 """
 TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false"}

@@ -3,8 +3,8 @@
 #
 #   bash scripts/gpu_check.sh [OUTPUT_FOLDER]
 #
-# Needs Python 3.12 with JAX (CUDA), flax, optax, orbax-checkpoint, transformers and pytest; no vLLM, no
-# FAISS, no pydantic. Installs nothing. PEAK_TFLOPS is the card's dense bfloat16 peak (H100/H200: 989).
+# Needs Python 3.12 with JAX (CUDA), flax, optax, orbax-checkpoint, transformers, pydantic, omegaconf, rapidfuzz,
+# pytest, pytest-timeout and hypothesis; no vLLM, no FAISS. Installs nothing. PEAK_TFLOPS is the card's dense bfloat16 peak (H100/H200: 989).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-${OUT:-gpu_check}}
@@ -23,7 +23,7 @@ nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader | 
 
 # On the CPU of that machine, with eight simulated devices: the same tests as everywhere.
 JAX_PLATFORMS=cpu "$python" -m pytest -q -m "not slow" -p no:cacheprovider \
-  tests/policy tests/learner tests/advantages tests/rewards tests/rollout/test_jax_sampler.py \
+  tests/policy tests/learner tests/advantages tests/rewards tests/sampler/test_jax_sampler.py \
   2>&1 | tee "$out/tests.txt"
 
 bench() { # NAME ARGS…
