@@ -5,6 +5,15 @@ The names here are the public Python interface; `docs/` and the README show how 
 
 from calibadv_jax.advantages.registry import compute_advantages
 from calibadv_jax.config import Config, load_config
-from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
+from calibadv_jax.trajectory import Document, Group, Question, Trajectory, Turn
 
-__all__ = ["Config", "Group", "Question", "Trajectory", "Turn", "compute_advantages", "load_config"]
+__all__ = [
+    "Config",
+    "Document",
+    "Group",
+    "Question",
+    "Trajectory",
+    "Turn",
+    "compute_advantages",
+    "load_config",
+]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -197,14 +196,3 @@ def test_no_python_is_one_line():
     answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 2
     assert answer.stderr == "error: PYTHON=/nonexistent/python3 is not a Python 3.11, 3.12 or 3.13\n"
-
-
-def test_the_readme_has_exactly_two_set_up_commands():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text.split("\n## Set up\n")[1].split("\n## ")[0]
-    commands = [
-        line.split("#")[0].strip()
-        for block in re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
-        for line in block.splitlines()
-    ]
-    assert commands == ["scripts/quickstart.sh", "scripts/test.sh"]
