@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from calibadv_jax.config import LossConfig
 from calibadv_jax.errors import UserError
 from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches
-from calibadv_jax.learner.losses import Loss, Metrics
+from calibadv_jax.learner.losses import LossFunction, Metrics
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import batch_sharding, param_shardings, replicated
 from calibadv_jax.policy.transformer import Params, Policy
@@ -70,7 +70,7 @@ class Learner:
         return jax.jit(self._state_of, out_shardings=shardings, donate_argnums=0)(params)
 
     def update(
-        self, state: State, batch: Batch, loss: Loss, reference: Params | None = None
+        self, state: State, batch: Batch, loss: LossFunction, reference: Params | None = None
     ) -> tuple[State, dict[str, float]]:
         """One optimizer update over all rows of a packed batch [R, L].
 
@@ -100,7 +100,7 @@ class Learner:
                 parts.append(np.asarray(self._logprobs(params, one)[0]))
         return np.concatenate(parts)[: batch.tokens.shape[0]]
 
-    def lower_update(self, count: int, length: int, loss: Loss) -> jax.stages.Lowered:
+    def lower_update(self, count: int, length: int, loss: LossFunction) -> jax.stages.Lowered:
         """The update by `count` microbatches of rows of `length` tokens, for compiling ahead of time.
 
         The mesh's devices need not be attached: they may be a topology's (``jax.experimental.topologies``).
@@ -116,7 +116,7 @@ class Learner:
         with jax.set_mesh(self.mesh):
             return self._logprobs.lower(self.abstract_state()["params"], batch)
 
-    def _compile(self, loss: Loss) -> jax.stages.Wrapped:
+    def _compile(self, loss: LossFunction) -> jax.stages.Wrapped:
         shardings = self._shardings(jax.eval_shape(self._state_of, self.policy.abstract_params))
 
         def update(
@@ -141,13 +141,13 @@ class Learner:
         params: Params,
         batch: Batch,
         filled: jax.Array,
-        loss: Loss,
+        loss: LossFunction,
         reference: Params | None,
     ) -> tuple[Params, Metrics]:
         """Sums gradients and metrics over the filled microbatches of [M, R, L]."""
 
         def objective(params: Params, one: Batch) -> tuple[jax.Array, Metrics]:
-            logprobs, entropies = self._logprobs_of(params, one, loss.uses_entropy)
+            logprobs, entropies = self._logprobs_of(params, one)
             known = None if reference is None else jax.lax.stop_gradient(self._logprobs_of(reference, one)[0])
             total, metrics = loss(logprobs, entropies, one, known)
             return total, metrics | {"actor/loss": total}
@@ -167,14 +167,10 @@ class Learner:
         # A loop, not a scan: the trip count is data, so padding microbatches cost nothing.
         return jax.lax.fori_loop(0, filled, one_more, zeros)
 
-    def _logprobs_of(
-        self, params: Params, one: Batch, entropy_gradient: bool = False
-    ) -> tuple[jax.Array, jax.Array]:
+    def _logprobs_of(self, params: Params, one: Batch) -> tuple[jax.Array, jax.Array]:
         decoder = self.policy.merge(params)
         hidden = decoder(one.tokens, one.positions, one.segment_ids)
-        return token_logprobs(
-            decoder, hidden, one.targets, self.temperature, self.logprob_chunk, entropy_gradient
-        )
+        return token_logprobs(decoder, hidden, one.targets, self.temperature, self.logprob_chunk)
 
     def _state_of(self, params: Params) -> State:
         return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,23 +16,6 @@ KL_LIMIT = 10.0
 
 Metrics = dict[str, jax.Array]
 LossFunction = Callable[[jax.Array, jax.Array, Batch, Any], tuple[jax.Array, Metrics]]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A loss, and what it asks of the backward pass.
-
-    Called with log-probabilities [R, L], entropies [R, L], the batch, and the reference policy's
-    log-probabilities (or None); returns the loss, and metrics as sums of weighted token values.
-    """
-
-    function: LossFunction
-    uses_entropy: bool  # False: the entropies are metrics only, and no gradient flows through them
-
-    def __call__(
-        self, logprobs: jax.Array, entropies: jax.Array, batch: Batch, reference: jax.Array | None
-    ) -> tuple[jax.Array, Metrics]:
-        return self.function(logprobs, entropies, batch, reference)
 
 
 def _low_variance(difference: jax.Array) -> jax.Array:
@@ -50,12 +32,16 @@ KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def policy_gradient(config: LossConfig, on_policy: bool) -> Loss:
+def policy_gradient(config: LossConfig, on_policy: bool) -> LossFunction:
     """PPO's clipped objective with advantages given per token.
 
     Args:
         on_policy: the ratio's denominator is the current policy itself (first and only update on its
             own samples), which saves the pass that would recompute it.
+
+    Returns:
+        A function of log-probabilities [R, L], entropies [R, L], the batch, and the reference policy's
+        log-probabilities (or None): the loss, and metrics as sums of weighted token values.
     """
 
     def loss(
@@ -72,7 +58,7 @@ def policy_gradient(config: LossConfig, on_policy: bool) -> Loss:
         if config.importance_cap > 0:
             objective = objective * jnp.minimum(jnp.exp(mismatch), config.importance_cap)
         terms = -objective
-        if config.entropy_coef > 0:
+        if config.entropy_coef > 0:  # 0 times the entropies would still cost the gradient of them
             terms = terms - config.entropy_coef * entropies
         values = {
             "actor/pg_loss": -objective,
@@ -88,15 +74,12 @@ def policy_gradient(config: LossConfig, on_policy: bool) -> Loss:
         metrics = {name: jnp.sum(batch.weights * value) for name, value in values.items()}
         return jnp.sum(batch.weights * terms), metrics
 
-    return Loss(loss, uses_entropy=config.entropy_coef > 0)
+    return loss
 
 
-def _negative_log_likelihood(
+def negative_log_likelihood(
     logprobs: jax.Array, entropies: jax.Array, batch: Batch, reference: jax.Array | None
 ) -> tuple[jax.Array, Metrics]:
+    """Supervised fine-tuning: mean negative log-probability (nats a token)."""
     loss = -jnp.sum(batch.weights * logprobs)
     return loss, {"sft/entropy": jnp.sum(batch.weights * entropies)}
-
-
-negative_log_likelihood = Loss(_negative_log_likelihood, uses_entropy=False)
-"""Supervised fine-tuning: mean negative log-probability (nats a token)."""

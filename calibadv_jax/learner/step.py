@@ -10,7 +10,7 @@ import numpy as np
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.learner.batching import Sample, pack, unpack
 from calibadv_jax.learner.learner import Learner, State, on_policy_only
-from calibadv_jax.learner.losses import Loss
+from calibadv_jax.learner.losses import LossFunction
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.trajectory import Trajectory
 
@@ -47,7 +47,7 @@ def learn(
     samples: Sequence[Sample],
     config: LearnerConfig,
     loss_config: LossConfig,
-    loss: Loss,
+    loss: LossFunction,
     rng: np.random.Generator,
     reference: Params | None = None,
 ) -> tuple[State, dict[str, float]]:
