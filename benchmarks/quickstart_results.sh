@@ -10,6 +10,7 @@ shift
 seeds=("$@")
 [ $# -gt 0 ] || seeds=(3 4 5)
 python=${PYTHON:-.venv/bin/python}
+export JAX_NUM_CPU_DEVICES="${JAX_NUM_CPU_DEVICES:-2}"
 
 arm() { # NAME SEED CONFIG OVERRIDES…: one run from the seed's cold start, in its own folder
   local dir="$out/$1-$2" seed=$2 config=$3

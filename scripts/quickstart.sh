@@ -8,4 +8,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$root"
 venv="${VENV:-$root/.venv}"
 ensure_venv "$venv" cpu
+export JAX_NUM_CPU_DEVICES="${JAX_NUM_CPU_DEVICES:-2}" # small matrix products fill no more than a core
 exec "$venv/bin/python" -m calibadv_jax.quickstart --config configs/quickstart.yaml "$@"

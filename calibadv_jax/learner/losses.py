@@ -57,7 +57,9 @@ def policy_gradient(config: LossConfig, on_policy: bool) -> LossFunction:
         )
         if config.importance_cap > 0:
             objective = objective * jnp.minimum(jnp.exp(mismatch), config.importance_cap)
-        terms = -objective - config.entropy_coef * entropies
+        terms = -objective
+        if config.entropy_coef > 0:  # 0 times the entropies would still cost the gradient of them
+            terms = terms - config.entropy_coef * entropies
         values = {
             "actor/pg_loss": -objective,
             "actor/entropy": entropies,

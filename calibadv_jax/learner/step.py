@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from calibadv_jax.config import LearnerConfig, LossConfig
-from calibadv_jax.learner.batching import Sample, pack, unpack
+from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights, unpack
 from calibadv_jax.learner.learner import Learner, State, on_policy_only
 from calibadv_jax.learner.losses import LossFunction
 from calibadv_jax.policy.transformer import Params
@@ -53,33 +53,61 @@ def learn(
 ) -> tuple[State, dict[str, float]]:
     """Goes over the step's samples, `config.epochs` times in mini-batches of `config.minibatch_size`.
 
+    Samples without any advantage are not computed where they cannot change the gradient; they count in
+    the mean all the same.
+
     Returns:
-        The new state, and each metric's mean over the updates.
+        The new state, and each metric's mean over the updates. ``actor/loss``, ``actor/pg_loss`` and
+        ``actor/grad_norm`` are those of all samples, the other metrics means over the tokens that were
+        computed, whose share of the weights is ``actor/computed_share``.
     """
     on_policy = on_policy_only(loss_config, config.minibatch_size, config.epochs)
     if loss_config.old_logprobs == "recompute" and not on_policy:
-        samples = _with_recomputed(learner, state["params"], samples, config.row_length)
+        samples = _with_recomputed(learner, state["params"], samples, loss_config, config.row_length)
     size = config.minibatch_size or len(samples)
     history: list[dict[str, float]] = []
     for _ in range(config.epochs):
         order = rng.permutation(len(samples)) if size < len(samples) else np.arange(len(samples))
         for start in range(0, len(samples), size):
             chosen = [samples[index] for index in order[start : start + size]]
-            batch = pack(chosen, config.row_length, loss_config.aggregation)
+            batch = _packed(chosen, loss_config, config.row_length)
             state, metrics = learner.update(state, batch, loss, reference)
-            history.append(metrics)
+            history.append(_means(metrics, float(batch.weights.sum())))
     means = {name: float(np.mean([metrics[name] for metrics in history])) for name in history[0]}
     return state, means | {"actor/updates": float(len(history))}
 
 
+def _matters(sample: Sample, config: LossConfig) -> bool:
+    """False where the sample's gradient is zero: no advantage, and no other term of the loss."""
+    if config.kl_coef or config.entropy_coef:
+        return True
+    return bool(np.any(sample.advantages[sample.mask]))
+
+
+def _packed(samples: Sequence[Sample], config: LossConfig, row_length: int) -> Batch:
+    """The samples that matter in rows, each token with its share of the mean over all samples."""
+    weights = token_weights(samples, config.aggregation)
+    kept = [index for index, sample in enumerate(samples) if _matters(sample, config)]
+    return pack([samples[index] for index in kept], row_length, weights=[weights[index] for index in kept])
+
+
+def _means(metrics: dict[str, float], share: float) -> dict[str, float]:
+    """An update's metrics, those that are sums of weighted values divided by the sum of the weights."""
+    whole = {"actor/loss", "actor/pg_loss", "actor/grad_norm", "actor/skipped"}
+    means = {name: value if name in whole or not share else value / share for name, value in metrics.items()}
+    return means | {"actor/computed_share": share}
+
+
 def _with_recomputed(
-    learner: Learner, params: Params, samples: Sequence[Sample], row_length: int
+    learner: Learner, params: Params, samples: Sequence[Sample], config: LossConfig, row_length: int
 ) -> list[Sample]:
-    """The samples with the learner's own log-probabilities of the policy that is about to change."""
-    batch = pack(samples, row_length)
-    values = learner.logprobs(params, batch)
-    recomputed = unpack(values, [len(sample.tokens) for sample in samples], row_length)
-    return [
-        dataclasses.replace(sample, old_logprobs=np.where(sample.mask, new, 0.0).astype(np.float32))
-        for sample, new in zip(samples, recomputed, strict=True)
-    ]
+    """The samples, those that matter with the log-probabilities of the policy that is about to change."""
+    kept = [index for index, sample in enumerate(samples) if _matters(sample, config)]
+    chosen = [samples[index] for index in kept]
+    values = learner.logprobs(params, pack(chosen, row_length))
+    recomputed = unpack(values, [len(sample.tokens) for sample in chosen], row_length)
+    changed = list(samples)
+    for index, sample, new in zip(kept, chosen, recomputed, strict=True):
+        old = np.where(sample.mask, new, 0.0).astype(np.float32)
+        changed[index] = dataclasses.replace(sample, old_logprobs=old)
+    return changed

@@ -57,9 +57,12 @@ def packed_attention(
         [B, T, N, H].
     """
     length = q.shape[1]
-    if kernel == "cudnn" or length <= chunk:
+    if kernel == "cudnn":
         mask = _packed_mask(segment_ids, segment_ids, 0)
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=kernel)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    if length <= chunk:
+        return _masked_attention(q, k, v, _packed_mask(segment_ids, segment_ids, 0))
     num_chunks = math.ceil(length / chunk)
     padded = num_chunks * chunk - length
     q = jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0)))
@@ -71,10 +74,25 @@ def packed_attention(
         queries = jax.lax.dynamic_slice_in_dim(q, start, chunk, 1)
         segments = jax.lax.dynamic_slice_in_dim(query_segments, start, chunk, 1)
         mask = _packed_mask(segments, segment_ids, start)
-        return jax.nn.dot_product_attention(queries, k, v, mask=mask, implementation="xla")
+        return _masked_attention(queries, k, v, mask)
 
     chunks = jax.lax.map(attend, jnp.arange(num_chunks))  # [C, B, chunk, N, H]
     return jnp.moveaxis(chunks, 0, 1).reshape(q.shape)[:, :length]
+
+
+def _masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """q [B, Tq, N, H]; k, v [B, K, Tk, H]; mask bool [B, 1, Tq, Tk] -> [B, Tq, N, H].
+
+    Heads come first, and the queries of a key-value head are one matrix: plain batched products.
+    """
+    batch, num_queries, num_heads, head_dim = q.shape
+    num_kv, num_keys = k.shape[1:3]
+    grouped = q.transpose(0, 2, 1, 3).reshape(batch, num_kv, -1, head_dim)  # [B, K, G*Tq, H]
+    scores = jnp.einsum("bkqh,bkth->bkqt", grouped, k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(batch, num_kv, -1, num_queries, num_keys) * (1.0 / math.sqrt(head_dim))
+    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, MASKED), axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkqt,bkth->bkqh", weights.reshape(batch, num_kv, -1, num_keys), v)
+    return out.reshape(batch, num_heads, num_queries, head_dim).transpose(0, 2, 1, 3)
 
 
 def _packed_mask(query_segments: jax.Array, key_segments: jax.Array, start: jax.Array | int) -> jax.Array:

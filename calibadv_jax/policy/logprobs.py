@@ -16,7 +16,8 @@ def token_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of `targets` and entropy of the distribution at every position.
 
-    Works through `chunk` tokens of each row at a time; the backward pass recomputes their logits.
+    Works through `chunk` tokens of each row at a time; the backward pass recomputes their logits, unless
+    one chunk is the whole row.
 
     Args:
         hidden: [B, T, D], the state that predicts the target of the same column.
@@ -26,24 +27,25 @@ def token_logprobs(
     Returns:
         float32 [B, T] log-probabilities and float32 [B, T] entropies (nats).
     """
+
+    def head(inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        states, wanted = inputs
+        logits = constrain(decoder.logits(states) / temperature, "batch", "length", "vocab")
+        normaliser = jax.nn.logsumexp(logits, axis=-1)
+        is_wanted = jnp.arange(logits.shape[-1]) == wanted[..., None]  # no gather: the vocabulary is sharded
+        chosen = jnp.sum(jnp.where(is_wanted, logits, 0.0), axis=-1)
+        mean_logit = jnp.sum(jnp.exp(logits - normaliser[..., None]) * logits, axis=-1)
+        return chosen - normaliser, normaliser - mean_logit
+
     batch, length, width = hidden.shape
-    chunk = min(chunk, length)
+    if length <= chunk:
+        return head((hidden, targets))
     num_chunks = math.ceil(length / chunk)
     padded = num_chunks * chunk - length
     hidden = jnp.pad(hidden, ((0, 0), (0, padded), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, padded)))
     hidden = jnp.moveaxis(hidden.reshape(batch, num_chunks, chunk, width), 1, 0)
     targets = jnp.moveaxis(targets.reshape(batch, num_chunks, chunk), 1, 0)
-
-    @jax.checkpoint
-    def step(inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        states, wanted = inputs
-        logits = constrain(decoder.logits(states) / temperature, "batch", "length", "vocab")
-        normaliser = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
-        mean_logit = jnp.sum(jnp.exp(logits - normaliser[..., None]) * logits, axis=-1)
-        return chosen - normaliser, normaliser - mean_logit
-
-    logprobs, entropies = jax.lax.map(step, (hidden, targets))
+    logprobs, entropies = jax.lax.map(jax.checkpoint(head), (hidden, targets))
     flat = [jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :length] for x in (logprobs, entropies)]
     return flat[0], flat[1]

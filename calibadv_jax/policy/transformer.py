@@ -21,6 +21,8 @@ from calibadv_jax.policy.sharding import constrain
 Params = dict[str, Any]
 Cache = list[tuple[jax.Array, jax.Array]]  # per layer: keys and values [S, K, T, H]
 
+UNROLLED_LAYERS = 4  # so few layers are unrolled: faster, and they compile as fast as a loop
+
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -180,7 +182,7 @@ class Decoder(nnx.Module):
 
         if self.numerics.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.numerics.remat])
-        x, _ = jax.lax.scan(layer, x, stack)
+        x, _ = jax.lax.scan(layer, x, stack, unroll=self.architecture.num_layers <= UNROLLED_LAYERS)
         return self.final_norm(x)
 
     def decode(

@@ -1,6 +1,7 @@
 """Identities of the update: packing, microbatches, meshes, masks."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -185,6 +186,44 @@ def test_on_policy_shortcut_equals_recomputing(policy, one_device):
     shortcut, _ = sgd_step(policy, one_device, batch, 4, policy_gradient(config, on_policy=True))
     recomputed, _ = sgd_step(policy, one_device, batch, 4, policy_gradient(config, on_policy=False))
     assert_same(shortcut, recomputed)
+
+
+def test_a_loss_without_entropy_bonus_does_not_pay_for_the_entropys_gradient(policy, one_device):
+    plain = policy_gradient(LossConfig(), on_policy=True)
+
+    def without_metrics(*arguments):
+        return plain(*arguments)[0], {}
+
+    def with_bonus_of_nothing(logprobs, entropies, batch, reference):
+        total, metrics = plain(logprobs, entropies, batch, reference)
+        return total + 0.0 * jnp.sum(entropies), metrics
+
+    def flops(loss, chunk):
+        learner = Learner(policy, optax.sgd(1.0), one_device, 4, logprob_chunk=chunk)
+        return learner.lower_update(2, 32, loss).cost_analysis()["flops"]
+
+    for chunk in (8, 32):
+        metrics = flops(plain, chunk) - flops(without_metrics, chunk)
+        gradient = flops(with_bonus_of_nothing, chunk) - flops(plain, chunk)
+        assert gradient > metrics / 2 > 0, (chunk, gradient, metrics)
+
+
+def test_the_entropy_bonus_has_its_gradient(policy, one_device):
+    """The step with the bonus, less the step without it, is the step that raises the mean entropy."""
+    batch = pack(samples(), 32)
+    bonus, _ = sgd_step(policy, one_device, batch, 4, policy_gradient(LossConfig(entropy_coef=0.5), True))
+    plain, _ = sgd_step(policy, one_device, batch, 4, policy_gradient(LossConfig(), True))
+    params = jax.device_get(init_params(policy, one_device, 0))
+
+    def mean_entropy(params):
+        decoder = policy.merge(params)
+        hidden = decoder(batch.tokens, batch.positions, batch.segment_ids)
+        every = jax.nn.log_softmax(decoder.logits(hidden))
+        return -jnp.sum(batch.weights[..., None] * jnp.exp(every) * every)
+
+    expected = jax.tree.map(lambda g: -0.5 * g, jax.jit(jax.grad(mean_entropy))(params))
+    assert_same(jax.tree.map(np.subtract, bonus, plain), expected)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
 
 
 def test_rows_must_fill_the_mesh(policy):

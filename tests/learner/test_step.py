@@ -1,0 +1,148 @@
+"""A step of the learner: which samples are computed, and which log-probabilities the ratio divides by."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
+from calibadv_jax.learner.batching import Sample, pack, unpack
+from calibadv_jax.learner.learner import Learner, init_params, on_policy_only
+from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.step import learn
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+
+VOCAB, ROW = 40, 32
+PLAIN = {on_policy: policy_gradient(LossConfig(), on_policy) for on_policy in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def learner():
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    return Learner(Policy(architecture_from_hf(config), Numerics()), optax.adam(0.1, 0.5), mesh, 2)
+
+
+@pytest.fixture
+def state(learner):
+    return learner.init(init_params(learner.policy, learner.mesh, 0))
+
+
+def samples(count=8, idle=(1, 2, 6)):
+    """Random ones; those in `idle` have no advantage where they are trained, but noise elsewhere."""
+    rng = np.random.default_rng(0)
+    made = []
+    for index in range(count):
+        length = int(rng.integers(6, 20))
+        mask = rng.random(length) < 0.6
+        mask[0], mask[-1] = False, True
+        advantages = rng.normal(size=length).astype(np.float32) * (~mask if index in idle else mask)
+        logprobs = -rng.random(length).astype(np.float32) * mask
+        made.append(Sample(rng.integers(0, VOCAB, length).astype(np.int32), mask, advantages, logprobs))
+    return made
+
+
+def config(minibatch_size=0, epochs=1):
+    return LearnerConfig(minibatch_size=minibatch_size, epochs=epochs, row_length=ROW)
+
+
+def rng():
+    return np.random.default_rng(3)
+
+
+def same(left, right, atol=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), left, right)
+
+
+def rows_of(learner, monkeypatch):
+    """Collects the tokens of every batch that is computed."""
+    seen = []
+    update = learner.update
+    monkeypatch.setattr(
+        learner, "update", lambda s, batch, *rest: (seen.append(batch), update(s, batch, *rest))[1]
+    )
+    return seen
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_samples_without_advantage_are_left_out_and_change_nothing(learner, state, aggregation, monkeypatch):
+    loss_config = LossConfig(aggregation=aggregation)
+    loss, every = PLAIN[True], samples()
+    whole = jax.tree.map(np.array, state)  # the update takes the state over
+    expected, direct = learner.update(whole, pack(every, ROW, aggregation), loss)
+    seen = rows_of(learner, monkeypatch)
+    found, metrics = learn(learner, state, every, config(), loss_config, loss, rng())
+    same(jax.device_get(found), jax.device_get(expected))
+    assert int((seen[0].segment_ids > 0).sum()) == sum(
+        len(sample.tokens) for index, sample in enumerate(every) if index not in (1, 2, 6)
+    )
+    for name in ("actor/loss", "actor/pg_loss", "actor/grad_norm"):
+        assert metrics[name] == pytest.approx(direct[name], abs=1e-5), name
+    assert metrics["actor/computed_share"] == pytest.approx(seen[0].weights.sum())
+    assert 0 < metrics["actor/computed_share"] < 1
+    assert metrics["actor/entropy"] == pytest.approx(direct["actor/entropy"], rel=0.05)  # a mean, not a share
+
+
+@pytest.mark.parametrize("change", [{"entropy_coef": 0.1}, {"kl_coef": 0.1}])
+def test_other_terms_of_the_loss_keep_every_sample(learner, state, change, monkeypatch):
+    loss_config = LossConfig(**change)
+    seen = rows_of(learner, monkeypatch)
+    reference = init_params(learner.policy, learner.mesh, 1) if loss_config.kl_coef else None
+    loss = policy_gradient(loss_config, on_policy=True)
+    _, metrics = learn(learner, state, samples(), config(), loss_config, loss, rng(), reference)
+    assert int((seen[0].segment_ids > 0).sum()) == sum(len(sample.tokens) for sample in samples())
+    assert metrics["actor/computed_share"] == pytest.approx(1.0)
+
+
+def test_a_step_without_any_advantage_moves_by_momentum_only(learner, state):
+    loss_config, loss = LossConfig(), PLAIN[True]
+    state, _ = learn(learner, state, samples(), config(), loss_config, loss, rng())
+    none = samples(idle=range(8))
+    expected, _ = learner.update(jax.tree.map(np.array, state), pack(none, ROW), loss)
+    before = jax.device_get(state["params"])
+    found, metrics = learn(learner, state, none, config(), loss_config, loss, rng())
+    same(jax.device_get(found), jax.device_get(expected))
+    assert metrics["actor/grad_norm"] == metrics["actor/computed_share"] == 0.0
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, jax.device_get(found["params"]))
+    assert max(jax.tree.leaves(moved)) > 1e-3
+
+
+@pytest.mark.parametrize("minibatch_size", [0, 3])
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("denominator", ["recompute", "sampler"])
+def test_the_ratio_divides_by_what_the_config_says(
+    learner, state, minibatch_size, epochs, denominator, monkeypatch
+):
+    loss_config = LossConfig(old_logprobs=denominator)
+    on_policy = on_policy_only(loss_config, minibatch_size, epochs)
+    assert on_policy is (denominator == "recompute" and minibatch_size == 0 and epochs == 1)
+    every = samples(idle=())
+    lengths = [len(sample.tokens) for sample in every]
+    before = unpack(learner.logprobs(state["params"], pack(every, ROW)), lengths, ROW)
+    passes = []
+    logprobs = learner.logprobs
+    monkeypatch.setattr(learner, "logprobs", lambda *given: (passes.append(1), logprobs(*given))[1])
+    seen = rows_of(learner, monkeypatch)
+    learn(learner, state, every, config(minibatch_size, epochs), loss_config, PLAIN[on_policy], rng())
+    assert len(passes) == (denominator == "recompute" and not on_policy)
+    assert len(seen) == epochs * (3 if minibatch_size else 1)
+    if on_policy:
+        return
+    for sample, own in zip(every, before, strict=True):
+        known = own if denominator == "recompute" else sample.logprobs
+        expected = pack([dataclasses.replace(sample, old_logprobs=known)], ROW).old_logprobs[0]
+        trained = sorted(expected[: len(sample.tokens) - 1][sample.mask[1:]])
+        held = [value for batch in seen for value in batch.old_logprobs[batch.weights > 0]]
+        assert all(np.isclose(held, value, atol=1e-5).any() for value in trained)
