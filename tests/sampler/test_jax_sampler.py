@@ -15,6 +15,7 @@ from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.sampling import sample_tokens
+from calibadv_jax.sampler.stopping import StopRule
 
 CHARACTERS = "abcdefghij<>/ "
 EOS = len(CHARACTERS)
@@ -29,7 +30,7 @@ class CharTokenizer:
     def __len__(self):
         return len(self.pieces)
 
-    def decode(self, ids, skip_special_tokens=False):
+    def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=True):
         return "".join(self.pieces[i] for i in ids)
 
 
@@ -59,7 +60,8 @@ def params(policy):
 def make_sampler(policy, params, max_length=96, **config):
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
     defaults = {"slots": 4, "decode_chunk": 5, "prefill_chunk": 8}
-    sampler = JaxSampler(policy, CharTokenizer(), SamplerConfig(**(defaults | config)), mesh, max_length)
+    stops = StopRule(CharTokenizer(), EOS)
+    sampler = JaxSampler(policy, stops, SamplerConfig(**(defaults | config)), mesh, max_length)
     asyncio.run(sampler.load(7, params))
     return sampler
 
