@@ -40,7 +40,8 @@ def train(config: Config, model: Model, rollouts: Rollouts, folder: Path, consol
     known = load_questions(config.data.train)
     questions = QuestionIterator(known, config.run.seed, config.data.shuffle)
     per_step, staleness = config.rollout.questions_per_step, config.rollout.max_staleness
-    stream = RolloutStream(rollouts.begin, questions, per_step, staleness)
+    failed_share = config.rollout.max_failed_share
+    stream = RolloutStream(rollouts.begin, questions, per_step, staleness, failed_share)
     trainer = Trainer(config, model, folder, rollouts, questions, stream)
     trainer.restore({question.id: question for question in known})
     with trainer, MetricsWriter(folder, config.log.tensorboard, start_step=trainer.step + 1) as writer:
@@ -53,7 +54,7 @@ def train(config: Config, model: Model, rollouts: Rollouts, folder: Path, consol
                 rng = random_state(config.run.seed, trainer.step, "reward")
                 score_groups(groups, config.reward, config.prompt.prepend_think, rng)
                 advantages = compute_advantages(groups, config.advantage)
-                metrics = trajectory_metrics(groups, trainer.step) | advantages.metrics
+                metrics = trajectory_metrics(groups, trainer.step) | advantages.metrics | rollouts.metrics()
             with watch("update"):
                 metrics |= trainer.update(groups, advantages)
             with watch("publish"):
