@@ -14,7 +14,7 @@ from calibadv_jax.errors import UserError
 
 STOP_SECONDS = 20.0  # between asking a child to end and killing it
 LONGEST_CAUSE = 300  # characters
-_ERROR = re.compile(r"\b[A-Z][\w.]*Error: .+")
+_ERROR = re.compile(r"\b(?:\w+\.)*[A-Z]\w*Error: .+")
 
 
 class ChildService:
