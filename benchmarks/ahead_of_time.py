@@ -20,7 +20,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no machine to ask what it is
 import jax
 from jax.experimental import topologies
 
-from benchmarks.device import SHAPES, PlainTokenizer
+from benchmarks.device import NEVER_STOPS, SHAPES
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig, PolicyConfig, SamplerConfig
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.losses import policy_gradient
@@ -44,7 +44,7 @@ def programs(arguments: argparse.Namespace) -> dict[str, Any]:
     optimizer = make_optimizer(OptimizerConfig(lr=1e-6), make_schedule(OptimizerConfig(), 100))
     learner = Learner(policy, optimizer, mesh, rows, logprob_chunk=config.logprob_chunk)
     sampling = SamplerConfig(slots=arguments.slots)
-    sampler = JaxSampler(policy, PlainTokenizer(), sampling, mesh, arguments.length)
+    sampler = JaxSampler(policy, NEVER_STOPS, sampling, mesh, arguments.length)
     sys.stdout.write(
         f"{len(topology.devices)} x {topology.devices[0].device_kind}, mesh {dict(mesh.shape)},"
         f" {arguments.shape}, rows of {arguments.length} tokens, {rows} a microbatch,"

@@ -34,6 +34,7 @@ from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.jax_sampler import JaxSampler
+from calibadv_jax.sampler.stopping import StopRule
 
 QWEN = {"model_type": "qwen2", "vocab_size": 151936, "rope_theta": 1e6, "tie_word_embeddings": True}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -68,15 +69,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class PlainTokenizer:
-    """As much of a tokenizer as the sampler asks for; nothing ever stops a completion."""
-
-    eos_token_id = 0
+    """As much of a tokenizer as the sampler asks for."""
 
     def __len__(self) -> int:
         return 1
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: list[int], **_: bool) -> str:
         return ""
+
+
+NEVER_STOPS = StopRule(PlainTokenizer(), [])
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def sampler_result(policy: Policy, rng: np.random.Generator, arguments: argparse
     params = jax.tree.map(lambda p: p.astype(policy.numerics.compute_dtype), params)
     length = arguments.prompt + arguments.new + 1
     config = SamplerConfig(slots=arguments.slots, decode_chunk=arguments.new, prefill_chunk=arguments.prompt)
-    sampler = JaxSampler(policy, PlainTokenizer(), config, mesh, length)
+    sampler = JaxSampler(policy, NEVER_STOPS, config, mesh, length)
     asyncio.run(sampler.load(0, params))
     vocabulary = policy.architecture.vocab_size
     prompts = rng.integers(1, vocabulary, (arguments.slots, arguments.prompt)).tolist()

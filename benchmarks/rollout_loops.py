@@ -32,6 +32,7 @@ from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.interfaces import SamplingParams
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess
 from calibadv_jax.snapshots.huggingface import save_folder
@@ -111,7 +112,7 @@ class Loops:
 
 
 async def measure(url: str, snapshot: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    sampler = VllmSampler([url], SamplerConfig(), "benchmark")
+    sampler = VllmSampler([url], SamplerConfig(), StopRule(build_word_tokenizer(), []), "benchmark")
     await sampler.load_snapshot(snapshot)
     seconds: dict[str, list[float]] = {"continuous": [], "lock step": [], "stream": []}
     all_turns: Turns = []

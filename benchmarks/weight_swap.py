@@ -25,6 +25,7 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess
 from calibadv_jax.snapshots.huggingface import save_folder
@@ -33,7 +34,7 @@ from calibadv_jax.snapshots.publish import SnapshotStore
 
 async def measure(url: str, snapshots: list[Path], copy_to: Path) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {"swap": [], "raw copy": []}
-    sampler = VllmSampler([url], SamplerConfig(), "benchmark")
+    sampler = VllmSampler([url], SamplerConfig(), StopRule(build_word_tokenizer(), []), "benchmark")
     for number, snapshot in enumerate(snapshots):
         begun = time.monotonic()
         await sampler.load_snapshot(snapshot)

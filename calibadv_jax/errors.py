@@ -8,3 +8,22 @@ class UserError(Exception):
 
     Entry points print it as ``error: …`` without a traceback and exit with status 2.
     """
+
+
+class RequestFailed(UserError):
+    """A service could not serve one request: within a rollout this ends its trajectory and not the run.
+
+    Args:
+        service: who failed, one word: "sampler" or "retriever".
+    """
+
+    def __init__(self, service: str, message: str):
+        super().__init__(message)
+        self.service = service
+
+
+class QueryRefused(RequestFailed):
+    """The retriever does not take this query, however often it is asked."""
+
+    def __init__(self, message: str):
+        super().__init__("retriever", message)

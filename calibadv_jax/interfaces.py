@@ -27,7 +27,7 @@ class SamplingParams:
 class Completion:
     """Token-out: exactly what was sampled."""
 
-    token_ids: list[int]  # stop string and end-of-text token included
+    token_ids: list[int]  # up to the token that completed a stop string, or the end-of-text token ("eos")
     logprobs: list[float]  # one per token, at the sampling temperature (greedy: at temperature 1)
     stop_reason: StopReason
     policy_versions: tuple[int, ...]
@@ -36,9 +36,13 @@ class Completion:
 class Sampler(Protocol):
     """Token-in, token-out. `session` names a trajectory, so that a backend can reuse its KV cache."""
 
-    async def generate(
-        self, token_ids: Sequence[int], sampling: SamplingParams, session: str
-    ) -> Completion: ...
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
+        """
+        Raises:
+            RequestFailed: this completion cannot be had; others may.
+            UserError: none can.
+        """
+        ...
 
     def release(self, session: str) -> None:
         """The trajectory has ended; its cache may be reused."""
@@ -60,6 +64,10 @@ class Sampler(Protocol):
         """
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """Counts since the program's start, by their names in metrics.jsonl."""
+        ...
+
     async def close(self) -> None:
         """Closes the connections of the running event loop."""
         ...
@@ -69,7 +77,13 @@ class Retriever(Protocol):
     """Finds documents for queries."""
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
-        """Best documents first; one list per query, in the order of the queries."""
+        """Best documents first; one list per query, in the order of the queries.
+
+        Raises:
+            QueryRefused: the service does not take one of these queries.
+            RequestFailed: these queries were not answered; others may be.
+            UserError: none can be.
+        """
         ...
 
     async def close(self) -> None:

@@ -19,6 +19,7 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.protocol import TAGS
+from calibadv_jax.sampler.stopping import end_of_text_ids
 from calibadv_jax.snapshots.checkpoint import restore_params
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
 from calibadv_jax.snapshots.publish import load_snapshot
@@ -61,7 +62,7 @@ def build_model(config: Config, path: str) -> Model:
             f"{folder}: the tokenizer has {len(tokenizer)} tokens, but the policy's vocab_size is"
             f" {hf_config['vocab_size']}; use the tokenizer that belongs to the policy"
         )
-    hf_config.setdefault("eos_token_id", tokenizer.eos_token_id)
+    hf_config["eos_token_id"] = end_of_text_ids(path, hf_config, tokenizer)  # kept by snapshots and exports
     source = f"{path}/config.json" if path else "policy.init"
     policy = Policy(architecture_from_hf(hf_config, source), Numerics.from_config(config.policy))
     return Model(policy, hf_config, tokenizer, folder, make_mesh(config.mesh))

@@ -22,6 +22,9 @@ INVALID_ACTION = (
     " </search>. If I want to give the final answer, I should put the answer between <answer> and"
     " </answer>. Let me try again.\n"
 )
+QUERY_REFUSED = (
+    "The search engine does not take this query. It may be too long: a short query of a few words works best."
+)
 
 _NAMES = "|".join(TAG_NAMES)
 _OPEN_ACTION, _OPEN_THINK = re.compile(r"<(search|answer)>"), re.compile(r"<(think)>")
@@ -31,6 +34,7 @@ _TAG = re.compile(rf"(</?(?:{_NAMES})>)")
 _TAG_LIKE = re.compile(rf"<(\s*+/?+\s*+(?:{_NAMES})\b)(?:([^<>]*+)>)?", re.IGNORECASE)
 _DOC_HEADER = re.compile(r"(Doc\s*+\d++)\s*+\(\s*+(Title)\s*+:", re.IGNORECASE)
 _REPROACH = re.compile(r"My\s+previous\s+action\s+is\s+invalid", re.IGNORECASE)
+_REFUSAL = re.compile(r"(search\s+engine\s+does\s+not)\s+take\s+this\s+query", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,9 @@ def split_at_tags(text: str) -> list[str]:
 def neutralise(text: str, extra: Collection[str] = ()) -> str:
     """Untrusted text with nothing left in it that could pass for the protocol; idempotent.
 
-    Angle brackets of tags become square ones, the header of a document and the notice of an invalid
-    action lose their exact form, and every string of `extra` but blank ones is broken up.
+    Angle brackets of tags become square ones, the header of a document and the notices of an invalid
+    action and of a refused query lose their exact form, and every string of `extra` but blank ones is
+    broken up.
 
     Args:
         extra: the tokenizer's control tokens, which would be encoded as such; see
@@ -102,6 +107,7 @@ def neutralise(text: str, extra: Collection[str] = ()) -> str:
         cleaned = _TAG_LIKE.sub(_defused, text)
         cleaned = _DOC_HEADER.sub(r"\1 [\2]:", cleaned)
         cleaned = _REPROACH.sub("my earlier action was invalid", cleaned)
+        cleaned = _REFUSAL.sub(r"\1 accept a query", cleaned)
         present = [token for token in extra if token in cleaned and token.strip()]
         for token in sorted(present, key=lambda token: (-len(token), token)):
             cleaned = cleaned.replace(token, _broken(token))

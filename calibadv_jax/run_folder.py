@@ -34,6 +34,8 @@ FREE = (
     "policy.logprob_chunk",
     "policy.remat",
     "rollout.max_concurrency",
+    "rollout.max_failed_share",
+    "rollout.time_limit",
     "sampler",
     "retriever",
     "learner.microbatch_rows",

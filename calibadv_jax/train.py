@@ -58,7 +58,7 @@ def train(
                 rng = random_state(config.run.seed, begun, "reward")
                 score_groups(groups, config.reward, config.prompt.prepend_think, rng)
                 advantages = compute_advantages(groups, config.advantage)
-                metrics = trajectory_metrics(groups, begun) | advantages.metrics
+                metrics = trajectory_metrics(groups, begun) | advantages.metrics | rollouts.metrics()
             try:
                 with stop.held(), watch("update"):
                     metrics |= trainer.update(groups, advantages)

@@ -49,8 +49,14 @@ class Trainer:
         self.config, self.model, self.rollouts, self.console = config, model, rollouts, console
         self.by_id = {question.id: question for question in questions}
         self.questions = QuestionIterator(questions, config.run.seed, config.data.shuffle)
-        per_step, staleness = config.rollout.questions_per_step, config.rollout.max_staleness
-        self.stream = RolloutStream(rollouts.begin, self.questions, per_step, staleness)
+        rollout = config.rollout
+        self.stream = RolloutStream(
+            rollouts.begin,
+            self.questions,
+            rollout.questions_per_step,
+            rollout.max_staleness,
+            rollout.max_failed_share,
+        )
         trajectories = config.rollout.questions_per_step * config.rollout.group_size
         per_epoch = -(-trajectories // (learner.minibatch_size or trajectories))
         self.schedule = make_schedule(learner.optimizer, learner.steps * per_epoch * learner.epochs)

@@ -48,6 +48,7 @@ class Turn:
     query: str = ""  # kind "search" only
     answer: str = ""  # kind "answer" only
     documents: tuple[Document, ...] = ()  # in the order shown; empty unless a search was executed
+    is_refused: bool = False  # the retriever did not take the query; the observation says so
     observation_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [M]
     observation_text: str = ""
     stop_reason: StopReason = "stop"
@@ -63,6 +64,9 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     index: int = 0  # position within its group
     seconds: float = 0.0  # from its first prompt to its end, searches and weight swaps included
+    error: str | None = (
+        None  # one line, "who failed: why", where it could not be finished; then never trained
+    )
     format_valid: bool = False  # set by the reward stage
     answer_score: float = 0.0  # answer reward x format validity, set by the reward stage
     metrics: dict[str, float] = field(default_factory=dict)  # em, f1, cover_em, …
@@ -115,3 +119,7 @@ class Group:
 
     question: Question
     trajectories: list[Trajectory]
+
+    def finished(self) -> Group:
+        """The group as if it did not have the trajectories that could not be finished."""
+        return Group(self.question, [one for one in self.trajectories if one.error is None])

@@ -15,6 +15,7 @@ from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.sampler.jax_sampler import JaxSampler
+from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import open_workers
 from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
@@ -64,10 +65,9 @@ def open_rollouts(config: Config, model: Model, model_folder: Path, snapshots: P
 
 
 def _make_sampler(config: Config, model: Model, workers: list[str], snapshots: Path) -> Sampler:
+    stops = StopRule(model.tokenizer, model.hf_config["eos_token_id"])
     if config.sampler.name == "jax":
-        return JaxSampler(
-            model.policy, model.tokenizer, config.sampler, model.mesh, config.rollout.max_length
-        )
+        return JaxSampler(model.policy, stops, config.sampler, model.mesh, config.rollout.max_length)
     checkpoint = config.checkpoint
     store = SnapshotStore(snapshots, checkpoint.snapshots_kept, jnp.dtype(checkpoint.snapshot_dtype))
     tokenizer_hash = model.tokenizer_hash
@@ -77,4 +77,4 @@ def _make_sampler(config: Config, model: Model, workers: list[str], snapshots: P
             version, params, step=version, hf_config=model.hf_config, tokenizer_hash=tokenizer_hash
         )
 
-    return VllmSampler(workers, config.sampler, tokenizer_hash, publish)
+    return VllmSampler(workers, config.sampler, stops, tokenizer_hash, publish)

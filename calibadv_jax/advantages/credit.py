@@ -30,6 +30,12 @@ class GroupCredit:
         ]
 
 
+def no_credit(group: Group) -> GroupCredit:
+    """Nobody is praised or blamed."""
+    nothing = [np.zeros(len(trajectory.turns)) for trajectory in group.trajectories]
+    return GroupCredit(group, np.zeros(len(nothing)), nothing, [turns.copy() for turns in nothing])
+
+
 def last_sampled_turn(trajectory: Trajectory) -> int | None:
     """Index of the last turn with a sampled token, whatever its kind; None if there is none.
 

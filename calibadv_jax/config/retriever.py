@@ -22,9 +22,10 @@ class RetrieverConfig:
     topk: PositiveInt = 3
     """Documents per query."""
     timeout: PositiveFloat = 30.0
-    """Seconds one request may take."""
-    retries: NonNegativeInt = 5
-    """Further attempts after a failed request; then the run stops with its state saved."""
+    """Seconds one request may take; then it is repeated."""
+    patience: PositiveFloat = 600.0
+    """Seconds for which a search waits for a service that cannot be reached, is loading or is overloaded;
+    then its trajectory fails (rollout.max_failed_share)."""
     start_timeout: PositiveFloat = 600.0
     """Seconds a child service may take to become ready."""
     threads: NonNegativeInt = 1

@@ -36,6 +36,13 @@ class RolloutConfig:
     """0: off."""
     max_concurrency: PositiveInt = 512
     """Trajectories in flight."""
+    time_limit: NonNegativeFloat = 0.0
+    """Seconds one trajectory may take, searches and weight swaps included; 0: no limit. One that takes longer
+    counts as failed."""
+    max_failed_share: float = Field(default=0.05, ge=0, le=1)
+    """Share of a step's trajectories that may fail (a service was gone for longer than its patience, or the
+    time limit). They are not trained, their groups go on without them; above it the run stops, its state
+    saved."""
     max_staleness: NonNegativeInt = 0
     """Steps by which the policy that begins a trajectory may be older than the one it trains; 0: wait for
     every rollout before an update. Above 0 rollouts go on while the learner updates (sampler.name=vllm)
@@ -76,7 +83,7 @@ class SamplerConfig:
     request_timeout: PositiveFloat = 1800.0
     """vllm: seconds one completion may take; then its worker counts as lost."""
     patience: PositiveFloat = 600.0
-    """vllm: seconds without any usable worker after which the run stops, its state saved."""
+    """vllm: seconds without any usable worker after which a trajectory fails (rollout.max_failed_share)."""
 
     @model_validator(mode="after")
     def _workers_have_devices(self) -> SamplerConfig:

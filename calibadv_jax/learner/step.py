@@ -21,12 +21,12 @@ def make_samples(
     """Prompt and response laid end to end; advantages float32 [T] are those of the response.
 
     Returns:
-        The samples that have a token to train, and how many trajectories had none.
+        The samples that have a token to train, and how many trajectories had none or could not be finished.
     """
     samples = []
     for trajectory, advantage in zip(trajectories, advantages, strict=True):
         mask = trajectory.mask
-        if not mask.any():
+        if trajectory.error is not None or not mask.any():
             continue
         prompt = trajectory.prompt_ids.astype(np.int32)
         nothing = np.zeros(len(prompt), np.float32)

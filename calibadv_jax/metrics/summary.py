@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -36,6 +37,8 @@ def trajectory_metrics(
 
     Names under "reward/" and "rollout/" average over trajectories, those under "group/" over questions.
     Shares lie in [0, 1]. The names in `ALIASES` repeat values under the original authors' names.
+    Trajectories that could not be finished count in rollout/failed (their number), rollout/failed_share and
+    rollout/failed/<who failed> only.
 
     Args:
         groups: at least one trajectory in all.
@@ -48,7 +51,12 @@ def trajectory_metrics(
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
         raise ValueError("no trajectories to summarise")
-    metrics = {
+    metrics = _failures(trajectories)
+    groups = [group.finished() for group in groups]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if not trajectories:
+        return metrics
+    metrics |= {
         **_rewards(trajectories),
         **_behaviour(trajectories),
         **_lengths(trajectories),
@@ -61,6 +69,16 @@ def trajectory_metrics(
         else:
             metrics |= {f"{alias}/{part}": metrics[f"{name}/{part}"] for part in ("mean", "max", "min")}
     return metrics
+
+
+def _failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
+    reasons = Counter(error.partition(":")[0] for error in errors)
+    return {
+        "rollout/failed": float(len(errors)),
+        "rollout/failed_share": len(errors) / len(trajectories),
+        **{f"rollout/failed/{reason}": float(count) for reason, count in sorted(reasons.items())},
+    }
 
 
 def _rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -87,6 +105,7 @@ def _behaviour(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/valid_action_ratio": _mean(v / n if n else 0.0 for v, n in zip(valid, turns, strict=True)),
         "rollout/answered": _mean(trajectory.answer is not None for trajectory in trajectories),
         "rollout/invalid": _mean(any(turn.kind == "invalid" for turn in t.turns) for t in trajectories),
+        "rollout/refused_queries": float(sum(turn.is_refused for t in trajectories for turn in t.turns)),
         "rollout/truncated": _mean(
             any(turn.stop_reason == "length" for turn in t.turns) for t in trajectories
         ),

@@ -6,6 +6,7 @@ and encoded again; text is read only to decide what the environment does next.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from dataclasses import dataclass
@@ -14,9 +15,23 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
+from calibadv_jax.errors import QueryRefused, RequestFailed
 from calibadv_jax.interfaces import Completion, Retriever, Sampler, SamplingParams
-from calibadv_jax.protocol import INVALID_ACTION, OPEN_THINK, STOP_STRINGS, ParsedTurn, parse_turn
-from calibadv_jax.rollout.observation import decode, encode, neutralise_documents, render_observation
+from calibadv_jax.protocol import (
+    INVALID_ACTION,
+    OPEN_THINK,
+    QUERY_REFUSED,
+    STOP_STRINGS,
+    ParsedTurn,
+    parse_turn,
+)
+from calibadv_jax.rollout.observation import (
+    decode,
+    encode,
+    neutralise_documents,
+    render_information,
+    render_observation,
+)
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.trajectory import Document, Question, Trajectory, Turn
 
@@ -41,43 +56,59 @@ async def run_trajectory(
     final turn without retrieval, in which a search stays unanswered. The trajectory ends at an answer, at
     a turn cut by a length limit, at an invalid turn (unless `on_invalid` is "retry"), and where an
     observation would leave no room for another token within `max_length`: that observation is dropped.
+    A trajectory that sampler or retriever could not serve, or that took longer than `rollout.time_limit`,
+    carries its error and the turns it had.
 
     Args:
         seed: with question, index and turn it determines every sampled token.
         session: name of the trajectory at the sampler, unique among those in flight; always released.
 
     Raises:
-        UserError: see `build_prompt` and `render_observation`; errors of sampler and retriever pass.
+        UserError: see `build_prompt` and `render_observation`; those of sampler and retriever that are no
+            `RequestFailed` pass.
     """
-    rollout, tokenizer = context.rollout, context.tokenizer
-    prompt_ids = build_prompt(question, tokenizer, context.prompt, rollout.max_prompt_length)
+    rollout = context.rollout
+    prompt_ids = build_prompt(question, context.tokenizer, context.prompt, rollout.max_prompt_length)
     trajectory = Trajectory(question, prompt_ids, index=index)
-    tokens = prompt_ids.tolist()
     begun = time.monotonic()
+    limit = asyncio.timeout(rollout.time_limit or None)
     try:
-        for number in range(rollout.max_searches + 1):
-            is_final = number == rollout.max_searches
-            sampling = SamplingParams(
-                max_tokens=min(rollout.max_turn_length, rollout.max_length - len(tokens)),
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-                top_k=rollout.top_k,
-                seed=turn_seed(seed, question.id, index, number),
-                stop=STOP_STRINGS,
-            )
-            completion = await context.sampler.generate(tokens, sampling, session)
-            turn = _read(completion, tokenizer, context.prompt.prepend_think)
-            trajectory.turns.append(turn)
-            tokens += completion.token_ids
-            if is_final or not _goes_on(turn, rollout):
-                break
-            if not await _observe(turn, context, room=rollout.max_length - len(tokens) - 1):
-                break
-            tokens += turn.observation_ids.tolist()
+        async with limit:
+            await _write(trajectory, context, seed, session)
+    except RequestFailed as error:
+        trajectory.error = f"{error.service}: {' '.join(str(error).split())}"
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        trajectory.error = f"time: not finished within rollout.time_limit={rollout.time_limit:g} s"
     finally:
         context.sampler.release(session)
     trajectory.seconds = time.monotonic() - begun
     return trajectory
+
+
+async def _write(trajectory: Trajectory, context: RolloutContext, seed: int, session: str) -> None:
+    """Appends turns to the trajectory until it ends."""
+    rollout = context.rollout
+    tokens = trajectory.prompt_ids.tolist()
+    for number in range(rollout.max_searches + 1):
+        sampling = SamplingParams(
+            max_tokens=min(rollout.max_turn_length, rollout.max_length - len(tokens)),
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            seed=turn_seed(seed, trajectory.question.id, trajectory.index, number),
+            stop=STOP_STRINGS,
+        )
+        completion = await context.sampler.generate(tokens, sampling, session)
+        turn = _read(completion, context.tokenizer, context.prompt.prepend_think)
+        trajectory.turns.append(turn)
+        tokens += completion.token_ids
+        if number == rollout.max_searches or not _goes_on(turn, rollout):
+            return
+        if not await _observe(turn, context, room=rollout.max_length - len(tokens) - 1):
+            return
+        tokens += turn.observation_ids.tolist()
 
 
 def turn_seed(seed: int, question_id: str, index: int, turn: int) -> int:
@@ -89,7 +120,7 @@ def turn_seed(seed: int, question_id: str, index: int, turn: int) -> int:
 def _read(completion: Completion, tokenizer: Any, prepend_think: bool) -> Turn:
     ids = completion.token_ids
     # A policy may know several end-of-text tokens; the sampler says "eos" for each of them.
-    ended = bool(ids) and (completion.stop_reason == "eos" or ids[-1] == tokenizer.eos_token_id)
+    ended = completion.stop_reason == "eos"
     text = decode(tokenizer, ids[:-1] if ended else ids)
     parsed: ParsedTurn = parse_turn(text, prepend_think, completion.stop_reason)
     return Turn(
@@ -116,11 +147,15 @@ async def _observe(turn: Turn, context: RolloutContext, room: int) -> bool:
     tokenizer, prepend_think = context.tokenizer, context.prompt.prepend_think
     documents: tuple[Document, ...] = ()
     if turn.kind == "search":
-        (found,) = await context.retriever.search([turn.query])
-        documents = neutralise_documents(found, tokenizer)
-        ids, text = render_observation(
-            documents, tokenizer, context.rollout.max_observation_length, prepend_think
-        )
+        longest = context.rollout.max_observation_length
+        try:
+            (found,) = await context.retriever.search([turn.query])
+        except QueryRefused:
+            turn.is_refused = True
+            ids, text = render_information(QUERY_REFUSED, tokenizer, longest, prepend_think)
+        else:
+            documents = neutralise_documents(found, tokenizer)
+            ids, text = render_observation(documents, tokenizer, longest, prepend_think)
     else:
         text = INVALID_ACTION + (OPEN_THINK if prepend_think else "")
         ids = np.asarray(encode(tokenizer, text), np.int32)

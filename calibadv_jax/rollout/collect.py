@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
+from calibadv_jax.rollout.failures import FailureCount
 from calibadv_jax.trajectory import Group, Question, Trajectory
 
 T = TypeVar("T")
@@ -15,9 +16,9 @@ T = TypeVar("T")
 async def collect_group(
     context: RolloutContext, question: Question, slots: asyncio.Semaphore, seed: int, name: str
 ) -> Group:
-    """`rollout.group_size` trajectories of one question.
+    """`rollout.group_size` trajectories of one question, those that failed (`Trajectory.error`) among them.
 
-    If one fails, the others are cancelled and awaited, and its error is raised as it was.
+    If one raises an error, the others are cancelled and awaited, and it is raised as it was.
 
     Args:
         slots: holds back trajectories of all groups that share it; first come, first served.
@@ -38,14 +39,20 @@ async def collect_groups(
     """One group for each question, in their order; arguments as for `collect_group`.
 
     At most `rollout.max_concurrency` trajectories are in flight, started in the order of the questions.
+
+    Raises:
+        UserError: more than `rollout.max_failed_share` of the trajectories failed.
     """
-    slots = asyncio.Semaphore(context.rollout.max_concurrency)
-    return await gather(
-        [
-            collect_group(context, question, slots, seed, f"{name}/{number}")
-            for number, question in enumerate(questions)
-        ]
-    )
+    rollout = context.rollout
+    slots = asyncio.Semaphore(rollout.max_concurrency)
+    failures = FailureCount(len(questions) * rollout.group_size, rollout.max_failed_share)
+
+    async def one(number: int, question: Question) -> Group:
+        group = await collect_group(context, question, slots, seed, f"{name}/{number}")
+        failures.add(group)
+        return group
+
+    return await gather([one(number, question) for number, question in enumerate(questions)])
 
 
 async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

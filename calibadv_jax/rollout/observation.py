@@ -47,11 +47,22 @@ def neutralise_documents(documents: Sequence[Document], tokenizer: Any) -> tuple
 def render_observation(
     documents: Sequence[Document], tokenizer: Any, max_length: int, prepend_think: bool
 ) -> tuple[np.ndarray, str]:
+    """`render_information` of neutralised documents, best first."""
+    body = "\n".join(
+        f'Doc {number}(Title: "{document.title}") {document.text}'
+        for number, document in enumerate(documents, 1)
+    )
+    return render_information(body, tokenizer, max_length, prepend_think)
+
+
+def render_information(
+    body: str, tokenizer: Any, max_length: int, prepend_think: bool
+) -> tuple[np.ndarray, str]:
     """The information block, tokenised on its own.
 
     Args:
-        documents: neutralised, best first.
-        max_length: tokens; a longer block loses the end of its documents, never its closing tag.
+        body: neutralised.
+        max_length: tokens; a longer block loses the end of its body, never its closing tag.
 
     Returns:
         int32 [M] ids and their text.
@@ -59,10 +70,6 @@ def render_observation(
     Raises:
         UserError: not even the tags fit.
     """
-    body = "\n".join(
-        f'Doc {number}(Title: "{document.title}") {document.text}'
-        for number, document in enumerate(documents, 1)
-    )
     ending = CLOSE_INFORMATION + (OPEN_THINK if prepend_think else "")
     whole = encode(tokenizer, OPEN_INFORMATION + body + ending)
     if len(whole) <= max_length:

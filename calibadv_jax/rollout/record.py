@@ -27,6 +27,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
         "data_source": trajectory.question.data_source,
         "golden_answers": list(trajectory.question.golden_answers),
         "index": trajectory.index,
+        "error": trajectory.error,
         "answer": trajectory.answer,
         "answer_score": trajectory.answer_score,
         "format_valid": trajectory.format_valid,

@@ -66,6 +66,10 @@ class Rollouts:
         context = replace(self.context, rollout=replace(self.context.rollout, **changes))
         return self._run(collect_groups(context, questions, seed, name))
 
+    def metrics(self) -> dict[str, float]:
+        """What the sampler counts; see `Sampler.metrics`."""
+        return self.context.sampler.metrics()
+
     def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
         """Log-probabilities of a text under each copy of the weights; see `Sampler.prompt_logprobs`."""
         return self._run(self.context.sampler.prompt_logprobs(token_ids))

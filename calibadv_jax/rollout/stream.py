@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.rollout.failures import FailureCount
 from calibadv_jax.trajectory import Group, Question
 
 
@@ -31,6 +32,7 @@ class RolloutStream:
     Args:
         begin: starts the rollout of (number, question) in the background.
         questions: endless; the next one is drawn when its group may begin.
+        max_failed_share: of the trajectories of a step; above it `take` raises an error.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class RolloutStream:
         questions: Iterator[Question],
         per_step: int,
         max_staleness: int,
+        max_failed_share: float,
     ):
         self._begin, self._questions = begin, questions
-        self.per_step, self.max_staleness = per_step, max_staleness
+        self.per_step, self.max_staleness, self.max_failed_share = per_step, max_staleness, max_failed_share
         self._begun, self._trained = 0, 0  # groups, over the whole run
         self._pending: deque[tuple[int, Question]] = deque()  # of a resumed run: to begin before others
         self._running: dict[int, _Asked] = {}
@@ -82,13 +85,14 @@ class RolloutStream:
             progress: told how many groups are complete, whenever that has changed.
 
         Raises:
-            The error of a rollout; all others are cancelled.
+            The error of a rollout, or UserError where too many trajectories failed; all others are cancelled.
         """
         self._begin_allowed(step)
         while True:
             ready = sorted(number for number, one in self._running.items() if one.future.done())
             for number in ready:
                 self._raise_failure(self._running[number])
+            self._check_failures(ready[: self.per_step])
             progress(min(len(ready), self.per_step))
             if len(ready) >= self.per_step and self._is_in_time(ready, step):
                 break
@@ -126,6 +130,17 @@ class RolloutStream:
                 number, question = self._begun, next(self._questions)
             self._begun += 1
             self._running[number] = _Asked(number, question, step, self._begin(number, question))
+
+    def _check_failures(self, numbers: Sequence[int]) -> None:
+        groups = [self._running[number].future.result() for number in numbers]
+        group_size = max((len(group.trajectories) for group in groups), default=0)
+        failures = FailureCount(self.per_step * group_size, self.max_failed_share)
+        try:
+            for group in groups:
+                failures.add(group)
+        except UserError:
+            self.close()
+            raise
 
     def _raise_failure(self, one: _Asked) -> None:
         if one.future.cancelled() or one.future.exception() is not None:

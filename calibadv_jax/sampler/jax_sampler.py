@@ -24,6 +24,7 @@ from calibadv_jax.interfaces import Completion, SamplingParams
 from calibadv_jax.policy.sharding import RULES, param_shardings, placed_params, replicated
 from calibadv_jax.policy.transformer import Cache, Params, Policy
 from calibadv_jax.sampler.sampling import sample_tokens
+from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.trajectory import StopReason
 
 
@@ -47,26 +48,27 @@ class JaxSampler:
     """Implements `interfaces.Sampler`.
 
     Args:
-        tokenizer: decides, with `eos_token_id`, where a completion ends.
+        stops: decides where a completion ends.
         max_length: tokens of the longest trajectory, prompt included.
     """
 
     def __init__(
         self,
         policy: Policy,
-        tokenizer: Any,
+        stops: StopRule,
         config: SamplerConfig,
         mesh: Mesh,
         max_length: int,
     ):
-        self.policy, self.tokenizer, self.config, self.mesh = policy, tokenizer, config, mesh
+        self.policy, self.stops, self.config, self.mesh = policy, stops, config, mesh
         self.max_length = max_length
         self._params: Params | None = None
         self._version = -1
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self._slots = -(-config.slots // shards) * shards
         self._cache: Cache | None = None
-        self._cached: list[list[int]] = [[] for _ in range(self._slots)]  # token ids each row holds
+        # Token ids each row holds. Only the chunk that is running writes here, and `_admit` between chunks.
+        self._cached: list[list[int]] = [[] for _ in range(self._slots)]
         self._slot_of: dict[str, int] = {}
         self._waiting: deque[_Request] = deque()
         self._active: dict[int, _Request] = {}
@@ -98,6 +100,10 @@ class JaxSampler:
         """Nothing: the weights are the learner's own."""
         return {}
 
+    def metrics(self) -> dict[str, float]:
+        """Nothing: there is nobody to lose."""
+        return {}
+
     async def close(self) -> None:
         """Nothing: there are no connections."""
 
@@ -123,7 +129,6 @@ class JaxSampler:
         slot = self._slot_of.pop(session, None)
         if slot is not None:
             self._active.pop(slot, None)
-            self._cached[slot].clear()
             if self._waiting:
                 self._kick()
 
@@ -174,7 +179,8 @@ class JaxSampler:
                 if not free:
                     held.append(request)
                     continue
-                self._slot_of[request.session] = free.popleft()
+                slot = self._slot_of[request.session] = free.popleft()
+                self._cached[slot].clear()  # not at the release: a chunk may still write the old session's
             self._active[self._slot_of[request.session]] = request
         self._waiting = held
 
@@ -285,11 +291,10 @@ class JaxSampler:
             request.logprobs.extend(logprobs[slot, :count].tolist())
 
     def _ended(self, request: _Request) -> StopReason | None:
-        if request.tokens[-1] == self.tokenizer.eos_token_id:
-            return "eos"
-        text = self.tokenizer.decode(request.tokens, skip_special_tokens=False)
-        if any(stop in text for stop in request.sampling.stop):
-            return "stop"
+        # A row pauses at every token that may end it, so that nothing follows the one that does.
+        ended = self.stops.find(request.tokens, request.sampling.stop)
+        if ended is not None:
+            return ended[1]
         full = len(request.everything) >= self.max_length
         return "length" if full or len(request.tokens) >= request.sampling.max_tokens else None
 
@@ -301,10 +306,10 @@ class JaxSampler:
         if stop not in self._pause_table:
             endings = {text[-1] for text in stop}
             table = np.zeros(self.policy.architecture.vocab_size, bool)
-            for token in range(min(len(self.tokenizer), len(table))):
-                text = self.tokenizer.decode([token], skip_special_tokens=False)
+            for token in range(min(len(self.stops.tokenizer), len(table))):
+                text = self.stops.text([token])
                 table[token] = any(ending in text for ending in endings)
-            table[self.tokenizer.eos_token_id] = True
+            table[list(self.stops.end_ids)] = True
             self._pause_table[stop] = jax.device_put(table, replicated(self.mesh))
         return self._pause_table[stop]
 

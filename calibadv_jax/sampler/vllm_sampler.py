@@ -21,14 +21,17 @@ import aiohttp
 import numpy as np
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.errors import REFUSAL, UserError
+from calibadv_jax.errors import REFUSAL, RequestFailed, UserError
 from calibadv_jax.interfaces import Completion, SamplingParams
 from calibadv_jax.policy.transformer import Params
+from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.services.http_client import Unreachable, limit, open_session, post
 from calibadv_jax.trajectory import StopReason
 
 PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
 SWAP_TIMEOUT = 1800.0  # seconds a worker may take to load a snapshot
+MAX_LOSSES = 5  # workers lost over one completion: it may be what kills them
+GENERATE = "/inference/v1/generate"
 
 
 class WorkerLost(Exception):
@@ -53,6 +56,7 @@ class VllmSampler:
 
     Args:
         urls: base URLs of servers started by `sampler.vllm_worker`.
+        stops: decides where a completion ends.
         tokenizer_hash: identity of the vocabulary; a worker with another one refuses the run.
         publish: writes parameters as the policy snapshot of a version, and returns its folder; None where
             `load_snapshot` alone is used.
@@ -62,10 +66,11 @@ class VllmSampler:
         self,
         urls: Sequence[str],
         config: SamplerConfig,
+        stops: StopRule,
         tokenizer_hash: str,
         publish: Callable[[int, Params], Path] | None = None,
     ):
-        self.config, self.tokenizer_hash = config, tokenizer_hash
+        self.config, self.stops, self.tokenizer_hash = config, stops, tokenizer_hash
         self._publish = publish
         self.run = uuid.uuid4().hex[:12]
         self.workers = [Worker(url.rstrip("/")) for url in urls]
@@ -79,33 +84,42 @@ class VllmSampler:
         """Samples up to a stop string, end-of-text, or `sampling.max_tokens`.
 
         A completion cut by a weight swap goes on with the new weights; one whose worker was lost starts
-        again at another.
+        again at another. vLLM looks for stop strings in what one request has written, and so cannot see
+        one that a cut has divided: what it says is a hint, and `stops` decides over the whole completion.
 
         Raises:
-            UserError: no worker for `patience` seconds, or a worker refuses the request.
+            RequestFailed: no worker for `patience` seconds, a worker refuses the request, or MAX_LOSSES
+                workers were lost over it.
         """
         if self._snapshot is None:
             raise RuntimeError("no weights: call load before generating")
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        losses = 0
         while True:
             worker = await self._choose(session)
             worker.busy += 1
             try:
-                part = await self._ask(worker, [*token_ids, *tokens], sampling, len(tokens))
+                part = await self._ask(worker, token_ids, tokens, sampling)
             except WorkerLost as error:
                 self._lose(worker, str(error))
+                losses += 1
+                if losses == MAX_LOSSES:
+                    message = f"{losses} vLLM workers were lost over one completion; the last: {error}"
+                    raise RequestFailed("sampler", message) from error
                 continue
             finally:
                 worker.busy -= 1
             tokens += part.token_ids
             logprobs += part.logprobs
             versions += [version for version in part.policy_versions if version not in versions]
-            if part.stop_reason != "abort":
-                return Completion(tokens, logprobs, part.stop_reason, tuple(versions))
-            if len(tokens) >= sampling.max_tokens:
-                return Completion(tokens, logprobs, "length", tuple(versions))
+            if ended := self.stops.find(tokens, sampling.stop):
+                count, why = ended
+                return Completion(tokens[:count], logprobs[:count], why, tuple(versions))
+            if part.stop_reason in ("eos", "length") or len(tokens) >= sampling.max_tokens:
+                reason: StopReason = "eos" if part.stop_reason == "eos" else "length"
+                return Completion(tokens, logprobs, reason, tuple(versions))
 
     def release(self, session: str) -> None:
         """The trajectory has ended."""
@@ -123,8 +137,8 @@ class VllmSampler:
         Completions in progress are cut and go on with the new weights.
 
         Raises:
-            UserError: a worker refuses the snapshot (it keeps the old weights), or none is there for
-                `patience` seconds.
+            UserError: a worker refuses the snapshot (it keeps the old weights), or (RequestFailed) none is
+                there for `patience` seconds.
         """
         version = int(snapshot.name.removeprefix("v"))
         self._snapshot = (snapshot.absolute(), version)
@@ -144,7 +158,7 @@ class VllmSampler:
         values = {}
         for worker in [worker for worker in self.workers if worker.version is not None]:
             try:
-                reply = await self._post(worker, "/inference/v1/generate", json=request)
+                reply = await self._post(worker, GENERATE, json=request)
                 entries = reply["prompt_logprobs"][1:]
                 values[worker.url] = np.array(
                     [
@@ -156,6 +170,10 @@ class VllmSampler:
             except (WorkerLost, KeyError, TypeError, ValueError) as error:
                 self._lose(worker, f"{type(error).__name__}: {error}")
         return values
+
+    def metrics(self) -> dict[str, float]:
+        """How often a worker was lost since the program's start."""
+        return {"rollout/workers_lost": float(self.lost_count)}
 
     async def close(self) -> None:
         for worker in self.workers:
@@ -186,27 +204,31 @@ class VllmSampler:
                 await asyncio.wait_for(self._changed.wait(), self.config.patience)
             except TimeoutError:
                 states = "; ".join(f"{worker.url}: {worker.lost}" for worker in self.workers)
-                raise UserError(
+                raise RequestFailed(
+                    "sampler",
                     f"no vLLM worker for {self.config.patience:g} s ({states}); start one with"
-                    " scripts/launch_vllm_worker.sh, or raise sampler.patience"
+                    " scripts/launch_vllm_worker.sh, or raise sampler.patience",
                 ) from None
 
     async def _ask(
-        self, worker: Worker, context: list[int], sampling: SamplingParams, done: int
+        self, worker: Worker, context: Sequence[int], done: list[int], sampling: SamplingParams
     ) -> Completion:
+        """What the worker adds to the tokens that are `done`."""
         parameters = {
-            "max_tokens": sampling.max_tokens - done,
+            "max_tokens": sampling.max_tokens - len(done),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "seed": _continued_seed(sampling.seed, done),
-            "stop": list(sampling.stop),
+            "seed": _continued_seed(sampling.seed, len(done)),
+            # The rest of a stop string that was cut, too; it may also end a part where it means nothing.
+            "stop": [*sampling.stop, *self.stops.remainders(done, sampling.stop)],
+            "stop_token_ids": sorted(self.stops.end_ids),
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
             "logprobs": 0,
         }
-        request = {"token_ids": context, "sampling_params": parameters}
-        reply = await self._post(worker, "/inference/v1/generate", json=request)
+        request = {"token_ids": [*context, *done], "sampling_params": parameters}
+        reply = await self._post(worker, GENERATE, json=request)
         try:
             (choice,) = reply["choices"]
             tokens = choice["token_ids"] or []
@@ -301,21 +323,22 @@ class VllmSampler:
         if self._http is None:
             self._http = open_session(self.config.request_timeout)
         try:
-            status, body = await post(self._http, worker.url + route, **arguments)
-            if status == 200:
-                return json.loads(body)
+            reply = await post(self._http, worker.url + route, **arguments)
+            if reply.status == 200:
+                return json.loads(reply.body)
         except (Unreachable, ValueError) as error:
             raise WorkerLost(f"{route}: {error}") from error
-        message = _error_message(body)
+        message = _error_message(reply.body)
         if REFUSAL in message:
             raise UserError(f"vLLM worker {worker.url} {refusal}: {message.split(REFUSAL, 1)[1]}")
-        if status in (400, 422):
-            raise UserError(f"vLLM worker {worker.url} refuses {route}: {message}")
-        if status == 404:
+        if reply.status in (400, 422):
+            refused = f"vLLM worker {worker.url} refuses {route}: {message}"
+            raise RequestFailed("sampler", refused) if route == GENERATE else UserError(refused)
+        if reply.status == 404:
             raise UserError(
                 f"{worker.url}{route}: no such route; start the worker with scripts/launch_vllm_worker.sh"
             )
-        raise WorkerLost(f"{route}: status {status}: {message}")
+        raise WorkerLost(f"{route}: status {reply.status}: {message}")
 
 
 def _stop_reason(choice: dict[str, Any]) -> StopReason:

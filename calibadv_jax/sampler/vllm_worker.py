@@ -121,7 +121,7 @@ def serve(arguments: argparse.Namespace) -> int:
     """Runs the server until a signal comes, the parent process has ended, or it has died too often.
 
     Raises:
-        UserError: it ended, or did not answer, before it was ready.
+        UserError: it ended, or did not answer, before it was ready for the first time.
     """
     port = arguments.port or _free_port(arguments.host)
     command, environment = server_command(arguments, port)
@@ -138,10 +138,15 @@ def serve(arguments: argparse.Namespace) -> int:
             try:
                 if not _watch(server, arguments, port):
                     return 0
+                reason = f"vLLM's server ended with status {server.returncode}"
+            except UserError as error:
+                if left == arguments.restarts:
+                    raise
+                reason = str(error)
             finally:
                 _stop(server)
         again = f"; starting it again ({left - 1} restarts left after this one)" if left else ""
-        sys.stderr.write(f"error: vLLM's server ended with status {server.returncode}{again}\n")
+        sys.stderr.write(f"error: {reason}{again}\n")
         sys.stderr.flush()
     return 1
 
@@ -241,6 +246,10 @@ def open_workers(
 
 
 def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float) -> None:
+    """
+    Raises:
+        UserError: the server ended, was not ready within `timeout` seconds, or failed the warm-up.
+    """
     deadline = time.monotonic() + timeout
     # Without verify=False every client loads certificates, which a plain address never needs.
     with httpx.Client(base_url=url, timeout=5.0, trust_env=False, verify=False) as http:
@@ -254,7 +263,10 @@ def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float)
                     break
             time.sleep(0.2)
         request = {"token_ids": [0] * 16, "sampling_params": {"max_tokens": 4, "logprobs": 0, "seed": 0}}
-        reply = http.post("/inference/v1/generate", json=request, timeout=timeout)
+        try:
+            reply = http.post("/inference/v1/generate", json=request, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise UserError(f"vLLM's server did not answer the warm-up ({type(error).__name__})") from error
     if reply.status_code != 200:
         raise UserError(f"vLLM's server answered the warm-up with {reply.status_code}: {reply.text[:300]}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 from calibadv_jax.errors import UserError
 
 STOP_SECONDS = 20.0  # between asking a child to end and killing it
+LONGEST_CAUSE = 300  # characters
+_ERROR = re.compile(r"\b(?:\w+\.)*[A-Z]\w*Error: .+")
 
 
 class ChildService:
@@ -77,9 +80,10 @@ class ChildService:
         deadline = time.monotonic() + self.start_timeout
         while not self._port_file.is_file():
             if self.process.poll() is not None:
-                lines = self.log_path.read_text(errors="replace").strip().splitlines()
-                reason = lines[-1].removeprefix("error: ") if lines else "no output"
-                raise UserError(f"{self.what} ended with status {self.process.returncode}: {reason}")
+                raise UserError(
+                    f"{self.what} ended with status {self.process.returncode}:"
+                    f" {_cause(self.log_path.read_text(errors='replace'))}; see {self.log_path}"
+                )
             if time.monotonic() > deadline:
                 raise UserError(
                     f"{self.what} was not ready within {self.start_timeout:g} s; see {self.log_path}"
@@ -106,3 +110,11 @@ class ChildService:
     def _port_file(self) -> Path:
         assert self._folder is not None
         return Path(self._folder.name) / "port"
+
+
+def _cause(log: str) -> str:
+    """The first line that names an error: those below are what it led to. Else the last line."""
+    named = _ERROR.search(log)
+    lines = log.strip().splitlines()
+    cause = named.group() if named else lines[-1].removeprefix("error: ") if lines else "no output"
+    return cause.strip()[:LONGEST_CAUSE]

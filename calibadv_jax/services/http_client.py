@@ -6,9 +6,14 @@ each request (encode/httpx#3215), which took more of a core than the agent loop 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
+
+from calibadv_jax.errors import UserError
 
 KEEPALIVE_SECONDS = 2.0  # below the servers' five: they must not close a connection just as it is used again
 
@@ -35,14 +40,40 @@ def limit(seconds: float) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
 
 
-async def post(http: aiohttp.ClientSession, url: str, **arguments: Any) -> tuple[int, bytes]:
-    """Status and body of a reply; a redirection is a reply like any other.
+@dataclass(frozen=True)
+class Reply:
+    """What a service answered."""
+
+    status: int
+    body: bytes
+    retry_after: float  # seconds that the service asks to wait for; 0: it does not say
+
+
+async def post(http: aiohttp.ClientSession, url: str, **arguments: Any) -> Reply:
+    """The reply to a request; a redirection is a reply like any other.
 
     Raises:
         Unreachable: no whole reply.
+        UserError: this is no URL.
     """
     try:
         async with http.post(url, allow_redirects=False, **arguments) as response:
-            return response.status, await response.read()
+            wait = _seconds(response.headers.get("Retry-After", ""))
+            return Reply(response.status, await response.read(), wait)
+    except aiohttp.InvalidURL as error:
+        raise UserError(f"{url}: not a URL; give one such as http://127.0.0.1:8000") from error
     except (aiohttp.ClientError, TimeoutError) as error:
         raise Unreachable(f"{type(error).__name__} {error}".strip()) from error
+
+
+def _seconds(retry_after: str) -> float:
+    """Of the header's two forms: a number of seconds, or a date; 0 where it is neither."""
+    if retry_after.strip().isdecimal():
+        return float(retry_after)
+    try:
+        date = parsedate_to_datetime(retry_after)
+    except ValueError:
+        return 0.0
+    if date.tzinfo is None:
+        date = date.replace(tzinfo=UTC)
+    return max(0.0, (date - datetime.now(UTC)).total_seconds())

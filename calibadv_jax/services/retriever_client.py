@@ -3,62 +3,112 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import aiohttp
 import httpx
+from pydantic import BaseModel, Field, ValidationError
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_exponential,
+    wait_random,
+)
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.services.child_process import ChildService
-from calibadv_jax.services.http_client import Unreachable, open_session, post
+from calibadv_jax.services.http_client import Reply, Unreachable, open_session, post
 from calibadv_jax.trajectory import Document
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
 MAX_BATCH = 256  # queries in one request
-FIRST_DELAY = 0.2  # seconds before the second attempt; doubles up to LAST_DELAY
-LAST_DELAY = 10.0
+FIRST_PAUSE = 0.2  # seconds before the second attempt; doubles up to LAST_PAUSE
+LAST_PAUSE = 10.0
+BAD_REPLIES = 3  # answers against the contract after which a query has failed
+PROBE = "test"  # a query that no service can object to
 TOKEN_VARIABLE = "RETRIEVER_TOKEN"  # the service's own; a config would be written to the run folder
+
+Outcome = list[Document] | RequestFailed  # of one query
+
+_REFUSALS = (400, 413, 422)  # of the query; asking again changes nothing
+_WRONG_ADDRESS = (403, 404, 405)
+_AWAY = (408, 425, 429, 502, 503, 504)  # it says itself that a later attempt may succeed
 
 
 class BadReply(Exception):
     """The service answered, but not what the contract says."""
 
 
+class Away(Exception):
+    """The service is not there now.
+
+    Args:
+        retry_after: seconds that it asks to wait for; 0: it does not say.
+    """
+
+    def __init__(self, reason: str, retry_after: float = 0.0):
+        super().__init__(reason)
+        self.retry_after = retry_after
+
+
+@dataclass
+class _Batch:
+    """Queries that share a request."""
+
+    queries: list[str]
+    outcomes: asyncio.Task[list[Outcome]]
+
+
 class RetrieverClient:
     """Implements `interfaces.Retriever` over Search-R1's ``POST /retrieve``.
 
-    Queries that arrive together share a request. A failed request is repeated `config.retries` times
-    with growing pauses; then every waiting caller gets one UserError.
+    One request is under way at a time; queries that come meanwhile share the next one. While the service is
+    away a search waits, for `config.patience` seconds.
     """
 
     def __init__(self, config: RetrieverConfig, url: str):
         self.config, self.url = config, url.rstrip("/")
-        self._waiting: list[tuple[str, asyncio.Future[list[Document]]]] = []
-        self._sender: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._http: Any = None
+        self._http: aiohttp.ClientSession | None = None
+        self._batch: _Batch | None = None  # still takes queries
+        self._has_answered = False
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         """Documents of each query, best first.
 
         Raises:
-            UserError: the service can not be reached, is too slow, answers nonsense, or asks for a token.
+            QueryRefused: the service does not take one of the queries.
+            RequestFailed: it was away for longer than `config.patience`, or answers nonsense.
+            UserError: it asks for a token, has no such route, or refuses every query.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # connections belong to the loop that opened them
-            self._loop, self._waiting, self._sender = loop, [], None
-            self._http = open_session(self.config.timeout, os.environ.get(TOKEN_VARIABLE, "").strip())
-        futures = [loop.create_future() for _ in queries]
-        self._waiting += zip(queries, futures, strict=True)
-        if self._sender is None or self._sender.done():
-            self._sender = loop.create_task(self._send())
-        return list(await asyncio.gather(*futures))
+            token = os.environ.get(TOKEN_VARIABLE, "").strip()
+            self._loop, self._http = loop, open_session(self.config.timeout, token)
+            self._batch, self._turn = None, asyncio.Lock()
+        batch = self._batch
+        if batch is None or len(batch.queries) + len(queries) > MAX_BATCH:
+            shared: list[str] = []
+            batch = self._batch = _Batch(shared, loop.create_task(self._send(shared)))
+        start = len(batch.queries)
+        batch.queries += queries
+        found = []
+        # Shielded: others wait for the same request. Whatever ends its task is raised here.
+        for outcome in (await asyncio.shield(batch.outcomes))[start : start + len(queries)]:
+            if isinstance(outcome, RequestFailed):
+                raise outcome
+            found.append(outcome)
+        return found
 
     def health(self) -> dict[str, Any]:
         """What the service says of itself on ``GET /health``; empty where it has no such route.
@@ -80,77 +130,134 @@ class RetrieverClient:
     async def close(self) -> None:
         """Closes the connections of the running event loop."""
         if self._loop is asyncio.get_running_loop():
+            assert self._http is not None
             await self._http.close()
             self._loop = None
 
-    async def _send(self) -> None:
-        """Ends where nothing waits, without a pause in between: a query that comes later starts it anew."""
-        while self._waiting:
-            await asyncio.sleep(BATCH_WINDOW)
-            batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
-            try:
-                found = await self._with_retries(self._http, [query for query, _ in batch])
-            except UserError as error:
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(error)
-                continue
-            for (_, future), documents in zip(batch, found, strict=True):
-                if not future.done():
-                    future.set_result(documents)
+    async def _send(self, queries: list[str]) -> list[Outcome]:
+        await asyncio.sleep(BATCH_WINDOW)
+        async with self._turn:
+            if self._batch is not None and self._batch.queries is queries:
+                self._batch = None
+        return await self._answer(queries)
 
-    async def _with_retries(self, http: Any, queries: list[str]) -> list[list[Document]]:
-        delay = FIRST_DELAY
-        for attempt in range(self.config.retries + 1):
-            try:
-                return await self._request(http, queries)
-            except (Unreachable, BadReply) as error:
-                last = str(error)
-            if attempt < self.config.retries:
-                await asyncio.sleep(delay)
-                delay = min(LAST_DELAY, 2 * delay)
-        raise UserError(
-            f"retriever {self.url}: no usable answer after {self.config.retries + 1} attempts"
-            f" ({last}); start it with scripts/launch_retriever.sh or set retriever.url"
+    async def _answer(self, queries: list[str]) -> list[Outcome]:
+        """What became of each query. A request that fails is divided, until it shows which queries fail."""
+        try:
+            return list(await self._attempts(1 if len(queries) > 1 else BAD_REPLIES)(self._wait_for, queries))
+        except Away as error:
+            message = (
+                f"retriever {self.url}: no answer for {self.config.patience:g} s ({error}); start it with"
+                " scripts/launch_retriever.sh, set retriever.url, or raise retriever.patience"
+            )
+            return [RequestFailed("retriever", message)] * len(queries)
+        except (QueryRefused, BadReply) as error:
+            if len(queries) > 1:
+                middle = len(queries) // 2
+                parts = await asyncio.gather(self._answer(queries[:middle]), self._answer(queries[middle:]))
+                return [outcome for part in parts for outcome in part]
+            if isinstance(error, QueryRefused):
+                await self._check_contract(queries)
+                return [error]
+            message = f"retriever {self.url}: no usable answer in {BAD_REPLIES} attempts ({error})"
+            return [RequestFailed("retriever", message)]
+
+    async def _check_contract(self, refused: list[str]) -> None:
+        """Where nothing was ever answered, a refusal may mean every query: then the run must not go on."""
+        if self._has_answered or refused == [PROBE]:
+            return
+        (outcome,) = await self._answer([PROBE])
+        if isinstance(outcome, QueryRefused):
+            raise UserError(
+                f"{outcome}; it refuses every query: is it a service with Search-R1's POST /retrieve, and"
+                f" does it take retriever.topk={self.config.topk}?"
+            )
+
+    @staticmethod
+    def _attempts(count: int) -> AsyncRetrying:
+        return AsyncRetrying(
+            retry=retry_if_exception_type(BadReply),
+            stop=stop_after_attempt(count),
+            wait=wait_exponential(FIRST_PAUSE, LAST_PAUSE),
+            reraise=True,
         )
 
-    async def _request(self, http: Any, queries: list[str]) -> list[list[Document]]:
+    async def _wait_for(self, queries: list[str]) -> list[list[Document]]:
+        """The service's answer, which it may first have to come back for."""
+        patiently = AsyncRetrying(
+            retry=retry_if_exception_type(Away),
+            stop=stop_after_delay(self.config.patience),
+            wait=self._pause,
+            reraise=True,
+        )
+        documents: list[list[Document]] = await patiently(self._request, queries)
+        self._has_answered = True
+        return documents
+
+    def _pause(self, state: RetryCallState) -> float:
+        """Growing, at least what the service asks for, at most what is left of the patience."""
+        growing = wait_exponential(FIRST_PAUSE, LAST_PAUSE) + wait_random(0, FIRST_PAUSE)
+        error = state.outcome.exception() if state.outcome else None
+        asked = error.retry_after if isinstance(error, Away) else 0.0
+        left = self.config.patience - (state.seconds_since_start or 0.0)
+        return min(max(growing(state), asked), max(left, 0.0))
+
+    async def _request(self, queries: list[str]) -> list[list[Document]]:
+        assert self._http is not None
         body = {"queries": queries, "topk": self.config.topk, "return_scores": True}
-        status, reply = await post(http, f"{self.url}/retrieve", json=body)
-        if status == 401:
+        try:
+            async with self._turn:
+                reply = await post(self._http, f"{self.url}/retrieve", json=body)
+        except Unreachable as error:
+            raise Away(str(error)) from error
+        said = f"status {reply.status}: {_excerpt(reply.body)}"
+        if reply.status == 401:
             raise UserError(
                 f"retriever {self.url}: asks for a token; set the environment variable {TOKEN_VARIABLE} to it"
             )
-        if status != 200:
-            raise BadReply(f"status {status}: {_excerpt(reply)}")
-        try:
-            return parse_reply(json.loads(reply), len(queries))
-        except ValueError as error:  # also what json.loads raises
-            raise BadReply(f"{error} in {_excerpt(reply)}") from error
+        if reply.status in _WRONG_ADDRESS:
+            raise UserError(f"retriever {self.url}: {said}; set retriever.url to a retrieval service")
+        if reply.status in _REFUSALS:
+            raise QueryRefused(f"retriever {self.url}: {said}")
+        if reply.status in _AWAY:
+            raise Away(said, reply.retry_after)
+        if reply.status != 200:
+            raise BadReply(said)
+        return _documents(reply, len(queries))
 
 
-def parse_reply(reply: Any, num_queries: int) -> list[list[Document]]:
-    """The documents of a Search-R1 reply.
-
-    Raises:
-        ValueError: not of the contract's form.
-    """
-    lists = reply.get("result") if isinstance(reply, dict) else None
-    if not isinstance(lists, list) or len(lists) != num_queries:
-        raise ValueError(f"expected 'result' with {num_queries} lists")
-    if not all(isinstance(one, list) for one in lists):
-        raise ValueError("expected a list of documents for every query")
-    return [[_document(item) for item in one] for one in lists]
+class _Row(BaseModel):
+    id: str | int | None = None
+    contents: str
 
 
-def _document(item: Any) -> Document:
-    row = item.get("document") if isinstance(item, dict) else None
-    if not isinstance(row, dict) or not isinstance(row.get("contents"), str):
-        raise ValueError("expected items {'document': {'id', 'contents'}, 'score'}")
-    title, _, text = row["contents"].partition("\n")
-    title = title.strip().removeprefix('"').removesuffix('"')
-    score = item.get("score")
-    return Document(str(row.get("id", title)), title, text, None if score is None else float(score))
+class _Item(BaseModel):
+    document: _Row
+    score: Annotated[float, Field(strict=True, allow_inf_nan=False)] | None = None
+
+    def to_document(self) -> Document:
+        title, _, text = self.document.contents.partition("\n")
+        title = title.strip().removeprefix('"').removesuffix('"')
+        name = title if self.document.id is None else str(self.document.id)
+        return Document(name, title, text, self.score)
+
+
+class _Results(BaseModel):
+    """Search-R1's reply."""
+
+    result: list[list[_Item]]
+
+
+def _documents(reply: Reply, num_queries: int) -> list[list[Document]]:
+    try:
+        lists = _Results.model_validate_json(reply.body).result
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise BadReply(f"{place}: {first['msg']} in {_excerpt(reply.body)}") from error
+    if len(lists) != num_queries:
+        raise BadReply(f"{len(lists)} lists for {num_queries} queries")
+    return [[item.to_document() for item in one] for one in lists]
 
 
 def _excerpt(reply: bytes) -> str:

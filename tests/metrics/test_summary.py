@@ -106,3 +106,33 @@ def test_a_metric_averages_over_the_trajectories_that_have_it():
 def test_no_trajectories_is_an_error():
     with pytest.raises(ValueError, match="no trajectories"):
         trajectory_metrics([Group(QUESTION, [])])
+
+
+def test_trajectories_that_failed_are_counted_and_left_out_of_everything_else(metrics):
+    solved = trajectory([turn("search", 6, observed=8), turn("answer", 4)], 1.0, True)
+    solved.turns[0].is_refused = True
+    lost, gone, late = (trajectory([turn("search", 90)], 0.5, False, 90) for _ in range(3))
+    lost.error, gone.error, late.error = "retriever: a: b", "retriever: c", "time: d"
+    other = trajectory([turn("search", 6, observed=8), turn("answer", 4)], 0.0, True)
+    with_failures = trajectory_metrics(
+        [Group(QUESTION, [solved, lost]), Group(QUESTION, [gone, late, other])]
+    )
+    without = trajectory_metrics([Group(QUESTION, [solved]), Group(QUESTION, [other])])
+    assert with_failures == without | {
+        "rollout/failed": 3.0,
+        "rollout/failed_share": 0.6,
+        "rollout/failed/retriever": 2.0,
+        "rollout/failed/time": 1.0,
+    }
+    assert without["rollout/failed"] == without["rollout/failed_share"] == 0
+    assert with_failures["rollout/refused_queries"] == 1
+
+
+def test_where_all_failed_there_is_nothing_but_their_number():
+    lost = trajectory([], 0.0, False)
+    lost.error = "sampler: lost"
+    assert trajectory_metrics([Group(QUESTION, [lost])]) == {
+        "rollout/failed": 1.0,
+        "rollout/failed_share": 1.0,
+        "rollout/failed/sampler": 1.0,
+    }

@@ -179,7 +179,7 @@ def test_any_token_the_sampler_ends_at_is_left_out_of_the_text(byte_tokenizer):
     prompt = PromptConfig(template="short")
     context = RolloutContext(OtherEnd(), None, byte_tokenizer, RolloutConfig(), prompt)
     trajectory = asyncio.run(run_trajectory(context, QUESTION, 0, seed=0, session="s"))
-    assert trajectory.turns[0].text == "no"
+    assert trajectory.turns[0].text == "no" and trajectory.error is None
     assert len(trajectory.turns[0].token_ids) == 3
 
 

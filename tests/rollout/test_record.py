@@ -4,7 +4,8 @@ import json
 
 from loop_fakes import DOCUMENT
 
-from calibadv_jax.rollout.record import trajectory_to_json
+from calibadv_jax.rollout.record import trajectory_to_json, write_rollouts
+from calibadv_jax.trajectory import Group
 
 SEARCH = "<think> a </think><search> ann </search>"
 ANSWER = "<think> b </think><answer> Ann </answer>"
@@ -23,6 +24,7 @@ def test_a_trajectory_survives_json_with_all_a_reader_needs(loop):
         "data_source": "test",
         "golden_answers": ["Ann"],
         "index": 3,
+        "error": None,
         "answer": "Ann",
         "answer_score": 0.5,
         "format_valid": True,
@@ -47,3 +49,11 @@ def test_a_trajectory_survives_json_with_all_a_reader_needs(loop):
         [],
         "",
     )
+
+
+def test_a_trajectory_that_failed_is_kept_with_its_error(loop, tmp_path):
+    trajectory = loop(SEARCH, ANSWER)
+    trajectory.error = "retriever: gone"
+    write_rollouts(tmp_path / "rollouts/step_1.jsonl", [Group(trajectory.question, [trajectory])])
+    row = json.loads((tmp_path / "rollouts/step_1.jsonl").read_text())
+    assert row["error"] == "retriever: gone" and len(row["turns"]) == 2

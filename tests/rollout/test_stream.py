@@ -3,13 +3,15 @@
 import json
 import random
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import count
 
+import numpy as np
 import pytest
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.rollout.stream import RolloutStream
-from calibadv_jax.trajectory import Group, Question
+from calibadv_jax.trajectory import Group, Question, Trajectory
 
 PER_STEP = 3
 
@@ -36,7 +38,7 @@ def question(number):
 
 def stream(background, staleness=0, per_step=PER_STEP, state=None):
     drawn = 0 if state is None else state["asked"]
-    made = RolloutStream(background.begin, map(question, count(drawn)), per_step, staleness)
+    made = RolloutStream(background.begin, map(question, count(drawn)), per_step, staleness, 0.25)
     if state is not None:
         made.restore(state, {f"q{number}": question(number) for number in range(100)})
     return made
@@ -163,3 +165,25 @@ def test_a_resumed_run_may_take_another_number_of_questions_a_step(staleness, pe
 def test_a_question_that_is_gone_is_named():
     with pytest.raises(UserError, match="question 'q700' of the checkpoint is gone"):
         stream(Background(), state={"asked": 2, "pending": [(1, "q700")]})
+
+
+def failed(number, errors):
+    one = Trajectory(question(number), np.zeros(1, np.int32))
+    return Group(question(number), [replace(one, error=error) for error in errors])
+
+
+def test_a_step_with_few_failures_goes_on_and_one_with_many_ends_before_it_is_complete():
+    """A quarter of three groups of four may fail: three trajectories."""
+    for errors, ends in ((["sampler: lost", *"abc"[:2], None], False), (["x"] * 4, True)):
+        background = Background(finish_at_once=False)
+        rollouts = stream(background)
+        rollouts._begin_allowed(0)
+        background.futures[1].set_result(failed(1, errors))
+        if ends:
+            with pytest.raises(UserError, match=r"4 of 12 trajectories failed.* \(4 times\): x"):
+                rollouts.take(0)
+            assert background.futures[0].cancelled() and background.futures[2].cancelled()
+        else:
+            for number in (0, 2):
+                background.futures[number].set_result(failed(number, [None] * 4))
+            assert ids(rollouts.take(0)) == ["q0", "q1", "q2"]

@@ -1,6 +1,7 @@
 """The embedded sampler against the learner's own forward pass."""
 
 import asyncio
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.sampling import sample_tokens
+from calibadv_jax.sampler.stopping import StopRule
 
 CHARACTERS = "abcdefghij<>/ "
 EOS = len(CHARACTERS)
@@ -29,7 +31,7 @@ class CharTokenizer:
     def __len__(self):
         return len(self.pieces)
 
-    def decode(self, ids, skip_special_tokens=False):
+    def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=True):
         return "".join(self.pieces[i] for i in ids)
 
 
@@ -56,10 +58,11 @@ def params(policy):
     return params
 
 
-def make_sampler(policy, params, max_length=96, **config):
+def make_sampler(policy, params, max_length=96, stops=None, **config):
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
     defaults = {"slots": 4, "decode_chunk": 5, "prefill_chunk": 8}
-    sampler = JaxSampler(policy, CharTokenizer(), SamplerConfig(**(defaults | config)), mesh, max_length)
+    stops = stops or StopRule(CharTokenizer(), EOS)
+    sampler = JaxSampler(policy, stops, SamplerConfig(**(defaults | config)), mesh, max_length)
     asyncio.run(sampler.load(7, params))
     return sampler
 
@@ -150,15 +153,10 @@ def test_greedy_is_the_argmax(sampler, forward):
     assert best[2:-1].tolist() == done.token_ids
 
 
-def test_stops_inside_a_token_and_keeps_it(policy, params):
-    """A stop string may end in the middle of a token; the token stays as it was sampled."""
-    pieces = CharTokenizer.pieces
-    forced = [pieces.index("<"), pieces.index("/"), pieces.index("j"), pieces.index(">\n")]
-    script = dict(zip([3, *forced[:-1]], forced, strict=True))
+def scripted(policy, script):
+    """A policy whose next token is a fixed function of the last one."""
 
     class Scripted:
-        """A decoder whose next token is a fixed function of the last one."""
-
         def __init__(self, real):
             self.real = real
 
@@ -175,11 +173,64 @@ def test_stops_inside_a_token_and_keeps_it(policy, params):
         def merge(self, params):
             return Scripted(super().merge(params))
 
-    scripted = ScriptedPolicy(policy.architecture, policy.numerics)
-    sampler = make_sampler(scripted, params)
+    return ScriptedPolicy(policy.architecture, policy.numerics)
+
+
+def test_stops_inside_a_token_and_keeps_it(policy, params):
+    """A stop string may end in the middle of a token; the token stays as it was sampled."""
+    pieces = CharTokenizer.pieces
+    forced = [pieces.index("<"), pieces.index("/"), pieces.index("j"), pieces.index(">\n")]
+    sampler = make_sampler(scripted(policy, dict(zip([3, *forced[:-1]], forced, strict=True))), params)
     done = asyncio.run(sampler.generate([1, 3], SamplingParams(30, stop=("</j>",)), "s"))
     assert done.token_ids == forced
     assert done.stop_reason == "stop"
+
+
+def test_every_end_of_text_token_ends_it(policy, params):
+    """In the middle of a chunk too."""
+    chain = scripted(policy, {1: 2, 2: 6, 6: 3, 3: EOS, EOS: 1})
+    sampler = make_sampler(chain, params, stops=StopRule(CharTokenizer(), [EOS, 6]))
+    for start, expected in ((1, [2, 6]), (6, [3, EOS])):
+        done = asyncio.run(sampler.generate([start], SamplingParams(30, 0.0), "s"))
+        sampler.release("s")
+        assert (done.token_ids, done.stop_reason) == (expected, "eos")
+        assert len(done.logprobs) == len(expected)
+
+
+def test_a_row_released_while_it_is_decoded_holds_nothing_for_the_next_session(
+    sampler, recompute, monkeypatch
+):
+    prompt, sampling = [1, 2, 3], SamplingParams(12, 0.8, seed=3)
+    whole = asyncio.run(sampler.generate(prompt, sampling, "whole"))
+    sampler.release("whole")
+    chunk = sampler._chunk
+
+    async def broken_off():
+        loop, released = asyncio.get_running_loop(), threading.Event()
+
+        def release():
+            sampler.release("gone")
+            released.set()
+
+        def release_first(requests):
+            loop.call_soon_threadsafe(release)
+            assert released.wait(10)
+            chunk(requests)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sampler, "_chunk", release_first)
+            task = asyncio.create_task(sampler.generate(prompt, sampling, "gone"))
+            while sampler._pump_task is None or not released.is_set():
+                await asyncio.sleep(0.001)
+            await sampler._pump_task
+            task.cancel()
+
+    asyncio.run(broken_off())
+    context = [prompt[-1], *whole.token_ids[:3], 4]  # what the chunk believed to have left in the row
+    done = asyncio.run(sampler.generate(context, sampling, "next"))
+    sampler.release("next")
+    expected = recompute([*context, *done.token_ids], 0.8)[len(context) - 1 :]
+    np.testing.assert_allclose(done.logprobs, expected, atol=1e-3)
 
 
 def test_length_limits(policy, params):

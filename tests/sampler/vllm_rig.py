@@ -16,6 +16,7 @@ from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.interfaces import SamplingParams
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess
 from calibadv_jax.snapshots.huggingface import save_folder
@@ -59,13 +60,14 @@ class Rig:
     num_workers: int = 1
     workers: list[VllmWorkerProcess] = field(default_factory=list)
     tokenizer_hash: str = "a tokenizer"
+    tokenizer: Any = field(default_factory=build_word_tokenizer)
 
     def __post_init__(self) -> None:
         self.policy = Policy(
             architecture_from_hf(self.hf_config), Numerics(compute_dtype=jnp.dtype(self.dtype))
         )
         self.store = SnapshotStore(self.folder / "snapshots", keep=20, dtype=jnp.dtype(self.dtype))
-        build_word_tokenizer().save_pretrained(self.folder / "tokenizer")
+        self.tokenizer.save_pretrained(self.folder / "tokenizer")
         save_folder(self.params(0), self.hf_config, self.model_folder, self.dtype, self.folder / "tokenizer")
 
     @property
@@ -108,7 +110,8 @@ class Rig:
         return VllmWorkerProcess(self.model_folder, log, options, start_timeout=600.0)
 
     def sampler(self, urls: list[str] | None = None, **config: Any) -> VllmSampler:
-        return VllmSampler(urls or self.urls, SamplerConfig(**config), self.tokenizer_hash)
+        stops = StopRule(self.tokenizer, self.hf_config["eos_token_id"])
+        return VllmSampler(urls or self.urls, SamplerConfig(**config), stops, self.tokenizer_hash)
 
     def run(self, coroutine_of: Any, urls: list[str] | None = None, **config: Any) -> Any:
         """Runs ``coroutine_of(sampler)``, for five minutes at most, and closes the sampler."""

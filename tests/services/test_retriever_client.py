@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import socket
 import threading
+import time
+from contextlib import contextmanager
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.services import retriever_client
 from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
 
@@ -22,19 +26,20 @@ def good(body):
     return {"result": [documents(query) for query in body["queries"]]}
 
 
-@pytest.fixture
-def server(monkeypatch):
-    """A server whose replies are taken from a list; the last one is repeated."""
-    monkeypatch.setattr(retriever_client, "FIRST_DELAY", 0.01)
-    replies, requests = [], []
+@contextmanager
+def serving(replies, requests=None, port=0):
+    """A server that takes its replies (status, content, perhaps headers) from a list; the last one stays."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append(body)
-            status, content = (replies.pop(0) if len(replies) > 1 else replies[0])(body)
+            if requests is not None:
+                requests.append(body)
+            status, content, *headers = (replies.pop(0) if len(replies) > 1 else replies[0])(body)
             data = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
+            for name, value in dict(*headers).items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -42,11 +47,21 @@ def server(monkeypatch):
         def log_message(self, *_):
             pass
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     threading.Thread(target=http.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{http.server_port}", replies, requests
-    http.shutdown()
-    http.server_close()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}"
+    finally:
+        http.shutdown()
+        http.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(retriever_client, "FIRST_PAUSE", 0.01)
+    replies, requests = [], []
+    with serving(replies, requests) as url:
+        yield url, replies, requests
 
 
 def ok(body):
@@ -54,7 +69,7 @@ def ok(body):
 
 
 def search(url, queries, **config):
-    client = RetrieverClient(RetrieverConfig(**({"timeout": 2.0, "retries": 2} | config)), url)
+    client = RetrieverClient(RetrieverConfig(**({"timeout": 2.0, "patience": 5.0} | config)), url)
 
     async def run():
         try:
@@ -109,41 +124,175 @@ def test_concurrent_searches_share_a_request_and_get_their_own_answer(server):
     assert len(requests) == 2
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        lambda body: (500, b"oops"),
-        lambda body: (200, b"<html>hello</html>"),
-        lambda body: (200, {"result": []}),
-        lambda body: (200, {"result": ["text"] * len(body["queries"])}),
-        lambda body: (200, {"result": [[{"document": "text"}]] * len(body["queries"])}),
-        lambda body: (503, {"error": "busy"}),
-    ],
-)
-def test_bad_replies_are_repeated_then_reported(server, bad):
+BAD = {
+    "status": lambda body: (500, b"oops"),
+    "not json": lambda body: (200, b"<html>hello</html>"),
+    "no utf-8": lambda body: (200, b"\xff\xfe"),
+    "too deep": lambda body: (200, b"[" * 100_000),
+    "too few": lambda body: (200, {"result": []}),
+    "no lists": lambda body: (200, {"result": ["text"] * len(body["queries"])}),
+    "no contents": lambda body: (200, {"result": [[{"document": "text"}]] * len(body["queries"])}),
+    "a redirection": lambda body: (307, b""),
+    **{
+        f"score {score}": lambda body, score=score: (
+            200,
+            b'{"result": [[{"document": {"id": 1, "contents": "x"}, "score": %s}]]}' % score,
+        )
+        for score in (b'"high"', b"[1]", b"{}", b"NaN", b"Infinity", b"true", b"1e999", b'"1.5"')
+    },
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_bad_replies_are_repeated_and_then_fail_that_query_only(server, bad):
     url, replies, requests = server
     replies += [bad, ok]
     assert search(url, ["a"])[0][0].id == "a"
-    replies[:] = [bad]
+    replies[:] = [lambda body: bad(body) if "bad" in body["queries"] else ok(body)]
     requests.clear()
-    with pytest.raises(UserError, match=f"retriever {url}: no usable answer after 3 attempts") as error:
+    good_one, failed = search_all(url, "good", "bad")
+    assert good_one[0].id == "good"
+    assert isinstance(failed, RequestFailed) and not isinstance(failed, QueryRefused)
+    assert str(failed).startswith(f"retriever {url}: no usable answer in 3 attempts (")
+    assert "\n" not in str(failed) and failed.service == "retriever"
+    assert [body["queries"] for body in requests].count(["bad"]) == 3
+    assert len(requests) == 5  # together, and then alone
+
+
+def search_all(url, *queries):
+    """One search a query, at the same time; documents or errors."""
+    client = RetrieverClient(RetrieverConfig(timeout=2.0, patience=5.0), url)
+
+    async def run():
+        found = await asyncio.gather(*(client.search([query]) for query in queries), return_exceptions=True)
+        await client.close()
+        return [one if isinstance(one, Exception) else one[0] for one in found]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 502, 503, 504])
+def test_a_service_that_is_away_is_asked_again_for_as_long_as_the_patience_lasts(server, status):
+    url, replies, requests = server
+    replies += [lambda body: (status, {"error": "busy"})] * 6 + [ok]
+    assert search(url, ["a"], patience=30.0)[0][0].id == "a"
+    assert len(requests) == 7
+    replies[:] = [lambda body: (status, {"error": "busy"})]
+    begun = time.monotonic()
+    with pytest.raises(RequestFailed, match=f"no answer for 0.5 s .status {status}: .*busy.*patience"):
+        search(url, ["a"], patience=0.5)
+    assert 0.5 <= time.monotonic() - begun < 3
+
+
+def test_a_service_may_say_how_long_to_wait(server):
+    url, replies, requests = server
+    later = {"Retry-After": "1"}
+    replies += [lambda body: (503, {}, later), ok]
+    begun = time.monotonic()
+    assert search(url, ["a"], patience=30.0)[0][0].id == "a"
+    assert 1.0 <= time.monotonic() - begun < 3 and len(requests) == 2
+
+    in_two_seconds = formatdate(time.time() + 2, usegmt=True)  # whole seconds: one to two from now
+    replies[:] = [lambda body: (429, {}, {"Retry-After": in_two_seconds}), ok]
+    begun = time.monotonic()
+    assert search(url, ["a"], patience=30.0)[0][0].id == "a"
+    assert 0.9 <= time.monotonic() - begun < 4
+
+    replies[:] = [lambda body: (503, {}, {"Retry-After": "3600"})]  # not longer than the patience
+    requests.clear()
+    with pytest.raises(RequestFailed, match="no answer for 1 s"):
+        search(url, ["a"], patience=1.0)
+    assert len(requests) == 2  # the last one at its very end
+
+    for nonsense in ("soon", "-5", "1e9"):
+        replies[:] = [lambda body, wait=nonsense: (503, {}, {"Retry-After": wait}), ok]
+        assert search(url, ["a"], patience=2.0)[0][0].id == "a"
+
+
+def test_a_service_that_comes_back_answers_who_waited(monkeypatch):
+    """Its connections are refused first."""
+    monkeypatch.setattr(retriever_client, "FIRST_PAUSE", 0.01)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    client = RetrieverClient(RetrieverConfig(timeout=2.0, patience=30.0), f"http://127.0.0.1:{port}")
+
+    async def run():
+        waiting = asyncio.gather(*(client.search([str(number)]) for number in range(20)))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        with serving([ok], port=port):
+            found = await waiting
+            await client.close()
+        return [one[0][0].id for one in found]
+
+    assert asyncio.run(run()) == [str(number) for number in range(20)]
+
+
+def test_who_waits_can_be_cancelled(server):
+    url, replies, _ = server
+    replies.append(lambda body: (503, {}))
+
+    async def run():
+        client = RetrieverClient(RetrieverConfig(patience=600.0), url)
+        task = asyncio.create_task(client.search(["a"]))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await client.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_refused_query_is_asked_once_and_fails_no_other(server, status):
+    url, replies, requests = server
+    replies.append(
+        lambda body: (status, {"error": "too long"}) if len(max(body["queries"], key=len)) > 9 else ok(body)
+    )
+    good_one, refused = search_all(url, "good", "x" * 100)
+    assert good_one[0].id == "good"
+    assert isinstance(refused, QueryRefused) and f'status {status}: \'{{"error": "too long' in str(refused)
+    assert [body["queries"] for body in requests].count(["x" * 100]) == 1
+    requests.clear()
+    many = [f"q{number}" if number % 50 else "x" * (10 + number) for number in range(200)]
+    found = search_all(url, *many)
+    for query, one in zip(many, found, strict=True):
+        assert isinstance(one, QueryRefused) if len(query) > 9 else one[0].id == query
+    assert len(requests) < 60  # by halves, not one by one
+
+
+def test_a_service_that_refuses_every_query_ends_the_run(server):
+    """Else a policy would be trained against nothing but refusals."""
+    url, replies, _ = server
+    replies.append(lambda body: (422, {"detail": "field required: query"}))
+    with pytest.raises(UserError, match="field required.*it refuses every query.*retriever.topk=3") as caught:
         search(url, ["a"])
-    assert "\n" not in str(error.value)
-    assert len(requests) == 3
+    assert not isinstance(caught.value, RequestFailed)
+
+
+@pytest.mark.parametrize("status", [403, 404, 405])
+def test_a_wrong_address_ends_the_run_at_once(server, status):
+    url, replies, requests = server
+    replies.append(lambda body: (status, {"error": "no"}))
+    with pytest.raises(UserError, match=f"status {status}: .*set retriever.url") as caught:
+        search(url, ["a"])
+    assert not isinstance(caught.value, RequestFailed) and len(requests) == 1
+    with pytest.raises(UserError, match="localhost:port/retrieve: not a URL"):
+        search("http://localhost:port", ["a"])
 
 
 def test_a_slow_server_is_a_clear_error(server):
-    import time
-
     url, replies, _ = server
     replies.append(lambda body: (time.sleep(0.5), ok(body))[1])
-    with pytest.raises(UserError, match="Timeout on reading data"):
-        search(url, ["a"], timeout=0.1, retries=0)
+    with pytest.raises(RequestFailed, match="Timeout on reading data"):
+        search(url, ["a"], timeout=0.1, patience=0.3)
 
 
 def test_nobody_listens():
-    with pytest.raises(UserError, match="start it with scripts/launch_retriever.sh or set retriever.url"):
-        search("http://127.0.0.1:9", ["a"], retries=0)
+    with pytest.raises(RequestFailed, match="start it with scripts/launch_retriever.sh, set retriever.url"):
+        search("http://127.0.0.1:9", ["a"], patience=0.2)
 
 
 def test_the_child_service_answers_and_ends(tmp_path):
@@ -162,8 +311,8 @@ def test_the_child_service_answers_and_ends(tmp_path):
         assert client.health()["documents"] == 2
         (documents,) = search(process.url, ["blue whale"], topk=1)
         assert [document.title for document in documents] == ["blue whale"]
-    with pytest.raises(UserError, match="no usable answer"):
-        search(process.url, ["a"], retries=0)
+    with pytest.raises(RequestFailed, match="no answer for 0.2 s"):
+        search(process.url, ["a"], patience=0.2)
 
 
 def test_a_service_with_a_token(tmp_path, monkeypatch):
@@ -185,5 +334,7 @@ def test_a_service_with_a_token(tmp_path, monkeypatch):
 def test_a_child_that_can_not_start_says_why(tmp_path):
     pytest.importorskip("faiss")
     config = RetrieverConfig(corpus=str(tmp_path / "none.jsonl"), index=str(tmp_path / "index"))
-    with pytest.raises(UserError, match=r"the retriever ended with status 2: .*none.jsonl: no such corpus"):
+    with pytest.raises(
+        UserError, match=r"the retriever ended with status 2: .*none.jsonl: no such corpus.*; see .*log.txt"
+    ):
         RetrieverProcess(config, tmp_path / "log.txt").__enter__()

@@ -1,0 +1,77 @@
+"""Where a completion ends: one rule for every sampler, whatever the engine behind it noticed."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from calibadv_jax.errors import UserError
+
+
+class StopRule:
+    """A completion ends at the token that completes a stop string, or at an end-of-text token.
+
+    Args:
+        end_ids: end-of-text tokens; one or many.
+    """
+
+    def __init__(self, tokenizer: Any, end_ids: int | Iterable[int]):
+        self.tokenizer = tokenizer
+        self.end_ids = frozenset([end_ids] if isinstance(end_ids, int) else end_ids)
+
+    def find(self, tokens: Sequence[int], stop: Sequence[str]) -> tuple[int, Literal["stop", "eos"]] | None:
+        """How many tokens the completion has, the one that ends it included, and why; None: it goes on."""
+        end = next((index for index, token in enumerate(tokens) if token in self.end_ids), None)
+        tokens = tokens if end is None else tokens[:end]
+        if self._is_complete(tokens, stop):
+            counts = range(len(tokens) + 1)
+            return bisect_left(counts, True, key=lambda n: self._is_complete(tokens[:n], stop)), "stop"
+        return None if end is None else (end + 1, "eos")
+
+    def remainders(self, tokens: Sequence[int], stop: Sequence[str]) -> list[str]:
+        """What is still missing of each stop string of which the tokens end with a beginning."""
+        text = self.text(tokens)
+        return [one[length:] for one in stop for length in range(1, len(one)) if text.endswith(one[:length])]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """With every token shown, as the agent loop reads it."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _is_complete(self, tokens: Sequence[int], stop: Sequence[str]) -> bool:
+        if not stop:
+            return False
+        text = self.text(tokens)
+        return any(one in text for one in stop)
+
+
+def end_of_text_ids(folder: str | Path, hf_config: dict[str, Any], tokenizer: Any) -> int | list[int]:
+    """Every end-of-text token of a policy: of its config, its generation config and its tokenizer.
+
+    As a HuggingFace config has it: one token, or several, ascending.
+
+    Args:
+        folder: the policy's HuggingFace folder, whose generation_config.json may be missing; "" for none.
+
+    Raises:
+        UserError: generation_config.json is no JSON object.
+    """
+    path = Path(folder) / "generation_config.json"
+    generation: Any = {}
+    if folder and path.is_file():
+        try:
+            generation = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path}: not valid JSON ({error}); fix or remove it") from error
+        if not isinstance(generation, dict):
+            raise UserError(f"{path}: not a JSON object; fix or remove it")
+    found: set[int] = {tokenizer.eos_token_id}
+    for source in (hf_config, generation):
+        ids = source.get("eos_token_id")
+        found |= {ids} if isinstance(ids, int) else set(ids or [])
+    # An id that the policy cannot sample ends nothing, and vLLM would refuse it.
+    size = hf_config.get("vocab_size", len(tokenizer))
+    ids = sorted(token for token in found if token < size)
+    return ids[0] if len(ids) == 1 else ids

@@ -1,0 +1,86 @@
+"""Where a completion ends, whatever pieces its tokens are."""
+
+import json
+
+import pytest
+
+from calibadv_jax.errors import UserError
+from calibadv_jax.sampler.stopping import StopRule, end_of_text_ids
+
+STOP = ("</search>", "</answer>")
+PIECES = ["<eos>", "<im_end>", *"abcdefghijklmnopqrstuvwxyz</> \n", ">\n", "</", "</search>", "rch>x", "é"]
+
+
+class PieceTokenizer:
+    eos_token_id = 0
+
+    def __len__(self):
+        return len(PIECES)
+
+    def decode(self, ids, skip_special_tokens=True, clean_up_tokenization_spaces=True):
+        assert not skip_special_tokens and not clean_up_tokenization_spaces
+        return "".join(PIECES[i] for i in ids)
+
+
+RULE = StopRule(PieceTokenizer(), [0, 1])
+
+
+def ids(*pieces):
+    return [PIECES.index(piece) for piece in pieces]
+
+
+def letters(text):
+    return ids(*text)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([], None),
+        (letters("go on </search"), None),
+        (letters("x</search>"), (10, "stop")),
+        (letters("x</search>yz"), (10, "stop")),
+        (letters("</answer></search>"), (9, "stop")),
+        (letters("<</search>"), (10, "stop")),
+        (ids("a", "</search>", "b"), (2, "stop")),
+        ([*ids("</"), *letters("sea"), *ids("rch>x", "b")], (5, "stop")),  # the token stays whole
+        ([*letters("</search"), *ids(">\n", "b")], (9, "stop")),
+        (ids("a", "<eos>"), (2, "eos")),
+        (ids("a", "<im_end>", "b", "<eos>"), (2, "eos")),
+        ([*letters("</search>"), *ids("<eos>")], (9, "stop")),
+        ([*ids("<eos>"), *letters("</search>")], (1, "eos")),
+        ([*letters("</sea"), *ids("<eos>"), *letters("rch>")], (6, "eos")),
+    ],
+)
+def test_the_first_that_ends_it(tokens, expected):
+    assert RULE.find(tokens, STOP) == expected
+    if expected:
+        assert RULE.find(tokens[: expected[0] - 1], STOP) is None
+        assert RULE.find(tokens[: expected[0]], STOP) == expected
+
+
+def test_without_stop_strings_only_the_end_of_text_ends():
+    assert RULE.find(letters("</search>"), ()) is None
+    assert StopRule(PieceTokenizer(), 1).find(ids("<eos>", "<im_end>"), ()) == (2, "eos")
+
+
+def test_what_is_missing_of_a_stop_string():
+    assert RULE.remainders(letters("a </sea"), STOP) == ["rch>"]
+    assert sorted(RULE.remainders(letters("a </"), STOP)) == ["answer>", "search>"]
+    assert RULE.remainders(letters("a </search> b"), STOP) == []
+    assert RULE.remainders([], STOP) == []
+    assert RULE.remainders(letters("aba"), ("abac", "bad")) == ["bac", "c", "d"]
+
+
+def test_every_end_of_text_token_of_a_policy(tmp_path):
+    tokenizer = PieceTokenizer()
+    assert end_of_text_ids("", {}, tokenizer) == 0
+    assert end_of_text_ids(tmp_path, {"eos_token_id": 0}, tokenizer) == 0
+    assert end_of_text_ids(tmp_path, {"eos_token_id": None}, tokenizer) == 0
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 1]}))
+    assert end_of_text_ids(tmp_path, {"eos_token_id": 3}, tokenizer) == [0, 1, 3, 5]
+    assert end_of_text_ids(tmp_path, {"eos_token_id": [3, 4], "vocab_size": 5}, tokenizer) == [0, 1, 3, 4]
+    for text in ("{", "[]"):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(UserError, match="generation_config.json: not .*; fix or remove it"):
+            end_of_text_ids(tmp_path, {}, tokenizer)

@@ -1,0 +1,117 @@
+"""The launcher around a server that dies, hangs up and does not come back at first."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from calibadv_jax.sampler import vllm_worker
+
+ROOT = Path(vllm_worker.__file__).parents[2]
+# What the server does at each of its starts; a start beyond the last does as the last.
+SERVER = """
+import os, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+port, book, *acts = sys.argv[1:]
+with open(book, "a") as file:
+    file.write("x")
+act = acts[min(os.path.getsize(book), len(acts)) - 1]
+if act == "ends":
+    sys.exit(7)
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self):
+        if act == "hangs up" and self.command == "POST":
+            self.connection.close()
+            return
+        status = 500 if act == "refuses" and self.command == "POST" else 200
+        self.send_response(status)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+        if act == "dies" and self.command == "POST":
+            threading.Timer(0.2, os._exit, [9]).start()
+    do_GET = do_POST = answer
+    def log_message(self, *_): pass
+
+ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+"""
+LAUNCHER = """
+import sys
+from calibadv_jax.sampler import vllm_worker
+server, book, acts, *arguments = sys.argv[1:]
+vllm_worker.require_vllm = lambda: None
+vllm_worker.server_command = lambda arguments, port: (
+    [sys.executable, server, str(port), book, *acts.split(",")], {}
+)
+sys.exit(vllm_worker.main(arguments))
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts the launcher; ended at the end of the test."""
+    (tmp_path / "server.py").write_text(SERVER)
+    (tmp_path / "config.json").write_text("{}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+
+    def start(*acts, restarts=10):
+        files = [str(tmp_path / "server.py"), str(tmp_path / "book"), ",".join(acts)]
+        options = ["--model", str(tmp_path), "--port", str(port), "--restarts", str(restarts)]
+        options += ["--port_file", str(tmp_path / "port")]
+        command = [sys.executable, "-c", LAUNCHER, *files, *options]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process, f"http://127.0.0.1:{port}"
+
+    yield start
+    for process in started:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+        process.stderr.close()
+
+
+def test_a_restart_that_fails_is_tried_again(launch, tmp_path):
+    process, url = launch("dies", "ends", "hangs up", "refuses", "ends", "serves")
+    deadline = time.monotonic() + 60
+    book = tmp_path / "book"
+    while not (book.is_file() and book.stat().st_size == 6):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while True:
+        try:
+            assert httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
+            break
+        except httpx.TransportError:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    assert process.poll() is None
+
+
+def test_a_first_start_that_fails_ends_the_launcher(launch, tmp_path):
+    process, _ = launch("ends", "serves")
+    assert process.wait(60) == 2
+    assert process.stderr.read() == "error: vLLM's server ended with status 7; its output is above\n"
+    assert not (tmp_path / "port").exists()
+
+
+def test_restarts_come_to_an_end(launch):
+    process, _ = launch("dies", "hangs up", "ends", restarts=3)
+    assert process.wait(60) == 1
+    lines = process.stderr.read().splitlines()
+    assert [line.partition(";")[0] for line in lines] == [
+        "error: vLLM's server ended with status 9",
+        "error: vLLM's server did not answer the warm-up (RemoteProtocolError)",
+        "error: vLLM's server ended with status 7",
+        "error: vLLM's server ended with status 7",
+    ]
+    assert "(0 restarts left after this one)" in lines[2] and "restart" not in lines[3]

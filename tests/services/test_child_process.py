@@ -1,0 +1,44 @@
+"""A child that ends before it is ready says why, and where to read more."""
+
+import sys
+
+import pytest
+
+from calibadv_jax.errors import UserError
+from calibadv_jax.services.child_process import ChildService
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("import sys; sys.exit('error: none.jsonl: no such corpus')", "none.jsonl: no such corpus"),
+        ("raise SystemExit(3)", "no output"),
+        ("try: {}['rope']\nexcept KeyError as e: raise RuntimeError('see above') from e", "KeyError: 'rope'"),
+        (
+            "print('(EngineCore pid=7) ERROR 11-21 [core.py:9] ValueError: No memory for cache blocks.')\n"
+            "print('RuntimeError: Engine core initialization failed. See root cause above.')\n"
+            'raise SystemExit("error: vLLM\'s server ended with status 1; its output is above")',
+            "ValueError: No memory for cache blocks.",
+        ),
+        ("print('torch.OutOfMemoryError: ' + 'x' * 900); raise SystemExit(1)", "torch.OutOfMemoryError: xxx"),
+        ("print('INFO: 0 errors'); print('Errors: none'); raise SystemExit('gone')", "gone"),
+    ],
+)
+def test_the_cause_is_named_and_the_log(tmp_path, code, cause):
+    log = tmp_path / "logs" / "child.log"
+    service = ChildService("the child", [sys.executable, "-c", code], log, 20.0, "some.start_timeout")
+    with pytest.raises(UserError) as caught:
+        service.__enter__()
+    message = str(caught.value)
+    assert message.startswith("the child ended with status ") and f": {cause}" in message
+    assert message.endswith(f"; see {log}")
+    assert "\n" not in message and len(message) < 400 + len(str(log))
+    assert service.process is None
+
+
+def test_a_child_that_does_not_get_ready_in_time(tmp_path):
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    service = ChildService("the child", command, tmp_path / "log", 0.3, "some.start_timeout")
+    with pytest.raises(UserError, match="not ready within 0.3 s; see .*log or raise some.start_timeout"):
+        service.__enter__()
+    assert service.process is None
