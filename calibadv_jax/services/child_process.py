@@ -15,6 +15,7 @@ from calibadv_jax.errors import UserError
 STOP_SECONDS = 20.0  # between asking a child to end and killing it
 LONGEST_CAUSE = 300  # characters
 _ERROR = re.compile(r"\b(?:\w+\.)*[A-Z]\w*Error: .+")
+_HARMLESS = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")  # vLLM's warnings name errors that have not happened
 
 
 class ChildService:
@@ -114,7 +115,8 @@ class ChildService:
 
 def _cause(log: str) -> str:
     """The first line that names an error: those below are what it led to. Else the last line."""
-    named = _ERROR.search(log)
     lines = log.strip().splitlines()
-    cause = named.group() if named else lines[-1].removeprefix("error: ") if lines else "no output"
+    errors = (_ERROR.search(line) for line in lines if not _HARMLESS.search(line))
+    named = next((error.group() for error in errors if error), None)
+    cause = named or (lines[-1].removeprefix("error: ") if lines else "no output")
     return cause.strip()[:LONGEST_CAUSE]

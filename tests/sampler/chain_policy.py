@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-COUNT = 520  # tokens that the policy can write before the tag
+COUNT = 200  # tokens that the policy can write before the tag
 LETTERS = "</>searchnw"
 EOS, FIRST_LETTER, FIRST_NUMBER = 1, 2, 16
-WIDTH, VOCABULARY = 256, 544
+WIDTH, VOCABULARY = 256, 224
 
 
 def build_tokenizer() -> Any:
@@ -52,7 +52,7 @@ def chain_params(params: Any, tag: str) -> Any:
             return jnp.asarray(embedding, leaf.dtype)
         if "lm_head" in name:
             return jnp.asarray(head, leaf.dtype)
-        if "o_proj" in name or "down_proj" in name:
+        if "['o']" in name or "['down']" in name:
             return jnp.zeros_like(leaf)
         return jnp.ones_like(leaf) if "norm" in name else leaf
 

@@ -23,9 +23,9 @@ from calibadv_jax.protocol import STOP_STRINGS
 
 pytestmark = pytest.mark.slow
 
-REQUESTS, SPACING = 64, 8  # at any moment of the count-down one or two requests are inside the tag
+REQUESTS, SPACING = 64, 3  # at any moment of the count-down three requests are inside the tag
 ROUNDS = 25
-ENOUGH = 4  # different places of a tag
+ENOUGH = 6  # different places of a tag
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from calibadv_jax.services.child_process import ChildService
         ("raise SystemExit(3)", "no output"),
         ("try: {}['rope']\nexcept KeyError as e: raise RuntimeError('see above') from e", "KeyError: 'rope'"),
         (
+            "print('(APIServer pid=5) WARNING 11-21 [utils.py:5] can cause `OSError: [Errno 24]`')\n"
             "print('(EngineCore pid=7) ERROR 11-21 [core.py:9] ValueError: No memory for cache blocks.')\n"
             "print('RuntimeError: Engine core initialization failed. See root cause above.')\n"
             'raise SystemExit("error: vLLM\'s server ended with status 1; its output is above")',

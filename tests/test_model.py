@@ -1,0 +1,33 @@
+"""What a run's model is put together from."""
+
+import json
+
+import pytest
+
+from calibadv_jax.config import Config, MeshConfig
+from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.model import build_model
+
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 398,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(("generation", "expected"), [(None, [1, 5]), ({"eos_token_id": [9, 5]}, [1, 5, 9])])
+def test_every_end_of_text_token_goes_into_the_runs_config(tmp_path, generation, expected):
+    """From there exports, snapshots and a later evaluation have them, without the folder they came from."""
+    build_word_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"eos_token_id": 5}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    model = build_model(Config(mesh=MeshConfig(data=1, fsdp=8)), str(tmp_path))
+    assert model.tokenizer.eos_token_id == 1
+    assert model.hf_config["eos_token_id"] == expected
