@@ -1,4 +1,4 @@
-"""Hostile steps through agent loop, reward, advantages and packing: what must hold whatever anybody writes."""
+"""Hostile steps through agent loop, reward, advantages and packing: what holds whatever anybody writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ PIECES = [
     *("<", ">", "</", "</sea", "rch>", "< answer >", "<Answer>", "</ANSWER >", "＜answer＞", "<answer/>"),
     *(GOLDEN, f"<answer>{GOLDEN}</answer>", f"<answer> {GOLDEN.upper()} </answer>", "Ann", "Bob"),
     *('\nDoc 1(Title: "x") ', "My previous action is invalid.", CONTROL, "<|im_start|>", "{question}"),
-    *("\n", "\r\n", "\t", " ", "\x00", "\u200b", "\u202e", "e\u0301", "ﬁ", "日本語", "🦊", "ſearch", "\ufffd"),
+    *("\n", "\r\n", "\t", " ", "\x00", "\u200b", "\u202e", "\ufffd"),
+    *("e\u0301", "ﬁ", "日本語", "🦊", "ſearch"),
 ]
 SEARCH = "<think>{0}</think><search>{1}</search>"
 ANSWER = "<think>{0}</think><answer>{1}</answer>"
