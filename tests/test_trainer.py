@@ -1,0 +1,154 @@
+"""The training loop on scripted trajectories: what a resumed run draws, and what the config reaches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from trainer_rig import HF_CONFIG, QUESTIONS, ScriptedRollouts, make_config, make_model, write_group
+
+from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.data.pipeline import QuestionIterator
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout.stream import RolloutStream
+from calibadv_jax.train import train
+from calibadv_jax.trainer import Trainer
+
+MODEL = make_model()
+UNTIMED = ("timing_s/", "perf/")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Every trainer compiles the same programs: they are kept on disk while this module runs."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    values = {"jax_compilation_cache_dir": folder, "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: jax.config.values[name] for name in values}
+    for name, value in values.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def run(config, rollouts, tmp_path):
+    train(config, MODEL, rollouts, tmp_path, Console(progress=False))
+    return rollouts
+
+
+def rows(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(UNTIMED)}
+        for line in lines
+    ]
+
+
+def make_trainer(config, folder, rollouts=None):
+    rollouts = rollouts or ScriptedRollouts()
+    questions = QuestionIterator(QUESTIONS, config.run.seed, config.data.shuffle)
+    stream = RolloutStream(rollouts.begin, questions, config.rollout.questions_per_step, 0)
+    return Trainer(config, MODEL, folder, rollouts, questions, stream)
+
+
+def scored(config, numbers):
+    groups = [write_group(number, QUESTIONS[number % len(QUESTIONS)]) for number in numbers]
+    score_groups(groups, config.reward, False, np.random.default_rng(0))
+    return groups, compute_advantages(groups, config.advantage)
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
+    """Stopped while step 4 of 6 is drawn, one step past a saved one: three more steps follow the resume."""
+    optimizer = make_config(tmp_path / "x").learner.optimizer
+    learner = {"steps": 6, "optimizer": replace(optimizer, lr=0.01, warmup_steps=2)}
+    whole = make_config(tmp_path / "whole", learner=learner, checkpoint={"every": 0})
+    expected = run(whole, ScriptedRollouts(), tmp_path / "whole")
+    parts = make_config(tmp_path / "parts", learner=learner)
+    first = ScriptedRollouts(fails_at=3 * 2 + 1)
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        run(parts, first, tmp_path / "parts")
+    assert [version for version, _ in first.loaded] == [0, 1, 2, 3]
+    second = run(parts, ScriptedRollouts(), tmp_path / "parts")
+    assert first.begun[:6] + second.begun == expected.begun  # the next two had begun, and were not trained
+    assert len({name for _, name in expected.begun[:7]}) == 7  # an epoch: no question twice
+    assert [version for version, _ in second.loaded] == [3, 4, 5, 6]
+    jax.tree.map(np.testing.assert_array_equal, second.loaded[-1][1], expected.loaded[-1][1])
+    jax.tree.map(np.testing.assert_array_equal, second.loaded[0][1], expected.loaded[3][1])
+    written = rows(tmp_path / "parts")
+    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
+    assert written == rows(tmp_path / "whole")
+    assert [row["actor/lr"] for row in written[:2]] == pytest.approx([0, 0.005])
+    assert sorted(int(path.name) for path in (tmp_path / "parts/checkpoints").glob("[0-9]")) == [4, 6]
+    assert (tmp_path / "parts/rollouts/step_6.jsonl").is_file()
+
+
+def test_the_kl_term_is_to_the_initial_policy(tmp_path):
+    config = make_config(tmp_path, loss={"kl_coef": 0.1})
+    optimizer = replace(config.learner.optimizer, lr=0.05)
+    trainer = make_trainer(replace(config, learner=replace(config.learner, optimizer=optimizer)), tmp_path)
+    initial = jax.device_get(trainer.state["params"])
+    metrics = [trainer.update(*scored(config, [number, number + 3])) for number in range(3)]
+    kl = [values["actor/kl_loss"] for values in metrics]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4 and kl[2] > 1e-4
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.reference), initial)
+    assert trainer.trained_tokens == 6 * (4 + 3 + 2 + 3)  # prompts and observations included
+    assert metrics[0]["actor/updates"] == 1 and metrics[0]["actor/untrained_trajectories"] == 0
+
+
+@pytest.mark.parametrize(("temperature", "used"), [(0.7, 0.7), (0.0, 1.0)])
+def test_the_learner_computes_at_the_samplers_temperature(tmp_path, temperature, used):
+    config = make_config(tmp_path, rollout={"temperature": temperature}, policy={"logprob_chunk": 5})
+    trainer = make_trainer(config, tmp_path)
+    learner = trainer.learner
+    assert (learner.temperature, learner.logprob_chunk, learner.rows) == (used, 5, 8)
+    assert trainer.reference is None  # without a KL term nothing is kept for it
+
+
+def test_the_schedule_ends_with_the_run(tmp_path):
+    """Six trajectories in mini-batches of four, three times over, for five steps: thirty updates."""
+    optimizer = replace(make_config(tmp_path).learner.optimizer, lr=1.0, schedule="linear")
+    learner = {"steps": 5, "minibatch_size": 4, "epochs": 3, "optimizer": optimizer}
+    schedule = make_trainer(make_config(tmp_path, learner=learner), tmp_path).schedule
+    assert [float(schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
+
+
+def test_published_weights_are_compared_with_what_the_workers_compute(tmp_path):
+    config = make_config(tmp_path, rollout={"temperature": 0.5})
+    rollouts = ScriptedRollouts()
+    trainer = make_trainer(config, tmp_path, rollouts)
+    assert trainer.publish() == {}
+    tokens = np.random.default_rng(0).integers(0, HF_CONFIG["vocab_size"], 15).astype(np.int32)[None]
+
+    @jax.jit
+    def logprobs(params):
+        decoder = MODEL.policy.merge(params)
+        hidden = decoder(tokens, jnp.arange(15, dtype=jnp.int32)[None], jnp.ones_like(tokens))
+        return jax.nn.log_softmax(decoder.logits(hidden) / 0.5)
+
+    table = np.asarray(logprobs(rollouts.loaded[0][1]))[0]
+    theirs = table[np.arange(14), tokens[0, 1:]]
+    rollouts.logprobs = {"a": theirs, "b": theirs + np.float32([0.25] + [0] * 13)}
+    found = trainer.publish()
+    assert found["rollout/workers"] == 2
+    assert found["rollout/probe_logprob_diff_max"] == pytest.approx(0.25, abs=1e-5)
+    assert found["rollout/probe_logprob_diff_mean"] == pytest.approx(0.25 / 28, abs=1e-5)
+
+
+def test_a_step_without_a_sampled_token_changes_nothing(tmp_path):
+    config = make_config(tmp_path)
+    trainer = make_trainer(config, tmp_path)
+    groups, _ = scored(config, [0])
+    for trajectory in groups[0].trajectories:
+        trajectory.turns = []
+    before = jax.device_get(trainer.state)
+    metrics = trainer.update(groups, compute_advantages(groups, config.advantage))
+    assert (trainer.step, trainer.trained_tokens, metrics["actor/untrained_trajectories"]) == (1, 0, 3)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(trainer.state))
