@@ -28,7 +28,7 @@ SMALL = [
     "world.works=6",
     "world.train_questions=40",
     "world.eval_questions=6",
-    "policy.path=''",
+    "policy.path=",
     "policy.init.hidden_size=32",
     "policy.init.intermediate_size=32",
     "policy.init.num_hidden_layers=1",
@@ -192,5 +192,5 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
 
     assert "sft/config.json: no such file; give a HuggingFace folder" in run()
     assert "did you mean 'rollout.group_size'" in run("rollout.group_sise=3")
-    assert "no such tokenizer folder" in run("policy.path=''")
+    assert "no such tokenizer folder" in run("policy.path=")
     assert "learner.row_length is 10" in run("learner.row_length=10")
