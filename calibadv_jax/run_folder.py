@@ -43,6 +43,7 @@ FREE = (
     "sft",
     "checkpoint",
     "evaluate",
+    "guards",
     "export",
     "log",
 )

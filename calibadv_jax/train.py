@@ -9,8 +9,10 @@ from calibadv_jax.advantages.registry import compute_advantages, describe
 from calibadv_jax.config import Config
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.doctor import check_inputs
+from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import evaluate
 from calibadv_jax.metrics.console import Console
+from calibadv_jax.metrics.guards import guard_metrics
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
 from calibadv_jax.metrics.timing import Stopwatch
 from calibadv_jax.metrics.writer import MetricsWriter
@@ -55,15 +57,18 @@ def train(
             with watch("rollout"), console.bar("rollout", config.rollout.questions_per_step) as done:
                 groups = trainer.stream.take(begun, done)
             with watch("advantage"):
-                rng = random_state(config.run.seed, begun, "reward")
+                rng = random_state(trainer.seed, begun, "reward")
                 score_groups(groups, config.reward, config.prompt.prepend_think, rng)
                 advantages = compute_advantages(groups, config.advantage)
-                metrics = trajectory_metrics(groups, begun) | advantages.metrics | rollouts.metrics()
+                metrics = trajectory_metrics(groups, begun) | guard_metrics(groups) | advantages.metrics
+                metrics |= rollouts.metrics()
             try:
                 with stop.held(), watch("update"):
                     metrics |= trainer.update(groups, advantages)
                     if config.log.rollouts:
                         write_rollouts(folder / "rollouts" / f"step_{trainer.step}.jsonl", groups)
+                    verdict = trainer.guards.check(trainer.step, metrics)
+                    metrics |= verdict.metrics
                 with watch("publish"):
                     metrics |= trainer.publish()
                 if config.evaluate.every and trainer.step % config.evaluate.every == 0:
@@ -74,6 +79,16 @@ def train(
                     with stop.held():
                         writer.write(trainer.step, metrics | watch.metrics(trainer.trained_tokens))
             console.step(trainer.step, config.learner.steps, metrics | watch.metrics(trainer.trained_tokens))
+            for finding in verdict.findings:
+                console.say(finding)
+            if verdict.action == "stop":
+                raise UserError("stopped by guards.action; the state is saved: see the findings above")
+            if verdict.action == "rollback":
+                with stop.held():
+                    trainer.roll_back()
+                    writer.rewind(trainer.step + 1)
+                trainer.publish()
+                continue
             with stop.held():
                 trainer.save_if_due()
 

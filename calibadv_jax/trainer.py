@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,16 +12,18 @@ import numpy as np
 from calibadv_jax.advantages.registry import AdvantageResult
 from calibadv_jax.config import Config
 from calibadv_jax.data.pipeline import QuestionIterator
+from calibadv_jax.errors import UserError
 from calibadv_jax.learner.batching import Sample, pack, unpack
 from calibadv_jax.learner.learner import Learner, on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.learner.step import learn, make_samples
 from calibadv_jax.metrics.console import Console
+from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.model import Model, initial_params
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout.stream import RolloutStream
-from calibadv_jax.seeds import random_state
+from calibadv_jax.seeds import attempt_seed, random_state
 from calibadv_jax.snapshots.checkpoint import CheckpointStore
 from calibadv_jax.trajectory import Group, Question
 
@@ -49,14 +52,8 @@ class Trainer:
         self.config, self.model, self.rollouts, self.console = config, model, rollouts, console
         self.by_id = {question.id: question for question in questions}
         self.questions = QuestionIterator(questions, config.run.seed, config.data.shuffle)
-        rollout = config.rollout
-        self.stream = RolloutStream(
-            rollouts.begin,
-            self.questions,
-            rollout.questions_per_step,
-            rollout.max_staleness,
-            rollout.max_failed_share,
-        )
+        self.stream = self._make_stream()
+        self.guards = Guards(config.guards)
         trajectories = config.rollout.questions_per_step * config.rollout.group_size
         per_epoch = -(-trajectories // (learner.minibatch_size or trajectories))
         self.schedule = make_schedule(learner.optimizer, learner.steps * per_epoch * learner.epochs)
@@ -77,6 +74,11 @@ class Trainer:
         self.trained_tokens = 0  # of the last step, prompts and observations included
         self.checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
 
+    @property
+    def seed(self) -> int:
+        """Of everything that is drawn from now on."""
+        return attempt_seed(self.config.run.seed, self.guards.rollbacks)
+
     def restore(self) -> None:
         """Continues from the newest checkpoint, if there is one.
 
@@ -84,13 +86,48 @@ class Trainer:
             UserError: the checkpoint is damaged, or of another policy, optimizer or question file.
         """
         newest = self.checkpoints.latest_step()
-        if newest is None:
-            return
-        self.state, extra = self.checkpoints.restore(newest, self.learner.abstract_state())
+        if newest is not None:
+            self.guards.restore(self._restore(newest)["guards"])
+            self.rollouts.seed = self.seed
+            self.console.note(f"resuming from step {self.step}")
+
+    def roll_back(self) -> None:
+        """Goes back to the newest checkpoint of a good step, and on from there with other random draws.
+
+        Raises:
+            UserError: there is no such checkpoint.
+        """
+        collapsed, last_good = self.step, self.guards.last_good_step
+        good = [step for step in self.checkpoints.steps() if step <= last_good]
+        if not good:
+            raise UserError(
+                f"the policy collapsed at step {collapsed}, and no checkpoint is as old as the last good step"
+                f" {last_good}; raise checkpoint.keep or lower checkpoint.every"
+            )
+        self.stream.close()
+        self.checkpoints.delete_after(good[-1])
+        self.stream = self._make_stream()
+        self._restore(good[-1])
+        self.guards.rolled_back(self.step)
+        self.rollouts.seed = self.seed
+        self.console.note(f"rolled back from step {collapsed} to step {self.step}")
+
+    def _restore(self, step: int) -> dict[str, Any]:
+        self.state, extra = self.checkpoints.restore(step, self.learner.abstract_state())
         self.step = extra["step"]
         self.questions.set_state(extra["questions"])
         self.stream.restore(extra["stream"], self.by_id)
-        self.console.note(f"resuming from step {self.step}")
+        return extra
+
+    def _make_stream(self) -> RolloutStream:
+        rollout = self.config.rollout
+        return RolloutStream(
+            self.rollouts.begin,
+            self.questions,
+            rollout.questions_per_step,
+            rollout.max_staleness,
+            rollout.max_failed_share,
+        )
 
     def update(self, groups: list[Group], advantages: AdvantageResult) -> dict[str, float]:
         """One learner step on the groups' trajectories; ends the step."""
@@ -101,7 +138,7 @@ class Trainer:
         rate = float(self.schedule(int(self.state["updates"])))
         metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(skipped)}
         if samples:
-            rng = random_state(config.run.seed, self.step, "minibatches")
+            rng = random_state(self.seed, self.step, "minibatches")
             self.state, learned = learn(
                 self.learner, self.state, samples, config.learner, config.loss, self.loss, rng, self.reference
             )
@@ -145,6 +182,7 @@ class Trainer:
             "step": self.step,
             "questions": self.questions.get_state(),
             "stream": self.stream.state(),
+            "guards": self.guards.state(),
         }
         self.checkpoints.save(self.step, self.state, extra)
         self.console.note(f"saved at step {self.step}")

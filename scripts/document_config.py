@@ -70,7 +70,9 @@ def keys() -> list[Key]:
 
 
 def kind_of(field: dict[str, Any]) -> str:
-    """What a value may be: ``integer > 0``, ``adamw or muon``, ``list of text``."""
+    """What a value may be: ``integer > 0``, ``adamw or muon``, ``list of text``, ``number or null``."""
+    if "anyOf" in field:
+        return " or ".join("null" if one["type"] == "null" else kind_of(one) for one in field["anyOf"])
     if "enum" in field:
         return " or ".join(f"`{choice}`" for choice in field["enum"])
     if field["type"] == "array":

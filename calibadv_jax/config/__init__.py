@@ -6,6 +6,7 @@
 from calibadv_jax.config.credit import AdvantageConfig, RewardConfig
 from calibadv_jax.config.data import DataConfig, PromptConfig, WorldConfig
 from calibadv_jax.config.evaluate import EvaluateConfig
+from calibadv_jax.config.guards import GuardsConfig
 from calibadv_jax.config.keys import known_keys
 from calibadv_jax.config.learner import LearnerConfig, LossConfig, OptimizerConfig
 from calibadv_jax.config.load import dump_config, load_config
@@ -23,6 +24,7 @@ __all__ = [
     "DataConfig",
     "EvaluateConfig",
     "ExportConfig",
+    "GuardsConfig",
     "LearnerConfig",
     "LogConfig",
     "LossConfig",

@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass
 from calibadv_jax.config.credit import AdvantageConfig, RewardConfig
 from calibadv_jax.config.data import DataConfig, PromptConfig, WorldConfig
 from calibadv_jax.config.evaluate import EvaluateConfig
+from calibadv_jax.config.guards import GuardsConfig
 from calibadv_jax.config.learner import LearnerConfig, LossConfig
 from calibadv_jax.config.policy import MeshConfig, PolicyConfig
 from calibadv_jax.config.retriever import RetrieverConfig
@@ -39,6 +40,7 @@ class Config:
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    guards: GuardsConfig = Field(default_factory=GuardsConfig)
     sft: SftConfig = Field(default_factory=SftConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)

@@ -65,6 +65,12 @@ class MetricsWriter:
                 self._events.add_scalar(name, values[name], step)
             self._events.flush()
 
+    def rewind(self, step: int) -> None:
+        """Drops the rows at or past `step`, which will be written again."""
+        self._file.close()
+        _repair(self.path, step)
+        self._file = self.path.open("a", encoding="utf-8")
+
     def close(self) -> None:
         self._file.close()
         if self._events is not None:

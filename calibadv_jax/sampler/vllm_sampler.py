@@ -141,6 +141,12 @@ class VllmSampler:
                 there for `patience` seconds.
         """
         version = int(snapshot.name.removeprefix("v"))
+        if (
+            self._snapshot is not None and version <= self._snapshot[1]
+        ):  # a rollback; workers take no old ones
+            self.run = uuid.uuid4().hex[:12]
+            for worker in self.workers:
+                worker.version = None
         self._snapshot = (snapshot.absolute(), version)
         # A refusal of one is raised when all are done: a swap that is broken off leaves its worker paused.
         swaps = [self._bring(worker) for worker in self.workers]

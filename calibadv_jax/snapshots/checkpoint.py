@@ -30,6 +30,15 @@ class CheckpointStore:
         """Step of the newest complete checkpoint."""
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def delete_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps."""
+        for later in [one for one in self.steps() if one > step]:
+            self._manager.delete(later)
+
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
         """Writes a checkpoint; on return it is complete, and `state` may be donated.
 

@@ -26,9 +26,14 @@ def ids(found):
 
 
 def test_the_best_are_kept_best_first(index, reranker):
+    """Best by the cross-encoder's own score of each pair, whatever order they were retrieved in."""
     queries = ["ada almson", "bo dorn"]
     found = index.search(queries, 6)
     whole = reranker.rerank(queries, found, 6)
+    for query, one, before in zip(queries, whole, found, strict=True):
+        own = {row["id"]: reranker._encoder.predict([(query, row["contents"])])[0] for row, _ in before}
+        assert ids(one) == sorted(own, key=own.get, reverse=True) != ids(before)
+        assert [score for _, score in one] == pytest.approx([own[name] for name in ids(one)], abs=1e-5)
     for one, all_six, before in zip(reranker.rerank(queries, found, 3), whole, found, strict=True):
         scores = [score for _, score in all_six]
         assert scores == sorted(scores, reverse=True)

@@ -36,9 +36,12 @@ def test_rlinf_contract(client):
 
 
 def test_calibadv_contract(client):
-    body = {"queries": ["port elton"], "topk_retrieval": 2, "return_scores": True, "not_sort": False}
+    """Three documents are asked for where the service gives two by itself."""
+    body = {"queries": ["port elton"], "topk_retrieval": 3, "return_scores": True, "not_sort": False}
     (documents,) = client.post("/retrieve", json=body).json()["result"]
+    assert len(documents) == 3
     assert documents[0]["document"] == ROWS[2]["contents"]
+    assert documents[0]["score"] > documents[1]["score"] >= documents[2]["score"]
     without = client.post("/retrieve", json=body | {"return_scores": False}).json()["result"]
     assert without[0] == [item["document"] for item in documents]
 

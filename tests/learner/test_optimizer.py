@@ -1,0 +1,124 @@
+"""Clipping, moments, decay and schedules, against a few lines of numpy."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from calibadv_jax.config import OptimizerConfig
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+
+SHAPES = {
+    "embed": {"embedding": (4, 3)},
+    "layers": {"mlp": {"kernel": (2, 3, 5)}, "norm": {"scale": (2, 3)}, "q": {"bias": (2, 3)}},
+}
+DECAYED = [True, True, False, False]  # in the order of the leaves: embedding, kernel, scale, bias
+
+
+def tree(seed, size=1.0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: (size * rng.normal(size=shape)).astype(np.float32),
+        SHAPES,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def after(config, gradients, total=10):
+    optimizer = make_optimizer(config, make_schedule(config, total))
+    params = tree(0)
+    state = optimizer.init(params)
+    for gradient in gradients:
+        changes, state = optimizer.update(gradient, state, params)
+        params = optax.apply_updates(params, changes)
+    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(params)]
+
+
+def adamw(config, gradients, rates):
+    """AdamW over leaves, with the gradient scaled down to the global norm first."""
+    params = [leaf.astype(np.float64) for leaf in jax.tree.leaves(tree(0))]
+    first, second = [np.zeros_like(p) for p in params], [np.zeros_like(p) for p in params]
+    for step, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), 1):
+        leaves = [leaf.astype(np.float64) for leaf in jax.tree.leaves(gradient)]
+        norm = np.sqrt(sum((leaf**2).sum() for leaf in leaves))
+        scale = min(1.0, config.max_grad_norm / norm)
+        for index, leaf in enumerate(leaves):
+            clipped = scale * leaf
+            first[index] = config.beta1 * first[index] + (1 - config.beta1) * clipped
+            second[index] = config.beta2 * second[index] + (1 - config.beta2) * clipped**2
+            mean = first[index] / (1 - config.beta1**step)
+            deviation = np.sqrt(second[index] / (1 - config.beta2**step))
+            decay = config.weight_decay * params[index] * DECAYED[index]
+            params[index] = params[index] - rate * (mean / (deviation + 1e-8) + decay)
+    return params
+
+
+GRADIENTS = [tree(1, 100.0), tree(2, 0.01), tree(3, 1.0)]  # far above, below and near the norm
+
+
+def test_adamw_clips_decays_matrices_and_keeps_its_moments():
+    config = OptimizerConfig(
+        lr=0.1, schedule="constant", beta1=0.8, beta2=0.9, weight_decay=0.05, max_grad_norm=2.0
+    )
+    expected = adamw(config, GRADIENTS, [0.1] * 3)
+    for found, wanted in zip(after(config, GRADIENTS), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_huge_gradient_counts_as_one_of_the_largest_norm(name):
+    """Adam alone would forget the size of the first gradient, so the second one shows it."""
+    config = OptimizerConfig(name=name, lr=0.1, schedule="constant", max_grad_norm=1.0)
+    direction = tree(1)
+    norm = float(optax.tree.norm(direction))
+    small = tree(2, 0.1)
+
+    def scaled(size):
+        return [jax.tree.map(lambda leaf: leaf * np.float32(size / norm), direction), small]
+
+    at_the_limit, beyond, below = (after(config, scaled(size)) for size in (1.0, 1000.0, 0.1))
+    for one, other in zip(at_the_limit, beyond, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert max(np.abs(one - other).max() for one, other in zip(at_the_limit, below, strict=True)) > 1e-3
+
+
+def test_muon_moves_matrices_by_its_rate_and_the_rest_by_adams():
+    config = OptimizerConfig(name="muon", lr=0.1, adam_lr=0.01, schedule="constant")
+    before = [leaf.astype(np.float64) for leaf in jax.tree.leaves(tree(0))]
+    embedding, kernel, scale, bias = (
+        now - then for now, then in zip(after(config, [tree(1)]), before, strict=True)
+    )
+    # The first step of Adam with Nesterov's momentum is the same for every gradient.
+    first = 0.01 * (1 + 0.9 * 0.1 / (1 - 0.9**2))
+    for change in (embedding, scale, bias):
+        np.testing.assert_allclose(np.abs(change), first, rtol=1e-3)
+    for matrix in kernel:  # each layer is a matrix of its own, nearly orthogonal
+        singular = np.linalg.svd(matrix, compute_uv=False)
+        assert singular.min() > 0.05 and singular.max() < 0.2
+
+
+def test_the_first_update_of_a_warm_up_changes_nothing():
+    config = OptimizerConfig(lr=0.1, warmup_steps=2, schedule="constant")
+    start = [leaf.astype(np.float64) for leaf in jax.tree.leaves(tree(0))]
+    for found, wanted in zip(after(config, [tree(1)]), start, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    gradients = [tree(seed) for seed in (1, 2, 3)]
+    for found, wanted in zip(after(config, gradients), adamw(config, gradients, [0, 0.05, 0.1]), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0, 1, 2, 2, 2, 2]),
+        ("linear", [0, 1, 2, 1.5, 1, 0]),
+        ("cosine", [0, 1, 2, 1 + np.sqrt(0.5), 1, 0]),
+    ],
+)
+def test_schedules_rise_to_the_peak_and_end_with_the_run(schedule, expected):
+    rate = make_schedule(OptimizerConfig(lr=2.0, schedule=schedule, warmup_steps=4), total_updates=12)
+    assert [float(rate(count)) for count in (0, 2, 4, 6, 8, 12)] == pytest.approx(expected, abs=1e-6)
+    without = make_schedule(OptimizerConfig(lr=2.0, schedule=schedule), total_updates=8)
+    assert [float(without(count)) for count in (0, 2, 4, 8)] == pytest.approx(expected[2:], abs=1e-6)

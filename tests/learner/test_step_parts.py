@@ -1,0 +1,148 @@
+"""From trajectories to updates: what a sample holds, which batches a step makes, what they are given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from calibadv_jax.config import LearnerConfig, LossConfig
+from calibadv_jax.learner.batching import Sample, place
+from calibadv_jax.learner.learner import on_policy_only
+from calibadv_jax.learner.step import learn, make_samples
+from calibadv_jax.trajectory import Question, Trajectory, Turn
+
+QUESTION = Question("q", "?", ("x",), "test")
+ROW = 8
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def floats(*values):
+    return np.array(values, np.float32)
+
+
+def test_prompt_and_response_end_to_end():
+    turns = [
+        Turn("search", ints(5, 6), floats(-0.5, -0.6), observation_ids=ints(7)),
+        Turn("answer", ints(8), floats(-0.8)),
+    ]
+    trained = Trajectory(QUESTION, ints(1, 2, 3), turns)
+    silent = Trajectory(QUESTION, ints(1), [Turn("unfinished", ints(), floats(), observation_ids=ints(4))])
+    advantages = [floats(0), floats(1.5, 1.5, 0, -2)]
+    (sample,), skipped = make_samples([silent, trained], advantages)
+    assert skipped == 1
+    assert sample.tokens.tolist() == [1, 2, 3, 5, 6, 7, 8] and sample.tokens.dtype == np.int32
+    assert sample.mask.tolist() == [False, False, False, True, True, False, True]
+    assert sample.advantages.tolist() == [0, 0, 0, 1.5, 1.5, 0, -2]
+    np.testing.assert_array_equal(sample.logprobs, floats(0, 0, 0, -0.5, -0.6, 0, -0.8))
+    assert sample.old_logprobs is None
+
+
+class Notebook:
+    """A learner that writes down its batches. Its log-probabilities name the policy and the target."""
+
+    def __init__(self):
+        self.updates = []
+
+    def update(self, state, batch, loss, reference=None):
+        self.updates.append((batch, loss, reference))
+        version = state["params"] + 1
+        return {"params": version}, {"actor/loss": float(version)}
+
+    def logprobs(self, params, batch):
+        return (-params - batch.targets / 100).astype(np.float32)
+
+
+def samples(count=5):
+    """Sample i is the tokens 10 i, 10 i + 1, … with its two last ones trained."""
+    made = []
+    for index in range(count):
+        tokens = np.arange(10 * index, 10 * index + 4, dtype=np.int32)
+        mask = np.array([False, False, True, True])
+        made.append(Sample(tokens, mask, np.where(mask, index, 0).astype(np.float32), floats(0, 0, -9, -9)))
+    return made
+
+
+def go_over(config, loss=None, seed=0, count=5, reference=None):
+    notebook = Notebook()
+    state, metrics = learn(
+        notebook,
+        {"params": 1},
+        samples(count),
+        config,
+        loss or LossConfig(),
+        "the loss",
+        np.random.default_rng(seed),
+        reference,
+    )
+    batches = [sorted({int(first) // 10 for first in b.tokens[b.weights > 0]}) for b, *_ in notebook.updates]
+    return notebook, state, metrics, batches
+
+
+def test_an_epoch_takes_every_sample_once_in_an_order_of_its_own():
+    config = LearnerConfig(minibatch_size=2, epochs=3, row_length=ROW)
+    notebook, state, metrics, batches = go_over(config)
+    epochs = [batches[start : start + 3] for start in (0, 3, 6)]
+    assert [sorted(sum(epoch, [])) for epoch in epochs] == [[0, 1, 2, 3, 4]] * 3
+    assert [len(batch) for batch in batches] == [2, 2, 1] * 3
+    assert len({str(epoch) for epoch in epochs}) == 3
+    assert state == {"params": 10}
+    assert metrics == {"actor/loss": pytest.approx(np.mean(range(2, 11))), "actor/updates": 9}
+    assert batches == go_over(config)[3] != go_over(config, seed=1)[3]
+
+
+def test_one_update_takes_everything():
+    _, _, metrics, batches = go_over(LearnerConfig(row_length=ROW))
+    assert batches == [[0, 1, 2, 3, 4]] and metrics["actor/updates"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "old", "recomputed"),
+    [
+        ({"minibatch_size": 2}, "recompute", True),
+        ({"epochs": 2}, "recompute", True),
+        ({"minibatch_size": 2}, "sampler", False),
+        ({}, "recompute", False),  # the loss takes the current policy's own
+    ],
+)
+def test_old_logprobs_are_those_of_the_policy_before_the_first_update(changes, old, recomputed):
+    config = LearnerConfig(row_length=ROW, **changes)
+    notebook, *_ = go_over(config, LossConfig(old_logprobs=old))
+    for batch, *_ in notebook.updates:
+        trained = batch.weights > 0
+        expected = -1 - batch.targets / 100 if recomputed else np.full(trained.shape, -9.0)
+        np.testing.assert_allclose(batch.old_logprobs[trained], expected[trained], rtol=1e-6)
+        assert (batch.sampler_logprobs[trained] == -9).all()
+
+
+def test_only_one_update_of_everything_is_on_policy():
+    assert on_policy_only(LossConfig(), 0, 1)
+    assert not on_policy_only(LossConfig(), 64, 1)
+    assert not on_policy_only(LossConfig(), 0, 2)
+    assert not on_policy_only(LossConfig(old_logprobs="sampler"), 0, 1)
+
+
+def test_every_update_gets_the_loss_and_the_reference():
+    reference = {"the": "initial policy"}
+    config = LearnerConfig(minibatch_size=2, row_length=ROW)
+    for _, loss, given in go_over(config, reference=reference)[0].updates:
+        assert loss == "the loss" and given is reference
+
+
+def test_the_aggregation_of_the_loss_is_used():
+    """One sample of two trained tokens beside one of one."""
+    short = Sample(ints(1, 2), np.array([False, True]), floats(0, 1), floats(0, -9))
+    for aggregation, expected in (("token_mean", [1 / 3] * 3), ("sequence_mean", [1 / 4, 1 / 4, 1 / 2])):
+        notebook = Notebook()
+        config, loss = LearnerConfig(row_length=ROW), LossConfig(aggregation=aggregation)
+        rng = np.random.default_rng(0)
+        learn(notebook, {"params": 1}, [samples(1)[0], short], config, loss, "the loss", rng)
+        ((batch, *_),) = notebook.updates
+        assert batch.tokens.shape == (1, ROW)
+        assert sorted(batch.weights[batch.weights > 0]) == pytest.approx(expected)
+
+
+def test_a_row_is_filled_to_its_last_token():
+    assert place([5, 3, 4, 4], 8)[1] == 2

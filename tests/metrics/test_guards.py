@@ -1,0 +1,191 @@
+"""Collapse guards: when they trip, what they ask for, and the metrics made for them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from calibadv_jax.config import GuardsConfig
+from calibadv_jax.metrics.guards import GUARDS, Guards, guard_metrics
+from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
+
+QUESTION = Question("q", "?", ("x",), "test")
+HEALTHY = {
+    "actor/entropy": 0.3,
+    "reward/format_valid": 0.9,
+    "rollout/think_repetition": 0.05,
+    "rollout/sampled_perplexity": 1.4,
+    "advantage/answer/ratio_before": 1.1,
+}
+COLLAPSED = {
+    "actor/entropy": 0.001,
+    "reward/format_valid": 0.05,
+    "rollout/think_repetition": 0.8,
+    "rollout/sampled_perplexity": 40.0,
+    "advantage/answer/ratio_before": 9.0,
+}
+
+
+def guards(**values):
+    return Guards(GuardsConfig(**values))
+
+
+def feed(watch, *steps, start=1):
+    return [watch.check(step, HEALTHY | metrics) for step, metrics in enumerate(steps, start)]
+
+
+def bad(name, value=None):
+    metric = GUARDS[name].metric
+    return {metric: COLLAPSED[metric] if value is None else value}
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_every_guard_trips_after_its_patience_and_says_so_once(name):
+    watch = guards(action="stop", patience=2)
+    verdicts = feed(watch, {}, bad(name), bad(name), bad(name))
+    assert [verdict.action for verdict in verdicts] == ["go_on", "go_on", "stop", "go_on"]
+    assert [verdict.metrics[f"guard/{name}"] for verdict in verdicts] == [0, 1, 1, 1]
+    others = {f"guard/{other}": 0 for other in GUARDS if other != name}
+    assert all(others.items() <= verdict.metrics.items() for verdict in verdicts)
+    ((finding,),) = (verdict.findings for verdict in verdicts if verdict.findings)
+    assert f"step 3: {GUARDS[name].metric} is {COLLAPSED[GUARDS[name].metric]:.4g}, " in finding
+    assert f"guards.{GUARDS[name].threshold}=" in finding and "for 2 steps" in finding
+    assert "\n" not in finding
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_null_switches_a_guard_off_and_the_threshold_itself_is_good(name):
+    limit = getattr(GuardsConfig(), GUARDS[name].threshold)
+    at_the_limit = feed(guards(patience=1, action="stop"), {}, bad(name, limit))[-1]
+    assert (at_the_limit.action, at_the_limit.metrics[f"guard/{name}"]) == ("go_on", 0)
+    off = feed(guards(patience=1, action="stop", **{GUARDS[name].threshold: None}), {}, bad(name))[-1]
+    assert off.action == "go_on" and f"guard/{name}" not in off.metrics and len(off.metrics) == 4
+
+
+def test_one_good_step_begins_the_count_anew():
+    watch = guards(action="stop", patience=2)
+    verdicts = feed(watch, {}, bad("entropy"), {}, bad("entropy"), bad("format_valid"))
+    assert all(verdict.action == "go_on" and not verdict.findings for verdict in verdicts)
+
+
+def test_what_was_never_good_has_not_collapsed():
+    watch = guards(action="stop", patience=1)
+    verdicts = feed(watch, bad("format_valid"), bad("format_valid"), {}, bad("format_valid"))
+    assert [verdict.action for verdict in verdicts] == ["go_on", "go_on", "go_on", "stop"]
+    assert [verdict.metrics["guard/format_valid"] for verdict in verdicts] == [0, 0, 0, 1]
+
+
+def test_nan_is_never_good():
+    watch = guards(action="stop", patience=2)
+    verdicts = feed(watch, bad("entropy", float("nan")), bad("entropy", float("nan")))
+    assert [verdict.action for verdict in verdicts] == ["go_on", "stop"]
+
+
+def test_a_step_without_the_metric_counts_neither_way():
+    watch = guards(action="stop", patience=2)
+    watch.check(1, HEALTHY)
+    watch.check(2, HEALTHY | bad("entropy"))
+    nothing_trained = {name: value for name, value in HEALTHY.items() if name != "actor/entropy"}
+    assert "guard/entropy" not in watch.check(3, nothing_trained).metrics
+    assert watch.check(4, HEALTHY | bad("entropy")).action == "stop"
+
+
+def test_log_only_speaks():
+    watch = guards(patience=1)
+    assert GuardsConfig().action == "log"
+    (_, verdict) = feed(watch, {}, COLLAPSED)
+    assert verdict.action == "go_on" and len(verdict.findings) == 5
+    assert set(verdict.metrics.values()) == {1.0}
+
+
+def test_rolls_back_to_the_last_good_step_and_stops_at_the_limit():
+    watch = guards(action="rollback", patience=2, max_rollbacks=2)
+    feed(watch, {}, {}, {})
+    for attempt in (1, 2):
+        verdicts = feed(watch, bad("entropy"), bad("entropy"), start=4)
+        assert [verdict.action for verdict in verdicts] == ["go_on", "rollback"]
+        assert watch.last_good_step == 3
+        watch.rolled_back(3)
+        assert watch.rollbacks == attempt
+    assert feed(watch, bad("entropy"), bad("entropy"), start=4)[-1].action == "stop"
+
+
+def test_a_rollback_to_an_older_checkpoint_is_where_good_ends():
+    watch = guards(action="rollback", patience=1)
+    feed(watch, {}, {}, {}, bad("entropy"))
+    watch.rolled_back(2)
+    assert watch.last_good_step == 2
+    assert feed(watch, bad("entropy"), start=3)[-1].action == "rollback"  # still armed
+    assert watch.last_good_step == 2
+
+
+@pytest.mark.parametrize("cut", range(6))
+def test_a_resumed_run_judges_as_an_uninterrupted_one(cut):
+    steps = [{}, bad("entropy"), bad("entropy"), {}, bad("entropy"), bad("entropy"), bad("entropy")]
+    whole = guards(action="rollback", patience=3)
+    expected = feed(whole, *steps)
+    first, second = guards(action="rollback", patience=3), guards(action="rollback", patience=3)
+    verdicts = feed(first, *steps[:cut])
+    second.restore(json.loads(json.dumps(first.state())))
+    assert verdicts + feed(second, *steps[cut:], start=cut + 1) == expected
+    assert expected[-1].action == "rollback"
+    assert second.state() == whole.state()
+
+
+def group(*turns):
+    ids = np.zeros(1, np.int32)
+    return Group(
+        QUESTION,
+        [
+            Trajectory(
+                QUESTION,
+                ids,
+                [
+                    Turn(
+                        "search",
+                        np.array(tokens, np.int32),
+                        np.array(logprobs, np.float32),
+                        observation_ids=np.zeros(50, np.int32),
+                    )
+                ],
+            )
+            for tokens, logprobs in turns
+        ],
+    )
+
+
+def test_repetition_is_counted_within_a_turn_and_over_sampled_tokens_only():
+    loop, other = [7, 8] * 6, list(range(12))
+    flat = [-1.0] * 12
+    assert guard_metrics([group((other, flat), (other, flat))])["rollout/think_repetition"] == 0
+    # Nine 4-grams, two of them distinct; the other turn has nine that are all distinct.
+    assert guard_metrics([group((loop, flat))])["rollout/think_repetition"] == pytest.approx(7 / 9)
+    both = guard_metrics([group((loop, flat)), group((other, flat))])
+    assert both["rollout/think_repetition"] == pytest.approx(7 / 18)
+    # The same three tokens with another fourth one are another 4-gram.
+    assert guard_metrics([group(([1, 2, 3, 4, 1, 2, 3, 5], flat))])["rollout/think_repetition"] == 0
+    # So are the same tokens in another order.
+    assert guard_metrics([group(([1, 2, 3, 4, 3, 2, 1], flat))])["rollout/think_repetition"] == 0
+
+
+def test_counts_agree_with_sets_of_tuples():
+    rng = np.random.default_rng(0)
+    for high in (2, 3, 150_000):
+        ids = rng.integers(0, high, 500).tolist()
+        grams = [tuple(ids[start : start + 4]) for start in range(497)]
+        expected = 1 - len(set(grams)) / 497
+        found = guard_metrics([group((ids, [0.0] * 500))])["rollout/think_repetition"]
+        assert found == pytest.approx(expected)
+
+
+def test_perplexity_is_a_mean_over_tokens():
+    found = guard_metrics([group(([1], [-1.0]), ([1, 2, 3], [-2.0, -3.0, -4.0]))])
+    assert found["rollout/sampled_perplexity"] == pytest.approx(np.exp(2.5))
+
+
+def test_nothing_sampled_has_no_metrics():
+    assert guard_metrics([group(([], []))]) == {}
+    assert guard_metrics([Group(QUESTION, [Trajectory(QUESTION, np.zeros(1, np.int32))])]) == {}
+    assert set(guard_metrics([group(([1, 2], [-1.0, -1.0]))])) == {"rollout/sampled_perplexity"}

@@ -1,0 +1,274 @@
+"""Hostile steps through agent loop, reward, advantages and packing: what holds whatever anybody writes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from random import Random
+
+import numpy as np
+import pytest
+from loop_fakes import CONTROL, EOS, DictRetriever, ScriptedSampler
+
+from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.config import AdvantageConfig, PromptConfig, RewardConfig, RolloutConfig
+from calibadv_jax.learner.batching import pack, place
+from calibadv_jax.learner.step import make_samples
+from calibadv_jax.protocol import TAGS, neutralise
+from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout.agent import RolloutContext
+from calibadv_jax.rollout.collect import collect_groups
+from calibadv_jax.rollout.observation import added_token_strings
+from calibadv_jax.trajectory import Document, Question
+
+GOLDEN = "Ann Lee"
+GROUPS, GROUP_SIZE = 20, 5  # 100 trajectories a step
+PIECES = [
+    *TAGS,
+    *("<", ">", "</", "</sea", "rch>", "< answer >", "<Answer>", "</ANSWER >", "＜answer＞", "<answer/>"),
+    *(GOLDEN, f"<answer>{GOLDEN}</answer>", f"<answer> {GOLDEN.upper()} </answer>", "Ann", "Bob"),
+    *('\nDoc 1(Title: "x") ', "My previous action is invalid.", CONTROL, "<|im_start|>", "{question}"),
+    *("\n", "\r\n", "\t", " ", "\x00", "\u200b", "\u202e", "\ufffd"),
+    *("e\u0301", "ﬁ", "日本語", "🦊", "ſearch"),
+]
+SEARCH = "<think>{0}</think><search>{1}</search>"
+ANSWER = "<think>{0}</think><answer>{1}</answer>"
+INVENTED = SEARCH.format("t", "q") + f"<information>{GOLDEN}</information>" + ANSWER.format("t", GOLDEN)
+
+
+class RoughSampler(ScriptedSampler):
+    """Is now and then cut from outside, too."""
+
+    async def generate(self, token_ids, sampling, session):
+        completion = await super().generate(token_ids, sampling, session)
+        if Random(f"{session}/{sampling.seed}").random() < 0.03:
+            completion = replace(completion, stop_reason="abort")
+            self.written[session][-1] = completion
+        return completion
+
+
+@dataclass
+class Step:
+    """One step's world, drawn from a seed: questions, documents, scripts and settings."""
+
+    seed: int
+
+    def __post_init__(self):
+        rng = Random(self.seed)
+        self.prompt = PromptConfig(template="short", prepend_think=rng.random() < 0.5)
+        length = rng.choice([400, 1000, 8000])
+        self.rollout = RolloutConfig(
+            group_size=GROUP_SIZE,
+            max_searches=rng.randint(1, 4),
+            max_prompt_length=length - 1,
+            max_length=length,
+            max_turn_length=rng.choice([3, 60, 300, 300, 3000]),
+            max_observation_length=rng.choice([45, 100, 5000]),
+            on_invalid=rng.choice(["end", "retry"]),
+        )
+        self.reward = RewardConfig(answer=rng.choice(["f1", "em", "cover_em"]), format=rng.random() < 0.5)
+        self.advantage = AdvantageConfig(
+            target_ratio=rng.choice([0.3, 1.0, 2.5]),
+            adjust=rng.choice(["positive", "negative"]),
+            correctness=rng.choice(["fraction", "max", "mean"]),
+            normalize_std=rng.random() < 0.7,
+        )
+        self.questions = [
+            Question(f"q{n}", hostile(rng, 6) or "?", (GOLDEN, "Bo"), "test") for n in range(GROUPS)
+        ]
+        self.documents = [Document(f"d{n}", hostile(rng, 3), hostile(rng, 20)) for n in range(12)]
+
+    def found(self, query):
+        rng = Random(f"{self.seed}/{query}")
+        return rng.sample(self.documents, rng.choice([0, 1, 3, 3, 3]))
+
+    def turn(self, session, number):
+        """What the policy says: half of its trajectories are careful, all turns end where a sampler stops."""
+        searches = Random(f"{self.seed}/{session}").choice([0, 0, 0, 1, 1, 2])  # of a careful one
+        rng = Random(f"{self.seed}/{session}/{number}")
+        think = " ".join(rng.choices(["I", "look", "for", "Ann", "日本", "🦊"], k=4))
+        answer = rng.choice([GOLDEN, "Ann", "Bob", "", hostile(rng, 2)])
+        kind = rng.choice(["search", "search", "answer", "answer", "hostile", "hostile", "huge", "empty"])
+        if searches:
+            kind = "search" if number < searches else "answer"
+        text = {
+            "search": SEARCH.format(think, rng.choice(["ann", "who is it", hostile(rng, 2)])),
+            "answer": ANSWER.format(think, answer),
+            "hostile": rng.choice([hostile(rng, 12), INVENTED]),
+            "huge": rng.choice([GOLDEN, "<think>", "<search>", "日"]) * 2000,
+            "empty": "",
+        }[kind]
+        if self.prompt.prepend_think:
+            text = text.removeprefix("<think>")
+        stop = re.search("</search>|</answer>", text)
+        text = text if stop is None else text[: stop.end()] + rng.choice(["", "", "\n", "x"])
+        return text + (EOS if rng.random() < 0.2 else "")
+
+
+class Library(DictRetriever):
+    """Finds documents for any query; `change` is applied to each."""
+
+    def __init__(self, step, change):
+        super().__init__({})
+        self.step, self.change = step, change
+
+    async def search(self, queries):
+        return [[self.change(document) for document in self.step.found(query)] for query in queries]
+
+
+def hostile(rng, most):
+    return "".join(rng.choices(PIECES, k=rng.randint(0, most)))
+
+
+def written(step, tokenizer, change=lambda document: document):
+    """The scored groups of a step, and the sampler that wrote them."""
+    sampler = RoughSampler(tokenizer, step.turn)
+    context = RolloutContext(sampler, Library(step, change), tokenizer, step.rollout, step.prompt)
+    groups = asyncio.run(collect_groups(context, step.questions, step.seed, "s"))
+    score_groups(groups, step.reward, step.prompt.prepend_think, np.random.default_rng(0))
+    return groups, sampler
+
+
+def check_trajectory(trajectory, completions, tokenizer, prepend_think):
+    """The mask is on exactly what the sampler returned; tags in the rest are the environment's own."""
+
+    def text(ids):
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    sampled = [token for completion in completions for token in completion.token_ids]
+    assert trajectory.response_ids[trajectory.mask].tolist() == sampled
+    logprobs = [value for completion in completions for value in completion.logprobs]
+    np.testing.assert_array_equal(trajectory.logprobs[trajectory.mask], np.float32(logprobs))
+    assert not trajectory.logprobs[~trajectory.mask].any()
+    control = set(tokenizer.all_special_ids)
+    opened = ["<think>"] * prepend_think
+    assert tags_of(text(trajectory.prompt_ids)) == opened and not control & set(trajectory.prompt_ids)
+    for turn in trajectory.turns:
+        assert not control & set(turn.observation_ids)
+        if len(turn.observation_ids):
+            frame = ["<information>", "</information>"] if turn.kind == "search" else INVALID_TAGS
+            assert tags_of(text(turn.observation_ids)) == [*frame, *opened]
+    if trajectory.answer is not None:
+        said = text(completions[-1].token_ids)
+        assert re.search(rf"<answer>\s*{re.escape(trajectory.answer)}\s*</answer>", said)
+    if trajectory.answer_score > 0:
+        assert trajectory.answer is not None
+
+
+INVALID_TAGS = ["<search>", "</search>", "<answer>", "</answer>"]
+
+
+def tags_of(text):
+    return re.findall("|".join(map(re.escape, TAGS)), text)
+
+
+def check_balance(group, advantages, config):
+    """Lambda: |negative| / positive over the tokens of the last sampled turns, where both signs exist."""
+    scores = [trajectory.answer_score for trajectory in group.trajectories]
+    mean = np.mean(scores)
+    last, sides = [], set()
+    for trajectory, values, score in zip(group.trajectories, advantages, scores, strict=True):
+        start, span = 0, None
+        for turn in trajectory.turns:
+            if len(turn.token_ids):
+                span = slice(start, start + len(turn.token_ids))
+            start += len(turn.token_ids) + len(turn.observation_ids)
+        if span is not None:
+            last.append(values[span].astype(np.float64))
+            if max(scores) > min(scores):
+                sides.add(np.sign(score - mean))
+    tokens = np.concatenate([*last, np.zeros(1)])
+    positive, negative = tokens[tokens > 0].sum(), -tokens[tokens < 0].sum()
+    if {-1.0, 1.0} <= sides:
+        assert negative / positive == pytest.approx(config.target_ratio, rel=1e-4)
+        return True
+    assert positive == negative == 0
+    return False
+
+
+def check_batch(trajectories, advantages, row_length):
+    """A column has weight exactly where its target was sampled, and then that token's advantage."""
+    samples, skipped = make_samples(trajectories, advantages)
+    trained = [
+        (trajectory, values)
+        for trajectory, values in zip(trajectories, advantages, strict=True)
+        if trajectory.mask.any()
+    ]
+    assert len(samples) == len(trained) and skipped == len(trajectories) - len(trained)
+    if not samples:
+        return
+    batch = pack(samples, row_length)
+    places, _ = place([len(sample.tokens) for sample in samples], row_length)
+    weight = np.float32(1 / sum(int(trajectory.mask.sum()) for trajectory, _ in trained))
+    total = 0
+    for (trajectory, values), at in zip(trained, places, strict=True):
+        prompt, mask = len(trajectory.prompt_ids), trajectory.mask
+        here = slice(at.start + prompt - 1, at.start + prompt - 1 + len(mask))  # columns that predict it
+        np.testing.assert_array_equal(batch.targets[at.row, here], trajectory.response_ids)
+        np.testing.assert_array_equal(batch.weights[at.row, here], weight * mask)
+        np.testing.assert_array_equal(batch.advantages[at.row, here], values)
+        np.testing.assert_array_equal(batch.sampler_logprobs[at.row, here], trajectory.logprobs)
+        total += int(mask.sum())
+    assert np.count_nonzero(batch.weights) == total  # no column of a prompt, of padding or at an end
+
+
+def harmless(document, tokenizer):
+    """A document of as many tokens that says nothing."""
+    extra = added_token_strings(tokenizer)
+
+    def blank(text):
+        shown = neutralise(text, extra).encode()
+        return bytes(byte if byte in b">\n" else ord("x") for byte in shown).decode()
+
+    return replace(document, title=blank(document.title), text=blank(document.text))
+
+
+def run_step(seed, tokenizer):
+    """Everything that must hold of one step; what it met, counted."""
+    step = Step(seed)
+    groups, sampler = written(step, tokenizer)
+    result = compute_advantages(groups, step.advantage)
+    met = Counter()
+    for number, (group, advantages) in enumerate(zip(groups, result.advantages, strict=True)):
+        for index, (trajectory, values) in enumerate(zip(group.trajectories, advantages, strict=True)):
+            completions = sampler.written[f"s/{number}/{index}"]
+            check_trajectory(trajectory, completions, tokenizer, step.prompt.prepend_think)
+            assert np.isfinite(values).all() and not values[~trajectory.mask].any()
+            met.update(turn.kind for turn in trajectory.turns)
+            met.update(["paid"] * (trajectory.answer_score > 0) + ["valid"] * trajectory.format_valid)
+        met["two-sided"] += check_balance(group, advantages, step.advantage)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    met["trajectories"] = len(trajectories)
+    check_batch(
+        trajectories, [values for one in result.advantages for values in one], step.rollout.max_length
+    )
+    blank, _ = written(step, tokenizer, lambda document: harmless(document, tokenizer))
+    for one, other in zip(trajectories, (t for group in blank for t in group.trajectories), strict=True):
+        assert (one.answer_score, one.format_valid) == (other.answer_score, other.format_valid)
+        assert [turn.kind for turn in one.turns] == [turn.kind for turn in other.turns]
+    return met
+
+
+def run_steps(seeds, tokenizer):
+    met = Counter()
+    for seed in seeds:
+        try:
+            met += run_step(seed, tokenizer)
+        except Exception as error:
+            error.add_note(f"step of seed {seed}")
+            raise
+    return met
+
+
+def test_a_thousand_hostile_trajectories(byte_tokenizer):
+    met = run_steps(range(10), byte_tokenizer)
+    assert met["trajectories"] == 1000
+    assert min(met[kind] for kind in ("search", "answer", "invalid", "unfinished", "paid", "valid")) > 100
+    assert met["two-sided"] > 50
+
+
+@pytest.mark.slow
+def test_nine_thousand_more(byte_tokenizer):
+    assert run_steps(range(10, 100), byte_tokenizer)["trajectories"] == 9000

@@ -1,0 +1,200 @@
+"""The training loop on scripted trajectories: what a resumed run draws, and what the config reaches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from trainer_rig import HF_CONFIG, QUESTIONS, ScriptedRollouts, make_config, make_model, write_group
+
+from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.errors import UserError
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.stopping import Stop
+from calibadv_jax.train import train
+from calibadv_jax.trainer import Trainer
+
+MODEL = make_model()
+UNTIMED = ("timing_s/", "perf/")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Every trainer compiles the same programs: they are kept on disk while this module runs."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    values = {"jax_compilation_cache_dir": folder, "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: jax.config.values[name] for name in values}
+    for name, value in values.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def run(config, rollouts, tmp_path):
+    trainer = make_trainer(config, tmp_path, rollouts)
+    trainer.restore()
+    with Stop() as stop, trainer:
+        train(config, trainer, rollouts, tmp_path, Console(progress=False), stop)
+    return rollouts
+
+
+def rows(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(UNTIMED)}
+        for line in lines
+    ]
+
+
+def make_trainer(config, folder, rollouts=None):
+    console = Console(progress=False)
+    return Trainer(config, MODEL, QUESTIONS, rollouts or ScriptedRollouts(), folder, console)
+
+
+def scored(config, numbers):
+    groups = [write_group(number, QUESTIONS[number % len(QUESTIONS)]) for number in numbers]
+    score_groups(groups, config.reward, False, np.random.default_rng(0))
+    return groups, compute_advantages(groups, config.advantage)
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
+    """Stopped while step 4 of 6 is drawn, one step past a saved one: three more steps follow the resume."""
+    optimizer = make_config(tmp_path / "x").learner.optimizer
+    learner = {"steps": 6, "optimizer": replace(optimizer, lr=0.01, warmup_steps=2)}
+    whole = make_config(tmp_path / "whole", learner=learner, checkpoint={"every": 0})
+    expected = run(whole, ScriptedRollouts(), tmp_path / "whole")
+    parts = make_config(tmp_path / "parts", learner=learner)
+    first = ScriptedRollouts(fails_at=3 * 2 + 1)
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        run(parts, first, tmp_path / "parts")
+    assert [version for version, _ in first.loaded] == [0, 1, 2, 3]
+    second = run(parts, ScriptedRollouts(), tmp_path / "parts")
+    assert first.begun[:6] + second.begun == expected.begun  # the next two had begun, and were not trained
+    assert len({name for _, name in expected.begun[:7]}) == 7  # an epoch: no question twice
+    assert [version for version, _ in second.loaded] == [3, 4, 5, 6]
+    jax.tree.map(np.testing.assert_array_equal, second.loaded[-1][1], expected.loaded[-1][1])
+    jax.tree.map(np.testing.assert_array_equal, second.loaded[0][1], expected.loaded[3][1])
+    written = rows(tmp_path / "parts")
+    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
+    assert written == rows(tmp_path / "whole")
+    assert [row["actor/lr"] for row in written[:2]] == pytest.approx([0, 0.005])
+    assert sorted(int(path.name) for path in (tmp_path / "parts/checkpoints").glob("[0-9]")) == [4, 6]
+    assert (tmp_path / "parts/rollouts/step_6.jsonl").is_file()
+
+
+class Collapsing(ScriptedRollouts):
+    """From group 7 on the policy babbles, unless other numbers are drawn than at first."""
+
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        if number >= 7 and self.seed == 0:
+            for trajectory in future.result().trajectories:
+                for turn in trajectory.turns:
+                    turn.logprobs = turn.logprobs - 20
+        return future
+
+
+GUARDED = {"max_sampled_perplexity": 1000.0, "patience": 1}
+
+
+def test_a_rollback_goes_back_to_the_last_good_checkpoint_and_draws_other_numbers(tmp_path):
+    config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "rollback"})
+    rollouts = run(config, Collapsing(), tmp_path)
+    # Step 4 (groups 6 and 7) collapses; the newest checkpoint before it is that of step 2.
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]
+    assert [number for number, _ in rollouts.begun] == [*range(8), *range(4, 12)]
+    assert rollouts.seed != 0
+    written = rows(tmp_path)
+    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
+    assert all(row["guard/sampled_perplexity"] == 0 for row in written)
+    back = rollouts.loaded[2][1], rollouts.loaded[5][1]
+    jax.tree.map(np.testing.assert_array_equal, *back)
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [4, 6]
+
+
+def test_a_guard_may_stop_the_run_with_its_state_saved(tmp_path):
+    config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "stop"})
+    with pytest.raises(UserError, match="stopped by guards.action"):
+        run(config, Collapsing(), tmp_path)
+    assert [row["guard/sampled_perplexity"] for row in rows(tmp_path)] == [0, 0, 0, 1]
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [2, 4]
+
+
+def test_without_a_good_checkpoint_a_rollback_says_so(tmp_path):
+    guards = GUARDED | {"action": "rollback"}
+    config = make_config(tmp_path, checkpoint={"every": 0}, guards=guards)
+    with pytest.raises(UserError, match="no checkpoint is as old as the last good step 3"):
+        run(config, Collapsing(), tmp_path)
+
+
+def test_the_kl_term_is_to_the_initial_policy(tmp_path):
+    config = make_config(tmp_path, loss={"kl_coef": 0.1})
+    optimizer = replace(config.learner.optimizer, lr=0.05)
+    trainer = make_trainer(replace(config, learner=replace(config.learner, optimizer=optimizer)), tmp_path)
+    initial = jax.device_get(trainer.state["params"])
+    metrics = [trainer.update(*scored(config, [number, number + 3])) for number in range(3)]
+    kl = [values["actor/kl_loss"] for values in metrics]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4 and kl[2] > 1e-4
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.reference), initial)
+    assert trainer.trained_tokens == 6 * (4 + 3 + 2 + 3)  # prompts and observations included
+    assert metrics[0]["actor/updates"] == 1 and metrics[0]["actor/untrained_trajectories"] == 0
+
+
+@pytest.mark.parametrize(("temperature", "used"), [(0.7, 0.7), (0.0, 1.0)])
+def test_the_learner_computes_at_the_samplers_temperature(tmp_path, temperature, used):
+    config = make_config(tmp_path, rollout={"temperature": temperature}, policy={"logprob_chunk": 5})
+    trainer = make_trainer(config, tmp_path)
+    learner = trainer.learner
+    assert (learner.temperature, learner.logprob_chunk, learner.rows) == (used, 5, 8)
+    assert trainer.reference is None  # without a KL term nothing is kept for it
+
+
+def test_the_schedule_ends_with_the_run(tmp_path):
+    """Six trajectories in mini-batches of four, three times over, for five steps: thirty updates."""
+    optimizer = replace(make_config(tmp_path).learner.optimizer, lr=1.0, schedule="linear")
+    learner = {"steps": 5, "minibatch_size": 4, "epochs": 3, "optimizer": optimizer}
+    schedule = make_trainer(make_config(tmp_path, learner=learner), tmp_path).schedule
+    assert [float(schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
+
+
+def test_published_weights_are_compared_with_what_the_workers_compute(tmp_path):
+    config = make_config(tmp_path, rollout={"temperature": 0.5})
+    rollouts = ScriptedRollouts()
+    trainer = make_trainer(config, tmp_path, rollouts)
+    assert trainer.publish() == {}
+    tokens = np.random.default_rng(0).integers(0, HF_CONFIG["vocab_size"], 15).astype(np.int32)[None]
+
+    @jax.jit
+    def logprobs(params):
+        decoder = MODEL.policy.merge(params)
+        hidden = decoder(tokens, jnp.arange(15, dtype=jnp.int32)[None], jnp.ones_like(tokens))
+        return jax.nn.log_softmax(decoder.logits(hidden) / 0.5)
+
+    table = np.asarray(logprobs(rollouts.loaded[0][1]))[0]
+    theirs = table[np.arange(14), tokens[0, 1:]]
+    rollouts.logprobs = {"a": theirs, "b": theirs + np.float32([0.25] + [0] * 13)}
+    found = trainer.publish()
+    assert found["rollout/workers"] == 2
+    assert found["rollout/probe_logprob_diff_max"] == pytest.approx(0.25, abs=1e-5)
+    assert found["rollout/probe_logprob_diff_mean"] == pytest.approx(0.25 / 28, abs=1e-5)
+
+
+def test_a_step_without_a_sampled_token_changes_nothing(tmp_path):
+    config = make_config(tmp_path)
+    trainer = make_trainer(config, tmp_path)
+    groups, _ = scored(config, [0])
+    for trajectory in groups[0].trajectories:
+        trajectory.turns = []
+    before = jax.device_get(trainer.state)
+    metrics = trainer.update(groups, compute_advantages(groups, config.advantage))
+    assert (trainer.step, trainer.trained_tokens, metrics["actor/untrained_trajectories"]) == (1, 0, 3)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(trainer.state))

@@ -1,0 +1,116 @@
+"""A trainer's neighbours, small enough to train in seconds: one layer, scripted trajectories, no services."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import Future
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from calibadv_jax.config import Config, MeshConfig
+from calibadv_jax.data.questions import write_questions
+from calibadv_jax.model import Model
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
+
+HF_CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 24,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+}
+QUESTIONS = [Question(f"q{number}", f"question {number}?", ("yes",), "toy") for number in range(7)]
+
+
+class Vocabulary:
+    """As much of a tokenizer as a trainer asks for."""
+
+    def __len__(self):
+        return HF_CONFIG["vocab_size"]
+
+
+def make_model(num_devices=1):
+    mesh = make_mesh(MeshConfig(fsdp=-1), devices=jax.devices()[:num_devices])
+    policy = Policy(architecture_from_hf(HF_CONFIG), Numerics())
+    return Model(policy, HF_CONFIG, Vocabulary(), Path("none"), mesh)
+
+
+def make_config(folder, **sections):
+    """A run of four steps with two questions of three trajectories; `sections` change keys by section."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_questions(folder / "train.jsonl", QUESTIONS)
+    values = {
+        "run": {"dir": str(folder)},
+        "data": {"train": str(folder / "train.jsonl")},
+        "rollout": {
+            "questions_per_step": 2,
+            "group_size": 3,
+            "max_prompt_length": 8,
+            "max_length": 16,
+        },
+        "learner": {"steps": 4, "row_length": 16, "microbatch_rows": 8},
+        "checkpoint": {"every": 2},
+        "log": {"tensorboard": False, "progress": False},
+    }
+    plain = Config()
+    changed = {
+        name: dataclasses.replace(getattr(plain, name), **(values.get(name, {}) | sections.get(name, {})))
+        for name in values.keys() | sections.keys()
+    }
+    return dataclasses.replace(plain, **changed)
+
+
+def write_group(number, question, size=3):
+    """Trajectories that depend on the number alone; the first of them is right."""
+    rng = np.random.default_rng(number)
+    return Group(question, [write_trajectory(rng, question, index) for index in range(size)])
+
+
+def write_trajectory(rng, question, index):
+    def turn(kind, text, observed, **fields):
+        ids = rng.integers(0, HF_CONFIG["vocab_size"], 3).astype(np.int32)
+        observation = rng.integers(0, HF_CONFIG["vocab_size"], observed).astype(np.int32)
+        logprobs = -rng.random(3).astype(np.float32) - 2
+        return Turn(kind, ids, logprobs, text=text, observation_ids=observation, **fields)
+
+    answer = "yes" if index == 0 else "no"
+    turns = [
+        turn("search", f"<think>t{index}</think><search>q</search>", 2, query="q"),
+        turn("answer", f"<think>t</think><answer>{answer}</answer>", 0, answer=answer),
+    ]
+    prompt = rng.integers(0, HF_CONFIG["vocab_size"], 4).astype(np.int32)
+    return Trajectory(question, prompt, turns, index=index)
+
+
+class ScriptedRollouts:
+    """Completes every group at once, and notes what it was asked; `fails_at` is a group's number."""
+
+    def __init__(self, fails_at=None):
+        self.fails_at, self.begun, self.loaded, self.logprobs = fails_at, [], [], {}
+        self.seed = 0
+
+    def begin(self, number, question):
+        self.begun.append((number, question.id))
+        future = Future()
+        if number == self.fails_at:
+            future.set_exception(RuntimeError("the machine is gone"))
+        else:
+            future.set_result(write_group(number, question))
+        return future
+
+    def load(self, version, params):
+        self.loaded.append((version, jax.device_get(params)))
+
+    def metrics(self):
+        return {}
+
+    def prompt_logprobs(self, token_ids):
+        return self.logprobs
