@@ -25,7 +25,7 @@ from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.seeds import random_state
 from calibadv_jax.snapshots.checkpoint import has_checkpoint
-from calibadv_jax.trajectory import Group
+from calibadv_jax.trajectory import Group, Trajectory
 from calibadv_jax.wiring import open_rollouts
 
 Report = dict[str, dict[str, dict[str, float]]]  # temperature -> data source (or "all") -> metric -> mean
@@ -93,28 +93,39 @@ def evaluate(config: Config, rollouts: Rollouts) -> Report:
 
 
 def summarise(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
-    """Means by data source, and over all questions under "all"."""
-    by_source: dict[str, list[dict[str, float]]] = {}
+    """Means by data source, and over all questions under "all".
+
+    Trajectories that could not be finished are counted, and left out of the means; a source without any
+    finished one has no means.
+    """
+    by_source: dict[str, list[Trajectory]] = {}
     for group in groups:
-        for trajectory in group.trajectories:
-            row = trajectory.metrics | {"searches": float(trajectory.num_searches)}
-            for source in ("all", group.question.data_source):
-                by_source.setdefault(source, []).append(row)
-    return {
-        source: {name: float(np.mean([row[name] for row in rows])) for name in METRICS}
-        | {"trajectories": float(len(rows))}
-        for source, rows in by_source.items()
-    }
+        for source in ("all", group.question.data_source):
+            by_source.setdefault(source, []).extend(group.trajectories)
+    return {source: _means(trajectories) for source, trajectories in by_source.items()}
+
+
+def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    rows = [one.metrics | {"searches": float(one.num_searches)} for one in trajectories if one.error is None]
+    means = {name: float(np.mean([row[name] for row in rows])) for name in METRICS} if rows else {}
+    counts = {"trajectories": float(len(rows)), "failed": float(len(trajectories) - len(rows))}
+    return means | counts
 
 
 def report_table(report: Report) -> str:
     """One row for each temperature and data source."""
+    counts = ("trajectories", "failed")
     rows = [
-        [temperature, source, *(values[name] for name in METRICS), int(values["trajectories"])]
+        [
+            temperature,
+            source,
+            *(values.get(name, "-") for name in METRICS),
+            *(int(values[name]) for name in counts),
+        ]
         for temperature, sources in report.items()
         for source, values in sources.items()
     ]
-    return table(rows, ["temperature", "questions", *METRICS, "trajectories"])
+    return table(rows, ["temperature", "questions", *METRICS, *counts])
 
 
 if __name__ == "__main__":

@@ -101,7 +101,15 @@ def test_its_own_temperatures_and_samples_and_no_shuffled_rewards(run):
     assert list(report) == ["0", "0.7"]
     for name, count in (("0", 4), ("0.7", 12)):
         right, wrong = (
-            {"f1": f1, "em": f1, "cover_em": f1, "format": 1, "searches": 1, "trajectories": count}
+            {
+                "f1": f1,
+                "em": f1,
+                "cover_em": f1,
+                "format": 1,
+                "searches": 1,
+                "trajectories": count,
+                "failed": 0,
+            }
             for f1 in (1, 0)
         )
         both = {metric: (right[metric] + wrong[metric]) / 2 for metric in right} | {"trajectories": 2 * count}
@@ -143,14 +151,25 @@ def test_means_by_source():
     ]
     report = summarise(groups)
     assert report["a"] == {
-        "f1": 0.75, "em": 0, "cover_em": 1, "format": 1, "searches": 1.5, "trajectories": 2
+        "f1": 0.75, "em": 0, "cover_em": 1, "format": 1, "searches": 1.5, "trajectories": 2, "failed": 0
     }  # fmt: skip
     assert report["all"]["f1"] == 0.5 and report["all"]["trajectories"] == 3
     lines = report_table({"0": report}).splitlines()
     assert lines[0].split() == [
-        "temperature", "questions", "f1", "em", "cover_em", "format", "searches", "trajectories"
+        "temperature", "questions", "f1", "em", "cover_em", "format", "searches", "trajectories", "failed"
     ]  # fmt: skip
     assert len(lines) == 2 + 3 and "0.750" in lines[3]
+
+
+def test_what_failed_is_counted_and_left_out_of_the_means():
+    question = Question("1", "?", ("x",), "a")
+    right = Trajectory(question, [0], [], metrics={"f1": 1.0, "em": 1.0, "cover_em": 1.0, "format": 1.0})
+    failed = Trajectory(question, [0], [], error="retriever: gone")
+    report = summarise([Group(question, [right, failed, failed])])
+    assert (report["a"]["f1"], report["a"]["trajectories"], report["a"]["failed"]) == (1.0, 1, 2)
+    nothing = summarise([Group(question, [failed])])
+    assert nothing["a"] == {"trajectories": 0, "failed": 1}
+    assert report_table({"0": nothing}).splitlines()[-1].split() == ["0", "a", *"-----", "0", "1"]
 
 
 def test_the_named_policy_then_the_trained_one_then_where_it_began(tmp_path):
