@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from calibadv_jax.config import Config, dump_config, load_config
 from calibadv_jax.errors import UserError
 
 USER_ERROR = 2
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 COMMANDS = {
@@ -110,6 +112,14 @@ def _end(run: Callable[[Config], object], arguments: Arguments) -> NoReturn:
             run(config)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
+        sys.exit(USER_ERROR)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        place = f" ({error.filename})" if error.filename else ""
+        sys.stderr.write(
+            f"error: run.dir={config.run.dir}: {error.strerror}{place}; start again when that is fixed\n"
+        )
         sys.exit(USER_ERROR)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

@@ -47,7 +47,7 @@ class CheckpointStore:
             extra: plain JSON values.
 
         Raises:
-            UserError: the folder holds this step or a later one, of another run.
+            UserError: the folder holds this step or a later one, of another run; or it cannot be written.
         """
         newest = self.latest_step()
         if newest is not None and newest >= step:
@@ -57,8 +57,10 @@ class CheckpointStore:
             )
         json.dumps(extra)  # a value that is not JSON must fail before anything is written
         arguments = ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(state), EXTRA: ocp.args.JsonSave(extra)})
-        self._manager.save(step, args=arguments, force=True)
-        self._manager.wait_until_finished()
+        failed = f"{self.folder}: step {step} cannot be saved; the older checkpoints are whole"
+        with damage_as_user_error(failed):
+            self._manager.save(step, args=arguments, force=True)
+            self._manager.wait_until_finished()
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
         """The state in the shardings of `abstract_state`, which may be of another mesh, and the extra.
