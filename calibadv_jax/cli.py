@@ -116,10 +116,8 @@ def _end(run: Callable[[Config], object], arguments: Arguments) -> NoReturn:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        place = f" ({error.filename})" if error.filename else ""
-        sys.stderr.write(
-            f"error: run.dir={config.run.dir}: {error.strerror}{place}; start again when that is fixed\n"
-        )
+        place = error.filename or "the run's folder (run.dir)"
+        sys.stderr.write(f"error: {place}: {error.strerror}; fix that, then give the same command again\n")
         sys.exit(USER_ERROR)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
