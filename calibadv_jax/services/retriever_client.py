@@ -81,6 +81,7 @@ class RetrieverClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: aiohttp.ClientSession | None = None
         self._batch: _Batch | None = None  # still takes queries
+        self._turn = asyncio.Lock()  # of the request that is under way
         self._has_answered = False
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
@@ -97,7 +98,8 @@ class RetrieverClient:
             self._loop, self._http = loop, open_session(self.config.timeout, token)
             self._batch, self._turn = None, asyncio.Lock()
         batch = self._batch
-        if batch is None or len(batch.queries) + len(queries) > MAX_BATCH:
+        is_full = batch is not None and len(batch.queries) + len(queries) > MAX_BATCH
+        if batch is None or is_full or batch.outcomes.done():
             shared: list[str] = []
             batch = self._batch = _Batch(shared, loop.create_task(self._send(shared)))
         start = len(batch.queries)
