@@ -152,3 +152,21 @@ def test_a_step_without_a_sampled_token_changes_nothing(tmp_path):
     metrics = trainer.update(groups, compute_advantages(groups, config.advantage))
     assert (trainer.step, trainer.trained_tokens, metrics["actor/untrained_trajectories"]) == (1, 0, 3)
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(trainer.state))
+
+
+def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monkeypatch):
+    orders = []
+
+    def note(learner, state, samples, config, loss_config, loss, rng, reference):
+        orders.append(tuple(rng.permutation(20).tolist()))
+        return state, {}
+
+    monkeypatch.setattr("calibadv_jax.trainer.learn", note)
+    for seed in (0, 0, 1):
+        config = make_config(tmp_path, run={"dir": str(tmp_path), "seed": seed})
+        trainer = make_trainer(config, tmp_path)
+        for number in range(2):
+            trainer.update(*scored(config, [number]))
+    first, again, other = orders[:2], orders[2:4], orders[4:]
+    assert first == again
+    assert len({*first, *other}) == 4
