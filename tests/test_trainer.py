@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import jax
@@ -66,7 +67,7 @@ def scored(config, numbers):
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
-    """Stopped while step 4 of 6 is drawn, one step past a saved one: three more steps follow the resume."""
+    """Stopped while step 4 of 6 is drawn; without the checkpoint of the stop, as if it had been killed."""
     optimizer = make_config(tmp_path / "x").learner.optimizer
     learner = {"steps": 6, "optimizer": replace(optimizer, lr=0.01, warmup_steps=2)}
     whole = make_config(tmp_path / "whole", learner=learner, checkpoint={"every": 0})
@@ -76,18 +77,28 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
     with pytest.raises(RuntimeError, match="the machine is gone"):
         run(parts, first, tmp_path / "parts")
     assert [version for version, _ in first.loaded] == [0, 1, 2, 3]
+    assert len(rows(tmp_path / "parts")) == 3
+    shutil.rmtree(tmp_path / "parts/checkpoints/3")
     second = run(parts, ScriptedRollouts(), tmp_path / "parts")
-    assert first.begun[:6] + second.begun == expected.begun  # the next two had begun, and were not trained
+    assert first.begun[:4] + second.begun == expected.begun
     assert len({name for _, name in expected.begun[:7]}) == 7  # an epoch: no question twice
-    assert [version for version, _ in second.loaded] == [3, 4, 5, 6]
+    assert [version for version, _ in second.loaded] == [2, 3, 4, 5, 6]
     jax.tree.map(np.testing.assert_array_equal, second.loaded[-1][1], expected.loaded[-1][1])
-    jax.tree.map(np.testing.assert_array_equal, second.loaded[0][1], expected.loaded[3][1])
+    jax.tree.map(np.testing.assert_array_equal, second.loaded[0][1], expected.loaded[2][1])
     written = rows(tmp_path / "parts")
-    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]  # none lost, none twice
     assert written == rows(tmp_path / "whole")
     assert [row["actor/lr"] for row in written[:2]] == pytest.approx([0, 0.005])
     assert sorted(int(path.name) for path in (tmp_path / "parts/checkpoints").glob("[0-9]")) == [4, 6]
     assert (tmp_path / "parts/rollouts/step_6.jsonl").is_file()
+
+
+def test_a_stop_between_the_groups_of_a_step_begins_them_all_again(tmp_path):
+    """One of the two is complete; the next run trains both, and draws no other in their place."""
+    config = make_config(tmp_path, learner={"steps": 1})
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        run(config, (first := ScriptedRollouts(fails_at=1)), tmp_path)
+    assert run(config, ScriptedRollouts(), tmp_path).begun == first.begun
 
 
 def test_the_kl_term_is_to_the_initial_policy(tmp_path):
