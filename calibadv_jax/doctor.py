@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,8 @@ def check_retriever(config: Config) -> list[str]:
     """The service's corpus and index (a child service checks them as it starts), and one real query."""
     question = load_questions(config.data.eval)[0]
     with open_retriever(config.retriever, Path(config.run.dir) / "retriever.log") as url:
-        retriever = RetrieverClient(config.retriever, url)
+        # Asked once: what is loading or gone is what the doctor is to tell.
+        retriever = RetrieverClient(replace(config.retriever, patience=config.retriever.timeout), url)
         state = ", ".join(f"{name} {value}" for name, value in retriever.health().items())
         begun = time.monotonic()
         (documents,) = asyncio.run(_search_once(retriever, question.text))

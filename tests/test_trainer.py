@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import jax
@@ -67,7 +68,7 @@ def scored(config, numbers):
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
-    """Stopped while step 4 of 6 is drawn, one step past a saved one: three more steps follow the resume."""
+    """Stopped while step 4 of 6 is drawn; without the checkpoint of the stop, as if it had been killed."""
     optimizer = make_config(tmp_path / "x").learner.optimizer
     learner = {"steps": 6, "optimizer": replace(optimizer, lr=0.01, warmup_steps=2)}
     whole = make_config(tmp_path / "whole", learner=learner, checkpoint={"every": 0})
@@ -77,14 +78,16 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
     with pytest.raises(RuntimeError, match="the machine is gone"):
         run(parts, first, tmp_path / "parts")
     assert [version for version, _ in first.loaded] == [0, 1, 2, 3]
+    assert len(rows(tmp_path / "parts")) == 3
+    shutil.rmtree(tmp_path / "parts/checkpoints/3")
     second = run(parts, ScriptedRollouts(), tmp_path / "parts")
-    assert first.begun[:6] + second.begun == expected.begun  # the next two had begun, and were not trained
+    assert first.begun[:4] + second.begun == expected.begun
     assert len({name for _, name in expected.begun[:7]}) == 7  # an epoch: no question twice
-    assert [version for version, _ in second.loaded] == [3, 4, 5, 6]
+    assert [version for version, _ in second.loaded] == [2, 3, 4, 5, 6]
     jax.tree.map(np.testing.assert_array_equal, second.loaded[-1][1], expected.loaded[-1][1])
-    jax.tree.map(np.testing.assert_array_equal, second.loaded[0][1], expected.loaded[3][1])
+    jax.tree.map(np.testing.assert_array_equal, second.loaded[0][1], expected.loaded[2][1])
     written = rows(tmp_path / "parts")
-    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]  # none lost, none twice
     assert written == rows(tmp_path / "whole")
     assert [row["actor/lr"] for row in written[:2]] == pytest.approx([0, 0.005])
     assert sorted(int(path.name) for path in (tmp_path / "parts/checkpoints").glob("[0-9]")) == [4, 6]
@@ -134,6 +137,14 @@ def test_without_a_good_checkpoint_a_rollback_says_so(tmp_path):
     config = make_config(tmp_path, checkpoint={"every": 0}, guards=guards)
     with pytest.raises(UserError, match="no checkpoint is as old as the last good step 3"):
         run(config, Collapsing(), tmp_path)
+
+
+def test_a_stop_between_the_groups_of_a_step_begins_them_all_again(tmp_path):
+    """One of the two is complete; the next run trains both, and draws no other in their place."""
+    config = make_config(tmp_path, learner={"steps": 1})
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        run(config, (first := ScriptedRollouts(fails_at=1)), tmp_path)
+    assert run(config, ScriptedRollouts(), tmp_path).begun == first.begun
 
 
 def test_the_kl_term_is_to_the_initial_policy(tmp_path):
@@ -198,3 +209,21 @@ def test_a_step_without_a_sampled_token_changes_nothing(tmp_path):
     metrics = trainer.update(groups, compute_advantages(groups, config.advantage))
     assert (trainer.step, trainer.trained_tokens, metrics["actor/untrained_trajectories"]) == (1, 0, 3)
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(trainer.state))
+
+
+def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monkeypatch):
+    orders = []
+
+    def note(learner, state, samples, config, loss_config, loss, rng, reference):
+        orders.append(tuple(rng.permutation(20).tolist()))
+        return state, {}
+
+    monkeypatch.setattr("calibadv_jax.trainer.learn", note)
+    for seed in (0, 0, 1):
+        config = make_config(tmp_path, run={"dir": str(tmp_path), "seed": seed})
+        trainer = make_trainer(config, tmp_path)
+        for number in range(2):
+            trainer.update(*scored(config, [number]))
+    first, again, other = orders[:2], orders[2:4], orders[4:]
+    assert first == again
+    assert len({*first, *other}) == 4

@@ -1,0 +1,25 @@
+"""Steps between the oldest policy that wrote a trajectory and the one it trains."""
+
+import numpy as np
+
+from calibadv_jax.metrics.summary import trajectory_metrics
+from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
+
+QUESTION = Question("q", "?", ("x",), "test")
+NOTHING = np.zeros(1, np.int32)
+
+
+def written_by(*versions):
+    turn = Turn("answer", NOTHING, np.zeros(1, np.float32), policy_versions=versions)
+    return Trajectory(QUESTION, NOTHING, [turn])
+
+
+def test_the_oldest_version_of_each_trajectory_counts():
+    metrics = trajectory_metrics([Group(QUESTION, [written_by(3, 5), written_by(5), written_by()])], step=5)
+    staleness = {name: metrics[f"rollout/staleness/{name}"] for name in ("max", "min", "mean")}
+    assert staleness == {"max": 2, "min": 0, "mean": 1}
+    assert metrics["rollout/mixed_versions"] == 0.5
+
+
+def test_versions_that_are_not_known_are_not_reported():
+    assert "rollout/staleness/max" not in trajectory_metrics([Group(QUESTION, [written_by()])], step=5)

@@ -1,0 +1,96 @@
+"""Rollouts in the background: what a group's number decides, what evaluation may change, how it all ends."""
+
+import time
+
+import numpy as np
+import pytest
+from loop_fakes import DOCUMENT, QUESTION, DictRetriever, ScriptedSampler
+
+from calibadv_jax.config import PromptConfig, RolloutConfig
+from calibadv_jax.rollout.agent import RolloutContext
+from calibadv_jax.rollout.runner import Rollouts
+
+ANSWER = "<think>t</think><answer>Ann</answer>"
+
+
+class Sampler(ScriptedSampler):
+    """With the calls that are the run's and not a trajectory's."""
+
+    def __init__(self, tokenizer, delay=None):
+        super().__init__(tokenizer, lambda *_: ANSWER, delay)
+        self.loaded, self.closed = [], 0
+
+    async def load(self, version, params):
+        self.loaded.append((version, params))
+
+    async def prompt_logprobs(self, token_ids):
+        return {"worker": np.float32(token_ids)}
+
+    async def close(self):
+        self.closed += 1
+
+
+class Library(DictRetriever):
+    closed = 0
+
+    async def close(self):
+        self.closed += 1
+
+
+@pytest.fixture
+def open_rollouts(byte_tokenizer):
+    def open_rollouts(seed=0, delay=None):
+        config = RolloutConfig(group_size=2, max_prompt_length=100, max_length=300)
+        sampler, library = Sampler(byte_tokenizer, delay), Library({"ann": [DOCUMENT]})
+        context = RolloutContext(sampler, library, byte_tokenizer, config, PromptConfig(template="short"))
+        return Rollouts(context, seed)
+
+    return open_rollouts
+
+
+def seeds(rollouts, *numbers):
+    """Seeds of the first turns of these groups of one question."""
+    with rollouts:
+        for future in [rollouts.begin(number, QUESTION) for number in numbers]:
+            assert [trajectory.answer for trajectory in future.result(30).trajectories] == ["Ann", "Ann"]
+    return sorted(sampling.seed for *_, sampling in rollouts.context.sampler.calls)
+
+
+def test_the_number_of_a_group_and_the_seed_of_the_run_decide_what_is_drawn(open_rollouts):
+    first = seeds(open_rollouts(), 3, 4)
+    assert len(set(first)) == 4  # a question that comes twice gets other trajectories
+    assert seeds(open_rollouts(), 4, 3) == first
+    assert not set(seeds(open_rollouts(1), 3, 4)) & set(first)
+    assert set(seeds(open_rollouts(), 4)) < set(first)
+
+
+def test_evaluation_changes_the_settings_of_its_own_rollouts_only(open_rollouts):
+    rollouts = open_rollouts()
+    with rollouts:
+        groups = rollouts.collect([QUESTION] * 3, "eval", 0, temperature=0.25, group_size=1)
+        rollouts.begin(0, QUESTION).result(30)
+    assert [len(group.trajectories) for group in groups] == [1, 1, 1]
+    temperatures = [sampling.temperature for *_, sampling in rollouts.context.sampler.calls]
+    assert temperatures == [0.25] * 3 + [1.0] * 2
+    assert rollouts.context.sampler.calls[0][0] == "eval/0/0"
+
+
+def test_weights_and_probes_go_to_the_sampler_and_everything_is_closed_once(open_rollouts):
+    rollouts = open_rollouts()
+    with rollouts:
+        rollouts.load(7, {"w": 1})
+        assert rollouts.prompt_logprobs([1, 2])["worker"].tolist() == [1, 2]
+    sampler = rollouts.context.sampler
+    assert sampler.loaded == [(7, {"w": 1})]
+    assert sampler.closed == rollouts.context.retriever.closed == 1
+
+
+def test_the_end_cancels_what_is_running(open_rollouts):
+    begun = time.monotonic()
+    rollouts = open_rollouts(delay=lambda *_: 60.0)
+    with rollouts:
+        future = rollouts.begin(0, QUESTION)
+        while not rollouts.context.sampler.calls:
+            time.sleep(0.01)
+    assert future.cancelled() and time.monotonic() - begun < 30
+    assert len(rollouts.context.sampler.released) == 2
