@@ -1,10 +1,10 @@
-"""Compiles update, log-probabilities and sampler for TPUs that are not there, with TPU's own compiler.
+"""Compiles update, log-probabilities and sampler for TPUs that are not attached, with TPU's own compiler.
 
     pip install 'jax[tpu]'        # on any Linux machine, but not in vLLM's environment
     python -m benchmarks.ahead_of_time --topology v5e:4x4 --shape qwen2.5-3b --fsdp 8 --tensor 2
 
 Prints for each program how long it compiled, the bytes of its arguments on one device, and the peak of
-memory that the compiler plans there. A program that does not fit the device is a compiler's error.
+memory that the compiler plans there. If a program does not fit the device, the compiler reports an error.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def write_corpus(path: Path, documents: int) -> None:
 
 
 def write_vectors(folder: Path, corpus: Corpus, model: str) -> None:
-    """Random unit vectors in the files that a build with this model would take up."""
+    """Random unit vectors in the files that a build with this model would reuse."""
     folder.mkdir()
     DenseEncoder("dense", model).save(folder)
     rng = np.random.default_rng(0)

@@ -68,7 +68,7 @@ def queries_of(corpus: Path, count: int) -> list[str]:
 async def drive(url: str, queries: list[str], clients: int, seconds: float) -> list[float]:
     """Latencies of all requests answered within `seconds`.
 
-    Each client keeps one connection and speaks plain HTTP/1.1 over it: a general client's pool takes
+    Each client keeps one connection and sends plain HTTP/1.1 over it: the pool of a general client uses
     more of the machine than the service does.
     """
     latencies: list[float] = []

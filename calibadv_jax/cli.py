@@ -74,7 +74,7 @@ def main(command: str, run: Callable[[Config], object], argv: Sequence[str] | No
 
     Exit status: 0 when `run` returns, whatever it returns (it raises SystemExit for another one); 2 after
     a `UserError`, which is printed as one line ``error: …``; 130 after an interruption from the keyboard.
-    Any other exception is a defect of this program and keeps its traceback.
+    Any other exception is a defect of this program and shows its traceback.
     """
     _end(run, parse(f"python -m calibadv_jax.{command}", COMMANDS[command], argv))
 

@@ -84,7 +84,7 @@ def check_questions(config: Config) -> list[str]:
         q.text for q in load_questions(config.data.eval)
     }
     if shared:
-        lines.append(f"warning: {len(shared)} questions stand in both files; held-out scores will flatter")
+        lines.append(f"warning: {len(shared)} questions are in both files; held-out scores will be too high")
     return lines
 
 
@@ -174,8 +174,8 @@ def check_sampler(config: Config) -> list[str]:
             answer = httpx.get(f"{url.rstrip('/')}/weight_info", timeout=30.0, trust_env=False)
         except httpx.HTTPError as error:
             raise UserError(
-                f"vLLM worker {url}: can not be reached ({type(error).__name__}); start it with"
-                " scripts/launch_vllm_worker.sh or mend sampler.urls"
+                f"vLLM worker {url}: cannot be reached ({type(error).__name__}); start it with"
+                " scripts/launch_vllm_worker.sh or correct sampler.urls"
             ) from error
         if answer.status_code != 200:
             raise UserError(f"{url}: no /weight_info; start the worker with scripts/launch_vllm_worker.sh")

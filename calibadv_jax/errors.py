@@ -1,10 +1,10 @@
-"""The one error type a user is meant to read."""
+"""The one error type whose message is written for the user."""
 
-REFUSAL = "refused by calibadv_jax: "  # begins what our engine inside a vLLM worker objects to
+REFUSAL = "refused by calibadv_jax: "  # start of every refusal by our engine inside a vLLM worker
 
 
 class UserError(Exception):
-    """Bad input: one line that names the file, key or value, and the way out.
+    """Bad input: one line that names the file, key or value, and how to fix it.
 
     Entry points print it as ``error: …`` without a traceback and exit with status 2.
     """

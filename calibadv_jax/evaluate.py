@@ -86,8 +86,8 @@ def evaluate(config: Config, rollouts: Rollouts) -> Report:
             group_size=config.evaluate.samples if temperature > 0 else 1,
         )
         rng = random_state(config.run.seed, 0, "evaluate")
-        honest = replace(config.reward, shuffle=False)  # the control experiment shuffles training only
-        score_groups(groups, honest, config.prompt.prepend_think, rng)
+        unshuffled = replace(config.reward, shuffle=False)  # the control experiment shuffles training only
+        score_groups(groups, unshuffled, config.prompt.prepend_think, rng)
         report[f"{temperature:g}"] = summarise(groups)
     return report
 

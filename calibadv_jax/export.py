@@ -19,7 +19,7 @@ from calibadv_jax.snapshots.huggingface import read_hf_config, save_folder
 
 
 def run(config: Config) -> None:
-    """Exports and says where to."""
+    """Exports and prints the folder."""
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be in use
     Console(config.log.progress).say(f"written to {export(config)}")
 
@@ -28,7 +28,7 @@ def export(config: Config) -> Path:
     """Writes export.source (default: the newest checkpoint of run.dir) to export.output.
 
     `export.source` is a snapshot, a checkpoint or a folder of checkpoints, of this run or another one.
-    Works on one device: the host, where this is the program, so that a training may fill the accelerators.
+    Works on one device. As a program it uses the host, since a training run may fill the accelerators.
 
     Returns:
         The folder; transformers' from_pretrained loads it.

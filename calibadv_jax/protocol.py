@@ -33,7 +33,7 @@ _TAG = re.compile(rf"(</?(?:{_NAMES})>)")
 # of one. Nothing is matched twice (possessive), so that hostile text costs linear time.
 _TAG_LIKE = re.compile(rf"<(\s*+/?+\s*+(?:{_NAMES})\b)(?:([^<>]*+)>)?", re.IGNORECASE)
 _DOC_HEADER = re.compile(r"(Doc\s*+\d++)\s*+\(\s*+(Title)\s*+:", re.IGNORECASE)
-_REPROACH = re.compile(r"My\s+previous\s+action\s+is\s+invalid", re.IGNORECASE)
+_INVALID_NOTICE = re.compile(r"My\s+previous\s+action\s+is\s+invalid", re.IGNORECASE)
 _REFUSAL = re.compile(r"(search\s+engine\s+does\s+not)\s+take\s+this\s+query", re.IGNORECASE)
 
 
@@ -93,7 +93,7 @@ def split_at_tags(text: str) -> list[str]:
 
 
 def neutralise(text: str, extra: Collection[str] = ()) -> str:
-    """Untrusted text with nothing left in it that could pass for the protocol; idempotent.
+    """Untrusted text without anything that could be taken for the protocol; idempotent.
 
     Angle brackets of tags become square ones, the header of a document and the notices of an invalid
     action and of a refused query lose their exact form, and every string of `extra` but blank ones is
@@ -103,10 +103,10 @@ def neutralise(text: str, extra: Collection[str] = ()) -> str:
         extra: the tokenizer's control tokens, which would be encoded as such; see
             `rollout.observation.added_token_strings`.
     """
-    while True:  # what one replacement joins, the next round takes apart
+    while True:  # a replacement can create a new match: repeat until nothing changes
         cleaned = _TAG_LIKE.sub(_defused, text)
         cleaned = _DOC_HEADER.sub(r"\1 [\2]:", cleaned)
-        cleaned = _REPROACH.sub("my earlier action was invalid", cleaned)
+        cleaned = _INVALID_NOTICE.sub("my earlier action was invalid", cleaned)
         cleaned = _REFUSAL.sub(r"\1 accept a query", cleaned)
         present = [token for token in extra if token in cleaned and token.strip()]
         for token in sorted(present, key=lambda token: (-len(token), token)):
@@ -122,7 +122,7 @@ def _defused(tag: re.Match[str]) -> str:
 
 
 def _broken(token: str) -> str:
-    """The token's words without its marks, or its letters apart where it is nothing but words."""
+    """The token's words without its marks, or its letters with spaces between where it is only words."""
     words = " ".join(re.findall(r"\w+", token)) or " "
     if token not in words:
         return words

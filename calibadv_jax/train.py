@@ -47,7 +47,7 @@ def run(config: Config) -> None:
 def train(
     config: Config, trainer: Trainer, rollouts: Rollouts, folder: Path, console: Console, stop: Stop
 ) -> None:
-    """The algorithm, on parts that are ready."""
+    """The algorithm. All parts of the run are built before."""
     with MetricsWriter(folder, config.log.tensorboard, start_step=trainer.step + 1) as writer:
         trainer.publish()  # before the first step, so that a broken path fails at the start
         if trainer.step < config.learner.steps:

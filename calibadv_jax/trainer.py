@@ -191,7 +191,7 @@ class Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Whatever stops the run, the last whole step is saved, unless the update itself broke off."""
+        """Whatever stops the run, the last complete step is saved, unless the update itself failed."""
         self.stream.close()
         whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
         if whole and self.checkpoints.latest_step() != self.step:

@@ -57,7 +57,7 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """One attempt at a question. Response = all turns laid end to end; the prompt is not part of it."""
+    """One attempt at a question. Response = all turns concatenated; the prompt is not part of it."""
 
     question: Question
     prompt_ids: np.ndarray  # int32 [P]

@@ -1,4 +1,4 @@
-"""``python -m retriever.build_index --corpus_path FILE --index_path FOLDER``; started again, it goes on."""
+"""``python -m retriever.build_index --corpus_path FILE --index_path FOLDER``; started again, it continues."""
 
 from __future__ import annotations
 

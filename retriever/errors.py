@@ -9,7 +9,7 @@ REASON_LENGTH = 160  # characters shown of another library's message
 
 
 class RetrieverError(Exception):
-    """One line that names the file, option or value, and the way out."""
+    """One line that names the file, option or value, and how to fix it."""
 
 
 def require(module: str, advice: str) -> Any:

@@ -2,7 +2,7 @@
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-# Container images often set it: then each process that is started compiles thousands of modules anew.
+# Container images often set it: then each process that is started compiles thousands of modules again.
 unset PYTHONDONTWRITEBYTECODE
 
 fail() {
@@ -40,7 +40,7 @@ find_python() {
 
 # ensure_venv DIR EXTRAS: a virtual environment with this project's EXTRAS, made or renewed only where
 # pyproject.toml, the extras or the place of the repository have changed. The stamp is written last,
-# so that an interrupted installation is taken up again.
+# so that an interrupted installation is completed by the next run.
 ensure_venv() {
   local dir="$1" extras="$2" python wanted
   local stamp="$dir/installed"

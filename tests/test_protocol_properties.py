@@ -1,4 +1,4 @@
-"""Whatever a document or a question says, it can not speak for the protocol."""
+"""Whatever a document or a question says, it cannot speak for the protocol."""
 
 import re
 

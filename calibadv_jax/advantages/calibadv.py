@@ -1,6 +1,6 @@
 """CalibAdv: GRPO advantages, calibrated turn by turn (arXiv 2604.18235).
 
-Soft penalty: a losing trajectory's search turn that found silver documents is blamed less.
+Soft penalty: a losing trajectory's search turn that found silver documents gets a smaller penalty.
 Rebalance: within a group, the positive and negative advantage of the answer turns is brought to a
 given ratio. An answer turn is a trajectory's last sampled turn, whatever its kind. The two never touch
 the same turn.

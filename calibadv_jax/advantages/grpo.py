@@ -25,7 +25,7 @@ def group_advantages(scores: np.ndarray, normalize_std: bool) -> np.ndarray:
     if size == 1:
         centred, std = scores.astype(np.float64), 1.0
     elif scores.min() == scores.max():
-        # The rounded mean of equal scores may miss them by an ulp, which the division would blow up.
+        # The rounded mean of equal scores may differ from them by one ulp, which the division would enlarge.
         return np.zeros(size)
     else:
         centred = scores - math.fsum(scores) / size

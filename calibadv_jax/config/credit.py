@@ -29,7 +29,7 @@ class AdvantageConfig:
     soft_penalty: bool = True
     """calibadv: scale a negative advantage of a search turn by 1 - correctness."""
     silver_threshold: float = Field(default=0.7, ge=0, le=1)
-    """calibadv: least answer score of a trajectory whose documents are silver."""
+    """calibadv: lowest answer score of a trajectory whose documents are silver."""
     correctness: Literal["fraction", "max", "mean"] = "fraction"
     """calibadv: how the silver documents of a search turn make its correctness."""
     rebalance: bool = True

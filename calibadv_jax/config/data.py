@@ -19,7 +19,7 @@ class DataConfig:
     eval_limit: NonNegativeInt = 0
     """Evaluate on this many questions, evenly spread over data sources; 0: all."""
     shuffle: bool = True
-    """Shuffle training questions anew in every epoch."""
+    """Shuffle training questions again in every epoch."""
 
 
 @dataclass(frozen=True, config=SECTION)

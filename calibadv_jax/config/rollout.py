@@ -27,7 +27,7 @@ class RolloutConfig:
     max_length: PositiveInt = 16384
     """Tokens of prompt and response together."""
     on_invalid: Literal["end", "retry"] = "end"
-    """A turn that is neither search nor answer ends the trajectory (CalibAdv) or is told so (Search-R1)."""
+    """A turn that is neither search nor answer: end the trajectory (CalibAdv), or continue (Search-R1)."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -52,7 +52,7 @@ class Config:
         if self.learner.row_length < self.rollout.max_length:
             raise ValueError(
                 f"learner.row_length is {self.learner.row_length}, but a trajectory may have"
-                f" rollout.max_length = {self.rollout.max_length} tokens: raise the one or lower the other"
+                f" rollout.max_length = {self.rollout.max_length} tokens: raise the first or lower the second"
             )
         return self
 

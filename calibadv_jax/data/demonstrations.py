@@ -2,7 +2,7 @@
 
 No generated demonstration shows a complete two-hop solution. Such a question is answered too early,
 with the bridge; or the demonstration is cut after the second search; or it begins there, and only the
-answer is learned. Putting the halves together, against the habit of answering early, is left to RL.
+answer is learned. RL has to put the halves together, and to unlearn answering early.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DemoTurn:
 
     text: str
     documents: tuple[Document, ...] = ()
-    trained: bool = True  # False: context only, nothing of it is learned
+    trained: bool = True  # False: context only, not trained on
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def imperfect(seed: int, config: WorldConfig, flaws: Flaws = Flaws()) -> Iterato
 
 
 def lookups(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
-    """Endless demonstrations without haste, none of them two-hop: facts found, quoted and compared."""
+    """Endless careful demonstrations, none of them two-hop: facts are found, quoted and compared."""
     rng = np.random.default_rng(seed)
     careful = Flaws(guess=0.0, hasty_comparison=0.0)
     while True:
@@ -80,7 +80,7 @@ def lookups(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
 
 
 def drills(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
-    """Endless exercises without any search: words to be written once more, names to be compared."""
+    """Endless exercises without any search: words to copy, names to compare."""
     rng = np.random.default_rng(seed)
     words = [word for pair in POOLS.values() for pool in pair for word in pool]
     while True:
@@ -113,7 +113,7 @@ GENERATORS: dict[str, Callable[[int, WorldConfig], Iterator[Demonstration]]] = {
 
 
 class _ColdStartWorld:
-    """A small world of cold-start entities with a stand-in for its search engine."""
+    """A small world of cold-start entities with a simple replacement for its search engine."""
 
     def __init__(self, rng: np.random.Generator):
         self.facts: Facts = make_facts(rng, SIZES, "cold_start")
@@ -137,7 +137,7 @@ class _ColdStartWorld:
         return str(self.rng.choice(related or sorted(set(self.by_title) - {title})))
 
     def search(self, title: str) -> tuple[Document, ...]:
-        """The passage of that title first, as a search engine has it, then others that share a word of it."""
+        """The passage of that title first, as in a search engine, then others that share a word of it."""
         wanted = self.by_title[title]
         related = {p.id: p for word in title.split() for p in self.by_word[word] if p is not wanted}
         pool = list(related.values()) if len(related) >= NUM_DOCUMENTS - 1 else self.passages

@@ -1,4 +1,4 @@
-"""The question pipeline: grain, endless, shuffled anew in every epoch, resumable."""
+"""The question pipeline: grain, endless, shuffled again in every epoch, resumable."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Every name is two words. Which split a name belongs to is decided by a hash of the whole name, so that
 train, eval and cold-start entities never share a name while every single word occurs in all splits:
-words can be learned, facts can not be memorised and must be searched.
+words can be learned, facts cannot be memorised and must be searched.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def _questions(
 def write_world(config: WorldConfig) -> Path:
     """Writes corpus.jsonl (wiki-18 format), train.jsonl, eval.jsonl, tokenizer/ and manifest.json.
 
-    A folder that holds this very world is left as it is.
+    A folder that already holds exactly this world is left unchanged.
 
     Raises:
         UserError: the folder holds something else.
@@ -247,7 +247,7 @@ def write_world(config: WorldConfig) -> Path:
     if known.is_file() and known.read_text(encoding="utf-8") == manifest:
         return folder
     if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder}: holds something else than this world; remove it or change world.dir")
+        raise UserError(f"{folder}: holds something other than this world; remove it or change world.dir")
     world = generate_world(config)
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -24,7 +24,7 @@ class Sample:
 @jax.tree_util.register_dataclass
 @dataclass
 class Batch:
-    """Packed rows. Column t speaks of the token that *follows* it, so device code never shifts.
+    """Packed rows. Column t describes the token that *follows* it, so device code never shifts.
 
     Shapes [R, L], or [M, R, L] once split into microbatches. The mask is owned here: a column with
     weight 0 has no influence on the loss.
@@ -134,7 +134,7 @@ def microbatches(batch: Batch, rows: int) -> tuple[Batch, int]:
 
 
 def unpack(values: np.ndarray, lengths: Sequence[int], row_length: int) -> list[np.ndarray]:
-    """Per-column values [R, L] back to one array [T] a sample; entry t speaks of token t, entry 0 is 0."""
+    """Per-column values [R, L] back to one array [T] a sample; entry t belongs to token t, entry 0 is 0."""
     placements, _ = place(lengths, row_length)
     return [
         np.concatenate([np.zeros(1, values.dtype), values[p.row, p.start : p.start + p.length - 1]])

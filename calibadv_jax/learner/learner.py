@@ -22,7 +22,7 @@ State = dict[str, Any]  # {"params", "opt_state", "updates": int32 []}; what a c
 
 
 class Learner:
-    """Owns the compiled functions; the state goes through its methods and is donated by `update`.
+    """Owns the compiled functions; the state is passed to its methods and donated by `update`.
 
     Args:
         rows: packed rows of one microbatch; a multiple of data x fsdp devices.
@@ -65,7 +65,7 @@ class Learner:
         )
 
     def init(self, params: Params) -> State:
-        """State of the first step. `params` are already in their shardings, and are taken over."""
+        """State of the first step. `params` must be in their shardings; they are donated."""
         shardings = self._shardings(jax.eval_shape(self._state_of, params))
         return jax.jit(self._state_of, out_shardings=shardings, donate_argnums=0)(params)
 
@@ -201,7 +201,7 @@ class Learner:
 
 
 def init_params(policy: Policy, mesh: Mesh, seed: int) -> Params:
-    """Random parameters, born in their shardings."""
+    """Random parameters, created in their shardings."""
     shardings = param_shardings(policy.abstract_params, mesh)
     with jax.set_mesh(mesh):
         return jax.jit(policy.init, out_shardings=shardings)(jax.random.key(seed))

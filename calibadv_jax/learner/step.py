@@ -18,7 +18,7 @@ from calibadv_jax.trajectory import Trajectory
 def make_samples(
     trajectories: Sequence[Trajectory], advantages: Sequence[np.ndarray]
 ) -> tuple[list[Sample], int]:
-    """Prompt and response laid end to end; advantages float32 [T] are those of the response.
+    """Prompt and response concatenated; advantages float32 [T] are those of the response.
 
     Returns:
         The samples that have a token to train, and how many trajectories had none or could not be finished.

@@ -1,4 +1,4 @@
-"""What a run shows while it works: one line a step, a bar within a step, tables at the end."""
+"""What a run shows while it runs: one line a step, a bar within a step, tables at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Console:
     """Progress on `stream`; a bar only where that is a terminal.
 
     Args:
-        progress: False shows no progress at all; `say` still speaks.
+        progress: False shows no progress at all; `say` still prints.
         stream: default standard error, so that standard output carries results only.
     """
 
@@ -80,12 +80,12 @@ class Console:
 
 
 def number(value: float) -> str:
-    """Four significant digits, none of them wasted: 0.5234, 12.35, 5612, 4e-07."""
+    """Four significant digits, without trailing zeros: 0.5234, 12.35, 5612, 4e-07."""
     return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
-    """Aligned columns with a rule under the headers; numbers are right-aligned, floats to three places.
+    """Aligned columns with a line under the headers; numbers are right-aligned, floats to three places.
 
     Raises:
         ValueError: a row's length is not that of the headers.

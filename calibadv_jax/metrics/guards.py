@@ -93,7 +93,7 @@ class Guards:
         return Verdict(self._action() if findings else "go_on", findings, flags)
 
     def rolled_back(self, step: int) -> None:
-        """The run goes on from the checkpoint of `step`: counts afresh, armed as before."""
+        """The run continues from the checkpoint of `step`: counts again from 0, armed as before."""
         self.rollbacks += 1
         self.last_good_step = step
         self._streaks = dict.fromkeys(self._streaks, 0)
@@ -107,7 +107,7 @@ class Guards:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was called; guards that the config has switched off since are forgotten."""
+        """Continues where `state` was called; guards that the config has switched off since are forgotten."""
         self.rollbacks, self.last_good_step = state["rollbacks"], state["last_good_step"]
         self._streaks = {name: count for name, count in state["streaks"].items() if name in GUARDS}
 

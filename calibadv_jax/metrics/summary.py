@@ -43,7 +43,7 @@ def trajectory_metrics(
     Args:
         groups: at least one trajectory in all.
         step: the version of the policy that they train, for their staleness.
-        correct_score: least answer score of a trajectory that counts as having solved its question.
+        correct_score: lowest answer score of a trajectory that counts as having solved its question.
 
     Raises:
         ValueError: no trajectories.

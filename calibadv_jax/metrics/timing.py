@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """``with watch("rollout"): …`` adds up seconds by name, from its making on."""
+    """``with watch("rollout"): …`` adds up seconds by name, counted from its creation."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()

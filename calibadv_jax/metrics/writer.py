@@ -28,8 +28,8 @@ class MetricsWriter:
     Args:
         directory: made when missing.
         tensorboard: also write event files to ``<directory>/tensorboard``.
-        start_step: first step this run will write. Rows of an earlier attempt at it or past it are
-            dropped, so that a resumed run's file equals an uninterrupted one's. None keeps all rows.
+        start_step: first step this run will write. Rows of this step and of later ones, left by an earlier
+            attempt, are dropped: the file is then that of an uninterrupted run. None keeps all rows.
 
     Raises:
         UserError: an existing metrics.jsonl holds a line that is not a row of metrics.
@@ -89,7 +89,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl, in the order of the file; a last line torn by a crash is left out.
+    """Rows of a metrics.jsonl, in the order of the file; a last line cut off by a crash is left out.
 
     Raises:
         UserError: the file is missing, or another line is not a row of metrics.
@@ -107,12 +107,12 @@ def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
     except json.JSONDecodeError:
         row = None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise UserError(f"{path}:{number}: not a row of metrics; mend or remove the file")
+        raise UserError(f"{path}:{number}: not a row of metrics; fix or remove the file")
     return row
 
 
 def _repair(path: Path, start_step: int | None) -> None:
-    """Drops a torn last line and the rows at or past `start_step`, in one atomic replacement."""
+    """Drops a last line that was cut off and the rows at or past `start_step`, in one atomic replacement."""
     if not path.exists():
         return
     rows = read_metrics(path)

@@ -1,4 +1,4 @@
-"""Where every array lives: one table from logical axis to mesh axis.
+"""Where every array is placed: one table from logical axis to mesh axis.
 
 Mesh axes: `data` (replicas), `fsdp` (parameters and batch split), `tensor` (heads, MLP, vocabulary).
 """
@@ -65,7 +65,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def param_shardings(abstract: Any, mesh: Mesh) -> Any:
     """NamedSharding for every parameter of a nested dict, by its path.
 
-    An axis that a mesh axis does not divide stays whole: the layout is then poorer, never wrong.
+    An axis whose size a mesh axis does not divide is not split: that is slower, never wrong.
     """
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:

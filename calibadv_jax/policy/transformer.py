@@ -1,7 +1,7 @@
 """One decoder for Qwen2/2.5, Qwen3 and Llama 3.x (Flax NNX).
 
-Layers are stacked on a leading axis. Parameters travel as a plain nested dict of arrays; `merge`
-puts them back behind the modules.
+Layers are stacked on a leading axis. Parameters are passed around as a plain nested dict of arrays;
+`merge` joins them with the modules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REMAT_POLICIES = {
 
 @dataclass(frozen=True)
 class Numerics:
-    """How the decoder computes; nothing of it is stored in a checkpoint."""
+    """How the decoder computes; a checkpoint stores none of it."""
 
     compute_dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
@@ -196,7 +196,7 @@ class Decoder(nnx.Module):
         """Appends tokens [B, n] at `positions` to cache rows and returns their hidden states [B, n, D].
 
         Args:
-            valid: bool [B, n]; invalid tokens are not written and their output means nothing.
+            valid: bool [B, n]; invalid tokens are not written and their output is meaningless.
             slots: int32 [B], the cache row of each batch row; None: row b is slot b.
         """
         length = cache[0][0].shape[2]
@@ -241,7 +241,7 @@ class Policy:
         return nnx.merge(self.graph, params)
 
     def init(self, key: jax.Array) -> Params:
-        """Fresh parameters; jit it with `out_shardings` so that they are born sharded."""
+        """Fresh parameters; jit it with `out_shardings` so that they are created sharded."""
         return nnx.to_pure_dict(nnx.state(Decoder(self.architecture, self.numerics, nnx.Rngs(key))))
 
     def empty_cache(self, slots: int, length: int) -> Cache:

@@ -21,7 +21,7 @@ async def collect_group(
     If one raises an error, the others are cancelled and awaited, and it is raised as it was.
 
     Args:
-        slots: holds back trajectories of all groups that share it; first come, first served.
+        slots: limits how many trajectories of all groups that share it run at once; first come, first served.
         seed: as for `run_trajectory`.
         name: prefix of the session names, ``name/index``; unique among groups in flight.
     """

@@ -21,7 +21,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Text of `ids` with every token shown and no spaces tidied away."""
+    """Text of `ids` with every token shown and no space removed."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
@@ -29,7 +29,7 @@ def added_token_strings(tokenizer: Any) -> frozenset[str]:
     """Control tokens: strings the tokenizer turns into one token of its own wherever they occur.
 
     Of the added tokens that are not special only those with markup count: an added word, or a run of
-    spaces, means no more than itself. The same goes for a special token of one character.
+    spaces, has no special meaning. The same holds for a special token of one character.
     """
     special = {str(token) for token in tokenizer.all_special_tokens}
     added = {token for token in map(str, tokenizer.get_added_vocab()) if _MARKUP & set(token)}

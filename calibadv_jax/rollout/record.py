@@ -20,7 +20,7 @@ def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """What a person wants to read of a trajectory, and the token counts."""
+    """The fields of a trajectory that a person reads, and the token counts."""
     return {
         "question": trajectory.question.text,
         "question_id": trajectory.question.id,

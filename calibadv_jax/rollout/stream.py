@@ -1,8 +1,9 @@
 """Rollouts that run ahead of the learner by a bounded number of steps.
 
-Group n (counted from 0 over the whole run) belongs to no step beforehand. It may begin once the policy is
-new enough that, whatever overtakes it, it can still be trained within `max_staleness` steps; with 0 that
-is plain on-policy training: all groups of a step begin together, and the step waits for all of them.
+Group n (counted from 0 over the whole run) is not assigned to a step in advance. It may begin once the
+policy is new enough: the group can then still be trained within `max_staleness` steps, even if all others
+finish first. With 0 that is plain on-policy training: all groups of a step begin together, and the step
+waits for all of them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class RolloutStream:
         return {"asked": self._begun + len(self._pending), "pending": sorted(pending)}
 
     def restore(self, state: Mapping[str, Any], questions: Mapping[str, Question]) -> None:
-        """Goes on where `state` was called; to be called before anything has begun.
+        """Continues where `state` was called; to be called before anything has begun.
 
         Args:
             questions: by id.
@@ -69,8 +70,8 @@ class RolloutStream:
         missing = [name for _, name in state["pending"] if name not in questions]
         if missing:
             raise UserError(
-                f"data.train: question {missing[0]!r} of the checkpoint is gone; restore the file, or choose"
-                " another run.dir"
+                f"data.train: question {missing[0]!r} of the checkpoint is missing; restore the file,"
+                " or choose another run.dir"
             )
         self._pending = deque((number, questions[name]) for number, name in state["pending"])
         self._begun = self._trained = state["asked"] - len(self._pending)

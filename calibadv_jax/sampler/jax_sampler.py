@@ -139,7 +139,7 @@ class JaxSampler:
     async def _pump(self) -> None:
         """Runs while there is work; one device call at a time, off the event loop."""
         while True:
-            await asyncio.sleep(0)  # whoever is ready now hands in its request before rows are chosen
+            await asyncio.sleep(0)  # requests that are ready now are queued before rows are chosen
             self._admit()
             if not self._active:
                 return
@@ -159,7 +159,7 @@ class JaxSampler:
                     )
 
     def _fail(self, error: Exception) -> None:
-        """Hands an engine error to everyone who waits; the donated cache is gone with it."""
+        """Passes an engine error to every waiting request; the donated cache is lost too."""
         for request in [*self._active.values(), *self._waiting]:
             if not request.future.done():
                 request.future.set_exception(error)

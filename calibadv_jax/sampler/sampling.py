@@ -39,7 +39,7 @@ def sample_tokens(
     uniform = jax.vmap(lambda key: jax.random.uniform(key, ()))(keys)
     total = cumulative[:, -1:]
     drawn = jnp.sum(cumulative <= uniform[:, None] * total, axis=-1)
-    # Rounding may carry the product up to the total; the last token with any mass is then meant.
+    # Rounding may bring the product up to the total: then take the last token with any probability.
     drawn = jnp.minimum(drawn, jnp.argmax(cumulative >= total, axis=-1))
     tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]

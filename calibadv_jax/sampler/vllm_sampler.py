@@ -1,8 +1,8 @@
 """The sampler over one or many vLLM servers: token-in, token-out, with weights from snapshots.
 
-Every completion carries the version label of the weights that wrote it. A worker whose label is not the
-one of this run (restarted, or used by someone else) answers nothing that is kept: it is brought to the
-current snapshot first.
+Every completion carries the version label of the weights that wrote it. If the label is not one of this
+run (the worker was restarted, or someone else used it), the reply is discarded, and the worker is brought
+to the current snapshot first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GENERATE = "/inference/v1/generate"
 
 
 class WorkerLost(Exception):
-    """The worker did not answer, or not as a healthy one of this run would."""
+    """The worker did not answer, or its answer shows that it is not usable for this run."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class VllmSampler:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
         """Samples up to a stop string, end-of-text, or `sampling.max_tokens`.
 
-        A completion cut by a weight swap goes on with the new weights; one whose worker was lost starts
+        A completion cut by a weight swap continues with the new weights; one whose worker was lost starts
         again at another. vLLM looks for stop strings in what one request has written, and so cannot see
         one that a cut has divided: what it says is a hint, and `stops` decides over the whole completion.
 
@@ -134,7 +134,7 @@ class VllmSampler:
     async def load_snapshot(self, snapshot: Path) -> None:
         """Brings every worker that answers to a snapshot; the others follow before they serve again.
 
-        Completions in progress are cut and go on with the new weights.
+        Completions in progress are cut and continue with the new weights.
 
         Raises:
             UserError: a worker refuses the snapshot (it keeps the old weights), or (RequestFailed) none is
@@ -148,7 +148,7 @@ class VllmSampler:
             for worker in self.workers:
                 worker.version = None
         self._snapshot = (snapshot.absolute(), version)
-        # A refusal of one is raised when all are done: a swap that is broken off leaves its worker paused.
+        # A refusal of one is raised when all are done: a swap that is cancelled leaves its worker paused.
         swaps = [self._bring(worker) for worker in self.workers]
         for outcome in await asyncio.gather(*swaps, return_exceptions=True):
             if outcome is not None:
@@ -270,7 +270,7 @@ class VllmSampler:
                 await self._swap(worker)
             except WorkerLost as error:
                 worker.lost = str(error)
-            except UserError as error:  # it would refuse the snapshot again; the next one it is offered anew
+            except UserError as error:  # it would refuse this snapshot again; it is asked again with the next
                 worker.lost, worker.refusal = str(error), error
                 self._changed.set()
                 return
@@ -307,7 +307,7 @@ class VllmSampler:
         except WorkerLost as error:
             if "already active" not in str(error):
                 raise
-            await self._control(worker, "/finish_weight_update")  # a trainer stopped amid its swap
+            await self._control(worker, "/finish_weight_update")  # a trainer was stopped during its swap
             await self._control(worker, "/start_weight_update")
         update = {"update_info": {"path": str(path), "version": version}}
         await self._control(
@@ -358,7 +358,7 @@ def _stop_reason(choice: dict[str, Any]) -> StopReason:
 
 
 def _continued_seed(seed: int, done: int) -> int:
-    """A completion that goes on after a cut must not draw the numbers of its beginning again."""
+    """A completion that continues after a cut must not use the random numbers of its first part again."""
     if not done:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=4).digest(), "big")

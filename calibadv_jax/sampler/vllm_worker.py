@@ -1,7 +1,7 @@
 """A rollout worker: ``python -m calibadv_jax.sampler.vllm_worker --model FOLDER``.
 
 Starts vLLM's own server with the weight-transfer engine ``orbax``, waits until it answers, warms it up,
-stays with it, and starts it again on the same port when it dies. The routes that swap weights have no
+watches it, and starts it again on the same port when it crashes. The routes that swap weights have no
 authentication: keep the worker on loopback or on a network that only the trainer can reach.
 """
 
@@ -42,7 +42,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m calibadv_jax.sampler.vllm_worker",
         description=__doc__,
-        epilog="Arguments after -- are passed to vLLM's server as they are.",
+        epilog="Arguments after -- are passed to vLLM's server unchanged.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", type=Path, required=True, help="HuggingFace folder: config and tokenizer")
@@ -87,14 +87,14 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
     if arguments.flavour == "gpu":
         command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization)]
     if arguments.flavour == "cpu":
-        # vLLM 0.32 on CPU dies where the prompt of a seeded completion is prefilled in parts: torch's CPU
-        # generator has no offset to set back. So prompts are taken whole.
+        # vLLM 0.32 on CPU crashes if the prompt of a seeded completion is prefilled in parts: torch's CPU
+        # generator has no offset to restore. So prompts are prefilled in one part.
         whole = max(8192, arguments.max_model_len or 0)
         command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(whole)]
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(arguments.kv_cache_gib)
         # By itself vLLM ties every server to the same first cores, where two servers, or one beside a
-        # learner, starve one another; and it keeps scheduler and model in two processes that spin while
-        # they wait for each other, and compiles one small function of the sampler with a C++ compiler.
+        # learner, slow each other down. It also keeps scheduler and model in two processes that use a core
+        # while they wait for each other, and compiles a small function of the sampler in C++.
         ours = {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
@@ -169,7 +169,7 @@ def _watch(server: subprocess.Popen[bytes], arguments: argparse.Namespace, port:
 
 
 class VllmWorkerProcess(ChildService):
-    """A worker as a child process: ready when the block begins, gone when it ends.
+    """A worker as a child process: ready when the block begins, stopped when it ends.
 
     Args:
         model: HuggingFace folder: config and tokenizer.

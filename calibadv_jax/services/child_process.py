@@ -19,7 +19,7 @@ _HARMLESS = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")  # vLLM's warnings name er
 
 
 class ChildService:
-    """Ready when the block begins, gone when it ends.
+    """Ready when the block begins, stopped when it ends.
 
     Args:
         what: how messages call the service.

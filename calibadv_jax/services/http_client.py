@@ -1,4 +1,4 @@
-"""Connections to the services a rollout asks.
+"""Connections to the services that a rollout uses.
 
 aiohttp, because hundreds of requests are open at once: httpx goes through all of a pool's connections for
 each request (encode/httpx#3215), which took more of a core than the agent loop itself.
@@ -15,7 +15,7 @@ import aiohttp
 
 from calibadv_jax.errors import UserError
 
-KEEPALIVE_SECONDS = 2.0  # below the servers' five: they must not close a connection just as it is used again
+KEEPALIVE_SECONDS = 2.0  # below the servers' five: so none closes a connection that is just being reused
 
 
 class Unreachable(Exception):
@@ -36,7 +36,7 @@ def open_session(timeout: float, token: str = "") -> aiohttp.ClientSession:
 
 
 def limit(seconds: float) -> aiohttp.ClientTimeout:
-    """At most so long to connect, and between two parts of a reply."""
+    """Time limit to connect, and between two parts of a reply."""
     return aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
 
 

@@ -113,16 +113,16 @@ class RetrieverClient:
         return found
 
     def health(self) -> dict[str, Any]:
-        """What the service says of itself on ``GET /health``; empty where it has no such route.
+        """What the service reports about itself on ``GET /health``; empty where it has no such route.
 
         Raises:
-            UserError: it can not be reached.
+            UserError: it cannot be reached.
         """
         try:
             response = httpx.get(f"{self.url}/health", timeout=self.config.timeout, trust_env=False)
         except httpx.HTTPError as error:
             raise UserError(
-                f"retriever {self.url}: can not be reached ({type(error).__name__}); start it with"
+                f"retriever {self.url}: cannot be reached ({type(error).__name__}); start it with"
                 " scripts/launch_retriever.sh or set retriever.url"
             ) from error
         is_json = response.headers.get("content-type", "").startswith("application/json")
@@ -268,7 +268,7 @@ def _excerpt(reply: bytes) -> str:
 
 
 class RetrieverProcess(ChildService):
-    """The service as a child process: ready when the block begins, gone when it ends.
+    """The service as a child process: ready when the block begins, stopped when it ends.
 
     Args:
         log_path: the child's output.

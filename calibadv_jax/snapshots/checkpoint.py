@@ -19,7 +19,7 @@ class CheckpointStore:
     """Checkpoints by step under one folder (Orbax; a checkpoint appears only when it is complete).
 
     Args:
-        keep: newest checkpoints that stay.
+        keep: newest checkpoints that are kept.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -52,7 +52,7 @@ class CheckpointStore:
         newest = self.latest_step()
         if newest is not None and newest >= step:
             raise UserError(
-                f"{self.folder}: holds step {newest} of an earlier run, step {step} can not follow it;"
+                f"{self.folder}: holds step {newest} of an earlier run, step {step} cannot follow it;"
                 " resume that run, or choose another run.dir"
             )
         json.dumps(extra)  # a value that is not JSON must fail before anything is written

@@ -159,7 +159,7 @@ class _Weights:
         try:
             return self.files[name].get_slice(name)[region]
         except SafetensorError as error:
-            raise UserError(f"{self.path_of[name]}: {name} can not be read: {error}") from error
+            raise UserError(f"{self.path_of[name]}: {name} cannot be read: {error}") from error
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def _open_weights(folder: Path) -> Iterator[_Weights]:
             try:
                 file = stack.enter_context(safe_open(path, framework="np"))
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{path}: not a whole safetensors file ({error}); copy it again") from error
+                raise UserError(f"{path}: not a full safetensors file ({error}); copy it again") from error
             weights.files |= dict.fromkeys(file.keys(), file)
             weights.path_of |= dict.fromkeys(file.keys(), path)
         yield weights
@@ -188,7 +188,7 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted({str(name) for name in names.values()})
         bad = [name for name in files if Path(name).name != name or not (folder / name).is_file()]
         if bad:
-            raise UserError(f"{index}: names files that are not there: {', '.join(bad)}; copy them too")
+            raise UserError(f"{index}: names files that do not exist: {', '.join(bad)}; copy them too")
         return [folder / name for name in files]
     if any(folder.glob("*.bin")):
         raise UserError(
@@ -224,7 +224,7 @@ def _equal(weights: _Weights, first: str, second: str, shape: Sequence[int]) -> 
 
 
 def _write_weights(params: Params, folder: Path, dtype: np.dtype, max_shard_bytes: int) -> None:
-    """One pass over the tensors; a shard is written when its last tensor has come."""
+    """One pass over the tensors; a shard is written when its last tensor has arrived."""
     shard_of = _plan(hf_shapes(params), dtype.itemsize, max_shard_bytes)
     count = max(shard_of.values()) + 1
     names = [SINGLE if count == 1 else f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)]
@@ -289,7 +289,7 @@ def _refuse_foreign(output: Path) -> None:
         known = file.name in (CONFIG, INDEX) or _is_tokenizer_file(file.name) or _is_ours(file)
         if not known:
             raise UserError(
-                f"{output}: holds {file.name}, which no export wrote; choose another output folder"
+                f"{output}: holds {file.name}, which is not an export's; choose another output folder"
             )
 
 

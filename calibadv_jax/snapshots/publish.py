@@ -35,7 +35,7 @@ class SnapshotStore:
     """Publishes snapshots under one folder and prunes old ones.
 
     Args:
-        keep: newest versions that stay.
+        keep: newest versions that are kept.
         dtype: precision of the published parameters.
     """
 
@@ -122,7 +122,7 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
         verify: compare every tensor with its hash in the manifest.
 
     Raises:
-        UserError: incomplete, torn, or of another policy (all differences are listed).
+        UserError: incomplete, damaged, or of another policy (all differences are listed).
     """
     snapshot = snapshot.absolute()
     tensors = read_manifest(snapshot)["tensors"]
@@ -144,7 +144,7 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
         item=stored, restore_args=ocp.checkpoint_utils.construct_restore_args(stored)
     )
     with (
-        damage_as_user_error(f"{snapshot}: torn snapshot, publish it again"),
+        damage_as_user_error(f"{snapshot}: damaged snapshot, publish it again"),
         ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
     ):
         params = checkpointer.restore(snapshot / TREE, args=arguments)
@@ -156,7 +156,7 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
         ]
         if torn:
             raise UserError(
-                f"{snapshot}: torn snapshot, publish it again; {', '.join(torn)} differ from {MANIFEST}"
+                f"{snapshot}: damaged snapshot, publish it again; {', '.join(torn)} differ from {MANIFEST}"
             )
     return jax.tree.map(lambda leaf: leaf.astype(policy.numerics.compute_dtype), params)
 
@@ -165,7 +165,7 @@ def read_tensors(snapshot: Path) -> dict[str, np.ndarray]:
     """Host arrays of a snapshot by dotted path, in the stored precision, compared with their hashes.
 
     Raises:
-        UserError: incomplete or torn.
+        UserError: incomplete or damaged.
     """
     snapshot = snapshot.absolute()
     tensors = read_manifest(snapshot)["tensors"]
@@ -173,7 +173,7 @@ def read_tensors(snapshot: Path) -> dict[str, np.ndarray]:
         restore_args=unflatten({path: ocp.RestoreArgs(restore_type=np.ndarray) for path in tensors})
     )
     with (
-        damage_as_user_error(f"{snapshot}: torn snapshot, publish it again"),
+        damage_as_user_error(f"{snapshot}: damaged snapshot, publish it again"),
         ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
     ):
         found = flatten(checkpointer.restore(snapshot / TREE, args=arguments))
@@ -185,7 +185,7 @@ def read_tensors(snapshot: Path) -> dict[str, np.ndarray]:
         if path in tensors and digest != tensors[path]["sha256"]
     ]
     if problems:
-        raise UserError(f"{snapshot}: torn snapshot, publish it again; {summary(problems)}")
+        raise UserError(f"{snapshot}: damaged snapshot, publish it again; {summary(problems)}")
     return found
 
 

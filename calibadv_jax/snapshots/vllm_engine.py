@@ -44,7 +44,7 @@ class OrbaxUpdateInfo(WeightTransferUpdateInfo):
 
 
 class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateInfo]):
-    """Checks a snapshot whole before it touches the live model: a refused one leaves the old weights."""
+    """Checks the whole snapshot before it touches the live model: if it is refused, the old weights stay."""
 
     init_info_cls = OrbaxInitInfo
     update_info_cls = OrbaxUpdateInfo
@@ -56,7 +56,7 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         self._session, self._version = init_info, -1
 
     def start_weight_update(self) -> None:
-        """Nothing: a layer-wise reload begins when the snapshot is known to be whole."""
+        """Nothing: a layer-wise reload begins when the snapshot is known to be complete."""
 
     def finish_weight_update(self) -> None:
         """Nothing: `receive_weights` loads a snapshot in one go."""
@@ -65,7 +65,7 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         """Loads a snapshot into the model.
 
         Raises:
-            UserError: stale, foreign, torn or incomplete snapshot; the old weights keep serving.
+            UserError: old, damaged or incomplete snapshot, or another model's; the old weights stay in use.
         """
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
@@ -109,7 +109,7 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         """Renews what a kernel keeps of the output head.
 
         On CPU the head holds a packed copy of its weights; where it is tied to the embedding, a reload
-        leaves that copy as it was, and the old weights go on answering.
+        leaves that copy unchanged, and the old weights stay in use.
         """
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -129,7 +129,7 @@ def _refuse_other_model(snapshot: Path, theirs: Architecture, own: Architecture)
 
 def _as_torch(tensors: dict[str, np.ndarray]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, array in to_hf(unflatten(tensors)):
-        if array.dtype.name == "bfloat16":  # NumPy's is not torch's: the bits are
+        if array.dtype.name == "bfloat16":  # NumPy's type is not torch's, but the bits are the same
             yield name, torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
         else:
             yield name, torch.from_numpy(array)

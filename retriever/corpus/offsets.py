@@ -1,7 +1,7 @@
 """Where each row of a corpus begins: found, checked and hashed once, then kept in a file.
 
 The file is 4,096 bytes of JSON padded with spaces, then int64 offsets [documents + 1]: row i lies in
-bytes offsets[i] to offsets[i + 1]. One file, renamed into place, is never half valid.
+bytes offsets[i] to offsets[i + 1]. One file, renamed into place, is complete or absent.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def find_duplicate(keys: np.ndarray, id_at: Callable[[int], str]) -> tuple[int, 
     """The first row whose id an earlier row has: (earlier row, row, id).
 
     Args:
-        keys: int64 [documents], a hash of each id. Equal hashes are only a suspicion: 21 million
-            random ones hold a chance pair once in 80,000 corpora, so the ids decide.
+        keys: int64 [documents], a hash of each id. Equal hashes do not prove equal ids: 21 million
+            random ones hold an equal pair by chance in one of 80,000 corpora. So the ids are compared.
     """
     ordered = np.sort(keys)  # sorted values, not an argsort: half the memory
     suspects = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])

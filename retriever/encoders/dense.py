@@ -20,12 +20,12 @@ INSTALL = "pip install 'calibadv-jax[dense]', or use --retriever_name hashed or 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a family of models wants its texts."""
+    """How a family of models expects its texts."""
 
     model: str  # used where none is named
     query_prefix: str
     passage_prefix: str
-    pooling: str  # empty: whatever the model's folder says
+    pooling: str  # empty: as the model's folder says
 
 
 RECIPES = {

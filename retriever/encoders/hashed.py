@@ -29,7 +29,7 @@ class HashedEncoder:
     name, model = "hashed", ""
     FEATURES = 2**20
     NONZEROS = 4  # per feature in the projection
-    TITLE_WEIGHT = 2  # a word of the title counts this often more
+    TITLE_WEIGHT = 2  # a word of the title counts this many times more
 
     def __init__(self, dimension: int, idf: np.ndarray, mean_length: float):
         self.dimension, self._idf, self._mean_length = dimension, idf, mean_length

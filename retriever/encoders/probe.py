@@ -23,7 +23,7 @@ def probe(encoder: Encoder) -> np.ndarray:
 
 
 def check_probe(encoder: Encoder, folder: Path) -> None:
-    """Compares the encoder with the one that built the index: two models may share a dimension.
+    """Compares the encoder with the one that built the index: two models may have the same dimension.
 
     Raises:
         RetrieverError: their vectors of one text differ, or the kept one cannot be read.

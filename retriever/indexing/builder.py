@@ -20,15 +20,15 @@ from retriever.search.manifest import BM25, INDEX_FILE, MANIFEST, write_manifest
 def build_index(
     corpus: Corpus, folder: Path, options: BuildOptions | None = None, progress: bool = True
 ) -> None:
-    """Encodes the corpus and writes the index; started again after a stop, it goes on.
+    """Encodes the corpus and writes the index; started again after a stop, it continues.
 
     Raises:
         RetrieverError: unknown encoder, factory or option; the folder holds something else; too little
-            memory or disk; embeddings begun with other settings.
+            memory or disk; embeddings started with other settings.
     """
     options = options or BuildOptions()
     if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not (folder / MANIFEST).is_file():
-        raise RetrieverError(f"{folder}: exists and is no index; choose another --index_path")
+        raise RetrieverError(f"{folder}: exists and is not an index; choose another --index_path")
     options.check()
     unfinished = folder.with_name(folder.name + ".unfinished")
     source = {"corpus_sha256": corpus.sha256, "documents": len(corpus)}

@@ -1,4 +1,4 @@
-"""A corpus's vectors in shards on disk: a build that was stopped goes on where it was."""
+"""A corpus's vectors in shards on disk: a build that was stopped continues where it stopped."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def embed(
         before: called with the encoder before anything is encoded; it may raise.
 
     Raises:
-        RetrieverError: the folder was begun with other settings, or the disk is too small.
+        RetrieverError: the folder was started with other settings, or the disk is too small.
     """
     settings = {
         "corpus_sha256": corpus.sha256,
@@ -104,8 +104,8 @@ def _resume(folder: Path, settings: dict[str, Any]) -> Encoder:
     ]
     if changed:
         raise RetrieverError(
-            f"{folder}: was begun with other settings ({', '.join(changed)}); set them back, or delete"
-            " the folder to begin again"
+            f"{folder}: was started with other settings ({', '.join(changed)}); restore them, or delete"
+            " the folder to start again"
         )
     return load_encoder(folder, settings["encoder"], settings["model"])
 

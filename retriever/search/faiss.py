@@ -129,7 +129,7 @@ def _to_gpus(faiss: Any, index: Any, path: Path) -> Any:
         return faiss.index_cpu_to_all_gpus(index, co=options)
     except RuntimeError as error:
         raise RetrieverError(
-            f"--faiss_gpu: {path} does not go onto {faiss.get_num_gpus()} GPUs ({faiss_reason(error)});"
+            f"--faiss_gpu: {path} cannot be put onto {faiss.get_num_gpus()} GPUs ({faiss_reason(error)});"
             " take more GPUs, or factory Flat, IVF…,Flat or IVF…,PQ…"
         ) from error
 

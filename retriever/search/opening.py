@@ -39,7 +39,7 @@ class IndexOptions:
 
 
 def open_index(path: Path, corpus: Corpus, options: IndexOptions = IndexOptions()) -> Index:
-    """Loads an index that was built from this very corpus.
+    """Loads an index that was built from exactly this corpus.
 
     Args:
         path: folder of a built index, or a bare FAISS file such as the published e5_Flat.index.
@@ -73,7 +73,7 @@ def open_index(path: Path, corpus: Corpus, options: IndexOptions = IndexOptions(
 
 
 def _open_file(path: Path, corpus: Corpus, options: IndexOptions) -> Index:
-    """A FAISS file without a manifest: sizes, dimension and the first vector are what can be checked."""
+    """A FAISS file without a manifest: only sizes, dimension and the first vector can be checked."""
     name, engine = options.retriever_name, options.engine or "faiss"
     if name in ("", "hashed", BM25):
         raise RetrieverError(
@@ -134,7 +134,7 @@ def _check_source(folder: Path, manifest: dict[str, Any], corpus: Corpus, option
 
 
 def _check_size(path: Path, manifest: dict[str, Any]) -> None:
-    """A cut file may load by chance, and crashes a memory-mapped search."""
+    """A truncated file may load by chance, and then crash a memory-mapped search."""
     expected = manifest.get("bytes")  # absent in manifests of the first version
     if expected is not None and path.is_file() and path.stat().st_size != expected:
         raise RetrieverError(

@@ -1,4 +1,4 @@
-"""Search engines keep any of the passages that tie for the last place; the first in the corpus are wanted."""
+"""Search engines keep any passages that tie for the last place; here the first in corpus order are kept."""
 
 from __future__ import annotations
 

@@ -107,10 +107,10 @@ class Budget:
     """Counts requests in a file, and refuses those beyond a limit.
 
     Args:
-        path: kept from run to run; delete it to begin anew.
+        path: kept from run to run; delete it to start again.
 
     Raises:
-        RetrieverError: the file is there but is no count.
+        RetrieverError: the file exists but does not hold a count.
     """
 
     def __init__(self, path: Path, limit: int):
@@ -121,16 +121,16 @@ class Budget:
             try:
                 self.spent = int(json.loads(path.read_text(encoding="utf-8"))["requests"])
             except (ValueError, KeyError, TypeError) as error:
-                raise RetrieverError(f"{path}: not a count of requests; delete it to count anew") from error
+                raise RetrieverError(f"{path}: not a count of requests; delete it to count again") from error
 
     def spend(self) -> None:
-        """Takes one request, on disk first; raises SearchFailed (402) when none is left."""
+        """Uses up one request, first on disk; raises SearchFailed (402) when none is left."""
         with self._lock:
             if self.spent >= self.limit:
                 raise SearchFailed(
                     402,
                     f"the web search budget of {self.limit} requests is used up; raise --web_budget, or"
-                    f" delete {self.path} to count anew",
+                    f" delete {self.path} to count again",
                 )
             self.path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self.path.with_suffix(".unfinished")
@@ -187,7 +187,7 @@ class WebSearch:
                 if response.status_code == 200:
                     return _rows(self._provider.results(reply)[:k])
             except httpx.HTTPError as error:
-                problem = type(error).__name__  # not its text: it holds the address, and that the key
+                problem = type(error).__name__  # not the text: it shows the address with the key
                 continue
             except (ValueError, AttributeError, TypeError) as error:
                 raise SearchFailed(502, f"{self._provider.name}: unusable answer: {_brief(error)}") from error

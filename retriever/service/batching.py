@@ -48,7 +48,7 @@ class SearchBatcher:
         self.max_batch, self.max_queue, self.max_wait = max_batch, max_queue, max_wait
         self._queue: deque[_Waiting] = deque()
         self._worker: asyncio.Task[None] | None = None
-        # Always the same thread: torch and OpenMP keep buffers and workers of their own for each that calls.
+        # Always the same thread: torch and OpenMP keep buffers and workers for each calling thread.
         self._thread = ThreadPoolExecutor(1, "search")
 
     @property
@@ -88,7 +88,7 @@ class SearchBatcher:
             try:
                 queries = [one.query for one in batch]
                 found = await loop.run_in_executor(self._thread, self._search, queries, batch[0].k)
-            except Exception as error:  # handed to every caller; the next batch is searched all the same
+            except Exception as error:  # handed to every caller; the next batch is searched nevertheless
                 for one in batch:
                     if not one.future.done():
                         one.future.set_exception(error)
@@ -104,7 +104,7 @@ class SearchBatcher:
     def _next_batch(self) -> list[_Waiting]:
         """The longest-waiting queries that ask for the same k; those whose client has gone are dropped.
 
-        One k a search: an approximate index may rank the first five of ten otherwise than five of five.
+        One k a search: an approximate index may rank the first five of ten differently from five of five.
         """
         batch: list[_Waiting] = []
         while self._queue and len(batch) < self.max_batch:

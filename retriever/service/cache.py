@@ -1,4 +1,4 @@
-"""Results on disk by what was asked: repeats cost nothing, and a run can be repeated offline, exactly."""
+"""Results on disk, found by request: repeats cost nothing, and a run can be repeated offline, exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ResultCache:
         mode: use: look up, search and store what is missing. replay: look up only.
 
     Raises:
-        RetrieverError: the file is no such store, or replay is asked of one that does not exist.
+        RetrieverError: the file is not such a store, or replay is asked for and it does not exist.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any], mode: CacheMode):

@@ -1,4 +1,4 @@
-"""The request contracts of ``POST /retrieve``, told apart by their fields.
+"""The request contracts of ``POST /retrieve``, distinguished by their fields.
 
 | client | fields | item of a query's list |
 |---|---|---|

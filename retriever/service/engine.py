@@ -18,7 +18,7 @@ from retriever.service.metrics import Metrics
 
 @dataclass(frozen=True)
 class Limits:
-    """What one service takes on."""
+    """Limits of one service."""
 
     max_batch: int = 256  # queries of one search
     max_queue: int = 8192  # queries that wait; then 503

@@ -1,4 +1,4 @@
-"""Answers before the index is loaded: what is being done, and to come back later."""
+"""Replies while the index is loaded: what is being done, and when to try again."""
 
 from __future__ import annotations
 

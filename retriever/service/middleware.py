@@ -58,7 +58,7 @@ class RequireToken:
 
 
 class BodyLimit:
-    """ASGI middleware: a request body beyond `max_body` bytes is answered with 413 and not read on."""
+    """ASGI middleware: a request body beyond `max_body` bytes is answered with 413, not read to its end."""
 
     def __init__(self, app: Any, max_body: int):
         self.app, self.max_body = app, max_body

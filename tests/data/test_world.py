@@ -127,7 +127,7 @@ def test_world_folder_is_written_once_and_never_over_something_else(tmp_path):
     rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
     assert all(row["contents"].startswith('"') and row["contents"].count("\n") == 1 for row in rows)
     other = WorldConfig(**{**vars(config), "seed": 5})
-    with pytest.raises(UserError, match="holds something else than this world"):
+    with pytest.raises(UserError, match="holds something other than this world"):
         write_world(other)
 
 

@@ -1,4 +1,4 @@
-"""The information block: its exact form, its limit, and what a document can not do in it."""
+"""The information block: its exact form, its limit, and what a document cannot do in it."""
 
 import re
 

@@ -163,7 +163,7 @@ def test_a_resumed_run_may_take_another_number_of_questions_a_step(staleness, pe
 
 
 def test_a_question_that_is_gone_is_named():
-    with pytest.raises(UserError, match="question 'q700' of the checkpoint is gone"):
+    with pytest.raises(UserError, match="question 'q700' of the checkpoint is missing"):
         stream(Background(), state={"asked": 2, "pending": [(1, "q700")]})
 
 

@@ -173,7 +173,7 @@ def test_a_bad_snapshot_is_refused_and_the_old_weights_keep_serving(pair, tmp_pa
         data = bytearray(biggest.read_bytes())
         data[len(data) // 2] ^= 0xFF
         biggest.write_bytes(data)
-        with pytest.raises(UserError, match="refuses .*v000021: .*torn snapshot"):
+        with pytest.raises(UserError, match="refuses .*v000021: .*damaged snapshot"):
             await sampler.load_snapshot(torn)
 
         foreign = Rig(tmp_path / "foreign", SHAPE | MODELS["qwen2-tied"] | {"rope_theta": 5e4})

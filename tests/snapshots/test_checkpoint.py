@@ -107,7 +107,7 @@ def test_a_new_process_sees_the_newest_complete_checkpoints(tiny, store, state, 
 def test_a_step_that_can_not_follow_is_refused_and_not_dropped(store, state):
     store.save(5, state, {})
     for step in (5, 4):
-        with pytest.raises(UserError, match=f"holds step 5 of an earlier run, step {step} can not follow"):
+        with pytest.raises(UserError, match=f"holds step 5 of an earlier run, step {step} cannot follow"):
             store.save(step, state, {})
 
 

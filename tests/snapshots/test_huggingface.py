@@ -167,13 +167,13 @@ def test_an_export_is_replaced_and_nothing_else_is(tiny, folder):
     assert not (folder / "model.safetensors").exists() and not (folder / "tokenizer.json").exists()
     assert tiny.same(load_params(folder, tiny.policy, None), doubled)
     (folder / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match="hf: holds thesis.tex, which no export wrote; choose another"):
+    with pytest.raises(UserError, match="hf: holds thesis.tex, which is not an export's; choose another"):
         save_folder(tiny.params, tiny.config, folder, "float32", None)
     (folder / "thesis.tex").unlink()
     shutil.rmtree(folder)
     folder.mkdir()
     save_file(dict(to_hf(tiny.params)), folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="holds model.safetensors, which no export wrote"):
+    with pytest.raises(UserError, match="holds model.safetensors, which is not an export's"):
         save_folder(tiny.params, tiny.config, folder, "float32", None)
     assert [path.name for path in folder.parent.iterdir() if path.name.startswith(".")] == []
 
@@ -228,18 +228,18 @@ def break_weights(folder, how):
     weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if how == "truncated":
         weights.write_bytes(weights.read_bytes()[:-10])
-        return "not a whole safetensors file"
+        return "not a full safetensors file"
     weights.unlink()
     if how == "pickled":
         (folder / "pytorch_model.bin").write_bytes(b"")
         return "only PyTorch .bin weights; convert them"
     if how == "shard missing":
         index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
-        return "not there: model-00001-of-00002.safetensors"
+        return "do not exist: model-00001-of-00002.safetensors"
     if how == "shard outside":
         (folder.parent / "b.safetensors").write_bytes(b"")
         index.write_text(json.dumps({"weight_map": {"a": "../b.safetensors"}}))
-        return "not there: ../b.safetensors"
+        return "do not exist: ../b.safetensors"
     if how == "index empty":
         index.write_text("{}")
         return "field 'weight_map' is missing"

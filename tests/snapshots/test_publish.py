@@ -100,7 +100,7 @@ def test_verification_finds_a_tensor_that_is_not_what_was_published(tiny, store,
     if not verify:
         assert tiny.same(load_snapshot(folder, tiny.policy, None), tiny.params)
         return
-    with pytest.raises(UserError, match="torn snapshot, publish it again; embed.embedding differ"):
+    with pytest.raises(UserError, match="damaged snapshot, publish it again; embed.embedding differ"):
         load_snapshot(folder, tiny.policy, None, verify=True)
 
 
@@ -112,7 +112,7 @@ def test_verification_finds_a_tensor_that_is_not_what_was_published(tiny, store,
 def test_incomplete_and_torn_snapshots_are_one_line(tiny, store, how):
     folder = publish(store, tiny, 0)
     manifest, tree = folder / "manifest.json", folder / "params"
-    words = "torn snapshot, publish it again"
+    words = "damaged snapshot, publish it again"
     if how == "manifest gone":
         manifest.unlink()
         words = r"not a complete snapshot \(no manifest.json\)"

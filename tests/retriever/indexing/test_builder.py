@@ -66,7 +66,7 @@ def test_changed_settings_are_refused(tmp_path, corpus, stop_after):
     stop_after["limit"] = 20
     with pytest.raises(Stopped):
         build_index(corpus, tmp_path / "i", BuildOptions(shard_rows=8), progress=False)
-    with pytest.raises(RetrieverError, match=r"other settings \(shard_rows was 8 and is 16\); set them back"):
+    with pytest.raises(RetrieverError, match=r"other settings \(shard_rows was 8 and is 16\); restore them"):
         build_index(corpus, tmp_path / "i", BuildOptions(shard_rows=16), progress=False)
 
 
@@ -109,7 +109,7 @@ def test_options_that_do_not_fit(tmp_path, corpus, name, factory, options, messa
 
 def test_other_folders_are_left_alone(tmp_path, corpus):
     (tmp_path / "thesis.txt").write_text("all of it")
-    with pytest.raises(RetrieverError, match="exists and is no index"):
+    with pytest.raises(RetrieverError, match="exists and is not an index"):
         build_index(corpus, tmp_path, progress=False)
     with pytest.raises(RetrieverError, match="holds no embeddings"):
         options = BuildOptions(embeddings=tmp_path)
