@@ -256,7 +256,7 @@ def test_a_replaced_value_is_checked_and_a_section_cannot_be_changed():
     assert dataclasses.replace(config.learner, steps=3).steps == 3
     with pytest.raises(ValueError, match="greater than 0"):
         dataclasses.replace(config.learner, steps=0)
-    with pytest.raises(ValueError, match="raise the one or lower the other"):
+    with pytest.raises(ValueError, match="raise the first or lower the second"):
         dataclasses.replace(config, learner=dataclasses.replace(config.learner, row_length=100))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.learner.steps = 3

@@ -61,7 +61,7 @@ def samples(count=5):
     for index in range(count):
         tokens = np.arange(10 * index, 10 * index + 4, dtype=np.int32)
         mask = np.array([False, False, True, True])
-        made.append(Sample(tokens, mask, np.where(mask, index, 0).astype(np.float32), floats(0, 0, -9, -9)))
+        made.append(Sample(tokens, mask, np.where(mask, index + 1, 0).astype(np.float32), floats(0, 0, -9, -9)))
     return made
 
 
