@@ -61,7 +61,9 @@ def samples(count=5):
     for index in range(count):
         tokens = np.arange(10 * index, 10 * index + 4, dtype=np.int32)
         mask = np.array([False, False, True, True])
-        made.append(Sample(tokens, mask, np.where(mask, index + 1, 0).astype(np.float32), floats(0, 0, -9, -9)))
+        made.append(
+            Sample(tokens, mask, np.where(mask, index + 1, 0).astype(np.float32), floats(0, 0, -9, -9))
+        )
     return made
 
 
@@ -89,7 +91,11 @@ def test_an_epoch_takes_every_sample_once_in_an_order_of_its_own():
     assert [len(batch) for batch in batches] == [2, 2, 1] * 3
     assert len({str(epoch) for epoch in epochs}) == 3
     assert state == {"params": 10}
-    assert metrics == {"actor/loss": pytest.approx(np.mean(range(2, 11))), "actor/updates": 9}
+    assert metrics == {
+        "actor/loss": pytest.approx(np.mean(range(2, 11))),
+        "actor/updates": 9,
+        "actor/computed_share": 1,
+    }
     assert batches == go_over(config)[3] != go_over(config, seed=1)[3]
 
 
