@@ -82,3 +82,8 @@ def test_equal_fractions_are_equal_doubles():
     assert f1("rome milan", ["rome"]) == f1("rome", ["rome milan"]) == 2 / 3
     ten = [f"w{index}" for index in range(10)]
     assert f1(" ".join(ten), [" ".join(ten[:7] + ["x", "y", "z"])]) == 0.7
+
+
+def test_an_article_leaves_a_gap_where_no_space_stands():
+    """As in SQuAD's normalisation; a dash that is not ASCII is no punctuation."""
+    assert normalise_answer("North–the–South of a  Sea") == "north– –south of sea"

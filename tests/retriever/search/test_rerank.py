@@ -47,6 +47,9 @@ def test_calibadv_requests_are_reranked_and_others_are_not(index, reranker):
     with TestClient(make_app(index, Depths(6), reranker=reranker)) as client:
         (items,) = client.post("/retrieve", json=BODY).json()["result"]
         assert [item["document"] for item in items] == [row["contents"] for row, _ in best]
+        for depth in (1, 5):  # the service's own is 3
+            (other,) = client.post("/retrieve", json=BODY | {"topk_rerank": depth}).json()["result"]
+            assert len(other) == depth and other[:3] == items[:depth]
         plain = client.post("/retrieve", json={"queries": ["ada almson"], "topk": 6, "return_scores": True})
         assert len(plain.json()["result"][0]) == 6
 
