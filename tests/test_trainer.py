@@ -67,12 +67,16 @@ def scored(config, numbers):
     return groups, compute_advantages(groups, config.advantage)
 
 
-def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
     """Stopped while step 4 of 6 is drawn; without the checkpoint of the stop, as if it had been killed."""
     optimizer = make_config(tmp_path / "x").learner.optimizer
     learner = {"steps": 6, "optimizer": replace(optimizer, lr=0.01, warmup_steps=2)}
     whole = make_config(tmp_path / "whole", learner=learner, checkpoint={"every": 0})
+    taken = []
+    take = RolloutStream.take
+    monkeypatch.setattr(RolloutStream, "take", lambda self, step: taken.append(step) or take(self, step))
     expected = run(whole, ScriptedRollouts(), tmp_path / "whole")
+    assert taken == [0, 1, 2, 3, 4, 5]
     parts = make_config(tmp_path / "parts", learner=learner)
     first = ScriptedRollouts(fails_at=3 * 2 + 1)
     with pytest.raises(RuntimeError, match="the machine is gone"):
@@ -89,6 +93,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
     written = rows(tmp_path / "parts")
     assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]  # none lost, none twice
     assert written == rows(tmp_path / "whole")
+    assert all(row["reward/mean"] == pytest.approx(1 / 3) for row in written)  # one of three is right
+    assert all(row["actor/grad_norm"] > 0 for row in written)
     assert [row["actor/lr"] for row in written[:2]] == pytest.approx([0, 0.005])
     assert sorted(int(path.name) for path in (tmp_path / "parts/checkpoints").glob("[0-9]")) == [4, 6]
     assert (tmp_path / "parts/rollouts/step_6.jsonl").is_file()

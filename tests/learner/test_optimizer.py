@@ -67,6 +67,15 @@ def test_adamw_clips_decays_matrices_and_keeps_its_moments():
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
+def test_muon_takes_every_layer_for_a_matrix_of_its_own():
+    config = OptimizerConfig(name="muon", lr=0.1, schedule="constant", max_grad_norm=1e9)
+    changed = jax.tree.map(np.copy, tree(1))
+    changed["layers"]["mlp"]["kernel"][0] = tree(2)["layers"]["mlp"]["kernel"][0]
+    one, other = after(config, [tree(1)])[1], after(config, [changed])[1]
+    np.testing.assert_allclose(one[1], other[1], atol=1e-6)
+    assert np.abs(one[0] - other[0]).max() > 1e-3
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_huge_gradient_counts_as_one_of_the_largest_norm(name):
     """Adam alone would forget the size of the first gradient, so the second one shows it."""

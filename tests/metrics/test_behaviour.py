@@ -1,4 +1,4 @@
-"""Steps between the oldest policy that wrote a trajectory and the one it trains."""
+"""What trajectories did: how stale the policies were that wrote them, and how many answered."""
 
 import numpy as np
 
@@ -23,3 +23,9 @@ def test_the_oldest_version_of_each_trajectory_counts():
 
 def test_versions_that_are_not_known_are_not_reported():
     assert "rollout/staleness/max" not in trajectory_metrics([Group(QUESTION, [written_by()])], step=5)
+
+
+def test_a_wrong_answer_is_an_answer():
+    wrong, silent = written_by(1), Trajectory(QUESTION, NOTHING)
+    wrong.turns[0].answer = "y"
+    assert trajectory_metrics([Group(QUESTION, [wrong, silent])])["rollout/answered"] == 0.5
