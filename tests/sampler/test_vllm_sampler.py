@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 from aiohttp import web
-from test_stopping import PIECES, RULE, STOP, ids, letters
+from test_stop_rule import PIECES, RULE, STOP, ids, letters
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.errors import RequestFailed, UserError
