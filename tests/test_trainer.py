@@ -17,6 +17,7 @@ from calibadv_jax.advantages.registry import compute_advantages
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout.stream import RolloutStream
 from calibadv_jax.stopping import Stop
 from calibadv_jax.train import train
 from calibadv_jax.trainer import Trainer

@@ -116,15 +116,15 @@ def pack(
     return batch
 
 
-def microbatches(batch: Batch, rows: int) -> tuple[Batch, int]:
+def microbatches(batch: Batch, rows: int, at_least: int = 1) -> tuple[Batch, int]:
     """[R, L] -> [M, rows, L], and how many microbatches hold anything.
 
-    M is the next power of two, so that few different shapes are ever compiled; the update loops over
-    the filled ones only.
+    M is the next power of two, or `at_least`, so that few different shapes are ever compiled; the update
+    loops over the filled ones only.
     """
     num_rows, length = batch.tokens.shape
     filled = max(1, -(-num_rows // rows))
-    total = 1 << (filled - 1).bit_length()
+    total = max(at_least, 1 << (filled - 1).bit_length())
     padding = total * rows - num_rows
 
     def split(array: np.ndarray) -> np.ndarray:

@@ -53,6 +53,7 @@ class Learner:
         self.policy, self.optimizer, self.mesh = policy, optimizer, mesh
         self.rows, self.temperature, self.logprob_chunk = rows, temperature, logprob_chunk
         self._updates: dict[Any, jax.stages.Wrapped] = {}
+        self._most = 1  # microbatches of the largest update so far
         self._logprobs = jax.jit(self._logprobs_of)
 
     def abstract_state(self) -> State:
@@ -80,7 +81,8 @@ class Learner:
             loss: from `losses`; the same object must be passed every time (one compilation each).
             reference: parameters of the KL term's policy, or None.
         """
-        split, filled = microbatches(batch, self.rows)
+        split, filled = microbatches(batch, self.rows, self._most)
+        self._most = split.tokens.shape[0]  # a smaller batch takes the shape that is compiled already
         with jax.set_mesh(self.mesh):
             split = jax.device_put(split, batch_sharding(self.mesh, leading=1))
             if loss not in self._updates:

@@ -235,3 +235,17 @@ def test_rows_must_fill_the_mesh(policy):
         Learner(policy, optax.sgd(1.0), mesh, 4)
     with pytest.raises(UserError, match="sft.rows is 12, .*set it to 16"):
         Learner(policy, optax.sgd(1.0), mesh, 12, rows_key="sft.rows")
+
+
+def test_a_smaller_batch_is_updated_by_the_program_of_the_largest(policy, one_device):
+    """One compilation for all batches but a larger one, and the same step as that of its own program."""
+    learner = Learner(policy, optax.sgd(1.0), one_device, 1)
+    state = learner.init(init_params(policy, one_device, 0))
+    learner.update(state, pack(samples(20), 32), LOSS)
+    small = pack(samples(3), 32)
+    state = learner.init(init_params(policy, one_device, 0))
+    before = jax.device_get(state["params"])
+    state, _ = learner.update(state, small, LOSS)
+    assert learner._updates[LOSS]._cache_size() == 1
+    step = jax.tree.map(lambda a, b: b - a, jax.device_get(state["params"]), before)
+    assert_same(step, sgd_step(policy, one_device, small, 1, LOSS)[0])
