@@ -75,7 +75,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
     whole = make_config(tmp_path / "whole", learner=learner, checkpoint={"every": 0})
     taken = []
     take = RolloutStream.take
-    monkeypatch.setattr(RolloutStream, "take", lambda self, step: taken.append(step) or take(self, step))
+    monkeypatch.setattr(
+        RolloutStream, "take", lambda self, step, *more: taken.append(step) or take(self, step, *more)
+    )
     expected = run(whole, ScriptedRollouts(), tmp_path / "whole")
     assert taken == [0, 1, 2, 3, 4, 5]
     parts = make_config(tmp_path / "parts", learner=learner)
