@@ -103,6 +103,7 @@ def neutralise(text: str, extra: Collection[str] = ()) -> str:
         extra: the tokenizer's control tokens, which would be encoded as such; see
             `rollout.observation.added_token_strings`.
     """
+    text = well_formed(text)
     while True:  # a replacement can create a new match: repeat until nothing changes
         cleaned = _TAG_LIKE.sub(_defused, text)
         cleaned = _DOC_HEADER.sub(r"\1 [\2]:", cleaned)
@@ -114,6 +115,15 @@ def neutralise(text: str, extra: Collection[str] = ()) -> str:
         if cleaned == text:
             return text
         text = cleaned
+
+
+def well_formed(text: str) -> str:
+    """Text without lone surrogates, which JSON may hold and which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _defused(tag: re.Match[str]) -> str:

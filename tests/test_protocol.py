@@ -108,3 +108,10 @@ def test_the_environments_reproach_can_not_be_quoted():
 def test_hostile_text_costs_linear_time(part):
     neutralise(part * (1_000_000 // len(part)), [CONTROL])
     neutralise("<" + " " * 1_000_000 + part, [CONTROL])
+
+
+def test_a_lone_surrogate_is_replaced_and_a_pair_is_one_letter():
+    """JSON may hold one (``"\\ud800"``); a tokenizer and a file in UTF-8 would refuse it."""
+    assert neutralise("a\ud800b") == "a\ufffdb"
+    assert neutralise("a\ud83d\ude00b") == "a\U0001f600b"
+    neutralise("<search>\udfff").encode()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.protocol import well_formed
 from calibadv_jax.trajectory import Question
 
 
@@ -73,7 +74,11 @@ def parse_question(row: dict[str, Any], where: str) -> Question:
     if not isinstance(supporting, list):
         raise UserError(f"{where}: field 'supporting_ids' must be a list, got {supporting!r}")
     return Question(
-        row["id"], row["question"], tuple(answers), row["data_source"], tuple(map(str, supporting))
+        well_formed(row["id"]),
+        well_formed(row["question"]),
+        tuple(map(well_formed, answers)),
+        well_formed(row["data_source"]),
+        tuple(map(str, supporting)),
     )
 
 

@@ -54,9 +54,9 @@ class RolloutStream:
     def state(self) -> dict[str, Any]:
         """What a resumed stream needs: groups that are not trained yet are asked for again."""
         open_groups = [*self._taken, *self._running.values()]
-        pending = [(one.number, one.question.id) for one in open_groups]
-        pending += [(number, question.id) for number, question in self._pending]
-        return {"asked": self._begun + len(self._pending), "pending": sorted(pending)}
+        pending = {one.number: one.question.id for one in open_groups}
+        pending |= {number: question.id for number, question in self._pending}
+        return {"asked": self._begun + len(self._pending), "pending": sorted(pending.items())}
 
     def restore(self, state: Mapping[str, Any], questions: Mapping[str, Question]) -> None:
         """Continues where `state` was called; to be called before anything has begun.
@@ -125,12 +125,12 @@ class RolloutStream:
     def _begin_allowed(self, step: int) -> None:
         # Counted in groups, not in steps: a resumed run may have another number of them a step.
         while self._begun < self._trained + (1 + self.max_staleness) * self.per_step:
-            if self._pending:
-                number, question = self._pending.popleft()
-            else:
-                number, question = self._begun, next(self._questions)
-            self._begun += 1
+            if not self._pending:
+                self._pending.append((self._begun, next(self._questions)))
+            number, question = self._pending[0]  # stays until its group runs: a stop in between loses nothing
             self._running[number] = _Asked(number, question, step, self._begin(number, question))
+            self._pending.popleft()
+            self._begun += 1
 
     def _check_failures(self, numbers: Sequence[int]) -> None:
         groups = [self._running[number].future.result() for number in numbers]

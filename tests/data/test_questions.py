@@ -78,3 +78,12 @@ def test_every_epoch_has_every_question_in_another_order():
     epochs = [[next(iterator).id for _ in range(8)] for _ in range(3)]
     assert all(sorted(epoch) == sorted(q.id for q in make(8)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_a_question_with_a_lone_surrogate_can_be_written(tmp_path):
+    row = '{"id": 7, "question": "who\\ud800?", "golden_answers": ["a\\udc00"], "data_source": "t"}\n'
+    (tmp_path / "q.jsonl").write_text(row)
+    (question,) = load_questions(tmp_path / "q.jsonl")
+    assert (question.id, question.text, question.golden_answers) == ("7", "who\ufffd?", ("a\ufffd",))
+    write_questions(tmp_path / "again.jsonl", [question])
+    assert load_questions(tmp_path / "again.jsonl") == [question]

@@ -22,6 +22,7 @@ def test_every_field_is_its_own():
         "data_source": "nq",
         "golden_answers": ["Ann", "Ann Lee"],
         "index": 2,
+        "error": None,
         "answer": "Ann",
         "answer_score": 0.25,
         "format_valid": True,

@@ -187,3 +187,20 @@ def test_a_step_with_few_failures_goes_on_and_one_with_many_ends_before_it_is_co
             for number in (0, 2):
                 background.futures[number].set_result(failed(number, [None] * 4))
             assert ids(rollouts.take(0)) == ["q0", "q1", "q2"]
+
+
+def test_a_question_whose_group_could_not_begin_is_not_lost():
+    """As where a signal stops the run between drawing a question and beginning its group."""
+
+    class Refusing(Background):
+        def begin(self, number, question):
+            if number == 1:
+                raise SystemExit(143)
+            return super().begin(number, question)
+
+    first = stream(Refusing())
+    with pytest.raises(SystemExit):
+        first.take(0)
+    state = json.loads(json.dumps(first.state()))
+    assert state == {"asked": 2, "pending": [[0, "q0"], [1, "q1"]]}
+    assert ids(stream(Background(), state=state).take(0)) == ["q0", "q1", "q2"]
