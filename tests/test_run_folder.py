@@ -100,6 +100,7 @@ def test_what_would_make_it_another_experiment_is_refused_and_nothing_is_written
     ("arguments", "name"),
     [
         ({"questions": [QUESTIONS[0], replace(QUESTIONS[1], text="Whence?")]}, "data.content"),
+        ({"questions": QUESTIONS[:1]}, "data.content"),
         ({"hidden_size": 8}, "policy.config"),
     ],
 )
