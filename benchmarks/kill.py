@@ -1,6 +1,6 @@
 """Trains while parts of the run are killed at random, and compares the result with an undisturbed run.
 
-    python -m benchmarks.kill --output FOLDER [--kills 20] [--steps 12] [--seed 0] [--pause 30] [--vllm]
+    python -m benchmarks.kill --output FOLDER [--kills 20] [--steps 60] [--seed 0] [--pause 30] [--vllm]
 
 A supervisor, as a cluster's scheduler would, starts the trainer, the retrieval service and, with --vllm, a
 rollout worker, and starts each again when it has ended. Meanwhile it picks a part and a way to disturb it:
@@ -129,17 +129,19 @@ def trained_steps(folder: Path) -> list[int]:
 
 
 def supervise(
-    parts: dict[str, Part], kills: int, rng: random.Random, pause: float, deadline: float
+    parts: dict[str, Part], folder: Path, arguments: argparse.Namespace, kills: int
 ) -> Counter[str]:
     """Runs until the trainer has ended by itself; returns how often each part was disturbed in which way.
 
+    The disturbances are spread over the first two thirds of the steps, so that all of them meet the training.
+
     Raises:
-        TimeoutError: it has not within `deadline` seconds.
+        TimeoutError: it has not within `arguments.deadline` seconds.
         RuntimeError: the trainer ended with an error that no kill explains.
     """
     done: Counter[str] = Counter()
-    begun, next_kill = time.monotonic(), time.monotonic() + rng.uniform(2, 6)
-    trainer = parts["trainer"]
+    rng, begun = random.Random(arguments.seed), time.monotonic()
+    trainer, per_kill = parts["trainer"], 2 * arguments.steps / 3 / max(1, kills)
     disturbed = False
     while True:
         for name, part in parts.items():
@@ -153,14 +155,14 @@ def supervise(
         if trainer.process is None or status is not None:
             trainer.keep_running()
             disturbed = False
-        if done.total() < kills and time.monotonic() > next_kill:
+        if done.total() < kills and len(trained_steps(folder)) > done.total() * per_kill:
+            time.sleep(rng.uniform(0, 0.5))
             name, way = rng.choice(list(parts)), rng.choice(list(WAYS))
             disturbed = disturbed or name == "trainer" and way != "SIGSTOP"
-            parts[name].send(WAYS[way], pause)
+            parts[name].send(WAYS[way], arguments.pause)
             done[f"{name} {way}"] += 1
-            next_kill = time.monotonic() + rng.uniform(0.5, 6)
-        if time.monotonic() - begun > deadline:
-            raise TimeoutError(f"not done within {deadline:g} s; see {trainer.log}")
+        if time.monotonic() - begun > arguments.deadline:
+            raise TimeoutError(f"not done within {arguments.deadline:g} s; see {trainer.log}")
         time.sleep(0.05)
 
 
@@ -168,7 +170,7 @@ def run(folder: Path, world: Path, arguments: argparse.Namespace, kills: int) ->
     """One run to its end; all its processes are gone afterwards."""
     parts = make_parts(folder, world, arguments.steps, arguments.vllm)
     try:
-        return supervise(parts, kills, random.Random(arguments.seed), arguments.pause, arguments.deadline)
+        return supervise(parts, folder, arguments, kills)
     finally:
         for part in parts.values():
             part.stop()
@@ -187,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--pause", type=float, default=30.0, help="seconds between SIGSTOP and SIGCONT")
     parser.add_argument("--deadline", type=float, default=3600.0, help="seconds the disturbed run may take")
