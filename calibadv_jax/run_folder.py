@@ -73,10 +73,11 @@ def enter_run_folder(
         "policy.config": _hash(model.hf_config),
         "policy.vocabulary": model.tokenizer_hash,
     }
-    starts = sorted((folder / "configs").glob("*.yaml"), key=lambda path: int(path.stem))
+    numbered = [path for path in (folder / "configs").glob("*.yaml") if path.stem.isdigit()]
+    starts = sorted(numbered, key=lambda path: int(path.stem))
     if has_checkpoint(folder / "checkpoints"):
         _check_resume(config, identity, starts, say)
-    path = folder / "configs" / f"{len(starts)}.yaml"
+    path = folder / "configs" / f"{int(starts[-1].stem) + 1 if starts else 0}.yaml"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".json").write_text(json.dumps(identity, indent=2), encoding="utf-8")
@@ -169,9 +170,8 @@ def differences(
 
 def is_binding(name: str, config: Config) -> bool:
     """Whether a change of this key makes a resumed run another experiment."""
-    if (
-        name == "learner.steps"
-    ):  # a longer run is the same one, unless its learning rate depends on the length
+    # A longer run is the same one, unless its learning rate depends on the length.
+    if name == "learner.steps":
         return config.learner.optimizer.schedule != "constant"
     return _names(BINDING, name) or not _names(FREE, name)
 

@@ -67,6 +67,16 @@ def test_the_config_of_every_start_is_kept(run):
     assert (run.folder / "policy/tokenizer.json").is_file()
 
 
+def test_other_files_beside_the_configs_and_one_that_is_gone_disturb_nothing(run):
+    for _ in range(3):
+        run()
+    (run.folder / "configs/notes.yaml").write_text("mine")
+    (run.folder / "configs/1.yaml").unlink()
+    run()
+    names = sorted(path.name for path in (run.folder / "configs").glob("*.yaml"))
+    assert names == ["0.yaml", "2.yaml", "3.yaml", "notes.yaml"]
+
+
 @pytest.mark.parametrize(
     "override",
     [
