@@ -1,5 +1,6 @@
 """The command line: ``calibadv COMMAND --config FILE [--dry-run] [key.path=value …]``.
 
+Some commands work on files instead of a config and take arguments of their own: see TOOLS.
 ``python -m calibadv_jax.COMMAND`` does the same. `calibadv` reads and checks the config before it imports
 what the command needs, so that a mistake is found at once.
 """
@@ -32,6 +33,9 @@ COMMANDS = {
     "doctor": "Checks a config end to end before a run.",
 }
 
+# Commands without a config: `calibadv_jax.NAME` ("-" written "_") has add_arguments(parser), run(arguments).
+TOOLS: dict[str, str] = {}
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -51,14 +55,19 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     """The console script: as `main` for the command that the first argument names."""
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if command in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
-        lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
+        width = max(map(len, COMMANDS | TOOLS))
         usage = "usage: calibadv COMMAND --config FILE [--dry-run] [key.path=value …]"
+        lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
+        lines += ["", "commands without a config (calibadv COMMAND --help says more):"] if TOOLS else []
+        lines += [f"  {name:{width}}  {what}" for name, what in TOOLS.items()]
         sys.stdout.write("\n".join([usage, "", "commands:", *lines, ""]))
         sys.exit(0)
+    if command in TOOLS:
+        _run_tool(command, rest)
     if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        names = [*COMMANDS, *TOOLS]
+        near = difflib.get_close_matches(command, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(names)}"
         sys.stderr.write(f"error: unknown command {command!r}; {hint}\n")
         sys.exit(USER_ERROR)
     arguments = parse(f"calibadv {command}", COMMANDS[command], rest)
@@ -66,7 +75,15 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     def run(config: Config) -> None:
         importlib.import_module(f"calibadv_jax.{command}").run(config)
 
-    _end(run, arguments)
+    _end(lambda: _with_config(run, arguments))
+
+
+def _run_tool(name: str, argv: Sequence[str]) -> NoReturn:
+    tool = importlib.import_module(f"calibadv_jax.{name.replace('-', '_')}")
+    parser = _Parser(prog=f"calibadv {name}", description=TOOLS[name], allow_abbrev=False)
+    tool.add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    _end(lambda: tool.run(arguments))
 
 
 def main(command: str, run: Callable[[Config], object], argv: Sequence[str] | None = None) -> NoReturn:
@@ -76,7 +93,8 @@ def main(command: str, run: Callable[[Config], object], argv: Sequence[str] | No
     a `UserError`, which is printed as one line ``error: …``; 130 after an interruption from the keyboard.
     Any other exception is a defect of this program and shows its traceback.
     """
-    _end(run, parse(f"python -m calibadv_jax.{command}", COMMANDS[command], argv))
+    arguments = parse(f"python -m calibadv_jax.{command}", COMMANDS[command], argv)
+    _end(lambda: _with_config(run, arguments))
 
 
 def parse(program: str, description: str, argv: Sequence[str] | None = None) -> Arguments:
@@ -103,13 +121,18 @@ def parse(program: str, description: str, argv: Sequence[str] | None = None) -> 
     return Arguments(known.config, known.overrides, known.dry_run)
 
 
-def _end(run: Callable[[Config], object], arguments: Arguments) -> NoReturn:
+def _with_config(run: Callable[[Config], object], arguments: Arguments) -> None:
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        sys.stdout.write(dump_config(config))
+    else:
+        run(config)
+
+
+def _end(work: Callable[[], object]) -> NoReturn:
+    """Does the work and ends the process with the status of how it went."""
     try:
-        config = load_config(arguments.config, arguments.overrides)
-        if arguments.dry_run:
-            sys.stdout.write(dump_config(config))
-        else:
-            run(config)
+        work()
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(USER_ERROR)

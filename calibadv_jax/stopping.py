@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -49,4 +50,6 @@ class Stop:
             os._exit(128 + number)
         self.status = 128 + number
         if not self._held:
+            # The exception may come between the making of a coroutine and its hand-over to the event loop.
+            warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
             raise SystemExit(self.status)
