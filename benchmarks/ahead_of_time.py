@@ -38,7 +38,7 @@ def programs(arguments: argparse.Namespace) -> dict[str, Any]:
     jax.config.update("jax_platforms", "cpu")
     topology = topologies.get_topology_desc(platform="tpu", topology_name=arguments.topology)
     mesh = make_mesh(MeshConfig(-1, arguments.fsdp, arguments.tensor), list(topology.devices))
-    config = PolicyConfig(compute_dtype="bfloat16", remat=arguments.remat, attention="xla")
+    config = PolicyConfig(compute_dtype="bfloat16", remat=arguments.remat, attention="splash")
     policy = Policy(architecture_from_hf(SHAPES[arguments.shape]), Numerics.from_config(config))
     rows = arguments.rows * mesh.shape["data"] * mesh.shape["fsdp"]
     optimizer = make_optimizer(OptimizerConfig(lr=1e-6), make_schedule(OptimizerConfig(), 100))

@@ -26,10 +26,10 @@ class PolicyConfig:
     """Precision of the trained parameters and of the optimizer state."""
     remat: Literal["none", "dots", "full"] = "full"
     """Recomputed in the backward pass: nothing, all but matrix products, every layer."""
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
-    """Attention kernel. auto: cuDNN on GPU in bfloat16, else XLA."""
-    attention_chunk: PositiveInt = 1024
-    """Queries handled at once by the XLA kernel; bounds its memory at [B, N, chunk, T]."""
+    attention: Literal["auto", "xla", "splash", "triton", "cudnn"] = "auto"
+    """Attention kernel. auto: Splash on TPU, Triton on GPU, else XLA. cudnn holds a mask of T x T."""
+    attention_chunk: PositiveInt = 512
+    """Queries and keys of a block of the XLA kernel; rows up to this length are one block."""
     logprob_chunk: PositiveInt = 1024
     """Tokens per row whose logits exist at once; [B, T, V] is never materialised."""
 

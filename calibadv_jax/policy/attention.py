@@ -1,45 +1,22 @@
-"""Rotary embeddings and attention: packed rows for the learner, cached rows for the sampler."""
+"""Attention: packed rows for the learner by one of several kernels, cached rows for the sampler."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from calibadv_jax.policy.architecture import Architecture, RopeScaling
+from calibadv_jax.policy.blockwise import MASKED, blockwise_attention
+from calibadv_jax.policy.flash import splash_attention, triton_attention
+from calibadv_jax.policy.sharding import RULES, axis_size
 
-Kernel = Literal["xla", "cudnn"]
-
-MASKED = -1e30  # finite, so that a row without any visible key gives no NaN
-
-
-def inverse_frequencies(architecture: Architecture) -> jax.Array:
-    """Rotary frequencies, float32 [H/2], with Llama 3's scaling where the config asks for it."""
-    exponents = jnp.arange(0, architecture.head_dim, 2, dtype=jnp.float32) / architecture.head_dim
-    frequencies = 1.0 / (architecture.rope_theta**exponents)
-    scaling = architecture.rope_scaling
-    return frequencies if scaling is None else _llama3(frequencies, scaling)
-
-
-def _llama3(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
-    wavelengths = 2 * math.pi / frequencies
-    low = scaling.original_length / scaling.low_freq_factor
-    high = scaling.original_length / scaling.high_freq_factor
-    smooth = (scaling.original_length / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
-    stretched = jnp.where(wavelengths > low, frequencies / scaling.factor, frequencies)
-    return jnp.where((wavelengths <= low) & (wavelengths >= high), blended, stretched)
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Applies rotary embeddings, halves convention of HuggingFace. x [B, T, N, H]; cos, sin [B, T, H/2]."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+Kernel = Literal["xla", "splash", "triton", "cudnn"]
+KERNELS: dict[str, Kernel] = {"tpu": "splash", "gpu": "triton"}  # of a backend; "xla" where none is named
+Local = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def packed_attention(
@@ -47,37 +24,57 @@ def packed_attention(
 ) -> jax.Array:
     """Causal attention within the segments of packed rows.
 
+    No kernel but cuDNN's holds an array of T x T once T is above `chunk`; see docs/benchmarks.md.
+
     Args:
         q: [B, T, N, H]. k, v: [B, T, K, H].
-        segment_ids: int32 [B, T]; tokens see only their own segment.
-        kernel: "xla" or "cudnn" (bfloat16/float16 on CUDA).
-        chunk: queries handled at once by the XLA kernel; T must be a multiple, or smaller.
+        segment_ids: int32 [B, T]; tokens see only their own segment, whose columns are contiguous.
+        kernel: "xla" anywhere, "splash" on TPU, "triton" on GPU, "cudnn" (bfloat16/float16 on CUDA).
+        chunk: side of the blocks of the XLA kernel; shorter rows are one block.
 
     Returns:
         [B, T, N, H].
     """
-    length = q.shape[1]
     if kernel == "cudnn":
-        mask = _packed_mask(segment_ids, segment_ids, 0)
+        mask = _packed_mask(segment_ids)
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=kernel)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    if length <= chunk:
-        return _masked_attention(q, k, v, _packed_mask(segment_ids, segment_ids, 0))
-    num_chunks = math.ceil(length / chunk)
-    padded = num_chunks * chunk - length
-    q = jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0)))
-    query_segments = jnp.pad(segment_ids, ((0, 0), (0, padded)))
+    if kernel == "splash":
+        return _on_every_device(splash_attention, q, k, v, segment_ids)
+    if kernel == "triton":
+        return _on_every_device(triton_attention, q, k, v, segment_ids)
+    if q.shape[1] <= chunk:
+        heads_first = (x.transpose(0, 2, 1, 3) for x in (k, v))
+        return _masked_attention(q, *heads_first, _packed_mask(segment_ids))
+    return _on_every_device(lambda *rows: blockwise_attention(*rows, chunk), q, k, v, segment_ids)
 
-    @jax.checkpoint
-    def attend(index: jax.Array) -> jax.Array:
-        start = index * chunk
-        queries = jax.lax.dynamic_slice_in_dim(q, start, chunk, 1)
-        segments = jax.lax.dynamic_slice_in_dim(query_segments, start, chunk, 1)
-        mask = _packed_mask(segments, segment_ids, start)
-        return _masked_attention(queries, k, v, mask)
 
-    chunks = jax.lax.map(attend, jnp.arange(num_chunks))  # [C, B, chunk, N, H]
-    return jnp.moveaxis(chunks, 0, 1).reshape(q.shape)[:, :length]
+def _on_every_device(
+    kernel: Local, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+    """Calls `kernel` with the rows and heads that each device of the mesh holds.
+
+    The compiler cannot split these kernels by itself, and the blocks that one may skip are another's work.
+    Key-value heads that the tensor axis does not divide are held by all and chosen by each.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return kernel(q, k, v, segment_ids)
+    num_heads, num_kv = q.shape[2], k.shape[2]
+    tensor = axis_size(mesh, RULES["heads"])
+    rows = RULES["batch"] if q.shape[0] % axis_size(mesh, RULES["batch"]) == 0 else None
+    heads = RULES["heads"] if num_heads % tensor == 0 else None
+    kv_heads = heads if num_kv % tensor == 0 else None
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        if heads is not None and kv_heads is None:
+            mine = jax.lax.axis_index(heads) * q.shape[2] + jnp.arange(q.shape[2])
+            k, v = (x[:, :, mine // (num_heads // num_kv)] for x in (k, v))
+        return kernel(q, k, v, segment_ids)
+
+    queries, keys = P(rows, None, heads, None), P(rows, None, kv_heads, None)
+    return jax.shard_map(
+        local, in_specs=(queries, keys, keys, P(rows, None)), out_specs=queries, check_vma=False
+    )(q, k, v, segment_ids)
 
 
 def _masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
@@ -95,11 +92,11 @@ def _masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array)
     return out.reshape(batch, num_heads, num_queries, head_dim).transpose(0, 2, 1, 3)
 
 
-def _packed_mask(query_segments: jax.Array, key_segments: jax.Array, start: jax.Array | int) -> jax.Array:
-    """bool [B, 1, Tq, Tk]: same segment and not in the future; queries begin at column `start`."""
-    queries = start + jnp.arange(query_segments.shape[1])
-    causal = queries[:, None] >= jnp.arange(key_segments.shape[1])
-    return (causal & (query_segments[:, :, None] == key_segments[:, None, :]))[:, None]
+def _packed_mask(segment_ids: jax.Array) -> jax.Array:
+    """bool [B, 1, T, T]: same segment and not in the future."""
+    columns = jnp.arange(segment_ids.shape[1])
+    causal = columns[:, None] >= columns
+    return (causal & (segment_ids[:, :, None] == segment_ids[:, None, :]))[:, None]
 
 
 def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:

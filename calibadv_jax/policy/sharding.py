@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from calibadv_jax.config import MeshConfig
@@ -71,7 +71,7 @@ def param_shardings(abstract: Any, mesh: Mesh) -> Any:
     def sharding(path: Any, leaf: Any) -> NamedSharding:
         axes = WEIGHTS[".".join(str(key.key) for key in path)].axes
         sizes = zip(leaf.shape, spec(*axes), strict=True)
-        fitted = [name if size % _size(mesh, name) == 0 else None for size, name in sizes]
+        fitted = [name if size % axis_size(mesh, name) == 0 else None for size, name in sizes]
         return NamedSharding(mesh, P(*fitted))
 
     return jax.tree_util.tree_map_with_path(sharding, abstract)
@@ -102,7 +102,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def _size(mesh: Mesh, names: str | tuple[str, ...] | None) -> int:
+def axis_size(mesh: Mesh | AbstractMesh, names: str | tuple[str, ...] | None) -> int:
+    """Devices along an axis of the mesh, or along several."""
     if names is None:
         return 1
     return int(np.prod([mesh.shape[name] for name in ((names,) if isinstance(names, str) else names)]))

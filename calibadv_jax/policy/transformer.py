@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from calibadv_jax.config import PolicyConfig
-from calibadv_jax.policy import attention
+from calibadv_jax.policy import attention, rotary
 from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.sharding import constrain
 
@@ -43,8 +43,7 @@ class Numerics:
     def from_config(cls, config: PolicyConfig) -> Numerics:
         kernel: attention.Kernel
         if config.attention == "auto":
-            half = config.compute_dtype == "bfloat16"
-            kernel = "cudnn" if half and jax.default_backend() == "gpu" else "xla"
+            kernel = attention.KERNELS.get(jax.default_backend(), "xla")
         else:
             kernel = config.attention
         return cls(
@@ -77,7 +76,7 @@ class Attention(nnx.Module):
         q, k, v = self.q(x).reshape(heads), self.k(x).reshape(heads), self.v(x).reshape(heads)
         if self.architecture.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        return attention.rotate(q, cos, sin), attention.rotate(k, cos, sin), v
+        return rotary.rotate(q, cos, sin), rotary.rotate(k, cos, sin), v
 
     def output(self, x: jax.Array) -> jax.Array:
         """[B, T, N, H] -> [B, T, D]."""
@@ -221,7 +220,7 @@ class Decoder(nnx.Module):
         return self.embed(tokens).astype(self.numerics.compute_dtype)
 
     def _rotary(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        angles = positions[..., None].astype(jnp.float32) * attention.inverse_frequencies(self.architecture)
+        angles = positions[..., None].astype(jnp.float32) * rotary.inverse_frequencies(self.architecture)
         return jnp.cos(angles), jnp.sin(angles)
 
 

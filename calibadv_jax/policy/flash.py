@@ -1,0 +1,87 @@
+"""JAX's own flash attention kernels for packed rows: Splash on TPU, Triton on GPU."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.gpu import attention as triton
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+LANES = 128  # Splash wants blocks of a multiple of this
+TRITON_BLOCK = 64
+
+
+def splash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, interpret: bool = False
+) -> jax.Array:
+    """Causal attention within segments by `jax.experimental.pallas.ops.tpu.splash_attention`.
+
+    Args:
+        q: [B, T, N, H]. k, v: [B, T, K, H].
+        segment_ids: int32 [B, T].
+        interpret: compute it without a TPU, slowly.
+
+    Returns:
+        [B, T, N, H].
+    """
+    length, num_heads, head_dim = q.shape[1:]
+    padded = -(-length // LANES) * LANES
+    block = next(size for size in (512, 256, LANES) if padded % size == 0)
+    # Larger blocks, and the fused backward kernel, need more memory in TPU's compiler than they save time.
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    kernel = splash.make_splash_mha(
+        masks.MultiHeadMask([masks.CausalMask((padded, padded))] * num_heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    q, k, v = (_padded(x, padded).transpose(0, 2, 1, 3) for x in (q * (1.0 / math.sqrt(head_dim)), k, v))
+    segments = jnp.pad(segment_ids, ((0, 0), (0, padded - length)))
+    out = jax.vmap(kernel)(q, k, v, segment_ids=splash.SegmentIds(segments, segments))
+    return out.transpose(0, 2, 1, 3)[:, :length].astype(v.dtype)
+
+
+def triton_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, interpret: bool = False
+) -> jax.Array:
+    """The same by `jax.experimental.pallas.ops.gpu.attention` (Triton; Ampere and later)."""
+    length, num_heads, head_dim = q.shape[1:]
+    padded = -(-length // TRITON_BLOCK) * TRITON_BLOCK
+    repeats = num_heads // k.shape[2]  # the kernel knows no groups of queries
+    q, k, v = (_padded(x, padded) for x in (q, jnp.repeat(k, repeats, 2), jnp.repeat(v, repeats, 2)))
+    segments = jnp.pad(segment_ids, ((0, 0), (0, padded - length)))
+    sizes = triton.BlockSizes(
+        block_q=TRITON_BLOCK,
+        block_k=TRITON_BLOCK,
+        block_q_dkv=TRITON_BLOCK // 2,
+        block_kv_dkv=TRITON_BLOCK // 2,
+        block_q_dq=TRITON_BLOCK // 2,
+        block_kv_dq=TRITON_BLOCK // 2,
+    )
+    out = triton.mha(
+        q,
+        k,
+        v,
+        segments,
+        sm_scale=1.0 / math.sqrt(head_dim),
+        causal=True,
+        block_sizes=sizes,
+        interpret=interpret,
+    )
+    return out[:, :length]
+
+
+def _padded(x: jax.Array, length: int) -> jax.Array:
+    """[B, T, N, H] with zeros up to `length` tokens, which are a segment of their own."""
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))

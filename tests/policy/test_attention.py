@@ -1,0 +1,148 @@
+"""Every attention kernel against the plain formula: packed rows, grouped heads, lengths that fit no block."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calibadv_jax.config import MeshConfig, PolicyConfig
+from calibadv_jax.policy.attention import packed_attention
+from calibadv_jax.policy.blockwise import blockwise_attention
+from calibadv_jax.policy.flash import splash_attention, triton_attention
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics
+
+KERNELS = {
+    "xla": lambda *rows: packed_attention(*rows, "xla", 1024),
+    "blockwise 7": functools.partial(blockwise_attention, block=7),
+    "blockwise 16": functools.partial(blockwise_attention, block=16),
+    "splash": functools.partial(splash_attention, interpret=True),
+    "triton": functools.partial(triton_attention, interpret=True),
+}
+
+
+def reference(q, k, v, segments):
+    """float64, one query at a time."""
+    out = np.zeros(q.shape)
+    for row, at, head in np.ndindex(q.shape[:3]):
+        seen = [t for t in range(at + 1) if segments[row, t] == segments[row, at]]
+        keys, values = (np.float64(x[row, seen, head * k.shape[2] // q.shape[2]]) for x in (k, v))
+        scores = keys @ np.float64(q[row, at, head]) / np.sqrt(q.shape[3])
+        weights = np.exp(scores - scores.max())
+        out[row, at, head] = weights / weights.sum() @ values
+    return out
+
+
+def rows(seed, length, num_heads=4, num_kv=2, head_dim=16, batch=2):
+    """q, k, v, and segments of random lengths with padding at the end of some rows."""
+    rng = np.random.default_rng(seed)
+    shapes = [(batch, length, heads, head_dim) for heads in (num_heads, num_kv, num_kv)]
+    q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    segments = np.zeros((batch, length), np.int32)
+    for row in range(batch):
+        cuts = np.sort(rng.choice(np.arange(1, length), 3, replace=False))
+        for number, (start, end) in enumerate(zip([0, *cuts[:-1]], cuts, strict=True), start=1):
+            segments[row, start:end] = number
+        if row % 2:
+            segments[row, cuts[-1] :] = 4
+    return q, k, v, segments
+
+
+SHAPES = [(3, (4, 2)), (48, (3, 3)), (101, (4, 1))]  # length, heads
+CASES = [(kernel, *shape) for kernel in ("xla", "blockwise 7", "blockwise 16") for shape in SHAPES]
+CASES += [("splash", 101, (4, 2)), ("triton", 3, (3, 3)), ("triton", 101, (4, 2))]  # slow to interpret
+
+
+@pytest.mark.parametrize(("kernel", "length", "heads"), CASES)
+def test_values_are_those_of_the_formula(kernel, heads, length):
+    if length == 3:
+        q, k, v, _ = rows(length, 5, *heads)
+        q, k, v, segments = q[:, :3], k[:, :3], v[:, :3], np.array([[1, 1, 2], [1, 0, 0]], np.int32)
+    else:
+        q, k, v, segments = rows(length, length, *heads)
+    found = jax.jit(KERNELS[kernel])(q, k, v, segments)
+    np.testing.assert_allclose(found, reference(q, k, v, segments), atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "xla"])
+def test_gradients_are_those_of_the_plain_kernel(kernel):
+    q, k, v, segments = rows(7, 101)
+    wanted = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
+
+    def gradients(attend):
+        def objective(q, k, v):
+            return jnp.sum(attend(q, k, v, segments) * wanted)
+
+        return jax.jit(jax.grad(objective, argnums=(0, 1, 2)))(q, k, v)
+
+    plain, found = gradients(KERNELS["xla"]), gradients(KERNELS[kernel])
+    for one, other in zip(plain, found, strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-5)
+
+
+def test_half_precision_keeps_its_dtype_and_its_values():
+    q, k, v, segments = rows(3, 64)
+    halves = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    exact = reference(*(np.asarray(x, np.float32) for x in halves), segments)
+    for name in ("xla", "blockwise 16", "triton"):
+        found = jax.jit(KERNELS[name])(*halves, segments)
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(found, np.float32), exact, atol=0.03)
+
+
+def test_blocks_of_other_segments_are_not_visited():
+    """NaN values there would show, however well they are masked."""
+    q, k, v, _ = rows(5, 64)
+    segments = np.repeat(np.array([[1] * 32 + [2] * 32], np.int32), 2, 0)
+    v[:, :32] = np.nan
+    found = np.asarray(blockwise_attention(q, k, v, segments, 16))
+    assert np.isnan(found[:, :32]).all() and np.isfinite(found[:, 32:]).all()
+
+
+@pytest.mark.parametrize(("kernel", "tensor"), [("xla", 1), ("xla", 2), ("xla", 4), ("splash", 4)])
+def test_a_mesh_computes_the_same_also_with_fewer_key_value_heads_than_devices(kernel, tensor, monkeypatch):
+    """Gradients too. Splash is interpreted; the XLA kernel works in blocks."""
+    monkeypatch.setattr(
+        "calibadv_jax.policy.attention.splash_attention", functools.partial(splash_attention, interpret=True)
+    )
+    q, k, v, segments = rows(9, 40, batch=8)
+
+    def objective(q, k, v):
+        out = packed_attention(q, k, v, segments, kernel, 16)
+        return jnp.sum(jnp.sin(out)), out
+
+    compute = jax.grad(objective, argnums=(0, 1, 2), has_aux=True)
+    alone = jax.jit(compute)(q, k, v)
+    with jax.set_mesh(make_mesh(MeshConfig(data=1, fsdp=-1, tensor=tensor))):
+        meshed = jax.jit(compute)(q, k, v)
+    np.testing.assert_allclose(alone[1], np.asarray(meshed[1]), atol=1e-5)
+    for one, other in zip(alone[0], meshed[0], strict=True):
+        np.testing.assert_allclose(one, np.asarray(other), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "platform"), [("xla", "cpu"), ("xla", "cuda"), ("splash", "tpu"), ("triton", "cuda")]
+)
+def test_no_array_of_length_by_length_exists(kernel, platform):
+    """In the lowered program of values and gradients."""
+    length = 1536
+    shapes = [jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
+    segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def objective(q, k, v, segments):
+        return jnp.sum(packed_attention(q, k, v, segments, kernel, 512).astype(jnp.float32))
+
+    lowered = jax.jit(jax.grad(objective, argnums=(0, 1, 2))).trace(*shapes, segments)
+    text = lowered.lower(lowering_platforms=(platform,)).as_text()
+    assert str(length) in text
+    assert not re.search(rf"{length}(x\d+)*x{length}x", text)
+
+
+@pytest.mark.parametrize(("backend", "kernel"), [("cpu", "xla"), ("tpu", "splash"), ("gpu", "triton")])
+def test_auto_takes_the_kernel_of_the_backend(backend, kernel, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert Numerics.from_config(PolicyConfig()).kernel == kernel
+    assert Numerics.from_config(PolicyConfig(attention="cudnn")).kernel == "cudnn"
