@@ -65,6 +65,30 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "num_key_value_heads": 2,
     },
+    "qwen2.5-7b": QWEN
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.2-3b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -120,7 +144,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=96, help="prompt tokens of the sampler run")
     parser.add_argument("--new", type=int, default=64, help="tokens decoded in every row")
     parser.add_argument("--remat", choices=["none", "dots", "full"], default="full")
-    parser.add_argument("--attention", choices=["auto", "xla", "cudnn"], default="auto")
+    parser.add_argument("--attention", choices=["auto", "xla", "triton", "cudnn"], default="auto")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peak_tflops", type=float, help="dense peak of the device, for utilisation")
     parser.add_argument("--json", type=Path)

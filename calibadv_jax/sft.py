@@ -47,6 +47,7 @@ def run(config: Config) -> None:
         sft.rows,
         logprob_chunk=config.policy.logprob_chunk,
         rows_key="sft.rows",
+        entropy_gradient=False,
     )
     state = learner.init(initial_params(config, model, sft.init_from))
     step = 0

@@ -64,6 +64,7 @@ class Trainer:
             learner.microbatch_rows,
             config.rollout.temperature or 1.0,
             config.policy.logprob_chunk,
+            entropy_gradient=config.loss.entropy_coef != 0,
         )
         on_policy = on_policy_only(config.loss, learner.minibatch_size, learner.epochs)
         self.loss = policy_gradient(config.loss, on_policy)

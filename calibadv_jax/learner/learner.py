@@ -29,6 +29,7 @@ class Learner:
         temperature: of the sampler; the learner's log-probabilities divide by it, too.
         logprob_chunk: tokens per row whose logits exist at once.
         rows_key: the config key that `rows` comes from, for the message.
+        entropy_gradient: False where the loss does not contain the entropy, so that it is only reported.
 
     Raises:
         UserError: the devices cannot share the rows.
@@ -43,6 +44,7 @@ class Learner:
         temperature: float = 1.0,
         logprob_chunk: int = 1024,
         rows_key: str = "learner.microbatch_rows",
+        entropy_gradient: bool = True,
     ):
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         if rows % shards:
@@ -52,6 +54,7 @@ class Learner:
             )
         self.policy, self.optimizer, self.mesh = policy, optimizer, mesh
         self.rows, self.temperature, self.logprob_chunk = rows, temperature, logprob_chunk
+        self.entropy_gradient = entropy_gradient
         self._updates: dict[Any, jax.stages.Wrapped] = {}
         self._most = 1  # microbatches of the largest update so far
         self._logprobs = jax.jit(self._logprobs_of)
@@ -172,7 +175,9 @@ class Learner:
     def _logprobs_of(self, params: Params, one: Batch) -> tuple[jax.Array, jax.Array]:
         decoder = self.policy.merge(params)
         hidden = decoder(one.tokens, one.positions, one.segment_ids)
-        return token_logprobs(decoder, hidden, one.targets, self.temperature, self.logprob_chunk)
+        return token_logprobs(
+            decoder, hidden, one.targets, self.temperature, self.logprob_chunk, self.entropy_gradient
+        )
 
     def _state_of(self, params: Params) -> State:
         return {

@@ -46,7 +46,8 @@ def splash_attention(
         q_seq_shards=1,
         interpret=interpret,
     )
-    q, k, v = (_padded(x, padded).transpose(0, 2, 1, 3) for x in (q * (1.0 / math.sqrt(head_dim)), k, v))
+    k = k * (1.0 / math.sqrt(head_dim))  # the kernel does not scale; keys are fewer than queries
+    q, k, v = (_padded(x, padded).transpose(0, 2, 1, 3) for x in (q, k, v))
     segments = jnp.pad(segment_ids, ((0, 0), (0, padded - length)))
     out = jax.vmap(kernel)(q, k, v, segment_ids=splash.SegmentIds(segments, segments))
     return out.transpose(0, 2, 1, 3)[:, :length].astype(v.dtype)

@@ -12,7 +12,12 @@ from calibadv_jax.policy.transformer import Decoder
 
 
 def token_logprobs(
-    decoder: Decoder, hidden: jax.Array, targets: jax.Array, temperature: float, chunk: int
+    decoder: Decoder,
+    hidden: jax.Array,
+    targets: jax.Array,
+    temperature: float,
+    chunk: int,
+    entropy_gradient: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of `targets` and entropy of the distribution at every position.
 
@@ -23,6 +28,7 @@ def token_logprobs(
         hidden: [B, T, D], the state that predicts the target of the same column.
         targets: int32 [B, T].
         temperature: divides the logits, as the sampler did.
+        entropy_gradient: False: nothing is differentiated through the entropies, which saves its cost.
 
     Returns:
         float32 [B, T] log-probabilities and float32 [B, T] entropies (nats).
@@ -34,8 +40,10 @@ def token_logprobs(
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         is_wanted = jnp.arange(logits.shape[-1]) == wanted[..., None]  # no gather: the vocabulary is sharded
         chosen = jnp.sum(jnp.where(is_wanted, logits, 0.0), axis=-1)
-        mean_logit = jnp.sum(jnp.exp(logits - normaliser[..., None]) * logits, axis=-1)
-        return chosen - normaliser, normaliser - mean_logit
+        entropy_of = logits, normaliser
+        if not entropy_gradient:
+            entropy_of = jax.lax.stop_gradient(entropy_of)
+        return chosen - normaliser, _entropy(*entropy_of)
 
     batch, length, width = hidden.shape
     if length <= chunk:
@@ -49,3 +57,8 @@ def token_logprobs(
     logprobs, entropies = jax.lax.map(jax.checkpoint(head), (hidden, targets))
     flat = [jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :length] for x in (logprobs, entropies)]
     return flat[0], flat[1]
+
+
+def _entropy(logits: jax.Array, normaliser: jax.Array) -> jax.Array:
+    """float32 [..., V] and their logsumexp [...] -> nats [...]."""
+    return normaliser - jnp.sum(jnp.exp(logits - normaliser[..., None]) * logits, axis=-1)

@@ -212,9 +212,15 @@ class Decoder(nnx.Module):
         return self.final_norm(x), updated
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> float32 [..., V]."""
-        logits = self.embed.attend(hidden) if self.architecture.tie_word_embeddings else self.lm_head(hidden)
-        return logits.astype(jnp.float32)
+        """[..., D] -> float32 [..., V]; the products are of the compute dtype, their sums stay float32."""
+        if self.architecture.tie_word_embeddings:
+            weights, product = self.embed.embedding[...], "...d,vd->...v"
+        else:
+            weights, product = self.lm_head.kernel[...], "...d,dv->...v"
+        dtype = self.numerics.compute_dtype
+        return jnp.einsum(
+            product, hidden.astype(dtype), weights.astype(dtype), preferred_element_type=jnp.float32
+        )
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         return self.embed(tokens).astype(self.numerics.compute_dtype)

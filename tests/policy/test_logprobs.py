@@ -89,3 +89,19 @@ def test_logits_of_all_tokens_never_exist_at_once(policy, inputs, chunk, whole):
     largest = largest_with_vocabulary(program.jaxpr)
     assert largest >= BATCH * 4 * VOCAB
     assert (largest >= BATCH * LENGTH * VOCAB) is whole
+
+
+@pytest.mark.parametrize("chunk", [8, LENGTH])
+def test_entropies_that_are_only_reported_have_no_gradient_and_the_same_values(policy, inputs, chunk):
+    params, hidden, targets = inputs
+
+    def run(hidden, entropy_gradient):
+        out = token_logprobs(policy.merge(params), hidden, targets, TEMPERATURE, chunk, entropy_gradient)
+        return jnp.sum(jnp.sin(out[0])) + jnp.sum(out[1] ** 2), out
+
+    compute = jax.jit(jax.grad(run, has_aux=True), static_argnums=1)
+    (kept, all_values), (dropped, values) = compute(hidden, True), compute(hidden, False)
+    np.testing.assert_array_equal(all_values[1], values[1])
+    alone = jax.grad(lambda hidden: jnp.sum(jnp.sin(run(hidden, True)[1][0])))(hidden)
+    np.testing.assert_allclose(dropped, alone, atol=1e-5)
+    assert np.abs(np.asarray(kept) - np.asarray(dropped)).max() > 1e-3
