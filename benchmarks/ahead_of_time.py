@@ -1,4 +1,4 @@
-"""Compiles update, log-probabilities and sampler for TPUs or GPUs that are not attached, with their compilers.
+"""Compiles update, log-probabilities and sampler for TPUs or GPUs that are not attached.
 
     pip install 'jax[tpu]'        # on any Linux machine, but not in vLLM's environment
     python -m benchmarks.ahead_of_time --topology v5e:4x4 --shape qwen2.5-3b --fsdp 8 --tensor 2

@@ -1,7 +1,7 @@
 """Descriptions of GPUs that XLA can compile for without having one: text of its GpuTargetConfigProto.
 
-Figures of H100 and H200: `xla/backends/gpu/target_config/specs` of openxla/xla. The H20 is a Hopper chip with
-fewer multiprocessors and more memory; its figures are from NVIDIA's public descriptions, not from that folder.
+Figures of H100 and H200: `xla/backends/gpu/target_config/specs` of openxla/xla. The H20 is a Hopper chip
+with fewer multiprocessors and more memory; its figures are NVIDIA's, and not in that folder.
 """
 
 from __future__ import annotations
