@@ -169,7 +169,7 @@ def test_chain_from_cold_start_to_export(tmp_path):
     assert set(report["before"]) == set(report["after"]) == {"0", "1"}
     assert json.loads((folder / "hf/config.json").read_text())["model_type"] == "qwen3"
     assert len(AutoTokenizer.from_pretrained(folder / "hf")) == 398
-    steps = list((folder / "rollouts").glob("step_*.jsonl"))
+    steps = list((folder / "rollouts").glob("step_*.parquet"))
     assert len(steps) == config.learner.steps
     assert "soft penalty ON" in run("train")  # resumes at the end: nothing left to do
     assert "ready: every check passed" in run("doctor")

@@ -100,7 +100,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
     assert all(row["actor/grad_norm"] > 0 for row in written)
     assert [row["actor/lr"] for row in written[:2]] == pytest.approx([0, 0.005])
     assert sorted(int(path.name) for path in (tmp_path / "parts/checkpoints").glob("[0-9]")) == [4, 6]
-    assert (tmp_path / "parts/rollouts/step_6.jsonl").is_file()
+    assert (tmp_path / "parts/rollouts/step_6.parquet").is_file()
 
 
 class Collapsing(ScriptedRollouts):

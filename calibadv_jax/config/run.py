@@ -23,8 +23,13 @@ class RunConfig:
 class LogConfig:
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
-    rollouts: bool = True
-    """Keep every trajectory as rollouts/step_N.jsonl."""
+    rollouts: Literal["parquet", "jsonl", "none"] = "parquet"
+    """Keep every trajectory, with what credit assignment made of it, as rollouts/step_N.parquet (compact) or
+    step_N.jsonl (readable, some ten times the size); see docs/record.md."""
+    rollouts_keep: NonNegativeInt = 100
+    """Newest steps whose trajectories stay on disk; 0: all."""
+    rollouts_every: NonNegativeInt = 10
+    """Older than rollouts_keep: every so many steps one stays; 0: none."""
     progress: bool = True
     """Show a line a step, and a bar where standard error is a terminal."""
 
