@@ -73,7 +73,7 @@ def go_over(config, loss=None, seed=0, count=5, reference=None):
     state, metrics = learn(
         notebook,
         {"params": 1},
-        with_old_logprobs(notebook, {"params": 1}, samples(count), config, loss),
+        with_old_logprobs(notebook, 1, samples(count), config, loss),
         config,
         loss,
         "the loss",
