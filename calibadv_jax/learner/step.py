@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -76,8 +77,16 @@ def old_logprobs(trajectories: Sequence[Trajectory], samples: Sequence[Sample]) 
     ]
 
 
+class Updater(Protocol):
+    """What `learn` needs of a `Learner`."""
+
+    def update(
+        self, state: State, batch: Batch, loss: LossFunction, reference: Params | None = None
+    ) -> tuple[State, dict[str, float]]: ...
+
+
 def learn(
-    learner: Learner,
+    learner: Updater,
     state: State,
     samples: Sequence[Sample],
     config: LearnerConfig,
