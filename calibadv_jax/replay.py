@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
     columns["replayed"] = same.metrics
     if arguments.overrides:
         changed = replay(kept, kept_config(kept, path.name, arguments.overrides))
-        columns[" ".join(arguments.overrides)] = changed.metrics
+        columns["changed"] = changed.metrics
     say = Console().say
     num_trajectories = sum(len(group.trajectories) for group in kept.groups)
     say(f"step {step} of {folder}: {len(kept.groups)} groups, {num_trajectories} trajectories")

@@ -11,6 +11,7 @@ from calibadv_jax.data.questions import load_questions
 from calibadv_jax.doctor import check_inputs
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import evaluate
+from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import guard_metrics
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
@@ -48,8 +49,9 @@ def train(
     config: Config, trainer: Trainer, rollouts: Rollouts, folder: Path, console: Console, stop: Stop
 ) -> None:
     """The algorithm. All parts of the run are built before."""
-    record = RolloutWriter(folder, config, start_step=trainer.step + 1)
-    with MetricsWriter(folder, config.log.tensorboard, start_step=trainer.step + 1) as writer:
+    record = RolloutWriter(folder, config, trainer.step + 1)
+    backends = open_backends(config.log, folder, trainer.step + 1)
+    with MetricsWriter(folder, backends, trainer.step + 1) as writer:
         trainer.publish()  # before the first step, so that a broken path fails at the start
         if trainer.step < config.learner.steps:
             console.note("the first step compiles; those after it are faster")

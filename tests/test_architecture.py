@@ -33,7 +33,7 @@ STAGES: dict[str, set[str]] = {
 }
 CONDUCTORS = (*COMMANDS, *TOOLS, "cli", "model", "trainer", "wiring")
 OPTIONAL = {
-    "calibadv_jax": {"vllm"},
+    "calibadv_jax": {"mlflow", "prometheus_client", "vllm", "wandb"},
     "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers", "torch"},
 }
 LAUNCHERS = {  # --help needs nothing installed, and the number of threads is set before NumPy loads

@@ -46,7 +46,7 @@ SMALL = [
     "checkpoint.every=2",
     "mesh.data=1",
     "mesh.fsdp=8",
-    "log.tensorboard=false",
+    "log.backends=[]",
     # A random policy never answers: reward what it does vary in, so that there is something to learn.
     "reward.format=false",
 ]

@@ -21,8 +21,15 @@ class RunConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class LogConfig:
-    tensorboard: bool = True
-    """Write TensorBoard event files beside metrics.jsonl."""
+    backends: list[Literal["tensorboard", "wandb", "mlflow", "prometheus"]] = field(
+        default_factory=lambda: ["tensorboard"]
+    )
+    """Where metrics go beside metrics.jsonl: TensorBoard event files in the run's folder, Weights & Biases
+    (WANDB_MODE=offline works), MLflow (MLFLOW_TRACKING_URI), a Prometheus endpoint. Empty: nowhere else."""
+    project: str = "calibadv-jax"
+    """Project of Weights & Biases, experiment of MLflow."""
+    prometheus: str = "127.0.0.1:9464"
+    """host:port of the Prometheus endpoint, where log.backends names it."""
     rollouts: Literal["parquet", "jsonl", "none"] = "parquet"
     """Keep every trajectory, with what credit assignment made of it, as rollouts/step_N.parquet (compact) or
     step_N.jsonl (readable, some ten times the size); see docs/record.md."""
