@@ -189,8 +189,9 @@ class Trainer:
             "stream": self.stream.state(),
             "guards": self.guards.state(),
         }
-        self.checkpoints.save(self.step, self.state, extra)
-        self.console.note(f"saved at step {self.step}")
+        with self.console.phase("saving a checkpoint"):
+            self.checkpoints.save(self.step, self.state, extra)
+        self.console.note(f"checkpoint saved at step {self.step}")
 
     def __enter__(self) -> Trainer:
         return self
