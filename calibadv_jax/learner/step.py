@@ -52,14 +52,14 @@ def with_old_logprobs(
     samples: Sequence[Sample],
     config: LearnerConfig,
     loss_config: LossConfig,
-) -> Sequence[Sample]:
+) -> list[Sample]:
     """The samples with the log-probabilities of the policy that is about to change, if the loss needs them.
 
     Those that cannot change the gradient get none.
     """
     on_policy = on_policy_only(loss_config, config.minibatch_size, config.epochs)
     if loss_config.old_logprobs == "sampler" or on_policy:
-        return samples
+        return list(samples)
     return _with_recomputed(learner, params, samples, loss_config, config.row_length)
 
 

@@ -94,3 +94,22 @@ def test_a_worthless_turn_stays_in_the_history(build):
     (trajectory,) = build.group((0.0, True, turns)).trajectories
     silver = dict.fromkeys("abc", 1.0)
     np.testing.assert_allclose(turn_correctness(trajectory, silver, "fraction"), [0, 1, 0, 0.5, 0])
+
+
+def test_a_judgement_says_what_is_repeated_and_what_was_found(build):
+    """The first earlier turn counts, documents before thinks, and turns of any kind are earlier ones."""
+    turns = [
+        build.turn("invalid", think="one two three"),
+        build.turn(think="one two four", documents=["a", "b", "a"]),  # repeats the invalid turn
+        build.turn(think="one two five", documents=["b", "a", "c"]),  # its documents, and both thinks
+        build.turn(think="nothing alike", documents=["a", "d"]),  # one shared document is no repetition
+        build.turn("answer", think="nothing alike"),
+    ]
+    (trajectory,) = build.group((0.0, True, turns)).trajectories
+    judged = judge_turns(trajectory, dict.fromkeys("abc", 1.0), "fraction")
+    assert [one.repeated for one in judged] == [None, "think of turn 1", "documents of turn 2", None, None]
+    assert [one.found_silver for one in judged] == [(), ("a", "b"), ("c",), (), ()]
+    assert [one.correctness for one in judged] == [0] * 5
+    judged = judge_turns(trajectory, {"d": 0.5}, "max")
+    assert judged[3].found_silver == ("d",) and judged[3].correctness == 0.5
+    assert {one.repeated for one in judge_turns(trajectory, {}, "max")} == {None}  # nothing is judged

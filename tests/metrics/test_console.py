@@ -40,7 +40,7 @@ def test_the_lines_of_a_run_stand_under_each_other():
     stream = io.StringIO()
     console = Console(stream=stream)
     names = [one.metric for one in STEP_METRICS]
-    large = {"actor/grad_norm": -12345.6, "actor/ppo_kl": -1.2e-5, "rollout/sampled_tokens/mean": 16384.0}
+    large = {"actor/grad_norm": 12345.6, "actor/ppo_kl": -1.2e-5, "rollout/sampled_tokens/mean": 16384.0}
     large |= {"timing_s/step": 1234.56, "perf/tokens_per_second": 1234567.0, "actor/entropy": 12.0}
     for step, value in ((1, 0.0), (10, 0.987654), (100, 1.0), (1000, float("nan"))):
         more = {"timing_s/step": 100.0} | (large if step == 100 else {})
