@@ -52,7 +52,10 @@ def run(config: Config) -> None:
     state = learner.init(initial_params(config, model, sft.init_from))
     step = 0
     backends = open_backends(config.log, folder / "sft_metrics", start_step=0)
-    with MetricsWriter(folder / "sft_metrics", backends, start_step=0) as writer:
+    with (
+        MetricsWriter(folder / "sft_metrics", backends, start_step=0) as writer,
+        console.bar("cold start", total, "steps") as show,
+    ):
         for number, phase in enumerate(sft.phases):
             batches = _batches(config, phase, model.tokenizer, config.run.seed + number)
             for batch in (next(batches) for _ in range(phase.steps)):
@@ -70,6 +73,7 @@ def run(config: Config) -> None:
                     "timing_s/step": seconds,
                 } | metrics
                 writer.write(step, metrics)
+                show(step)
                 if step % 10 == 0 or step == total:
                     console.step(step, total, metrics)
     output = Path(sft.output)
