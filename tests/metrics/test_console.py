@@ -46,7 +46,7 @@ def test_the_lines_of_a_run_stand_under_each_other():
         more = {"timing_s/step": 100.0} | (large if step == 100 else {})
         console.step(step, 2000, dict.fromkeys(names, value) | more)
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 4 and 100 < len(lines[0]) < 170
+    assert len(lines) == 4 and len(lines[0]) > 100
     columns = {line.index("s/step") for line in lines} | {line.index(" tok/s") + 1 for line in lines}
     assert len(columns) == 2
     assert lines[0].startswith("step    1/2000  loss  0.0000 nats  reward 0.000")
