@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.section import SECTION
@@ -28,7 +28,7 @@ class LogConfig:
     (WANDB_MODE=offline works), MLflow (MLFLOW_TRACKING_URI), a Prometheus endpoint. Empty: nowhere else."""
     project: str = "calibadv-jax"
     """Project of Weights & Biases, experiment of MLflow."""
-    prometheus: str = "127.0.0.1:9464"
+    prometheus: str = Field(default="127.0.0.1:9464", pattern=r"^[^:/]+:\d{1,5}$")
     """host:port of the Prometheus endpoint, where log.backends names it."""
     rollouts: Literal["parquet", "jsonl", "none"] = "parquet"
     """Keep every trajectory, with what credit assignment made of it, as rollouts/step_N.parquet (compact) or

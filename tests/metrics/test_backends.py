@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from calibadv_jax.config import LogConfig
+from calibadv_jax.config import LogConfig, load_config
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.writer import MetricsWriter
@@ -98,6 +98,13 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UserError, match=f"log.prometheus={address}: no server there"):
             open_backends(LogConfig(backends=["prometheus"], prometheus=address), tmp_path, 1)
+
+
+@pytest.mark.parametrize("address", ["9464", "http://127.0.0.1:9464", "host:", "host:port"])
+def test_an_address_without_a_port_is_refused_with_the_config(tmp_path, address):
+    (tmp_path / "a.yaml").write_text("{}")
+    with pytest.raises(UserError, match="log.prometheus: .*pattern"):
+        load_config(tmp_path / "a.yaml", [f"log.prometheus={address}"])
 
 
 @pytest.mark.parametrize(
