@@ -4,9 +4,9 @@
 
 A supervisor, as a cluster's scheduler would, starts the trainer, the retrieval service and, with --vllm, a
 rollout worker, and starts each again when it has ended. Meanwhile it picks a part and a way to disturb it:
-SIGKILL, SIGTERM, or SIGSTOP for `--pause` seconds. At the end every step must stand once in metrics.jsonl and have its
-file of trajectories, and with the embedded sampler the parameters must be those of an undisturbed run, bit for bit. Exit status 1
-if not.
+SIGKILL, SIGTERM, or SIGSTOP for `--pause` seconds. At the end every step must stand once in metrics.jsonl,
+its file of trajectories must be there, and with the embedded sampler the parameters must be those of an
+undisturbed run, bit for bit. Exit status 1 if not.
 
 The run is the quickstart's training on a small world, from a short cold start, with a checkpoint every step.
 """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -44,11 +46,12 @@ def compiled_once(tmp_path_factory):
     compilation_cache.reset_cache()
 
 
-def run(config, rollouts, tmp_path):
-    trainer = make_trainer(config, tmp_path, rollouts)
+def run(config, rollouts, tmp_path, console=None):
+    console = console or Console(progress=False)
+    trainer = make_trainer(config, tmp_path, rollouts, console)
     trainer.restore()
     with Stop() as stop, trainer:
-        train(config, trainer, rollouts, tmp_path, Console(progress=False), stop)
+        train(config, trainer, rollouts, tmp_path, console, stop)
     return rollouts
 
 
@@ -60,8 +63,8 @@ def rows(folder):
     ]
 
 
-def make_trainer(config, folder, rollouts=None):
-    console = Console(progress=False)
+def make_trainer(config, folder, rollouts=None, console=None):
+    console = console or Console(progress=False)
     return Trainer(config, MODEL, QUESTIONS, rollouts or ScriptedRollouts(), folder, console)
 
 
@@ -158,11 +161,35 @@ def test_a_rollback_goes_back_to_the_last_good_checkpoint_and_draws_other_number
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [4, 6]
 
 
-def test_a_guard_may_stop_the_run_with_its_state_saved(tmp_path):
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_person_sees_what_happens(tmp_path):
+    """In a file the lines of the steps and checkpoints; on a terminal the parts of a step too."""
+    config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
+    run(config, ScriptedRollouts(), tmp_path, Console(stream=(stream := io.StringIO())))
+    first, *lines = stream.getvalue().splitlines()
+    assert first == "the first step compiles; those after it are faster"
+    assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2", "checkpoint saved at step 2"]
+    other = make_config(tmp_path / "b", learner={"steps": 1, "row_length": 16, "microbatch_rows": 8})
+    run(other, ScriptedRollouts(), tmp_path / "b", Console(stream=(stream := Terminal())))
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    shown = ["publishing the policy", "6/6 trajectories", "rewards and advantages", "update, compiling"]
+    shown += ["keeping the trajectories", "publishing the policy", "step 1/1", "saving a checkpoint"]
+    places = []
+    for words in shown:
+        places.append(text.find(words, places[-1] if places else 0))
+    assert -1 not in places, dict(zip(shown, places, strict=True))
+
+
+def test_a_guard_may_stop_the_run_with_its_state_saved(tmp_path, capsys):
     config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "stop"})
     with pytest.raises(UserError, match="stopped by guards.action"):
         run(config, Collapsing(), tmp_path)
     assert [row["guard/sampled_perplexity"] for row in rows(tmp_path)] == [0, 0, 0, 1]
+    assert "warning: step 4: the policy samples what it finds improbable" in capsys.readouterr().err
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [2, 4]
 
 
