@@ -71,6 +71,9 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(TURN)),
     ]
 )
+LOGPROBS = [  # as Parquet names the columns in which nearly all of the room goes
+    f"turns.list.element.{name}.list.element" for name in ("logprobs", "learner_logprobs")
+]
 
 
 def kept_steps(run: Path) -> dict[int, Path]:

@@ -13,7 +13,7 @@ from record_rig import keep, make_config, make_groups, scored, unknown
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.record.reader import find_step, read_columns, read_metadata, read_step
-from calibadv_jax.record.schema import SCHEMA, kept_steps
+from calibadv_jax.record.schema import LOGPROBS, SCHEMA, kept_steps
 from calibadv_jax.record.writer import RolloutWriter
 
 KINDS = ["parquet", "jsonl"]
@@ -111,7 +111,10 @@ def test_the_columns_are_those_of_the_schema_and_a_part_of_them_can_be_read(tmp_
     keep(tmp_path, make_config())
     path = find_step(tmp_path, 7)
     assert pq.read_schema(path).remove_metadata() == SCHEMA
-    assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    columns = {column.path_in_schema: column for column in map(group.column, range(group.num_columns))}
+    assert {column.compression for column in columns.values()} == {"ZSTD"}
+    assert all("BYTE_STREAM_SPLIT" in columns[name].encodings for name in LOGPROBS)
     table = read_columns(path, ["answer_score", "turns.list.element.correctness"])
     assert table.column_names == ["answer_score", "turns"]
     assert table.to_pylist()[0] == {
