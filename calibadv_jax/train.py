@@ -55,8 +55,9 @@ def services(config: Config) -> str:
     """What a run waits for before it can begin, for the terminal."""
     if config.sampler.name != "vllm":
         return "the retriever"
-    workers = len(config.sampler.urls) or config.sampler.workers
-    return f"the retriever and {workers} vLLM worker{'s' if workers > 1 else ''} (minutes; vllm_worker_*.log)"
+    count = len(config.sampler.urls) or config.sampler.workers
+    started = "" if config.sampler.urls else ", which takes minutes (vllm_worker_*.log in the run's folder)"
+    return f"the retriever and {count} vLLM worker{'s' if count > 1 else ''}{started}"
 
 
 def train(

@@ -24,7 +24,7 @@ from calibadv_jax.replay import equal_turns, kept_config, replay
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.stream import RolloutStream
 from calibadv_jax.stopping import Stop
-from calibadv_jax.train import train
+from calibadv_jax.train import services, train
 from calibadv_jax.trainer import Trainer
 
 MODEL = make_model()
@@ -159,6 +159,20 @@ def test_a_rollback_goes_back_to_the_last_good_checkpoint_and_draws_other_number
     back = rollouts.loaded[2][1], rollouts.loaded[5][1]
     jax.tree.map(np.testing.assert_array_equal, *back)
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [4, 6]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        ({}, "the retriever"),
+        ({"name": "vllm", "urls": ["http://a", "http://b"]}, "the retriever and 2 vLLM workers"),
+        ({"name": "vllm"}, "the retriever and 1 vLLM worker, which takes minutes"),
+    ],
+)
+def test_what_is_waited_for(tmp_path, sampler, words):
+    told = services(make_config(tmp_path, sampler=sampler))
+    assert told.partition(" (")[0] == words
+    assert ("vllm_worker_*.log" in told) == (words.endswith("minutes"))
 
 
 class Terminal(io.StringIO):
