@@ -85,7 +85,7 @@ def measure_training(quickstart: Path, output: Path, steps: int) -> dict[str, fl
         "metrics": statistics.median(one["metrics"] for one in written),
         "share of the step, median": statistics.median(shares),
         "share of the step, largest": max(shares),
-        "bytes a step": statistics.median(one["record/bytes"] for one in written),
+        "bytes a step": statistics.median(one["perf/record_bytes"] for one in written),
     }
 
 
@@ -127,7 +127,7 @@ def measure_paper(kind: str, groups: list[Group], config: Config) -> dict[str, f
             begun = time.perf_counter()
             told = writer.write(step, groups, credits, learner, 0)
             seconds.append(time.perf_counter() - begun)
-    return {"seconds": min(seconds), "bytes": told["record/bytes"]}
+    return {"seconds": min(seconds), "bytes": told["perf/record_bytes"]}
 
 
 def main(argv: list[str] | None = None) -> None:

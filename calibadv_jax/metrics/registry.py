@@ -189,7 +189,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "tokens/s",
             "trained tokens, prompts and observations included, by step time",
         ),
-        Metric("record/bytes", "bytes", "size of the step's file of trajectories"),
+        Metric("perf/record_bytes", "bytes", "size of the step's file of trajectories"),
     ),
     "eval": (
         Metric(

@@ -68,7 +68,7 @@ class RolloutWriter:
             _write_jsonl(temporary, rows, self._metadata(seed))
         os.replace(temporary, path)
         self._remove_old(step)
-        return {"record/bytes": float(path.stat().st_size)}
+        return {"perf/record_bytes": float(path.stat().st_size)}
 
     def rewind(self, step: int) -> None:
         """Removes the steps at or past `step`, which will be written again, and files that were cut off."""

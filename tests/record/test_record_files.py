@@ -181,7 +181,7 @@ def test_the_size_is_told(tmp_path):
     writer = RolloutWriter(tmp_path, make_config(), 1)
     groups, result = scored(writer.config)
     told = writer.write(1, groups, result.credits, unknown(groups), 0)
-    assert told == {"record/bytes": find_step(tmp_path, 1).stat().st_size}
+    assert told == {"perf/record_bytes": find_step(tmp_path, 1).stat().st_size}
 
 
 def test_numbers_that_json_lacks_are_null_and_come_back_as_nan(tmp_path):
