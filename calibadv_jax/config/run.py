@@ -32,7 +32,7 @@ class LogConfig:
     """host:port of the Prometheus endpoint, where log.backends names it."""
     rollouts: Literal["parquet", "jsonl", "none"] = "parquet"
     """Keep every trajectory, with what credit assignment made of it, as rollouts/step_N.parquet (compact) or
-    step_N.jsonl (readable, some ten times the size); see docs/record.md."""
+    step_N.jsonl (readable, some five times the size); see docs/record.md."""
     rollouts_keep: NonNegativeInt = 100
     """Newest steps whose trajectories stay on disk; 0: all."""
     rollouts_every: NonNegativeInt = 10
