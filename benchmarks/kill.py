@@ -5,8 +5,8 @@
 A supervisor, as a cluster's scheduler would, starts the trainer, the retrieval service and, with --vllm, a
 rollout worker, and starts each again when it has ended. Meanwhile it picks a part and a way to disturb it:
 SIGKILL, SIGTERM, or SIGSTOP for `--pause` seconds. At the end every step must stand once in metrics.jsonl,
-and with the embedded sampler the parameters must be those of an undisturbed run, bit for bit. Exit status 1
-if not.
+its file of trajectories must be there, and with the embedded sampler the parameters must be those of an
+undisturbed run, bit for bit. Exit status 1 if not.
 
 The run is the quickstart's training on a small world, from a short cold start, with a checkpoint every step.
 """
@@ -33,6 +33,8 @@ import orbax.checkpoint as ocp
 from calibadv_jax.config import load_config
 from calibadv_jax.data.world import write_world
 from calibadv_jax.policy.weights import flatten
+from calibadv_jax.record.reader import read_columns
+from calibadv_jax.record.schema import FOLDER, kept_steps
 
 CONFIG = "configs/quickstart.yaml"
 SMALL = [
@@ -54,7 +56,7 @@ SMALL = [
     "checkpoint.every=1",
     "mesh.data=1",
     "mesh.fsdp=1",
-    "log.tensorboard=false",
+    "log.backends=[]",
 ]
 WAYS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGSTOP": signal.SIGSTOP}
 
@@ -213,6 +215,12 @@ def main(argv: list[str] | None = None) -> int:
     found = {name: trained_steps(output / name) for name in ("undisturbed", "disturbed")}
     ok = disturbances.total() >= arguments.kills and all(steps == wanted for steps in found.values())
     out(f"steps: {found['disturbed']}\n")
+    kept = sorted(path.name for path in (output / "disturbed" / FOLDER).iterdir())
+    whole = kept == sorted(f"step_{step}.parquet" for step in wanted)
+    for path in kept_steps(output / "disturbed").values():
+        read_columns(path)  # raises where a file is damaged
+    out(f"files of trajectories: those of the steps: {whole}\n")
+    ok = ok and whole
     if not arguments.vllm:  # vLLM's numbers depend on what it batches together
         left, right = (final_params(output / name, arguments.steps) for name in found)
         same = left.keys() == right.keys() and all(np.array_equal(left[path], right[path]) for path in left)

@@ -34,7 +34,9 @@ COMMANDS = {
 }
 
 # Commands without a config: `calibadv_jax.NAME` ("-" written "_") has add_arguments(parser), run(arguments).
-TOOLS: dict[str, str] = {}
+TOOLS: dict[str, str] = {
+    "replay": "Reward, advantages and loss of a kept step once more, or with other settings.",
+}
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def _run_tool(name: str, argv: Sequence[str]) -> NoReturn:
     tool = importlib.import_module(f"calibadv_jax.{name.replace('-', '_')}")
     parser = _Parser(prog=f"calibadv {name}", description=TOOLS[name], allow_abbrev=False)
     tool.add_arguments(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)  # options may stand between the other arguments
     _end(lambda: tool.run(arguments))
 
 

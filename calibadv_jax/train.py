@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from calibadv_jax import cli
 from calibadv_jax.advantages.registry import compute_advantages, describe
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, RolloutConfig
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.doctor import check_inputs
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import evaluate
+from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import guard_metrics
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
 from calibadv_jax.metrics.timing import Stopwatch
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.model import build_model
+from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.rollout.record import write_rollouts
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run_folder import enter_run_folder
 from calibadv_jax.seeds import random_state
@@ -34,63 +37,93 @@ def run(config: Config) -> None:
         console.say(line)
     questions = load_questions(config.data.train)
     check_inputs(config)
-    console.note(f"{len(questions)} questions; opening the policy and its services")
-    model = build_model(config, config.policy.path)
+    with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
+        model = build_model(config, config.policy.path)
     folder = enter_run_folder(config, model, questions, console.say)
-    with Stop() as stop, open_rollouts(config, model, folder / "policy", folder / "snapshots") as rollouts:
-        trainer = Trainer(config, model, questions, rollouts, folder, console)
-        trainer.restore()
+    with Stop() as stop, ExitStack() as stack:
+        with console.phase(f"waiting for {services(config)}", announce=True):
+            opened = open_rollouts(config, model, folder / "policy", folder / "snapshots")
+            rollouts = stack.enter_context(opened)
+        with console.phase("loading the parameters", announce=True):
+            trainer = Trainer(config, model, questions, rollouts, folder, console)
+            trainer.restore()
         with trainer:
             train(config, trainer, rollouts, folder, console, stop)
+
+
+def services(config: Config) -> str:
+    """What a run waits for before it can begin, for the terminal."""
+    if config.sampler.name != "vllm":
+        return "the retriever"
+    count = len(config.sampler.urls) or config.sampler.workers
+    started = "" if config.sampler.urls else ", which takes minutes (vllm_worker_*.log in the run's folder)"
+    return f"the retriever and {count} vLLM worker{'s' if count > 1 else ''}{started}"
 
 
 def train(
     config: Config, trainer: Trainer, rollouts: Rollouts, folder: Path, console: Console, stop: Stop
 ) -> None:
     """The algorithm. All parts of the run are built before."""
-    with MetricsWriter(folder, config.log.tensorboard, start_step=trainer.step + 1) as writer:
-        trainer.publish()  # before the first step, so that a broken path fails at the start
-        if trainer.step < config.learner.steps:
+    first, total = trainer.step + 1, config.learner.steps
+    record = RolloutWriter(folder, config, first)
+    with MetricsWriter(folder, open_backends(config.log, folder, first), first) as writer:
+        with console.phase("publishing the policy"):
+            trainer.publish()  # before the first step, so that a broken path fails at the start
+        if trainer.step < total:
             console.note("the first step compiles; those after it are faster")
-        while trainer.step < config.learner.steps:
+        while trainer.step < total:
             watch, begun = Stopwatch(), trainer.step
-            with watch("rollout"), console.bar("rollout", config.rollout.questions_per_step) as done:
+            with watch("rollout"), trajectory_bar(console, config.rollout) as done:
                 groups = trainer.stream.take(begun, done)
-            with watch("advantage"):
+            with watch("advantage"), console.phase("rewards and advantages"):
                 rng = random_state(trainer.seed, begun, "reward")
                 score_groups(groups, config.reward, config.prompt.prepend_think, rng)
                 advantages = compute_advantages(groups, config.advantage)
                 metrics = trajectory_metrics(groups, begun) | guard_metrics(groups) | advantages.metrics
                 metrics |= rollouts.metrics()
             try:
-                with stop.held(), watch("update"):
-                    metrics |= trainer.update(groups, advantages)
-                    if config.log.rollouts:
-                        write_rollouts(folder / "rollouts" / f"step_{trainer.step}.jsonl", groups)
+                with stop.held():
+                    with (
+                        watch("update"),
+                        console.phase("update, compiling" if begun + 1 == first else "update"),
+                    ):
+                        metrics |= trainer.update(groups, advantages)
+                    with watch("record"), console.phase("keeping the trajectories"):
+                        known = trainer.learner_logprobs
+                        metrics |= record.write(trainer.step, groups, advantages.credits, known, trainer.seed)
                     verdict = trainer.guards.check(trainer.step, metrics)
                     metrics |= verdict.metrics
-                with watch("publish"):
+                with watch("publish"), console.phase("publishing the policy"):
                     metrics |= trainer.publish()
                 if config.evaluate.every and trainer.step % config.evaluate.every == 0:
-                    with watch("evaluate"):
+                    with watch("evaluate"), console.phase("evaluation"):
                         metrics |= report_metrics(evaluate(config, rollouts))
             finally:
                 if trainer.step > begun:  # what is trained is saved, so its row must not be lost
                     with stop.held():
                         writer.write(trainer.step, metrics | watch.metrics(trainer.trained_tokens))
-            console.step(trainer.step, config.learner.steps, metrics | watch.metrics(trainer.trained_tokens))
+            console.step(trainer.step, total, metrics | watch.metrics(trainer.trained_tokens))
             for finding in verdict.findings:
-                console.say(finding)
+                console.warn(finding)
             if verdict.action == "stop":
-                raise UserError("stopped by guards.action; the state is saved: see the findings above")
+                raise UserError("stopped by guards.action; the state is saved: see the warnings above")
             if verdict.action == "rollback":
                 with stop.held():
                     trainer.roll_back()
                     writer.rewind(trainer.step + 1)
+                    record.rewind(trainer.step + 1)
                 trainer.publish()
                 continue
             with stop.held():
                 trainer.save_if_due()
+
+
+@contextmanager
+def trajectory_bar(console: Console, rollout: RolloutConfig) -> Iterator[Callable[[int], None]]:
+    """A bar of the step's trajectories; yields what is told how many groups are complete."""
+    size = rollout.group_size
+    with console.bar("rollouts", rollout.questions_per_step * size, "trajectories") as show:
+        yield lambda groups: show(groups * size)
 
 
 if __name__ == "__main__":

@@ -16,3 +16,4 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(tmp_path, capsys):
     report = capsys.readouterr().out
     assert status == 0, report
     assert "parameters equal bit for bit: True" in report
+    assert "files of trajectories: those of the steps: True" in report

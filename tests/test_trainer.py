@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -16,10 +18,13 @@ from trainer_rig import HF_CONFIG, QUESTIONS, ScriptedRollouts, make_config, mak
 from calibadv_jax.advantages.registry import compute_advantages
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import Console
+from calibadv_jax.record.reader import find_step, read_metadata, read_step
+from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.replay import equal_turns, kept_config, replay
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.stream import RolloutStream
 from calibadv_jax.stopping import Stop
-from calibadv_jax.train import train
+from calibadv_jax.train import services, train
 from calibadv_jax.trainer import Trainer
 
 MODEL = make_model()
@@ -41,11 +46,12 @@ def compiled_once(tmp_path_factory):
     compilation_cache.reset_cache()
 
 
-def run(config, rollouts, tmp_path):
-    trainer = make_trainer(config, tmp_path, rollouts)
+def run(config, rollouts, tmp_path, console=None):
+    console = console or Console(progress=False)
+    trainer = make_trainer(config, tmp_path, rollouts, console)
     trainer.restore()
     with Stop() as stop, trainer:
-        train(config, trainer, rollouts, tmp_path, Console(progress=False), stop)
+        train(config, trainer, rollouts, tmp_path, console, stop)
     return rollouts
 
 
@@ -57,8 +63,8 @@ def rows(folder):
     ]
 
 
-def make_trainer(config, folder, rollouts=None):
-    console = Console(progress=False)
+def make_trainer(config, folder, rollouts=None, console=None):
+    console = console or Console(progress=False)
     return Trainer(config, MODEL, QUESTIONS, rollouts or ScriptedRollouts(), folder, console)
 
 
@@ -100,7 +106,26 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
     assert all(row["actor/grad_norm"] > 0 for row in written)
     assert [row["actor/lr"] for row in written[:2]] == pytest.approx([0, 0.005])
     assert sorted(int(path.name) for path in (tmp_path / "parts/checkpoints").glob("[0-9]")) == [4, 6]
-    assert (tmp_path / "parts/rollouts/step_6.jsonl").is_file()
+    steps = [f"step_{step}.parquet" for step in range(1, 7)]
+    assert sorted(path.name for path in (tmp_path / "parts/rollouts").iterdir()) == steps
+
+
+def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
+    """In mini-batches, so that the learner's log-probabilities are computed apart and kept."""
+    learner = {"steps": 2, "minibatch_size": 4, "row_length": 16, "microbatch_rows": 8}
+    for name, change in (("apart", learner), ("at once", learner | {"minibatch_size": 0})):
+        folder = tmp_path / name
+        run(make_config(folder, learner=change), ScriptedRollouts(), folder)
+        kept = read_step(find_step(folder, 2))
+        computed = [values is not None for group in kept.learner_logprobs for values in group]
+        assert all(computed) if name == "apart" else not any(computed)
+        found = replay(kept, kept_config(kept, "step"))
+        equal, total = equal_turns(kept.credits, found.advantages.credits)
+        assert equal == total == 12
+        row = rows(folder)[1]
+        for metric in ("actor/pg_loss", "advantage/answer/negative_after", "reward/mean"):
+            # The ratio of the second mini-batch is no longer 1, but the learning rate is tiny.
+            assert found.metrics[metric] == pytest.approx(row[metric], abs=1e-5), metric
 
 
 class Collapsing(ScriptedRollouts):
@@ -128,16 +153,57 @@ def test_a_rollback_goes_back_to_the_last_good_checkpoint_and_draws_other_number
     written = rows(tmp_path)
     assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
     assert all(row["guard/sampled_perplexity"] == 0 for row in written)
+    kept = {step: read_metadata(path)["seed"] for step, path in kept_steps(tmp_path).items()}
+    assert list(kept) == [1, 2, 3, 4, 5, 6]
+    assert kept[1] == kept[2] == "0" and kept[3] == kept[4] == str(rollouts.seed)  # those of the way back
     back = rollouts.loaded[2][1], rollouts.loaded[5][1]
     jax.tree.map(np.testing.assert_array_equal, *back)
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [4, 6]
 
 
-def test_a_guard_may_stop_the_run_with_its_state_saved(tmp_path):
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        ({}, "the retriever"),
+        ({"name": "vllm", "urls": ["http://a", "http://b"]}, "the retriever and 2 vLLM workers"),
+        ({"name": "vllm"}, "the retriever and 1 vLLM worker, which takes minutes"),
+    ],
+)
+def test_what_is_waited_for(tmp_path, sampler, words):
+    told = services(make_config(tmp_path, sampler=sampler))
+    assert told.partition(" (")[0] == words
+    assert ("vllm_worker_*.log" in told) == (words.endswith("minutes"))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_person_sees_what_happens(tmp_path):
+    """In a file the lines of the steps and checkpoints; on a terminal the parts of a step too."""
+    config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
+    run(config, ScriptedRollouts(), tmp_path, Console(stream=(stream := io.StringIO())))
+    first, *lines = stream.getvalue().splitlines()
+    assert first == "the first step compiles; those after it are faster"
+    assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2", "checkpoint saved at step 2"]
+    other = make_config(tmp_path / "b", learner={"steps": 1, "row_length": 16, "microbatch_rows": 8})
+    run(other, ScriptedRollouts(), tmp_path / "b", Console(stream=(stream := Terminal())))
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    shown = ["publishing the policy", "6/6 trajectories", "rewards and advantages", "update, compiling"]
+    shown += ["keeping the trajectories", "publishing the policy", "step 1/1", "saving a checkpoint"]
+    places = []
+    for words in shown:
+        places.append(text.find(words, places[-1] if places else 0))
+    assert -1 not in places, dict(zip(shown, places, strict=True))
+
+
+def test_a_guard_may_stop_the_run_with_its_state_saved(tmp_path, capsys):
     config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "stop"})
     with pytest.raises(UserError, match="stopped by guards.action"):
         run(config, Collapsing(), tmp_path)
     assert [row["guard/sampled_perplexity"] for row in rows(tmp_path)] == [0, 0, 0, 1]
+    assert "warning: step 4: the policy samples what it finds improbable" in capsys.readouterr().err
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [2, 4]
 
 

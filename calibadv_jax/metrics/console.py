@@ -1,56 +1,92 @@
-"""What a run shows while it runs: one line a step, a bar within a step, tables at the end."""
+"""What a run shows while it runs: what it is doing, a bar of trajectories, a line a step; tables."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
 from typing import TextIO
 
-from tqdm import tqdm
+from rich.console import Console as RichConsole
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 QUIET_SECONDS = 30.0  # between lines of progress within a step
-STEP_METRICS = {  # label -> metric name; those a step does not have are left out
-    "loss": "sft/loss",
-    "reward": "reward/mean",
-    "f1": "reward/f1",
-    "format": "reward/format_valid",
-    "searches": "rollout/searches/mean",
-    "tokens": "rollout/sampled_tokens/mean",
-    "entropy": "actor/entropy",
-    "kl": "actor/ppo_kl",
-    "grad": "actor/grad_norm",
-    "tok/s": "perf/tokens_per_second",
-    "s": "timing_s/step",
-}
+STEPS_FOR_ETA = 20  # the newest ones; their median leaves out those that compile or evaluate
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A metric in the line of a step."""
+
+    label: str
+    metric: str
+    format: str  # of fixed width, so that the lines of a run stand under each other
+    unit: str = ""
+
+
+STEP_METRICS = (  # those that a step does not have are left out
+    Shown("loss", "sft/loss", "7.4f", " nats"),
+    Shown("reward", "reward/mean", "5.3f"),
+    Shown("f1", "reward/f1", "5.3f"),
+    Shown("format", "reward/format_valid", "5.3f"),
+    Shown("searches", "rollout/searches/mean", "4.2f"),
+    Shown("length", "rollout/sampled_tokens/mean", "6,.0f", " tok"),
+    Shown("entropy", "actor/entropy", "6.4f", " nats"),
+    Shown("grad", "actor/grad_norm", "7.3g"),
+    Shown("", "timing_s/step", "5.1f", " s/step"),
+    Shown("", "perf/tokens_per_second", "7,.0f", " tok/s"),
+)
 
 
 class Console:
-    """Progress on `stream`; a bar only where that is a terminal.
+    """Progress on `stream`; what moves only where that is a terminal, plain lines elsewhere.
 
     Args:
-        progress: False shows no progress at all; `say` still prints.
+        progress: False shows no progress at all; `say` and `warn` still print.
         stream: default standard error, so that standard output carries results only.
     """
 
     def __init__(self, progress: bool = True, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
+        self._rich = RichConsole(file=self._stream, force_terminal=self._stream.isatty(), highlight=False)
         self._progress = progress
-        self._has_bar = progress and self._stream.isatty()
+        self._moves = progress and self._stream.isatty()
+        self._seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """One line of the metrics named in STEP_METRICS: ``step 12/60 reward 0.52 …``."""
-        shown = " ".join(
-            f"{label} {number(metrics[name])}" for label, name in STEP_METRICS.items() if name in metrics
-        )
-        self.note(f"step {step}/{total} {shown}".rstrip())
+        """One line of STEP_METRICS: ``step 12/60  reward 0.523  …   4.3 s/step  2,900 tok/s  ETA 12 min``."""
+        parts = [f"step {step:{len(str(total))}}/{total}"]
+        for one in STEP_METRICS:
+            if one.metric in metrics:
+                label = f"{one.label} " if one.label else ""
+                parts.append(f"{label}{metrics[one.metric]:{one.format}}{one.unit}")
+        if "timing_s/step" in metrics:
+            self._seconds.append(metrics["timing_s/step"])
+            if step < total:
+                parts.append(f"ETA {duration((total - step) * median(self._seconds))}")
+        self.note("  ".join(parts))
 
     def note(self, text: str) -> None:
         """A line of progress; not shown where progress is off."""
         if self._progress:
-            self._stream.write(f"{text}\n")
-            self._stream.flush()
+            self._print(text)
+
+    def warn(self, text: str) -> None:
+        """A line that a person should see, ``warning: …``, always."""
+        self._print(f"warning: {text}", style="bold yellow")
 
     def say(self, text: str) -> None:
         """A result, on standard output, always."""
@@ -58,25 +94,56 @@ class Console:
         sys.stdout.flush()
 
     @contextmanager
-    def bar(self, label: str, total: int, unit: str = "it") -> Iterator[Callable[[int], object]]:
+    def phase(self, text: str, announce: bool = False) -> Iterator[None]:
+        """Shows what is being done, and for how long, until the block ends.
+
+        Args:
+            announce: where the stream is no terminal, write it as a line when it begins.
+        """
+        if announce and not self._moves:
+            self.note(text)
+        with self._live(TextColumn("{task.description}"), TimeElapsedColumn()) as live:
+            live.add_task(text, total=None)
+            yield
+
+    @contextmanager
+    def bar(self, label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
         """Yields ``show(done)``, to be called with how many of `total` are done.
 
-        The bar is gone when the block ends; print no line inside it. Where the stream is no terminal, a line
-        is written every 30 seconds instead.
+        The bar is gone when the block ends. Where the stream is no terminal, a line is written every 30
+        seconds instead.
         """
         spoken = time.monotonic()
-        with tqdm(
-            total=total, desc=label, unit=unit, file=self._stream, leave=False, disable=not self._has_bar
-        ) as bar:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+        with self._live(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as live:
+            task = live.add_task(label, total=total)
 
             def show(done: int) -> None:
                 nonlocal spoken
-                bar.update(done - bar.n)
-                if not self._has_bar and time.monotonic() - spoken > QUIET_SECONDS:
+                live.update(task, completed=done)
+                if not self._moves and time.monotonic() - spoken > QUIET_SECONDS:
                     spoken = time.monotonic()
-                    self.note(f"{label} {done}/{total}")
+                    self.note(f"{label} {done}/{total} {unit}")
 
             yield show
+
+    def _live(self, *columns: ProgressColumn) -> Progress:
+        return Progress(
+            SpinnerColumn(), *columns, console=self._rich, transient=True, disable=not self._moves
+        )
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        """One line, whatever its length; above the bar where there is one."""
+        self._rich.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit of which there are at least 1.5: ``80 s``, ``12 min``, ``3.2 h``, ``2.1 d``."""
+    if seconds >= 1.5 * 86400:
+        return f"{seconds / 86400:.1f} d"
+    if seconds >= 1.5 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def number(value: float) -> str:

@@ -28,6 +28,7 @@ class Guard:
     metric: str
     threshold: str  # field of GuardsConfig
     is_floor: bool  # below is bad; else above
+    words: str  # what it says of the policy, for people
 
     def is_bad(self, value: float, limit: float) -> bool:
         """NaN is always bad."""
@@ -35,11 +36,36 @@ class Guard:
 
 
 GUARDS = {
-    "entropy": Guard("actor/entropy", "min_entropy", True),
-    "format_valid": Guard("reward/format_valid", "min_format_valid", True),
-    "think_repetition": Guard("rollout/think_repetition", "max_think_repetition", False),
-    "sampled_perplexity": Guard("rollout/sampled_perplexity", "max_sampled_perplexity", False),
-    "answer_ratio": Guard("advantage/answer/ratio_before", "max_answer_ratio", False),
+    "entropy": Guard(
+        "actor/entropy",
+        "min_entropy",
+        True,
+        "the policy is nearly deterministic: the trajectories of a group come out the same and teach nothing",
+    ),
+    "format_valid": Guard(
+        "reward/format_valid",
+        "min_format_valid",
+        True,
+        "the policy has left the format: hardly a trajectory is valid, and the others earn nothing",
+    ),
+    "think_repetition": Guard(
+        "rollout/think_repetition",
+        "max_think_repetition",
+        False,
+        "the policy repeats itself within a turn",
+    ),
+    "sampled_perplexity": Guard(
+        "rollout/sampled_perplexity",
+        "max_sampled_perplexity",
+        False,
+        "the policy samples what it finds improbable itself: it is close to noise",
+    ),
+    "answer_ratio": Guard(
+        "advantage/answer/ratio_before",
+        "max_answer_ratio",
+        False,
+        "wrong answers have become far longer than right ones: nearly all that is learned is what not to say",
+    ),
 }
 
 
@@ -122,10 +148,9 @@ class Guards:
 def _finding(step: int, guard: Guard, value: float, limit: float, patience: int) -> str:
     side = "below" if guard.is_floor else "above"
     times = f"for {patience} steps" if patience > 1 else "in this step"
-    return (
-        f"step {step}: {guard.metric} is {value:.4g}, {side} guards.{guard.threshold}={limit:g} {times}:"
-        " the policy may be collapsing"
-    )
+    cause = guard.words if not math.isnan(value) else "the numbers of the policy are broken (NaN)"
+    limits = f"{side} guards.{guard.threshold}={limit:g} {times}"
+    return f"step {step}: {cause} ({guard.metric} {value:.4g}, {limits})"
 
 
 def guard_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.silver import is_repetition, silver_documents, turn_correctness
+from calibadv_jax.advantages.silver import is_repetition, judge_turns, silver_documents
 
 
 def slow_edit_distance(first, second):
@@ -70,6 +70,10 @@ def test_documents_are_one_by_id_not_by_text(build):
     assert set(silver_documents(group, 0.7)) == {"1", "2"}
 
 
+def turn_correctness(*arguments):
+    return [judgement.correctness for judgement in judge_turns(*arguments)]
+
+
 def test_only_search_turns_of_valid_trajectories_have_correctness(build):
     turns = [build.turn(documents=["a"]), build.turn("invalid", documents=["b"]), build.turn("answer")]
     valid, invalid = build.group((0.0, True, turns), (0.0, False, turns)).trajectories
@@ -90,3 +94,22 @@ def test_a_worthless_turn_stays_in_the_history(build):
     (trajectory,) = build.group((0.0, True, turns)).trajectories
     silver = dict.fromkeys("abc", 1.0)
     np.testing.assert_allclose(turn_correctness(trajectory, silver, "fraction"), [0, 1, 0, 0.5, 0])
+
+
+def test_a_judgement_says_what_is_repeated_and_what_was_found(build):
+    """The first earlier turn counts, documents before thinks, and turns of any kind are earlier ones."""
+    turns = [
+        build.turn("invalid", think="one two three"),
+        build.turn(think="one two four", documents=["a", "b", "a"]),  # repeats the invalid turn
+        build.turn(think="one two five", documents=["b", "a", "c"]),  # its documents, and both thinks
+        build.turn(think="nothing alike", documents=["a", "d"]),  # one shared document is no repetition
+        build.turn("answer", think="nothing alike"),
+    ]
+    (trajectory,) = build.group((0.0, True, turns)).trajectories
+    judged = judge_turns(trajectory, dict.fromkeys("abc", 1.0), "fraction")
+    assert [one.repeated for one in judged] == [None, "think of turn 1", "documents of turn 2", None, None]
+    assert [one.found_silver for one in judged] == [(), ("a", "b"), ("c",), (), ()]
+    assert [one.correctness for one in judged] == [0] * 5
+    judged = judge_turns(trajectory, {"d": 0.5}, "max")
+    assert judged[3].found_silver == ("d",) and judged[3].correctness == 0.5
+    assert {one.repeated for one in judge_turns(trajectory, {}, "max")} == {None}  # nothing is judged

@@ -8,7 +8,7 @@ import pytest
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.learner.batching import Sample, place
 from calibadv_jax.learner.learner import on_policy_only
-from calibadv_jax.learner.step import learn, make_samples
+from calibadv_jax.learner.step import learn, make_samples, old_logprobs, with_old_logprobs
 from calibadv_jax.trajectory import Question, Trajectory, Turn
 
 QUESTION = Question("q", "?", ("x",), "test")
@@ -40,6 +40,23 @@ def test_prompt_and_response_end_to_end():
     assert sample.old_logprobs is None
 
 
+def test_the_learners_logprobs_find_back_to_their_trajectories():
+    """Past one without a sampled token and one whose advantage is 0, of which none are computed."""
+
+    def one(*sampled):
+        return Trajectory(QUESTION, ints(1, 2, 3), [Turn("answer", ints(*sampled), floats(*sampled))])
+
+    trajectories = [one(5, 6), one(), one(7), one(8, 9)]
+    advantages = [floats(1, 1), floats(), floats(0), floats(-1, -1)]
+    made, _ = make_samples(trajectories, advantages)
+    config, loss = LearnerConfig(minibatch_size=2, row_length=ROW), LossConfig()
+    assert old_logprobs(trajectories, made) == [None] * 4
+    known = old_logprobs(trajectories, with_old_logprobs(Notebook(), 1, made, config, loss))
+    assert known[1] is known[2] is None
+    np.testing.assert_allclose(known[0], [-1.05, -1.06], rtol=1e-6)
+    np.testing.assert_allclose(known[3], [-1.08, -1.09], rtol=1e-6)
+
+
 class Notebook:
     """A learner that writes down its batches. Its log-probabilities name the policy and the target."""
 
@@ -69,12 +86,13 @@ def samples(count=5):
 
 def go_over(config, loss=None, seed=0, count=5, reference=None):
     notebook = Notebook()
+    loss = loss or LossConfig()
     state, metrics = learn(
         notebook,
         {"params": 1},
-        samples(count),
+        with_old_logprobs(notebook, 1, samples(count), config, loss),
         config,
-        loss or LossConfig(),
+        loss,
         "the loss",
         np.random.default_rng(seed),
         reference,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from calibadv_jax.config import LossConfig, MeshConfig, RewardConfig
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.metrics.console import STEP_METRICS, Console, number, table
+from calibadv_jax.metrics.console import STEP_METRICS, Console, duration, number, table
 from calibadv_jax.metrics.summary import trajectory_metrics
 from calibadv_jax.metrics.timing import Stopwatch
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -29,9 +30,43 @@ class Terminal(io.StringIO):
 
 def test_a_step_is_one_line_of_the_known_metrics():
     stream = io.StringIO()
-    metrics = {"perf/tokens_per_second": 5612.3, "reward/mean": 0.52341, "unknown": 3.0}
+    metrics = {"perf/tokens_per_second": 2900.3, "reward/mean": 0.52341, "timing_s/step": 4.3, "unknown": 3.0}
     Console(stream=stream).step(12, 60, metrics)
-    assert stream.getvalue() == "step 12/60 reward 0.5234 tok/s 5612\n"
+    assert stream.getvalue() == "step 12/60  reward 0.523    4.3 s/step    2,900 tok/s  ETA 3 min\n"
+
+
+def test_the_lines_of_a_run_stand_under_each_other():
+    """However large or small the numbers, and whatever the width of a terminal."""
+    stream = io.StringIO()
+    console = Console(stream=stream)
+    names = [one.metric for one in STEP_METRICS]
+    large = {"actor/grad_norm": 12345.6 / 100, "rollout/sampled_tokens/mean": 16384.0}
+    large |= {"timing_s/step": 123.456, "perf/tokens_per_second": 234567.0}
+    for step, value in ((1, 0.0), (10, 0.987654), (100, 1.0), (1000, float("nan"))):
+        more = {"timing_s/step": 100.0} | (large if step == 100 else {})
+        console.step(step, 2000, dict.fromkeys(names, value) | more)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 4 and len(lines[0]) > 100
+    columns = {line.index("s/step") for line in lines} | {line.index(" tok/s") + 1 for line in lines}
+    assert len(columns) == 2
+    assert lines[0].startswith("step    1/2000  loss  0.0000 nats  reward 0.000")
+
+
+def test_the_time_left_is_that_of_the_median_step():
+    stream = io.StringIO()
+    console = Console(stream=stream)
+    for step, seconds in ((1, 500.0), (2, 10.0), (3, 12.0), (4, 8.0), (5, 8.0)):
+        console.step(step, 5, {"timing_s/step": seconds})
+    ends = [line.split("ETA ")[-1] for line in stream.getvalue().splitlines()]
+    assert ends[:4] == ["33 min", "13 min", "24 s", "11 s"] and "ETA" not in stream.getvalue().splitlines()[4]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0 s"), (89, "89 s"), (90, "2 min"), (720, "12 min"), (5400, "1.5 h"), (2.1 * 86400, "2.1 d")],
+)
+def test_duration(seconds, shown):
+    assert duration(seconds) == shown
 
 
 def update_metrics() -> set[str]:
@@ -63,37 +98,60 @@ def rollout_metrics() -> set[str]:
 
 def test_every_metric_of_the_line_exists():
     timing = set(Stopwatch().metrics(tokens=1))
-    missing = set(STEP_METRICS.values()) - update_metrics() - rollout_metrics() - timing
+    missing = {one.metric for one in STEP_METRICS} - update_metrics() - rollout_metrics() - timing
     assert missing == {"sft/loss"}  # the cold start's name for actor/loss, given by its entry point
 
 
-def test_without_progress_only_results_are_shown(capsys):
+def test_without_progress_only_results_and_warnings_are_shown(capsys):
     stream = Terminal()
     console = Console(progress=False, stream=stream)
     console.step(1, 2, {"reward/mean": 1.0})
     console.note("working")
-    with console.bar("rollout", 3) as advance:
-        advance(1)
+    with console.phase("update", announce=True), console.bar("rollouts", 3, "trajectories") as show:
+        show(1)
     console.say("written to runs/a")
     assert stream.getvalue() == ""
+    console.warn("collapse")
+    assert "warning: collapse" in stream.getvalue()
     assert capsys.readouterr().out == "written to runs/a\n"
 
 
-def test_a_bar_counts_on_a_terminal():
+def seen(stream):
+    """What a terminal was sent, without its control sequences."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+
+
+def test_a_terminal_shows_what_is_being_done_and_a_bar_that_counts():
     stream = Terminal()
-    with Console(stream=stream).bar("rollout", 4) as show:
-        for done in (1, 2, 4):
+    console = Console(stream=stream)
+    with console.phase("publishing the policy", announce=True):
+        assert "publishing the policy" in seen(stream)
+    with console.bar("rollouts", 2560, "trajectories") as show:
+        for done in (1, 137):
             show(done)
-    assert "rollout" in stream.getvalue() and "/4" in stream.getvalue()
+        console.note("a line [1/2] above the bar")
+    text = seen(stream)
+    assert "rollouts" in text and "137/2560 trajectories" in text
+    assert "a line [1/2] above the bar\n" in text.replace("\r", "")
 
 
-def test_in_a_file_a_line_now_and_then_instead_of_a_bar(monkeypatch):
+def test_in_a_file_there_are_plain_lines(monkeypatch):
+    """A line now and then instead of a bar; nothing that moves or colours."""
     stream, clock = io.StringIO(), [0.0]
     monkeypatch.setattr("calibadv_jax.metrics.console.time.monotonic", lambda: clock[0])
-    with Console(stream=stream).bar("rollout", 4) as show:
-        for done, clock[0] in ((1, 1.0), (2, 31.0), (3, 40.0), (4, 70.0)):
+    console = Console(stream=stream)
+    with console.phase("waiting for the retriever", announce=True), console.phase("update"):
+        pass
+    with console.bar("rollouts", 40, "trajectories") as show:
+        for done, clock[0] in ((10, 1.0), (20, 31.0), (30, 40.0), (40, 70.0)):
             show(done)
-    assert stream.getvalue() == "rollout 2/4\nrollout 4/4\n"
+    console.warn("[red]x[/red] " + "long " * 40)
+    assert stream.getvalue().splitlines() == [
+        "waiting for the retriever",
+        "rollouts 20/40 trajectories",
+        "rollouts 40/40 trajectories",
+        "warning: [red]x[/red] " + "long " * 40,
+    ]
 
 
 @pytest.mark.parametrize(
