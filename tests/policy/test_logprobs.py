@@ -101,7 +101,7 @@ def test_entropies_that_are_only_reported_have_no_gradient_and_the_same_values(p
 
     compute = jax.jit(jax.grad(run, has_aux=True), static_argnums=1)
     (kept, all_values), (dropped, values) = compute(hidden, True), compute(hidden, False)
-    np.testing.assert_allclose(all_values[1], values[1], atol=1e-5)
+    np.testing.assert_allclose(all_values[1], values[1], atol=1e-4)
     alone = jax.grad(lambda hidden: jnp.sum(jnp.sin(run(hidden, True)[1][0])))(hidden)
-    np.testing.assert_allclose(dropped, alone, atol=1e-5)
+    np.testing.assert_allclose(dropped, alone, atol=1e-4)
     assert np.abs(np.asarray(kept) - np.asarray(dropped)).max() > 1e-3
