@@ -24,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from calibadv_jax.record.reader import read_columns
+from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.rollout.stream import RolloutStream
 from calibadv_jax.trajectory import Group, Question
 
@@ -31,10 +33,9 @@ from calibadv_jax.trajectory import Group, Question
 def recorded(run: Path) -> tuple[np.ndarray, float]:
     """Seconds [steps, groups] of a run's groups, and the median seconds of its update and publication."""
     steps = []
-    for path in (run / "rollouts").glob("step_*.jsonl"):
+    for path in kept_steps(run).values():
         groups: dict[str, float] = {}
-        for line in path.read_text(encoding="utf-8").splitlines():
-            one = json.loads(line)
+        for one in read_columns(path, ["question_id", "seconds"]).to_pylist():
             groups[one["question_id"]] = max(groups.get(one["question_id"], 0.0), one["seconds"])
         steps.append(list(groups.values()))
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

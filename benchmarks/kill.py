@@ -54,7 +54,7 @@ SMALL = [
     "checkpoint.every=1",
     "mesh.data=1",
     "mesh.fsdp=1",
-    "log.tensorboard=false",
+    "log.backends=[]",
 ]
 WAYS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGSTOP": signal.SIGSTOP}
 

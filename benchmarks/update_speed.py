@@ -36,7 +36,7 @@ from calibadv_jax.learner.batching import Sample, pack, place, token_weights
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
-from calibadv_jax.learner.step import learn
+from calibadv_jax.learner.step import learn, with_old_logprobs
 from calibadv_jax.policy import transformer
 from calibadv_jax.sft import encode_demonstration
 from calibadv_jax.wiring import Model, build_model
@@ -123,7 +123,8 @@ def step_arm(config: Config, model: Model, samples: list[Sample], name: str) -> 
 
     def call() -> None:
         rng = np.random.default_rng(0)
-        holder[0], _ = learn(learner, holder[0], chosen, settings, loss_config, loss, rng)
+        ready = with_old_logprobs(learner, holder[0]["params"], chosen, settings, loss_config)
+        holder[0], _ = learn(learner, holder[0], ready, settings, loss_config, loss, rng)
 
     return call
 

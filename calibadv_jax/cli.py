@@ -37,6 +37,7 @@ COMMANDS = {
 TOOLS: dict[str, str] = {
     "inspect": "A page of a run's trajectories: tokens by advantage, and why each turn got its own.",
     "ask": "Asks a policy a question, and shows what it searches and reads.",
+    "replay": "Reward, advantages and loss of a kept step once more, or with other settings.",
 }
 # A file inspect.py would hide Python's own from every file here that is run by its path.
 MODULES = {"inspect": "inspect_run"}
@@ -87,7 +88,7 @@ def _run_tool(name: str, argv: Sequence[str]) -> NoReturn:
     tool = importlib.import_module(f"calibadv_jax.{MODULES.get(name, name.replace('-', '_'))}")
     parser = _Parser(prog=f"calibadv {name}", description=TOOLS[name], allow_abbrev=False)
     tool.add_arguments(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)  # options may stand between the other arguments
     _end(lambda: tool.run(arguments))
 
 

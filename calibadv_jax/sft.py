@@ -20,6 +20,7 @@ from calibadv_jax.learner.batching import Batch, Sample, pack, place, token_weig
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.losses import negative_log_likelihood
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.model import build_model, initial_params
@@ -50,7 +51,8 @@ def run(config: Config) -> None:
     )
     state = learner.init(initial_params(config, model, sft.init_from))
     step = 0
-    with MetricsWriter(folder / "sft_metrics", config.log.tensorboard, start_step=0) as writer:
+    backends = open_backends(config.log, folder / "sft_metrics", start_step=0)
+    with MetricsWriter(folder / "sft_metrics", backends, start_step=0) as writer:
         for number, phase in enumerate(sft.phases):
             batches = _batches(config, phase, model.tokenizer, config.run.seed + number)
             for batch in (next(batches) for _ in range(phase.steps)):

@@ -11,14 +11,15 @@ from calibadv_jax.data.questions import load_questions
 from calibadv_jax.doctor import check_inputs
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import evaluate
+from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import guard_metrics
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
 from calibadv_jax.metrics.timing import Stopwatch
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.model import build_model
+from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.rollout.record import write_rollouts
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run_folder import enter_run_folder
 from calibadv_jax.seeds import random_state
@@ -48,7 +49,9 @@ def train(
     config: Config, trainer: Trainer, rollouts: Rollouts, folder: Path, console: Console, stop: Stop
 ) -> None:
     """The algorithm. All parts of the run are built before."""
-    with MetricsWriter(folder, config.log.tensorboard, start_step=trainer.step + 1) as writer:
+    record = RolloutWriter(folder, config, trainer.step + 1)
+    backends = open_backends(config.log, folder, trainer.step + 1)
+    with MetricsWriter(folder, backends, trainer.step + 1) as writer:
         trainer.publish()  # before the first step, so that a broken path fails at the start
         if trainer.step < config.learner.steps:
             console.note("the first step compiles; those after it are faster")
@@ -63,10 +66,12 @@ def train(
                 metrics = trajectory_metrics(groups, begun) | guard_metrics(groups) | advantages.metrics
                 metrics |= rollouts.metrics()
             try:
-                with stop.held(), watch("update"):
-                    metrics |= trainer.update(groups, advantages)
-                    if config.log.rollouts:
-                        write_rollouts(folder / "rollouts" / f"step_{trainer.step}.jsonl", groups)
+                with stop.held():
+                    with watch("update"):
+                        metrics |= trainer.update(groups, advantages)
+                    with watch("record"):
+                        known = trainer.learner_logprobs
+                        metrics |= record.write(trainer.step, groups, advantages.credits, known, trainer.seed)
                     verdict = trainer.guards.check(trainer.step, metrics)
                     metrics |= verdict.metrics
                 with watch("publish"):
@@ -87,6 +92,7 @@ def train(
                 with stop.held():
                     trainer.roll_back()
                     writer.rewind(trainer.step + 1)
+                    record.rewind(trainer.step + 1)
                 trainer.publish()
                 continue
             with stop.held():

@@ -17,7 +17,7 @@ from calibadv_jax.learner.batching import Sample, pack, unpack
 from calibadv_jax.learner.learner import Learner, on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
-from calibadv_jax.learner.step import learn, make_samples
+from calibadv_jax.learner.step import learn, make_samples, old_logprobs, with_old_logprobs
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.model import Model, initial_params
@@ -72,6 +72,8 @@ class Trainer:
         self.state = self.learner.init(params)
         self.step = 0
         self.trained_tokens = 0  # of the last step, prompts and observations included
+        # Float32 [T] of each response of the last step before its first update; None where not computed.
+        self.learner_logprobs: list[list[np.ndarray | None]] = []
         self.checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
 
     @property
@@ -135,6 +137,9 @@ class Trainer:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         per_token = [values for group in advantages.advantages for values in group]
         samples, skipped = make_samples(trajectories, per_token)
+        samples = with_old_logprobs(self.learner, self.state["params"], samples, config.learner, config.loss)
+        known = iter(old_logprobs(trajectories, samples))
+        self.learner_logprobs = [[next(known) for _ in group.trajectories] for group in groups]
         rate = float(self.schedule(int(self.state["updates"])))
         metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(skipped)}
         if samples:

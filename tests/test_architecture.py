@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from calibadv_jax.cli import COMMANDS
+from calibadv_jax.cli import COMMANDS, TOOLS
 from calibadv_jax.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +22,7 @@ STAGES: dict[str, set[str]] = {
     "data": set(),
     "rewards": set(),
     "advantages": set(),
+    "record": {"advantages"},
     "rollout": set(),
     "services": set(),
     "metrics": set(),
@@ -31,9 +32,9 @@ STAGES: dict[str, set[str]] = {
     "snapshots": {"policy"},
     "sampler": {"policy", "services"},
 }
-CONDUCTORS = (*COMMANDS, "cli", "model", "trainer", "wiring")
+CONDUCTORS = (*COMMANDS, *TOOLS, "cli", "model", "trainer", "wiring")
 OPTIONAL = {
-    "calibadv_jax": {"vllm"},
+    "calibadv_jax": {"mlflow", "prometheus_client", "vllm", "wandb"},
     "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers", "torch"},
 }
 LAUNCHERS = {  # --help needs nothing installed, and the number of threads is set before NumPy loads

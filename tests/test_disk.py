@@ -42,9 +42,9 @@ def steps(folder: Path) -> list[int]:
 
 def test_a_full_disk_is_one_line_and_the_next_start_goes_on(small_disk):
     folder = small_disk / "run"
-    config = make_config(folder, learner={"steps": 6}, checkpoint={"every": 1}, log={"rollouts": False})
+    config = make_config(folder, learner={"steps": 6}, checkpoint={"every": 1}, log={"rollouts": "none"})
     ballast = small_disk / "ballast"
-    first = make_config(folder, learner={"steps": 3}, checkpoint={"every": 1}, log={"rollouts": False})
+    first = make_config(folder, learner={"steps": 3}, checkpoint={"every": 1}, log={"rollouts": "none"})
     run(first, folder)
     free = shutil.disk_usage(small_disk).free
     ballast.write_bytes(b"x" * max(0, free - 8192))  # room for a row of metrics, not for a checkpoint

@@ -46,7 +46,7 @@ SMALL = [
     "checkpoint.every=2",
     "mesh.data=1",
     "mesh.fsdp=8",
-    "log.tensorboard=false",
+    "log.backends=[]",
     # A random policy never answers: reward what it does vary in, so that there is something to learn.
     "reward.format=false",
 ]
@@ -169,7 +169,7 @@ def test_chain_from_cold_start_to_export(tmp_path):
     assert set(report["before"]) == set(report["after"]) == {"0", "1"}
     assert json.loads((folder / "hf/config.json").read_text())["model_type"] == "qwen3"
     assert len(AutoTokenizer.from_pretrained(folder / "hf")) == 398
-    steps = list((folder / "rollouts").glob("step_*.jsonl"))
+    steps = list((folder / "rollouts").glob("step_*.parquet"))
     assert len(steps) == config.learner.steps
     assert "soft penalty ON" in run("train")  # resumes at the end: nothing left to do
     assert "ready: every check passed" in run("doctor")

@@ -16,6 +16,9 @@ from trainer_rig import HF_CONFIG, QUESTIONS, ScriptedRollouts, make_config, mak
 from calibadv_jax.advantages.registry import compute_advantages
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import Console
+from calibadv_jax.record.reader import find_step, read_metadata, read_step
+from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.replay import equal_turns, kept_config, replay
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.stream import RolloutStream
 from calibadv_jax.stopping import Stop
@@ -100,7 +103,26 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
     assert all(row["actor/grad_norm"] > 0 for row in written)
     assert [row["actor/lr"] for row in written[:2]] == pytest.approx([0, 0.005])
     assert sorted(int(path.name) for path in (tmp_path / "parts/checkpoints").glob("[0-9]")) == [4, 6]
-    assert (tmp_path / "parts/rollouts/step_6.jsonl").is_file()
+    steps = [f"step_{step}.parquet" for step in range(1, 7)]
+    assert sorted(path.name for path in (tmp_path / "parts/rollouts").iterdir()) == steps
+
+
+def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
+    """In mini-batches, so that the learner's log-probabilities are computed apart and kept."""
+    learner = {"steps": 2, "minibatch_size": 4, "row_length": 16, "microbatch_rows": 8}
+    for name, change in (("apart", learner), ("at once", learner | {"minibatch_size": 0})):
+        folder = tmp_path / name
+        run(make_config(folder, learner=change), ScriptedRollouts(), folder)
+        kept = read_step(find_step(folder, 2))
+        computed = [values is not None for group in kept.learner_logprobs for values in group]
+        assert all(computed) if name == "apart" else not any(computed)
+        found = replay(kept, kept_config(kept, "step"))
+        equal, total = equal_turns(kept.credits, found.advantages.credits)
+        assert equal == total == 12
+        row = rows(folder)[1]
+        for metric in ("actor/pg_loss", "advantage/answer/negative_after", "reward/mean"):
+            # The ratio of the second mini-batch is no longer 1, but the learning rate is tiny.
+            assert found.metrics[metric] == pytest.approx(row[metric], abs=1e-5), metric
 
 
 class Collapsing(ScriptedRollouts):
@@ -128,6 +150,9 @@ def test_a_rollback_goes_back_to_the_last_good_checkpoint_and_draws_other_number
     written = rows(tmp_path)
     assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
     assert all(row["guard/sampled_perplexity"] == 0 for row in written)
+    kept = {step: read_metadata(path)["seed"] for step, path in kept_steps(tmp_path).items()}
+    assert list(kept) == [1, 2, 3, 4, 5, 6]
+    assert kept[1] == kept[2] == "0" and kept[3] == kept[4] == str(rollouts.seed)  # those of the way back
     back = rollouts.loaded[2][1], rollouts.loaded[5][1]
     jax.tree.map(np.testing.assert_array_equal, *back)
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [4, 6]

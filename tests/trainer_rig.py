@@ -58,7 +58,7 @@ def make_config(folder, **sections):
         },
         "learner": {"steps": 4, "row_length": 16, "microbatch_rows": 8},
         "checkpoint": {"every": 2},
-        "log": {"tensorboard": False, "progress": False},
+        "log": {"backends": [], "progress": False},
     }
     plain = Config()
     changed = {

@@ -8,9 +8,11 @@ the same turn.
 
 from __future__ import annotations
 
+import numpy as np
+
 from calibadv_jax.advantages import grpo
 from calibadv_jax.advantages.credit import GroupCredit, answer_mass, last_sampled_turn
-from calibadv_jax.advantages.silver import silver_documents, turn_correctness
+from calibadv_jax.advantages.silver import judge_turns, silver_documents
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.trajectory import Group
 
@@ -23,9 +25,10 @@ def assign(group: Group, config: AdvantageConfig) -> GroupCredit:
     """
     credit = grpo.assign(group, config)
     credit.silver = silver_documents(group, config.silver_threshold)
-    credit.correctness = [
-        turn_correctness(trajectory, credit.silver, config.correctness) for trajectory in group.trajectories
-    ]
+    judged = [judge_turns(trajectory, credit.silver, config.correctness) for trajectory in group.trajectories]
+    credit.correctness = [np.array([one.correctness for one in turns], np.float64) for turns in judged]
+    credit.repeated = [[one.repeated for one in turns] for turns in judged]
+    credit.found_silver = [[one.found_silver for one in turns] for turns in judged]
     if config.soft_penalty:
         _soften(credit)
     if config.rebalance:
@@ -39,6 +42,9 @@ def _soften(credit: GroupCredit) -> None:
         credit.group.trajectories, credit.turns, credit.correctness, strict=True
     ):
         searches = slice(last_sampled_turn(trajectory) or 0)  # correctness is 0 where the kind is another
+        softened = np.zeros(len(turns), bool)
+        softened[searches] = (turns[searches] < 0) & (correctness[searches] > 0)
+        credit.softened.append(softened)
         turns[searches] *= 1 - correctness[searches] * (turns[searches] < 0)
 
 

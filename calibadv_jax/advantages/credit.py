@@ -20,6 +20,10 @@ class GroupCredit:
     turns: list[np.ndarray]  # G × float64 [K_i]: advantage of the sampled tokens of each turn
     correctness: list[np.ndarray]  # G × float64 [K_i] in [0, 1]; 0 where a turn has none
     silver: dict[str, float] = field(default_factory=dict)  # document id -> weight in (0, 1]
+    # The rest says why; [] where the algorithm does not judge turns.
+    softened: list[np.ndarray] = field(default_factory=list)  # G × bool [K_i]: correctness made it smaller
+    repeated: list[list[str | None]] = field(default_factory=list)  # G × [K_i], see silver.Judgement
+    found_silver: list[list[tuple[str, ...]]] = field(default_factory=list)  # G × [K_i], newly found ids
 
     def answer_advantages(self) -> list[float]:
         """Advantage of each trajectory's last sampled turn, length G; 0 where nothing was sampled."""

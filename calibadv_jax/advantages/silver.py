@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 from rapidfuzz.distance import Levenshtein
 
 from calibadv_jax.trajectory import Group, Trajectory
@@ -17,6 +17,15 @@ _CORRECTNESS: dict[str, Callable[[Sequence[float], int], float]] = {
     "mean": lambda weights, num_documents: sum(weights) / num_documents,
 }
 _MAX_SHARED_DOCUMENTS = 1
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What one turn is worth by its group's silver documents, and why."""
+
+    correctness: float = 0.0  # in [0, 1]
+    repeated: str | None = None  # what it repeats: "think of turn 1" or "documents of turn 2", counted from 1
+    found_silver: tuple[str, ...] = ()  # ids of its silver documents that no earlier turn saw, in its order
 
 
 def silver_documents(group: Group, threshold: float) -> dict[str, float]:
@@ -38,17 +47,17 @@ def silver_documents(group: Group, threshold: float) -> dict[str, float]:
     return {document: count / largest for document, count in counts.items()}
 
 
-def turn_correctness(trajectory: Trajectory, silver: dict[str, float], how: str) -> np.ndarray:
-    """float64 [K]: correctness in [0, 1] of each turn; 0 for turns that are not searches.
+def judge_turns(trajectory: Trajectory, silver: dict[str, float], how: str) -> list[Judgement]:
+    """A judgement of each turn, length K; that of a turn which is not a search says nothing.
 
     A search turn's good documents are silver and not seen before in the trajectory. It is worth 0
     without any, or if it repeats an earlier turn: its think is more than half the same words in edit
-    distance, or it shares two or more distinct documents. Format-invalid trajectories are worth 0
-    throughout. `how` is fraction, max or mean; see AdvantageConfig.correctness.
+    distance, or it shares two or more distinct documents. Nothing is judged in a format-invalid trajectory,
+    nor without silver documents. `how` is fraction, max or mean; see AdvantageConfig.correctness.
     """
-    correctness = np.zeros(len(trajectory.turns))
+    judgements = [Judgement() for _ in trajectory.turns]
     if not silver or not trajectory.format_valid:
-        return correctness
+        return judgements
     score = _CORRECTNESS[how]
     earlier_thinks: list[list[str]] = []
     earlier_documents: list[set[str]] = []
@@ -57,15 +66,31 @@ def turn_correctness(trajectory: Trajectory, silver: dict[str, float], how: str)
         documents = dict.fromkeys(document.id for document in turn.documents)  # a set in the order shown
         if turn.kind == "search":
             seen = set().union(*earlier_documents)
-            good = [silver[document] for document in documents if document in silver and document not in seen]
-            repeats = any(
-                len(documents.keys() & shown) > _MAX_SHARED_DOCUMENTS for shown in earlier_documents
-            ) or any(is_repetition(words, think) for think in earlier_thinks)
-            if good and not repeats:
-                correctness[index] = score(good, len(turn.documents))
+            good = tuple(one for one in documents if one in silver and one not in seen)
+            repeated = _repeated(words, set(documents), earlier_thinks, earlier_documents)
+            correctness = 0.0
+            if good and repeated is None:
+                correctness = score([silver[document] for document in good], len(turn.documents))
+            judgements[index] = Judgement(correctness, repeated, good)
         earlier_thinks.append(words)
         earlier_documents.append(set(documents))
-    return correctness
+    return judgements
+
+
+def _repeated(
+    words: Sequence[str],
+    documents: set[str],
+    earlier_thinks: Sequence[Sequence[str]],
+    earlier_documents: Sequence[set[str]],
+) -> str | None:
+    """The first earlier turn that a turn repeats, documents before thinks; None where it repeats none."""
+    for number, shown in enumerate(earlier_documents, 1):
+        if len(documents & shown) > _MAX_SHARED_DOCUMENTS:
+            return f"documents of turn {number}"
+    for number, think in enumerate(earlier_thinks, 1):
+        if is_repetition(words, think):
+            return f"think of turn {number}"
+    return None
 
 
 def is_repetition(words: Sequence[str], earlier: Sequence[str]) -> bool:

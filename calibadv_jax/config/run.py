@@ -21,10 +21,22 @@ class RunConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class LogConfig:
-    tensorboard: bool = True
-    """Write TensorBoard event files beside metrics.jsonl."""
-    rollouts: bool = True
-    """Keep every trajectory as rollouts/step_N.jsonl."""
+    backends: list[Literal["tensorboard", "wandb", "mlflow", "prometheus"]] = field(
+        default_factory=lambda: ["tensorboard"]
+    )
+    """Where metrics go beside metrics.jsonl: TensorBoard event files in the run's folder, Weights & Biases
+    (WANDB_MODE=offline works), MLflow (MLFLOW_TRACKING_URI), a Prometheus endpoint. Empty: nowhere else."""
+    project: str = "calibadv-jax"
+    """Project of Weights & Biases, experiment of MLflow."""
+    prometheus: str = "127.0.0.1:9464"
+    """host:port of the Prometheus endpoint, where log.backends names it."""
+    rollouts: Literal["parquet", "jsonl", "none"] = "parquet"
+    """Keep every trajectory, with what credit assignment made of it, as rollouts/step_N.parquet (compact) or
+    step_N.jsonl (readable, some ten times the size); see docs/record.md."""
+    rollouts_keep: NonNegativeInt = 100
+    """Newest steps whose trajectories stay on disk; 0: all."""
+    rollouts_every: NonNegativeInt = 10
+    """Older than rollouts_keep: every so many steps one stays; 0: none."""
     progress: bool = True
     """Show a line a step, and a bar where standard error is a terminal."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -25,9 +26,9 @@ def make_samples(
     """
     samples = []
     for trajectory, advantage in zip(trajectories, advantages, strict=True):
-        mask = trajectory.mask
-        if trajectory.error is not None or not mask.any():
+        if not _is_trained(trajectory):
             continue
+        mask = trajectory.mask
         prompt = trajectory.prompt_ids.astype(np.int32)
         nothing = np.zeros(len(prompt), np.float32)
         samples.append(
@@ -41,8 +42,51 @@ def make_samples(
     return samples, len(trajectories) - len(samples)
 
 
-def learn(
+def _is_trained(trajectory: Trajectory) -> bool:
+    return trajectory.error is None and bool(trajectory.mask.any())
+
+
+def with_old_logprobs(
     learner: Learner,
+    params: Params,
+    samples: Sequence[Sample],
+    config: LearnerConfig,
+    loss_config: LossConfig,
+) -> Sequence[Sample]:
+    """The samples with the log-probabilities of the policy that is about to change, if the loss needs them.
+
+    Those that cannot change the gradient get none.
+    """
+    on_policy = on_policy_only(loss_config, config.minibatch_size, config.epochs)
+    if loss_config.old_logprobs == "sampler" or on_policy:
+        return samples
+    return _with_recomputed(learner, params, samples, loss_config, config.row_length)
+
+
+def old_logprobs(trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> list[np.ndarray | None]:
+    """Float32 [T] of each trajectory's response, 0 where not sampled; None where they were not computed.
+
+    Args:
+        samples: of the same trajectories, from `with_old_logprobs`.
+    """
+    remaining = iter(samples)
+    known = [next(remaining).old_logprobs if _is_trained(one) else None for one in trajectories]
+    return [
+        None if values is None else values[len(one.prompt_ids) :]
+        for one, values in zip(trajectories, known, strict=True)
+    ]
+
+
+class Updater(Protocol):
+    """What `learn` needs of a `Learner`."""
+
+    def update(
+        self, state: State, batch: Batch, loss: LossFunction, reference: Params | None = None
+    ) -> tuple[State, dict[str, float]]: ...
+
+
+def learn(
+    learner: Updater,
     state: State,
     samples: Sequence[Sample],
     config: LearnerConfig,
@@ -56,14 +100,14 @@ def learn(
     Samples without any advantage are not computed where they cannot change the gradient; they count in
     the mean all the same.
 
+    Args:
+        samples: from `with_old_logprobs`.
+
     Returns:
         The new state, and each metric's mean over the updates. ``actor/loss``, ``actor/pg_loss`` and
         ``actor/grad_norm`` are those of all samples, the other metrics means over the tokens that were
         computed, whose share of the weights is ``actor/computed_share``.
     """
-    on_policy = on_policy_only(loss_config, config.minibatch_size, config.epochs)
-    if loss_config.old_logprobs == "recompute" and not on_policy:
-        samples = _with_recomputed(learner, state["params"], samples, loss_config, config.row_length)
     size = config.minibatch_size or len(samples)
     history: list[dict[str, float]] = []
     for _ in range(config.epochs):

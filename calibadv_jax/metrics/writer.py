@@ -1,4 +1,4 @@
-"""Metrics on disk: ``metrics.jsonl`` for programs, TensorBoard event files for people."""
+"""Metrics of a run: ``metrics.jsonl`` on disk, and whatever other places it is told."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from tensorboardX import SummaryWriter
-
 from calibadv_jax.errors import UserError
+from calibadv_jax.metrics.backends import Backend
 
 RESERVED = frozenset({"step", "nonfinite"})
 
 
 class MetricsWriter:
-    """Appends one JSON object a step to ``<directory>/metrics.jsonl`` and scalars to TensorBoard.
+    """Appends one JSON object a step to ``<directory>/metrics.jsonl``, and hands the scalars to the backends.
 
     A row is ``{"step": s, name: value, …}``. JSON has no NaN and no infinity: such values are written as
     null and their names listed under "nonfinite". Rows are flushed one by one, so that a run can be
@@ -27,7 +26,7 @@ class MetricsWriter:
 
     Args:
         directory: made when missing.
-        tensorboard: also write event files to ``<directory>/tensorboard``.
+        backends: get every row's finite values too; they are closed with the writer.
         start_step: first step this run will write. Rows of this step and of later ones, left by an earlier
             attempt, are dropped: the file is then that of an uninterrupted run. None keeps all rows.
 
@@ -35,13 +34,13 @@ class MetricsWriter:
         UserError: an existing metrics.jsonl holds a line that is not a row of metrics.
     """
 
-    def __init__(self, directory: Path, tensorboard: bool = True, start_step: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, backends: Sequence[Backend] = (), start_step: int | None = None
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         _repair(self.path, start_step)
-        self._events: Any = None
-        if tensorboard:
-            self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=start_step)
+        self._backends = backends
         self._file: TextIO = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -60,21 +59,22 @@ class MetricsWriter:
             row["nonfinite"] = nonfinite
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
-        if self._events is not None:
-            for name in values.keys() - set(nonfinite):
-                self._events.add_scalar(name, values[name], step)
-            self._events.flush()
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        for backend in self._backends:
+            backend.write(step, finite)
 
     def rewind(self, step: int) -> None:
         """Drops the rows at or past `step`, which will be written again."""
         self._file.close()
         _repair(self.path, step)
         self._file = self.path.open("a", encoding="utf-8")
+        for backend in self._backends:
+            backend.rewind(step)
 
     def close(self) -> None:
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        for backend in self._backends:
+            backend.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

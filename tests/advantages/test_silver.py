@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.silver import is_repetition, silver_documents, turn_correctness
+from calibadv_jax.advantages.silver import is_repetition, judge_turns, silver_documents
 
 
 def slow_edit_distance(first, second):
@@ -68,6 +68,10 @@ def test_documents_are_one_by_id_not_by_text(build):
     group = build.group((1.0, True, [build.turn(documents=["1", "2"])]))
     assert all(document.text == "" for document in group.trajectories[0].turns[0].documents)
     assert set(silver_documents(group, 0.7)) == {"1", "2"}
+
+
+def turn_correctness(*arguments):
+    return [judgement.correctness for judgement in judge_turns(*arguments)]
 
 
 def test_only_search_turns_of_valid_trajectories_have_correctness(build):

@@ -11,7 +11,7 @@ from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
 from calibadv_jax.learner.batching import Sample, pack, unpack
 from calibadv_jax.learner.learner import Learner, init_params, on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.step import learn
+from calibadv_jax.learner.step import learn, with_old_logprobs
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
@@ -135,7 +135,9 @@ def test_the_ratio_divides_by_what_the_config_says(
     logprobs = learner.logprobs
     monkeypatch.setattr(learner, "logprobs", lambda *given: (passes.append(1), logprobs(*given))[1])
     seen = rows_of(learner, monkeypatch)
-    learn(learner, state, every, config(minibatch_size, epochs), loss_config, PLAIN[on_policy], rng())
+    chosen = config(minibatch_size, epochs)
+    every = with_old_logprobs(learner, state["params"], every, chosen, loss_config)
+    learn(learner, state, every, chosen, loss_config, PLAIN[on_policy], rng())
     assert len(passes) == (denominator == "recompute" and not on_policy)
     assert len(seen) == epochs * (3 if minibatch_size else 1)
     if on_policy:

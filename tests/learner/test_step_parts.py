@@ -8,7 +8,7 @@ import pytest
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.learner.batching import Sample, place
 from calibadv_jax.learner.learner import on_policy_only
-from calibadv_jax.learner.step import learn, make_samples
+from calibadv_jax.learner.step import learn, make_samples, with_old_logprobs
 from calibadv_jax.trajectory import Question, Trajectory, Turn
 
 QUESTION = Question("q", "?", ("x",), "test")
@@ -69,12 +69,13 @@ def samples(count=5):
 
 def go_over(config, loss=None, seed=0, count=5, reference=None):
     notebook = Notebook()
+    loss = loss or LossConfig()
     state, metrics = learn(
         notebook,
         {"params": 1},
-        samples(count),
+        with_old_logprobs(notebook, 1, samples(count), config, loss),
         config,
-        loss or LossConfig(),
+        loss,
         "the loss",
         np.random.default_rng(seed),
         reference,

@@ -13,7 +13,7 @@ from calibadv_jax.metrics.writer import MetricsWriter, read_metrics
 
 
 def write(directory: Path, steps: range, start_step: int | None = None) -> None:
-    with MetricsWriter(directory, tensorboard=False, start_step=start_step) as writer:
+    with MetricsWriter(directory, start_step=start_step) as writer:
         for step in steps:
             writer.write(step, {"loss": step / 2})
 
@@ -23,7 +23,7 @@ def steps(directory: Path) -> list[int]:
 
 
 def test_a_row_is_readable_as_soon_as_it_is_written(tmp_path):
-    with MetricsWriter(tmp_path / "run", tensorboard=False) as writer:
+    with MetricsWriter(tmp_path / "run") as writer:
         writer.write(3, {"reward/mean": np.float32(0.5), "rollout/turns/max": np.int64(4)})
         assert (tmp_path / "run" / "metrics.jsonl").read_text() == (
             '{"step": 3, "reward/mean": 0.5, "rollout/turns/max": 4}\n'
@@ -60,7 +60,7 @@ def test_a_foreign_line_is_refused_and_the_file_left_alone(tmp_path, line):
     path.write_text('{"step": 0}\n' + line + '\n{"step": 1}\n')
     before = path.read_bytes()
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a row of metrics"):
-        MetricsWriter(tmp_path, tensorboard=False, start_step=1)
+        MetricsWriter(tmp_path, start_step=1)
     assert path.read_bytes() == before
 
 
@@ -73,12 +73,12 @@ def test_a_failed_rewrite_leaves_the_file_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr("calibadv_jax.metrics.writer.os.replace", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        MetricsWriter(tmp_path, tensorboard=False, start_step=1)
+        MetricsWriter(tmp_path, start_step=1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_values_json_does_not_know_are_null_and_named(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write(0, {"loss": float("nan"), "kl": np.float32("inf"), "lr": 0.1})
     text = (tmp_path / "metrics.jsonl").read_text()
     row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -87,41 +87,39 @@ def test_values_json_does_not_know_are_null_and_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["step", "nonfinite"])
 def test_reserved_names_are_refused(tmp_path, name):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer, pytest.raises(ValueError, match=name):
+    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match=name):
         writer.write(0, {name: 1.0})
 
 
 def test_a_value_that_is_no_scalar_is_refused_and_writes_nothing(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer, pytest.raises(TypeError):
+    with MetricsWriter(tmp_path) as writer, pytest.raises(TypeError):
         writer.write(0, {"good": 1.0, "bad": np.ones(3)})
     assert steps(tmp_path) == []
 
 
-def test_tensorboard_gets_the_same_finite_scalars(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
-        writer.write(0, {"loss": 0.5, "kl": float("nan")})
-        writer.write(1, {"loss": 0.25})
-    assert scalars(tmp_path / "tensorboard") == [("loss", 0, 0.5), ("loss", 1, 0.25)]
+class Notebook:
+    """A backend that writes down what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def write(self, step, values):
+        self.told.append((step, dict(values)))
+
+    def rewind(self, step):
+        self.told.append(("rewind", step))
+
+    def close(self):
+        self.told.append("closed")
 
 
-def scalars(directory: Path) -> list[tuple[str, int, float]]:
-    """(tag, step, value) of the scalars in the event files of a folder."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    found = []
-    for path in sorted(directory.glob("events.*")):
-        data = path.read_bytes()
-        while data:  # a record: length (8 bytes), its checksum (4), the event, its checksum (4)
-            length = int.from_bytes(data[:8], "little")
-            event = Event.FromString(data[12 : 12 + length])
-            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
-            data = data[16 + length :]
-    return found
-
-
-def test_without_tensorboard_no_event_file_is_made(tmp_path):
-    write(tmp_path, range(1))
-    assert not (tmp_path / "tensorboard").exists()
+def test_backends_get_the_finite_values_the_rewinds_and_the_end(tmp_path):
+    notebooks = [Notebook(), Notebook()]
+    with MetricsWriter(tmp_path, notebooks) as writer:
+        writer.write(1, {"loss": np.float32(0.5), "kl": float("nan")})
+        writer.rewind(1)
+    for notebook in notebooks:
+        assert notebook.told == [(1, {"loss": 0.5}), ("rewind", 1), "closed"]
 
 
 def test_reading_a_missing_file(tmp_path):

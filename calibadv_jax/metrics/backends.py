@@ -1,0 +1,209 @@
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, Prometheus."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tensorboardX import SummaryWriter
+
+from calibadv_jax.config import LogConfig
+from calibadv_jax.errors import UserError
+from calibadv_jax.metrics.registry import find
+
+
+class Backend(Protocol):
+    """Takes the finite values of every step."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def rewind(self, step: int) -> None:
+        """The steps from `step` on will be written again."""
+
+    def close(self) -> None: ...
+
+
+def open_backends(log: LogConfig, directory: Path, start_step: int | None) -> list[Backend]:
+    """Those that log.backends names, in its order.
+
+    Args:
+        directory: of the run; the run is called by its name.
+        start_step: first step that will be written, where an earlier attempt may have written it already.
+
+    Raises:
+        UserError: a package is not installed, or a service cannot be used.
+    """
+    return [_OPEN[name](log, directory, start_step) for name in log.backends]
+
+
+class TensorBoard:
+    """Event files in ``<directory>/tensorboard``."""
+
+    def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
+        self._folder, self._opened = str(directory / "tensorboard"), 0
+        self._events = self._open(start_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+        self._events.flush()
+
+    def rewind(self, step: int) -> None:
+        self._events.close()
+        self._events = self._open(step)
+
+    def close(self) -> None:
+        self._events.close()
+
+    def _open(self, purge_step: int | None) -> Any:
+        # A file's name says the second; without the count a second file of that second would replace it.
+        self._opened += 1
+        return SummaryWriter(self._folder, purge_step=purge_step, filename_suffix=f".{self._opened}")
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; WANDB_MODE=offline keeps it in the folder, for ``wandb sync``.
+
+    A resumed run is continued. Its values stand over ``step``, so that steps written again replace the curve.
+    """
+
+    def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("wandb") from error
+        known = _Identity(directory / "wandb_run_id")
+        try:
+            self._run = wandb.init(
+                project=log.project,
+                name=directory.name,
+                dir=str(directory),
+                id=known.value or None,
+                resume="allow",
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"log.backends: Weights & Biases cannot be used ({' '.join(str(error).split())}); log in, or"
+                " set WANDB_MODE=offline"
+            ) from error
+        known.keep(self._run.id)
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def rewind(self, step: int) -> None:
+        """Nothing: what is written again stands at the same steps."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of the MLflow experiment log.project, at MLFLOW_TRACKING_URI; a resumed run is continued."""
+
+    def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
+        try:
+            import mlflow
+            from mlflow.exceptions import MlflowException
+        except ImportError as error:
+            raise _missing("mlflow-skinny") from error
+        known = _Identity(directory / "mlflow_run_id")
+        try:
+            self._client = mlflow.MlflowClient()
+            if not known.value:
+                experiment = self._client.get_experiment_by_name(log.project)
+                place = (
+                    experiment.experiment_id if experiment else self._client.create_experiment(log.project)
+                )
+                known.keep(self._client.create_run(place, run_name=directory.name).info.run_id)
+            self._run_id = self._client.get_run(known.value).info.run_id
+        except MlflowException as error:
+            raise UserError(
+                f"log.backends: no MLflow ({' '.join(str(error).split())}); set MLFLOW_TRACKING_URI"
+            ) from error
+        self._metric = mlflow.entities.Metric
+        self._now = mlflow.utils.time.get_current_time_millis
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        now = self._now()
+        rows = [self._metric(_plain_name(name), float(value), now, step) for name, value in values.items()]
+        self._client.log_batch(self._run_id, metrics=rows)
+
+    def rewind(self, step: int) -> None:
+        """Nothing: what is written again stands at the same steps, later in time."""
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+class Prometheus:
+    """The newest step's values as gauges ``calibadv_<name>`` at http://host:port/metrics, log.prometheus."""
+
+    def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client.core import GaugeMetricFamily
+        except ImportError as error:
+            raise _missing("prometheus-client") from error
+        self._family = GaugeMetricFamily
+        self._values: dict[str, float] = {}
+        registry = CollectorRegistry()
+        registry.register(self)
+        host, _, port = log.prometheus.rpartition(":")
+        try:
+            self._server, self._thread = start_http_server(int(port), host, registry)
+        except OSError as error:
+            raise UserError(
+                f"log.prometheus={log.prometheus}: no server there ({error.strerror}); choose another port"
+            ) from error
+
+    def collect(self) -> Iterator[Any]:
+        """Called by the server for every scrape."""
+        for name, value in self._values.items():
+            metric = find(name)
+            meaning = f"{metric.meaning} [{metric.unit}]" if metric else name
+            yield self._family("calibadv_" + re.sub(r"\W", "_", name), meaning, value=value)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._values = {"step": step, **values}
+
+    def rewind(self, step: int) -> None:
+        """Nothing: only the newest values are shown."""
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Identity:
+    """The name under which a service knows this run, in a file of the run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.value = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+
+    def keep(self, value: str) -> None:
+        self.value = value
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(value, encoding="utf-8")
+
+
+def _plain_name(name: str) -> str:
+    """MLflow takes letters, digits and ``_ - . : / `` and spaces."""
+    return re.sub(r"[^\w\-.:/ ]", "_", name)
+
+
+def _missing(package: str) -> UserError:
+    return UserError(f"log.backends: {package} is not installed; pip install {package}")
+
+
+_OPEN: dict[str, Callable[[LogConfig, Path, int | None], Backend]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+    "prometheus": Prometheus,
+}

@@ -1,0 +1,234 @@
+"""Every metric that a run logs: name, unit, meaning, and what the CalibAdv authors call it.
+
+``python -m scripts.document_metrics`` writes docs/metrics.md from it. In a name ``{a,b}`` stands for a and
+for b, ``<word>`` for any one part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from calibadv_jax.metrics.summary import ALIASES
+
+SPREAD = "{mean,max,min}"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One line of the page."""
+
+    name: str
+    unit: str
+    meaning: str
+
+    def names(self) -> list[str]:
+        """The names with every ``{a,b}`` written out."""
+        match = re.search(r"\{([^}]*)\}", self.name)
+        if match is None:
+            return [self.name]
+        before, after = self.name[: match.start()], self.name[match.end() :]
+        return [f"{before}{one}{after}" for one in match[1].split(",")]
+
+
+SECTIONS: dict[str, tuple[Metric, ...]] = {
+    "reward": (
+        Metric(
+            f"reward/{SPREAD}", "score", "answer score times format validity, as trained, over trajectories"
+        ),
+        Metric("reward/format_valid", "share", "trajectories that keep to the format"),
+        Metric(
+            "reward/format", "share", "the same before reward.shuffle, which permutes reward/format_valid"
+        ),
+        Metric("reward/em", "share", "answers that equal a golden answer, whatever the format"),
+        Metric(
+            "reward/f1", "score", "token F1 of the answers with the best golden answer, whatever the format"
+        ),
+        Metric("reward/cover_em", "share", "answers that contain a golden answer, whatever the format"),
+    ),
+    "group": (
+        Metric("group/best_score", "score", "best reward of a question's trajectories, mean over questions"),
+        Metric("group/solved", "share", "questions with at least one reward of 1"),
+        Metric(
+            "group/tied", "share", "questions whose trajectories all have the same reward: they teach nothing"
+        ),
+        Metric("group/all_zero", "share", "questions without any reward"),
+    ),
+    "rollout": (
+        Metric(f"rollout/turns/{SPREAD}", "turns", "sampled turns of a trajectory"),
+        Metric(f"rollout/searches/{SPREAD}", "turns", "searches of a trajectory"),
+        Metric("rollout/valid_actions/mean", "turns", "turns of a trajectory that are a search or an answer"),
+        Metric("rollout/valid_action_ratio", "share", "the same as a share of the trajectory's turns"),
+        Metric("rollout/answered", "share", "trajectories that end with an answer"),
+        Metric("rollout/invalid", "share", "trajectories with a turn that is neither search nor answer"),
+        Metric("rollout/truncated", "share", "trajectories with a turn that a length limit cut"),
+        Metric(
+            "rollout/refused_queries", "turns", "searches whose query the retriever did not take, in the step"
+        ),
+        Metric(f"rollout/prompt_length/{SPREAD}", "tokens", "prompt of a trajectory"),
+        Metric(f"rollout/response_length/{SPREAD}", "tokens", "sampled and observed tokens of a trajectory"),
+        Metric(f"rollout/sampled_tokens/{SPREAD}", "tokens", "sampled tokens of a trajectory"),
+        Metric("rollout/sampled_tokens/total", "tokens", "sampled tokens of the step"),
+        Metric("rollout/sampled_token_ratio", "share", "sampled tokens among those of the responses"),
+        Metric(
+            "rollout/think_repetition",
+            "share",
+            "4-grams of a turn's tokens that stood in the same turn before",
+        ),
+        Metric(
+            "rollout/sampled_perplexity",
+            "-",
+            "exp of the mean negative log-probability of the sampled tokens, under the sampler's policy",
+        ),
+        Metric(
+            f"rollout/staleness/{SPREAD}",
+            "steps",
+            "between the oldest policy that wrote a trajectory and the one that it trains",
+        ),
+        Metric("rollout/mixed_versions", "share", "trajectories that more than one policy wrote"),
+        Metric(
+            "rollout/failed", "trajectories", "that could not be finished, in the step; they are not trained"
+        ),
+        Metric("rollout/failed_share", "share", "the same as a share of the step's trajectories"),
+        Metric(
+            "rollout/failed/<who>", "trajectories", "the same by who failed: retriever, sampler, time limit"
+        ),
+        Metric("rollout/workers", "workers", "vLLM workers that answered the probe after the publication"),
+        Metric("rollout/workers_lost", "workers", "vLLM workers lost since the start of the program"),
+        Metric(
+            "rollout/probe_logprob_diff_{mean,max}",
+            "nats",
+            "between a vLLM worker's and the learner's log-probabilities of a fixed text, once published",
+        ),
+    ),
+    "advantage": (
+        Metric(f"advantage/{SPREAD}", "advantage", "over the sampled tokens, as trained"),
+        Metric("advantage/groups/tied_share", "share", "groups whose scores are all equal"),
+        Metric("advantage/groups/all_wrong_share", "share", "groups whose scores are all 0"),
+        Metric("advantage/groups/all_right_share", "share", "groups whose scores are all 1"),
+        Metric(
+            "advantage/groups/one_sided_share",
+            "share",
+            "groups whose answer turns have advantages of one sign only",
+        ),
+        Metric(
+            "advantage/answer/positive_{before,after}",
+            "advantage × tokens",
+            "sum of the positive advantages over the answer turns' tokens, before and after calibration",
+        ),
+        Metric(
+            "advantage/answer/negative_{before,after}",
+            "advantage × tokens",
+            "magnitude of the sum of the negative ones, before and after calibration",
+        ),
+        Metric(
+            "advantage/answer/ratio_{before,after}",
+            "-",
+            "negative / positive: the imbalance; after calibration it is advantage.target_ratio (lambda)",
+        ),
+        Metric(
+            "advantage/search/softened_share",
+            "share",
+            "of the searches of trajectories with a negative advantage, those whose penalty was made smaller",
+        ),
+        Metric("advantage/correctness/mean", "share", "correctness of the searches that were judged"),
+        Metric("advantage/correctness/zero_share", "share", "judged searches with correctness 0"),
+        Metric("advantage/correctness/to_one_third_share", "share", "with correctness in (0, 1/3]"),
+        Metric("advantage/correctness/to_two_thirds_share", "share", "with correctness in (1/3, 2/3]"),
+        Metric("advantage/correctness/to_one_share", "share", "with correctness in (2/3, 1]"),
+        Metric("advantage/silver/group_share", "share", "groups that have silver documents"),
+        Metric("advantage/silver/size_mean", "documents", "silver documents of a group that has any"),
+        Metric(
+            "advantage/tokens/search_{positive,negative}", "tokens", "of search turns, by sign of advantage"
+        ),
+        Metric(
+            "advantage/tokens/answer_{positive,negative}", "tokens", "of answer turns, by sign of advantage"
+        ),
+        Metric("advantage/skipped_trajectories", "trajectories", "without any sampled token"),
+    ),
+    "actor": (
+        Metric("actor/loss", "-", "loss of the policy, all terms"),
+        Metric("actor/pg_loss", "-", "its policy-gradient term (PPO's clipped objective, negated)"),
+        Metric("actor/entropy", "nats", "entropy of the policy over trained tokens"),
+        Metric("actor/ppo_kl", "nats", "mean of old minus new log-probability of the trained tokens"),
+        Metric("actor/pg_clipfrac", "share", "trained tokens whose ratio is clipped"),
+        Metric(
+            "actor/sampler_mismatch",
+            "nats",
+            "between the learner's and the sampler's log-probabilities, mean",
+        ),
+        Metric("actor/kl_loss", "nats", "KL divergence from the initial policy, by loss.kl_estimator"),
+        Metric("actor/grad_norm", "-", "global norm of the gradient before it is scaled down"),
+        Metric("actor/lr", "-", "learning rate of the step's first update"),
+        Metric("actor/updates", "updates", "optimizer updates of the step"),
+        Metric("actor/skipped", "share", "updates left out because their gradient was not finite"),
+        Metric(
+            "actor/computed_share", "share", "of the loss's weights, those of samples that could change it"
+        ),
+        Metric("actor/untrained_trajectories", "trajectories", "that failed or have no sampled token"),
+    ),
+    "guard": (
+        Metric(
+            "guard/{entropy,format_valid,think_repetition,sampled_perplexity,answer_ratio}",
+            "0 or 1",
+            "1 where the step is beyond the guard's threshold (config section guards)",
+        ),
+    ),
+    "time": (
+        Metric("timing_s/step", "s", "the whole step"),
+        Metric("timing_s/rollout", "s", "waiting for trajectories"),
+        Metric("timing_s/advantage", "s", "rewards, advantages and the metrics of the trajectories"),
+        Metric("timing_s/update", "s", "the learner"),
+        Metric("timing_s/record", "s", "writing the step's trajectories to disk"),
+        Metric("timing_s/publish", "s", "handing the policy to the sampler"),
+        Metric("timing_s/evaluate", "s", "evaluation, at steps that have one"),
+        Metric(f"timing_s/trajectory/{SPREAD}", "s", "one trajectory, searches and weight swaps included"),
+        Metric(
+            "perf/tokens_per_second",
+            "tokens/s",
+            "trained tokens, prompts and observations included, by step time",
+        ),
+        Metric("record/bytes", "bytes", "size of the step's file of trajectories"),
+    ),
+    "eval": (
+        Metric(
+            "eval/<temperature>/<data source>/<metric>",
+            "as named",
+            "evaluation every evaluate.every steps: f1, em, cover_em, format, searches, trajectories, failed",
+        ),
+    ),
+    "cold start": (
+        Metric("sft/loss", "nats", "mean negative log-probability of the trained tokens"),
+        Metric("sft/entropy", "nats", "entropy of the policy over trained tokens"),
+        Metric("sft/lr", "-", "learning rate"),
+        Metric("sft/tokens", "tokens", "of the update, prompts and observations included"),
+    ),
+}
+
+
+def metrics() -> Iterator[Metric]:
+    """Every metric, section by section."""
+    for section in SECTIONS.values():
+        yield from section
+
+
+def authors_names(name: str) -> list[str]:
+    """Under which other names the value of `name` is logged too; see `summary.ALIASES`."""
+    found = []
+    for alias, own in ALIASES.items():
+        if own == name:
+            found.append(alias)
+        elif name.startswith(f"{own}/") and name.removeprefix(f"{own}/") in ("mean", "max", "min"):
+            found.append(alias + name.removeprefix(own))
+    return found
+
+
+def find(name: str) -> Metric | None:
+    """The entry of a logged name, one of the authors' names included; None where there is none."""
+    for metric in metrics():
+        for own in metric.names():
+            pattern = "[^/]+".join(re.escape(part) for part in re.split(r"<[^>]*>", own))
+            if re.fullmatch(pattern, name) or name in authors_names(own):
+                return metric
+    return None

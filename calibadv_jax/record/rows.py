@@ -1,0 +1,197 @@
+"""Trajectories and their credit as rows of `schema.SCHEMA`, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from calibadv_jax.advantages.credit import GroupCredit
+from calibadv_jax.trajectory import Document, Group, Question, Trajectory, Turn
+
+Row = dict[str, Any]
+Logprobs = list[list[np.ndarray | None]]  # float32 [T] of each trajectory of each group, as its response
+
+
+def to_rows(
+    step: int, groups: Sequence[Group], credits: Sequence[GroupCredit], learner_logprobs: Logprobs
+) -> list[Row]:
+    """Rows of a step; arrays stay arrays.
+
+    Args:
+        credits: of the finished trajectories of each group.
+        learner_logprobs: float32 [T] of the response of every trajectory, None where they were not computed.
+    """
+    rows = []
+    for number, (group, credit, known) in enumerate(zip(groups, credits, learner_logprobs, strict=True)):
+        position = 0
+        for one, logprobs in zip(group.trajectories, known, strict=True):
+            turns = [_turn_row(turn) for turn in one.turns]
+            if logprobs is not None:
+                _add_logprobs(turns, logprobs)
+            raw = None
+            if one.error is None:
+                raw = float(credit.raw[position])
+                _add_credit(turns, credit, position)
+                position += 1
+            rows.append(_trajectory_row(one, turns) | {"step": step, "group": number})
+            rows[-1] |= {"advantage_raw": raw, "silver": credit.silver}
+    return rows
+
+
+def _trajectory_row(one: Trajectory, turns: list[Row]) -> Row:
+    return {
+        "index": one.index,
+        "question_id": one.question.id,
+        "question": one.question.text,
+        "data_source": one.question.data_source,
+        "golden_answers": one.question.golden_answers,
+        "supporting_ids": one.question.supporting_ids,
+        "error": one.error,
+        "answer": one.answer,
+        "answer_score": one.answer_score,
+        "format_valid": one.format_valid,
+        "metrics": one.metrics,
+        "policy_versions": one.policy_versions,
+        "seconds": one.seconds,
+        "prompt_ids": one.prompt_ids,
+        "turns": turns,
+    }
+
+
+def _turn_row(turn: Turn) -> Row:
+    """A turn as if it had no credit."""
+    return {
+        "kind": turn.kind,
+        "text": turn.text,
+        "think": turn.think,
+        "query": turn.query,
+        "answer": turn.answer,
+        "stop_reason": turn.stop_reason,
+        "is_refused": turn.is_refused,
+        "policy_versions": turn.policy_versions,
+        "token_ids": turn.token_ids,
+        "logprobs": turn.logprobs,
+        "learner_logprobs": None,
+        "observation_ids": turn.observation_ids,
+        "observation_text": turn.observation_text,
+        "documents": [
+            {"id": one.id, "title": one.title, "text": one.text, "score": one.score} for one in turn.documents
+        ],
+        "advantage_raw": None,
+        "advantage": 0.0,
+        "correctness": 0.0,
+        "softened": False,
+        "repeated": None,
+        "found_silver": (),
+    }
+
+
+def _add_credit(turns: list[Row], credit: GroupCredit, position: int) -> None:
+    raw = float(credit.raw[position])
+    for index, turn in enumerate(turns):
+        turn["advantage_raw"] = raw
+        turn["advantage"] = float(credit.turns[position][index])
+        turn["correctness"] = float(credit.correctness[position][index])
+        if credit.softened:
+            turn["softened"] = bool(credit.softened[position][index])
+        if credit.repeated:
+            turn["repeated"] = credit.repeated[position][index]
+            turn["found_silver"] = credit.found_silver[position][index]
+
+
+def _add_logprobs(turns: list[Row], logprobs: np.ndarray) -> None:
+    start = 0
+    for turn in turns:
+        turn["learner_logprobs"] = logprobs[start : start + len(turn["token_ids"])]
+        start += len(turn["token_ids"]) + len(turn["observation_ids"])
+
+
+def from_rows(rows: Sequence[Row]) -> tuple[list[Group], list[GroupCredit], Logprobs]:
+    """The groups of a step, the credit of their finished trajectories and the learner's log-probabilities.
+
+    Args:
+        rows: as `pyarrow.Table.to_pylist` gives them with maps as dictionaries, arrays or lists.
+    """
+    groups, credits, logprobs = [], [], []
+    for _, chosen in groupby(rows, lambda row: row["group"]):
+        members = list(chosen)
+        question = _question(members[0])
+        group = Group(question, [_trajectory(row, question) for row in members])
+        groups.append(group)
+        credits.append(_credit(group, members))
+        logprobs.append([_logprobs(row, one) for row, one in zip(members, group.trajectories, strict=True)])
+    return groups, credits, logprobs
+
+
+def _question(row: Row) -> Question:
+    return Question(
+        row["question_id"],
+        row["question"],
+        tuple(row["golden_answers"]),
+        row["data_source"],
+        tuple(row["supporting_ids"]),
+    )
+
+
+def _trajectory(row: Row, question: Question) -> Trajectory:
+    return Trajectory(
+        question,
+        np.asarray(row["prompt_ids"], np.int32),
+        [_turn(turn) for turn in row["turns"]],
+        row["index"],
+        row["seconds"],
+        row["error"],
+        row["format_valid"],
+        row["answer_score"],
+        dict(row["metrics"]),
+    )
+
+
+def _turn(row: Row) -> Turn:
+    return Turn(
+        kind=row["kind"],
+        token_ids=np.asarray(row["token_ids"], np.int32),
+        logprobs=np.asarray(row["logprobs"], np.float32),  # JSON has null where a number is not finite: NaN
+        text=row["text"],
+        think=row["think"],
+        query=row["query"],
+        answer=row["answer"],
+        documents=tuple(Document(**document) for document in row["documents"]),
+        is_refused=row["is_refused"],
+        observation_ids=np.asarray(row["observation_ids"], np.int32),
+        observation_text=row["observation_text"],
+        stop_reason=row["stop_reason"],
+        policy_versions=tuple(row["policy_versions"]),
+    )
+
+
+def _credit(group: Group, rows: Sequence[Row]) -> GroupCredit:
+    finished = [row for row in rows if row["error"] is None]
+
+    def column(name: str, kind: type) -> list[np.ndarray]:
+        return [np.array([turn[name] for turn in row["turns"]], kind) for row in finished]
+
+    return GroupCredit(
+        group=group.finished(),
+        raw=np.array([row["advantage_raw"] for row in finished], np.float64),
+        turns=column("advantage", np.float64),
+        correctness=column("correctness", np.float64),
+        silver=dict(rows[0]["silver"]),
+        softened=column("softened", np.bool_),
+        repeated=[[turn["repeated"] for turn in row["turns"]] for row in finished],
+        found_silver=[[tuple(turn["found_silver"]) for turn in row["turns"]] for row in finished],
+    )
+
+
+def _logprobs(row: Row, one: Trajectory) -> np.ndarray | None:
+    """float32 [T] of the response, 0 on observation tokens; None where none were kept."""
+    if not row["turns"] or any(turn["learner_logprobs"] is None for turn in row["turns"]):
+        return None
+    parts = []
+    for row_of_turn, turn in zip(row["turns"], one.turns, strict=True):
+        parts.append(np.asarray(row_of_turn["learner_logprobs"], np.float32))
+        parts.append(np.zeros(len(turn.observation_ids), np.float32))
+    return np.concatenate(parts)

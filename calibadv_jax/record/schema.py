@@ -1,0 +1,82 @@
+"""What a kept step holds: the columns of rollouts/step_N.parquet and step_N.jsonl, one row a trajectory.
+
+Rows stand in the order of the step's groups and their trajectories; those that could not be finished are
+among them. A turn's numbers in `repeated` count from 1.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pyarrow as pa
+
+VERSION = "1"
+FOLDER = "rollouts"  # in the folder of the run
+SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}  # log.rollouts -> how the file's name ends
+_NAME = re.compile(r"step_(\d+)\.(?:parquet|jsonl)")
+
+_INT = pa.int32()
+_INTS = pa.list_(pa.int32())
+_FLOATS = pa.list_(pa.float32())
+_TEXTS = pa.list_(pa.string())
+
+DOCUMENT = pa.struct(
+    [("id", pa.string()), ("title", pa.string()), ("text", pa.string()), ("score", pa.float64())]
+)
+TURN = pa.struct(
+    [
+        ("kind", pa.string()),  # search, answer, invalid, unfinished
+        ("text", pa.string()),
+        ("think", pa.string()),
+        ("query", pa.string()),
+        ("answer", pa.string()),
+        ("stop_reason", pa.string()),
+        ("is_refused", pa.bool_()),
+        ("policy_versions", _INTS),
+        ("token_ids", _INTS),
+        ("logprobs", _FLOATS),  # the sampler's
+        ("learner_logprobs", _FLOATS),  # before the step's first update; null where it had none
+        ("observation_ids", _INTS),
+        ("observation_text", pa.string()),
+        ("documents", pa.list_(DOCUMENT)),
+        ("advantage_raw", pa.float64()),  # of its trajectory; null where that failed
+        ("advantage", pa.float64()),  # what its sampled tokens were trained with
+        ("correctness", pa.float64()),
+        ("softened", pa.bool_()),
+        ("repeated", pa.string()),  # why it counts as a repetition; null where it does not, or was not judged
+        ("found_silver", _TEXTS),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("step", _INT),  # the number of the policy that the step made
+        ("group", _INT),  # position in the step
+        ("index", _INT),  # position in the group
+        ("question_id", pa.string()),
+        ("question", pa.string()),
+        ("data_source", pa.string()),
+        ("golden_answers", _TEXTS),
+        ("supporting_ids", _TEXTS),
+        ("error", pa.string()),
+        ("answer", pa.string()),
+        ("answer_score", pa.float64()),
+        ("format_valid", pa.bool_()),
+        ("metrics", pa.map_(pa.string(), pa.float64())),
+        ("policy_versions", _INTS),
+        ("seconds", pa.float64()),
+        ("advantage_raw", pa.float64()),  # null where the trajectory failed
+        ("silver", pa.map_(pa.string(), pa.float64())),  # of the group, on each of its rows
+        ("prompt_ids", _INTS),
+        ("turns", pa.list_(TURN)),
+    ]
+)
+
+
+def kept_steps(run: Path) -> dict[int, Path]:
+    """Step -> its file in a run's folder, in ascending order; Parquet where a step has both kinds."""
+    found: dict[int, Path] = {}
+    for path in sorted((run / FOLDER).glob("step_*")):  # .jsonl sorts before .parquet
+        if match := _NAME.fullmatch(path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))

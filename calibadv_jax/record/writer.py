@@ -1,0 +1,123 @@
+"""Writes a run's trajectories with all that credit assignment knew: one file a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from calibadv_jax.advantages.credit import GroupCredit
+from calibadv_jax.config import Config
+from calibadv_jax.record.rows import Logprobs, Row, to_rows
+from calibadv_jax.record.schema import FOLDER, SCHEMA, SUFFIXES, VERSION, kept_steps
+from calibadv_jax.trajectory import Group
+
+
+class RolloutWriter:
+    """Keeps the steps of a run as ``rollouts/step_N.parquet`` or ``.jsonl``, a bounded number of them.
+
+    A file is there whole or not at all. Of the steps so far the newest `log.rollouts_keep` stay, and of the
+    older ones every `log.rollouts_every`-th.
+
+    Args:
+        folder: of the run.
+        start_step: first step that will be written; files of this step and of later ones, left by an earlier
+            attempt, are removed.
+    """
+
+    def __init__(self, folder: Path, config: Config, start_step: int) -> None:
+        self.folder, self.config, self.log = folder, config, config.log
+        self._config = json.dumps(dataclasses.asdict(config))
+        self.rewind(start_step)
+
+    def write(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        credits: Sequence[GroupCredit],
+        learner_logprobs: Logprobs,
+        seed: int,
+    ) -> dict[str, float]:
+        """Writes one step, and removes those that need not stay any longer.
+
+        Args:
+            credits: `AdvantageResult.credits`.
+            learner_logprobs: see `rows.to_rows`.
+            seed: the trainer's, of what was drawn in the step.
+
+        Returns:
+            The size of the file; nothing where log.rollouts is none.
+        """
+        if self.log.rollouts == "none":
+            return {}
+        path = self.folder / FOLDER / f"step_{step}{SUFFIXES[self.log.rollouts]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        rows = to_rows(step, groups, credits, learner_logprobs)
+        if self.log.rollouts == "parquet":
+            _write_parquet(temporary, rows, self._metadata(seed))
+        else:
+            _write_jsonl(temporary, rows, self._metadata(seed))
+        os.replace(temporary, path)
+        self._remove_old(step)
+        return {"record/bytes": float(path.stat().st_size)}
+
+    def rewind(self, step: int) -> None:
+        """Removes the steps at or past `step`, which will be written again, and files that were cut off."""
+        for number, path in kept_steps(self.folder).items():
+            if number >= step:
+                _remove(path)
+        for path in (self.folder / FOLDER).glob(".step_*.tmp"):
+            path.unlink()
+
+    def _metadata(self, seed: int) -> dict[str, str]:
+        return {
+            "schema_version": VERSION,
+            "advantage": json.dumps(dataclasses.asdict(self.config.advantage)),
+            "tokenizer": "policy",  # folder of the tokenizer, relative to the run's
+            "config": self._config,
+            "seed": str(seed),
+        }
+
+    def _remove_old(self, step: int) -> None:
+        keep, every = self.log.rollouts_keep, self.log.rollouts_every
+        for number, path in kept_steps(self.folder).items():
+            if keep and number <= step - keep and (not every or number % every):
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """A step's file, of either kind."""
+    for suffix in SUFFIXES.values():
+        path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _write_parquet(path: Path, rows: Sequence[Row], metadata: dict[str, str]) -> None:
+    table = pa.Table.from_pylist(list(rows), schema=SCHEMA.with_metadata(metadata))
+    pq.write_table(table, path, compression="zstd")
+
+
+def _write_jsonl(path: Path, rows: Sequence[Row], metadata: dict[str, str]) -> None:
+    """A line {"metadata": …}, then one row a line. JSON has no NaN and no infinity: they become null."""
+    with path.open("w", encoding="utf-8") as file:
+        for line in ({"metadata": metadata}, *rows):
+            file.write(json.dumps(_plain(line), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON knows it."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,160 @@
+"""Where metrics go beside metrics.jsonl: each backend is written to and read back by its own means."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import urllib.request
+from dataclasses import replace
+
+import pytest
+
+from calibadv_jax.config import LogConfig
+from calibadv_jax.errors import UserError
+from calibadv_jax.metrics.backends import open_backends
+from calibadv_jax.metrics.writer import MetricsWriter
+
+
+def write(folder, backends, steps, start_step=1, **log):
+    """Writes ``loss`` = step / 2 and a value that is not finite, as a run does."""
+    opened = open_backends(replace(LogConfig(), backends=backends, **log), folder, start_step)
+    with MetricsWriter(folder, opened, start_step) as writer:
+        for step in steps:
+            writer.write(step, {"reward/mean": step / 2, "eval/1/a b (c)/f1": 0.25, "kl": float("nan")})
+
+
+def events(directory):
+    """(tag, step, value) of the scalars in the event files of a folder, in order, and the purged steps."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    found, purged = [], []
+    for path in sorted(directory.glob("events.*")):
+        data = path.read_bytes()
+        while data:  # a record: length (8 bytes), its checksum (4), the event, its checksum (4)
+            length = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + length])
+            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            if event.session_log.status == SessionLog.START:
+                purged.append(event.step)
+            data = data[16 + length :]
+    return found, purged
+
+
+def test_tensorboard(tmp_path):
+    folder = tmp_path / "run"
+    opened = open_backends(LogConfig(), folder, 1)
+    with MetricsWriter(folder, opened, 1) as writer:
+        writer.write(1, {"loss": 0.5, "kl": float("nan")})
+        writer.write(2, {"loss": 0.25})
+        writer.rewind(2)
+        writer.write(2, {"loss": 0.75})
+    found, purged = events(folder / "tensorboard")
+    assert found == [("loss", 1, 0.5), ("loss", 2, 0.25), ("loss", 2, 0.75)]
+    assert purged == [1, 2]  # TensorBoard drops what was written before at these steps
+
+
+def test_no_backend_writes_nothing(tmp_path):
+    write(tmp_path / "run", [], [1])
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+def test_mlflow_continues_its_run(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
+    write(tmp_path / "seed-4", ["mlflow"], [1, 2], project="agents")
+    write(tmp_path / "seed-4", ["mlflow"], [2, 3], start_step=2, project="agents")
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("agents").experiment_id])
+    assert run.info.run_name == "seed-4" and run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(one.step, one.value) for one in history] == [(1, 0.5), (2, 1.0), (2, 1.0), (3, 1.5)]
+    assert set(run.data.metrics) == {"reward/mean", "eval/1/a b _c_/f1"}
+
+
+def test_prometheus_shows_the_newest_step(tmp_path):
+    pytest.importorskip("prometheus_client", reason="the extras cpu, gpu and tpu have it")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    opened = open_backends(LogConfig(backends=["prometheus"], prometheus=address), tmp_path, 1)
+    with MetricsWriter(tmp_path, opened, 1) as writer:
+        writer.write(1, {"reward/mean": 0.5, "rollout/failed": 1.0})
+        writer.write(2, {"reward/mean": 0.75})
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+            text = reply.read().decode()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert sorted(lines) == ["calibadv_reward_mean 0.75", "calibadv_step 2.0"]
+    assert "# HELP calibadv_reward_mean answer score times format validity" in text
+    with pytest.raises(OSError):  # the end of the run closes it
+        urllib.request.urlopen(f"http://{address}/metrics", timeout=1)
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path):
+    pytest.importorskip("prometheus_client", reason="the extras cpu, gpu and tpu have it")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"log.prometheus={address}: no server there"):
+            open_backends(LogConfig(backends=["prometheus"], prometheus=address), tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [
+        ("wandb", "wandb", "wandb"),
+        ("mlflow", "mlflow", "mlflow-skinny"),
+        ("prometheus", "prometheus_client", "prometheus-client"),
+    ],
+)
+def test_a_missing_package_is_one_line(tmp_path, monkeypatch, name, module, package):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=f"log.backends: {package} is not installed; pip install {package}"):
+        open_backends(LogConfig(backends=[name]), tmp_path, 1)
+
+
+@pytest.mark.slow
+def test_weights_and_biases_offline(tmp_path, monkeypatch):
+    """Its own process writes the file; the values are read back by its own reader."""
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder = tmp_path / "seed-4"
+    folder.mkdir()
+    write(folder, ["wandb"], [1, 2])
+    first = (folder / "wandb_run_id").read_text()
+    write(folder, ["wandb"], [2, 3], start_step=2)
+    assert (folder / "wandb_run_id").read_text() == first
+    rows = [row for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")) for row in history(path)]
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.5), (2, 1.0), (2, 1.0), (3, 1.5)]
+
+
+def history(path):
+    """The rows that were logged, from the file's protocol buffers."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows = []
+    for data in records(path.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append(
+                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            )
+    return rows
+
+
+def records(data, block=32768):
+    """LevelDB's log format: blocks of records with a checksum (4 bytes), a length (2) and a kind (1)."""
+    at, parts = 7, []  # after the file's own header
+    while at + 7 <= len(data):
+        if block - at % block < 7:  # no room for a record's header: the rest is padding
+            at += block - at % block
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield b"".join(parts)
+            parts = []

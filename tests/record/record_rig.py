@@ -1,0 +1,99 @@
+"""A step with everything a record can hold: two groups, one trajectory that failed, one without a turn."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.config import Config
+from calibadv_jax.record.writer import RolloutWriter
+from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.trajectory import Document, Group, Question, Trajectory, Turn
+
+QUESTIONS = [
+    Question("q1", "Who painted it?", ("Ann", "Ann Lee"), "nq", ("d1",)),
+    Question("q2", "Où \u2028 « 🙂 »?", ("yes",), "hotpotqa"),
+]
+INFORMATION = '\n\n<information>Doc 1(Title: "T") text</information>\n\n'
+
+
+def tokens(*ids):
+    return np.array(ids, np.int32)
+
+
+def search(think, *documents, **more):
+    return Turn(
+        "search",
+        tokens(3, 1, 4),
+        np.float32([-0.1, -0.25, -1 / 3]),
+        text=f"<think>{think}</think><search>{think}?</search>",
+        think=think,
+        query=f"{think}?",
+        documents=tuple(Document(one, f"title {one}", f"text {one}", 0.1) for one in documents),
+        observation_ids=tokens(9, 9),
+        observation_text=INFORMATION,
+        policy_versions=(6,),
+        **more,
+    )
+
+
+def answer(text):
+    return Turn(
+        "answer",
+        tokens(5, 2),
+        np.float32([-0.5, -2.0]),
+        text=f"<think>so</think><answer>{text}</answer>",
+        think="so",
+        answer=text,
+        stop_reason="eos",
+        policy_versions=(6, 7),
+    )
+
+
+def make_groups():
+    """The first group is right once; its second trajectory repeats its first search and finds new silver."""
+    best = [search("the old house", "d1", "d2", "d4"), search("a river far away", "d3", "d4"), answer("Ann")]
+    wrong = [
+        search("the old house", "d1", "x1"),
+        search("the old red house", "d2", "x2"),
+        search("some quite other words", "d3", "x3", "x4"),
+        search("nothing of this kind before", "x3", "x4", "d4"),
+        answer("Bob"),
+    ]
+    first = [best, wrong, [search("no", is_refused=True), answer("Cy")], []]
+    second = [[search("a", "e1"), answer("no")], [search("b", "e2"), answer("no")]]
+    groups = [
+        Group(
+            question, [Trajectory(question, tokens(1, 2), turns, index, 0.5 + index) for index, turns in many]
+        )
+        for question, many in zip(QUESTIONS, (enumerate(first), enumerate(second)), strict=True)
+    ]
+    groups[0].trajectories[2].error = "retriever: gone"
+    return groups
+
+
+def make_config(**log):
+    plain = Config()
+    return dataclasses.replace(plain, log=dataclasses.replace(plain.log, **log))
+
+
+def scored(config):
+    """The groups after the reward stage, and their credit."""
+    groups = make_groups()
+    score_groups(groups, config.reward, config.prompt.prepend_think, np.random.default_rng(0))
+    return groups, compute_advantages(groups, config.advantage)
+
+
+def unknown(groups):
+    return [[None] * len(group.trajectories) for group in groups]
+
+
+def keep(folder, config, step=7, seed=3):
+    """Writes the step, and returns what it was made of."""
+    groups, result = scored(config)
+    learner = unknown(groups)
+    learner[0][0] = -np.arange(len(groups[0].trajectories[0].response_ids), dtype=np.float32) / 7
+    RolloutWriter(folder, config, step).write(step, groups, result.credits, learner, seed)
+    return groups, result, learner

@@ -1,0 +1,222 @@
+"""Kept steps on disk: nothing is lost, others can read it, a bounded number stays, whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from record_rig import keep, make_config, make_groups, scored, unknown
+
+from calibadv_jax.errors import UserError
+from calibadv_jax.record.reader import find_step, read_columns, read_metadata, read_step
+from calibadv_jax.record.schema import SCHEMA, kept_steps
+from calibadv_jax.record.writer import RolloutWriter
+
+KINDS = ["parquet", "jsonl"]
+
+
+def same(left, right):
+    """Equal dataclasses, lists and arrays, with the same types of arrays."""
+    if dataclasses.is_dataclass(left):
+        assert type(left) is type(right)
+        for field in dataclasses.fields(left):
+            same(getattr(left, field.name), getattr(right, field.name))
+    elif isinstance(left, list | tuple):
+        assert type(left) is type(right) and len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            same(one, other)
+    elif isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+    else:
+        assert left == right
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_comes_back_bit_for_bit(tmp_path, kind):
+    groups, result, learner = keep(tmp_path, make_config(rollouts=kind))
+    found = read_step(find_step(tmp_path, 7))
+    same(found.groups, groups)
+    same(found.credits, result.credits)
+    learner[0][0][[3, 4, 8, 9]] = 0  # the learner has none of observation tokens
+    same(found.learner_logprobs, learner)
+    assert found.step == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_says_what_credit_assignment_knew(tmp_path, kind):
+    groups, result, _ = keep(tmp_path, make_config(rollouts=kind))
+    rows = read_columns(find_step(tmp_path, 7)).to_pylist(maps_as_pydicts="strict")
+    assert [(row["step"], row["group"], row["index"]) for row in rows] == [
+        (7, 0, 0), (7, 0, 1), (7, 0, 2), (7, 0, 3), (7, 1, 0), (7, 1, 1),
+    ]  # fmt: skip
+    best, wrong, failed, empty, *others = rows
+    assert (
+        best["silver"] == wrong["silver"] == failed["silver"] == dict.fromkeys(["d1", "d2", "d3", "d4"], 1.0)
+    )
+    assert [row["silver"] for row in others] == [{}, {}]
+    assert [turn["repeated"] for turn in wrong["turns"]] == [
+        None, "think of turn 1", None, "documents of turn 3", None,
+    ]  # fmt: skip
+    assert [turn["found_silver"] for turn in wrong["turns"]] == [["d1"], ["d2"], ["d3"], ["d4"], []]
+    assert [turn["correctness"] for turn in wrong["turns"]] == [1 / 2, 0, 1 / 3, 0, 0]
+    assert [turn["softened"] for turn in wrong["turns"]] == [True, False, True, False, False]
+    raw = wrong["advantage_raw"]
+    assert raw == result.credits[0].raw[1] < 0
+    assert [turn["advantage_raw"] for turn in wrong["turns"]] == [raw] * 5
+    assert [turn["advantage"] for turn in wrong["turns"]][:4] == [raw / 2, raw, raw * (1 - 1 / 3), raw]
+    assert wrong["turns"][4]["advantage"] == result.credits[0].turns[1][4]
+    assert (failed["error"], failed["advantage_raw"], failed["turns"][0]["advantage_raw"]) == (
+        "retriever: gone", None, None,
+    )  # fmt: skip
+    assert failed["turns"][0]["advantage"] == 0 and failed["turns"][0]["is_refused"]
+    assert empty["turns"] == [] and empty["answer"] is None and best["answer"] == "Ann"
+    assert best["golden_answers"] == ["Ann", "Ann Lee"] and best["supporting_ids"] == ["d1"]
+    assert best["policy_versions"] == [6, 7] and best["metrics"]["em"] == 1.0
+    assert best["turns"][0]["documents"][1] == {
+        "id": "d2", "title": "title d2", "text": "text d2", "score": 0.1,
+    }  # fmt: skip
+
+
+def test_grpo_judges_no_turn(tmp_path):
+    config = make_config()
+    config = dataclasses.replace(config, advantage=dataclasses.replace(config.advantage, name="grpo"))
+    keep(tmp_path, config)
+    rows = read_columns(find_step(tmp_path, 7)).to_pylist(maps_as_pydicts="strict")
+    turns = [turn for row in rows for turn in row["turns"]]
+    assert all(row["silver"] == {} for row in rows)
+    assert all(
+        (turn["repeated"], turn["found_silver"], turn["softened"]) == (None, [], False) for turn in turns
+    )
+    assert {turn["advantage"] for turn in rows[1]["turns"]} == {rows[1]["advantage_raw"]} != {0.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_file_says_how_it_was_made(tmp_path, kind):
+    config = make_config(rollouts=kind)
+    keep(tmp_path, config, seed=11)
+    metadata = read_metadata(find_step(tmp_path, 7))
+    assert (
+        metadata["schema_version"] == "1" and metadata["tokenizer"] == "policy" and metadata["seed"] == "11"
+    )
+    assert json.loads(metadata["advantage"]) == dataclasses.asdict(config.advantage)
+    assert json.loads(metadata["config"]) == dataclasses.asdict(config)
+
+
+def test_the_columns_are_those_of_the_schema_and_a_part_of_them_can_be_read(tmp_path):
+    keep(tmp_path, make_config())
+    path = find_step(tmp_path, 7)
+    assert pq.read_schema(path).remove_metadata() == SCHEMA
+    assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
+    table = read_columns(path, ["answer_score", "turns.list.element.correctness"])
+    assert table.column_names == ["answer_score", "turns"]
+    assert table.to_pylist()[0] == {
+        "answer_score": 1.0, "turns": [{"correctness": 1.0}, {"correctness": 0.5}, {"correctness": 0.0}],
+    }  # fmt: skip
+
+
+def write_steps(writer, numbers):
+    groups, result = scored(writer.config)
+    for number in numbers:
+        writer.write(number, groups, result.credits, unknown(groups), 0)
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / "rollouts").iterdir())
+
+
+def test_the_newest_steps_and_some_older_ones_stay(tmp_path):
+    config = make_config(rollouts_keep=3, rollouts_every=4)
+    write_steps(RolloutWriter(tmp_path, config, 1), range(1, 11))
+    assert list(kept_steps(tmp_path)) == [4, 8, 9, 10]
+    write_steps(RolloutWriter(tmp_path / "a", make_config(rollouts_keep=2, rollouts_every=0), 1), range(1, 6))
+    assert list(kept_steps(tmp_path / "a")) == [4, 5]
+    write_steps(RolloutWriter(tmp_path / "b", make_config(rollouts_keep=0, rollouts_every=2), 1), range(1, 6))
+    assert list(kept_steps(tmp_path / "b")) == [1, 2, 3, 4, 5]
+
+
+def test_a_new_start_removes_what_it_will_write_again(tmp_path):
+    write_steps(RolloutWriter(tmp_path, make_config(rollouts="jsonl"), 1), range(1, 5))
+    write_steps(RolloutWriter(tmp_path, make_config(), 4), [4])
+    assert names(tmp_path) == ["step_1.jsonl", "step_2.jsonl", "step_3.jsonl", "step_4.parquet"]
+    writer = RolloutWriter(tmp_path, make_config(rollouts="none"), 5)
+    assert names(tmp_path) == ["step_1.jsonl", "step_2.jsonl", "step_3.jsonl", "step_4.parquet"]
+    writer.rewind(2)
+    assert names(tmp_path) == ["step_1.jsonl"]
+
+
+def test_nothing_is_kept_where_nothing_shall_be(tmp_path):
+    writer = RolloutWriter(tmp_path, make_config(rollouts="none"), 1)
+    groups, result = scored(writer.config)
+    assert writer.write(1, groups, result.credits, unknown(groups), 0) == {}
+    assert not (tmp_path / "rollouts").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_is_there_whole_or_not_at_all(tmp_path, kind, monkeypatch):
+    writer = RolloutWriter(tmp_path, make_config(rollouts=kind), 1)
+    groups, result = scored(writer.config)
+
+    def killed(source, target):
+        assert os.path.getsize(source) > 0
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("calibadv_jax.record.writer.os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            writer.write(1, groups, result.credits, unknown(groups), 0)
+    assert kept_steps(tmp_path) == {}
+    RolloutWriter(tmp_path, make_config(rollouts=kind), 1)
+    assert names(tmp_path) == []
+
+
+def test_the_size_is_told(tmp_path):
+    writer = RolloutWriter(tmp_path, make_config(), 1)
+    groups, result = scored(writer.config)
+    told = writer.write(1, groups, result.credits, unknown(groups), 0)
+    assert told == {"record/bytes": find_step(tmp_path, 1).stat().st_size}
+
+
+def test_numbers_that_json_lacks_are_null_and_come_back_as_nan(tmp_path):
+    config = make_config(rollouts="jsonl")
+    groups = make_groups()
+    groups[0].trajectories[0].turns[0].logprobs = np.float32([np.nan, -np.inf, -1])
+    _, result = scored(config)
+    RolloutWriter(tmp_path, config, 1).write(1, groups, result.credits, unknown(groups), 0)
+    path = find_step(tmp_path, 1)
+    for line in path.read_text().split("\n")[:-1]:
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    found = read_step(path).groups[0].trajectories[0].turns[0].logprobs
+    np.testing.assert_array_equal(found, np.float32([np.nan, np.nan, -1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_files_are_one_line(tmp_path, kind):
+    keep(tmp_path, make_config(rollouts=kind))
+    path = find_step(tmp_path, 7)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=rf"step_7\.{kind}: cannot be read .*; remove the file") as caught:
+        read_step(path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="no such file of trajectories"):
+        read_metadata(tmp_path / f"rollouts/step_8.{kind}")
+
+
+def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("calibadv_jax.record.writer.VERSION", "2")
+    keep(tmp_path, make_config())
+    with pytest.raises(UserError, match="its schema_version is 2, this program reads 1"):
+        read_step(find_step(tmp_path, 7))
+
+
+def test_a_step_that_is_not_kept_says_which_are(tmp_path):
+    with pytest.raises(UserError, match="no trajectories are kept there"):
+        find_step(tmp_path, 3)
+    write_steps(RolloutWriter(tmp_path, make_config(), 1), [2, 9])
+    with pytest.raises(UserError, match="step 4 is not kept; the nearest kept one is 2"):
+        find_step(tmp_path, 4)

@@ -1,0 +1,96 @@
+"""``calibadv replay``: the same settings give the same numbers, others are compared with them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from record_rig import keep, make_config, make_groups, unknown
+
+from calibadv_jax import cli
+from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.record.reader import find_step, read_step
+from calibadv_jax.record.writer import RolloutWriter
+from calibadv_jax.replay import equal_turns, kept_config
+from calibadv_jax.replay import replay as replay_step
+from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.seeds import random_state
+
+
+def call(folder, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        cli.calibadv(["replay", str(folder), *arguments])
+    return stop.value.code
+
+
+def shown(out):
+    """Metric -> its cells, of the table that was printed."""
+    cells = [line.split() for line in out.splitlines() if "/" in line]
+    return {name: values for name, *values in cells}
+
+
+def test_the_same_settings_give_the_kept_advantages(tmp_path, capsys):
+    _, result, _ = keep(tmp_path, make_config())
+    ratio = result.metrics["advantage/answer/ratio_after"]
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 6}) + "\n" + json.dumps({"step": 7, "advantage/answer/ratio_after": ratio}) + "\n"
+    )
+    assert call(tmp_path, "--step", "7") == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == f"step 7 of {tmp_path}: 2 groups, 6 trajectories"
+    assert "replayed: 12 of 12 turns have the advantage that was kept, bit for bit" in out
+    assert shown(out)["advantage/answer/ratio_after"] == ["1", "1"]
+    assert shown(out)["reward/mean"][0] == "-"  # the run's row does not have it
+
+
+def test_another_lambda_shows_what_it_would_have_made_of_the_step(tmp_path, capsys):
+    keep(tmp_path, make_config())
+    assert call(tmp_path, "advantage.target_ratio=2", "--step", "7") == 0
+    out = capsys.readouterr().out
+    assert shown(out)["advantage/answer/ratio_after"] == ["-", "1", "2"]
+    assert shown(out)["reward/mean"][1] == shown(out)["reward/mean"][2]
+    assert "replayed: 12 of 12" in out
+    # Only the answer turn of the group's one winner is rescaled.
+    assert "advantage.target_ratio=2: 1 of 12 turns get another advantage" in out
+
+
+def test_a_kept_advantage_that_comes_out_otherwise_is_status_1(tmp_path, capsys):
+    config = make_config()
+    groups, result, learner = keep(tmp_path, config)
+    result.credits[0].turns[1][0] *= 1 + 2**-52  # the last bit
+    RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, learner, 3)
+    assert call(tmp_path) == 1
+    assert "replayed: 11 of 12 turns have the advantage that was kept" in capsys.readouterr().out
+
+
+def test_rewards_are_shuffled_as_they_were(tmp_path):
+    """With the seed of the step, which after a rollback is not the run's."""
+    config = make_config()
+    config = replace(config, reward=replace(config.reward, shuffle=True))
+    groups = make_groups()
+    score_groups(groups, config.reward, False, random_state(11, 6, "reward"))
+    result = compute_advantages(groups, config.advantage)
+    RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 11)
+    kept = read_step(find_step(tmp_path, 7))
+    found = replay_step(kept, kept_config(kept, "step"))
+    assert [t.answer_score for g in found.groups for t in g.trajectories] == [
+        t.answer_score for g in groups for t in g.trajectories
+    ]
+    equal, total = equal_turns(kept.credits, found.advantages.credits)
+    assert equal == total
+
+
+def test_the_newest_step_is_the_default_and_mistakes_are_one_line(tmp_path, capsys):
+    keep(tmp_path, make_config(), step=3)
+    keep(tmp_path, make_config(), step=5)
+    assert call(tmp_path) == 0
+    assert capsys.readouterr().out.startswith("step 5 of")
+    for arguments, words in (
+        (["--step", "4"], "step 4 is not kept; the nearest kept one is 3"),
+        (["advantage.lambda=2"], "unknown key"),
+        (["advantage.target_ratio=0"], "advantage.target_ratio: must be greater than 0"),
+    ):
+        assert call(tmp_path, *arguments) == 2
+        message = capsys.readouterr().err
+        assert words in message and message.count("\n") == 1
