@@ -1,4 +1,4 @@
-"""The trajectory page of a run: ``calibadv inspect RUN [--steps FIRST-LAST] [--port N | --output FOLDER]``."""
+"""The trajectory page: ``calibadv inspect RUN [--steps FIRST-LAST] [--port N | --output FOLDER]``."""
 
 from __future__ import annotations
 

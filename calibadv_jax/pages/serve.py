@@ -94,10 +94,11 @@ def write_site(site: Site, folder: Path) -> int:
     (folder / "data").mkdir(parents=True, exist_ok=True)
     for old in (folder / "data").glob("group_*.json"):
         old.unlink()
-    number = 0
-    for number, (address, content) in enumerate(site.everything(), 1):
+    addresses = []
+    for address, content in site.everything():
         (folder / address).write_bytes(content)
-    return number
+        addresses.append(address)
+    return len(addresses)
 
 
 def _is_ours(folder: Path) -> bool:

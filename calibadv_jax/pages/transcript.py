@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from calibadv_jax.pages.run_files import Row
@@ -43,13 +43,13 @@ def _trajectory(
         "seconds": round(row["seconds"], 3),
         "metrics": dict(row["metrics"]),
         "why": trajectory_words(row, group, settings),
-        "turns": [
-            _turn(turn, row, pieces, reason) for turn, reason in zip(row["turns"], reasons, strict=True)
-        ],
+        "turns": [_turn(place, row, pieces, reason) for place, reason in enumerate(reasons)],
     }
 
 
-def _turn(turn: Row, row: Row, pieces: Pieces, reason: str) -> dict[str, Any]:
+def _turn(place: int, row: Row, pieces: Pieces, reason: str) -> dict[str, Any]:
+    turn = row["turns"][place]
+    seen = {document["id"] for earlier in row["turns"][:place] for document in earlier["documents"]}
     names = ("kind", "stop_reason", "is_refused", "policy_versions", "advantage_raw", "advantage")
     names += ("correctness", "softened", "repeated", "found_silver")
     return {
@@ -61,16 +61,21 @@ def _turn(turn: Row, row: Row, pieces: Pieces, reason: str) -> dict[str, Any]:
         "learner_logprobs": _rounded(turn["learner_logprobs"]),
         "observation": observation_parts(turn["observation_text"], turn["documents"]),
         "num_observation_tokens": len(turn["observation_ids"]),
-        "documents": [_document(document, turn, row) for document in turn["documents"]],
+        "documents": [_document(document, turn, row, seen) for document in turn["documents"]],
     }
 
 
-def _document(document: Row, turn: Row, row: Row) -> dict[str, Any]:
+def _document(document: Row, turn: Row, row: Row, seen: Collection[str]) -> dict[str, Any]:
+    """
+    Args:
+        seen: ids of the documents of the trajectory's earlier turns.
+    """
     identity = document["id"]
     return {
         **document,
         "weight": dict(row["silver"]).get(identity),
         "is_new": identity in turn["found_silver"],
+        "is_seen": identity in seen,
         "is_supporting": identity in row["supporting_ids"],
     }
 

@@ -146,7 +146,7 @@ function turnBlock(turn, place) {
     { class: `turn ${turn.kind}` },
     make("div", { class: "bar" },
       make("span", { class: "kind" }, `${place + 1} ${turn.kind}`),
-      turn.kind === "search" && make("span", { class: "correctness" }, `correctness ${plain(turn.correctness, 2)}`),
+      turn.kind === "search" && turn.advantage_raw !== null && make("span", { class: "correctness" }, `correctness ${plain(turn.correctness, 2)}`),
       marks.map(([kind, text]) => make("span", { class: `mark ${kind}` }, text)),
       make("span", { class: "number" }, change),
     ),
@@ -187,13 +187,13 @@ function observed(part, turn) {
   if (part.document === null) return make("span", { class: "environment" }, part.text.trim());
   const document = turn.documents[part.document];
   const isSilver = document.weight !== null;
-  const said = document.is_new ? "new" : "seen before";
+  const said = document.is_new ? ", new" : document.is_seen ? ", seen before" : "";
   return make(
     "details",
     { class: isSilver ? "document silver" : "document" },
     make("summary", {},
       make("span", { class: "title" }, document.title || document.id),
-      isSilver && make("span", { class: "mark star" }, `★ silver ${plain(document.weight, 2)}, ${said}`),
+      isSilver && make("span", { class: "mark star" }, `★ silver ${plain(document.weight, 2)}${said}`),
       document.is_supporting && make("span", { class: "mark support" }, "supports the answer"),
       make("span", { class: "excerpt" }, document.text),
     ),
