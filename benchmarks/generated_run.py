@@ -33,6 +33,7 @@ WORDS = [
 ]
 SOURCES = ("one_hop", "two_hop", "comparison")
 GROUP_SIZE, GROUPS_PER_STEP = 5, 16
+NUM_DISTINCT = 250  # groups; no multiple of a step's, so that no two steps are equal
 
 
 def make_tokenizer() -> Tokenizer:
@@ -111,9 +112,10 @@ def write_run(folder: Path, steps: list[list[Group]], config: Config, tokenizer:
 
 
 def make_run(folder: Path, num_trajectories: int) -> None:
-    """A run with that many generated trajectories, 80 a step."""
+    """A run with that many generated trajectories, 80 a step; those of later steps repeat."""
     tokenizer, rng = make_tokenizer(), np.random.default_rng(0)
     numbers = range(num_trajectories // GROUP_SIZE)
-    groups = [make_group(tokenizer, number, rng) for number in numbers]
+    groups = [make_group(tokenizer, number, rng) for number in numbers[:NUM_DISTINCT]]
+    groups = [groups[number % NUM_DISTINCT] for number in numbers]
     steps = [groups[start : start + GROUPS_PER_STEP] for start in numbers[::GROUPS_PER_STEP]]
     write_run(folder, steps, Config(log=LogConfig(rollouts="parquet", rollouts_keep=0)), tokenizer)

@@ -69,9 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not 0 <= arguments.temperature < float("inf"):
         raise UserError(f"--temperature {arguments.temperature:g}: give 0 or more")
     if not arguments.policy.exists():
-        raise UserError(
-            f"{arguments.policy}: no such policy; give the folder of a run or of a HuggingFace model"
-        )
+        raise UserError(f"{arguments.policy}: no such folder; give that of a run or of a HuggingFace model")
     source = find_policy(arguments.policy)
     config = load_config(arguments.config or run_config(source), overrides)
     console = Console()

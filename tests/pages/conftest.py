@@ -74,7 +74,9 @@ def served():
 
     @contextmanager
     def serve(folder: Path) -> Iterator[str]:
-        with make_server(Site(RunFiles(folder)), 0) as server:
+        site = Site(RunFiles(folder))
+        site.index.steps()  # as the command does before it says the address
+        with make_server(site, 0) as server:
             thread = threading.Thread(target=server.serve_forever, daemon=True)
             thread.start()
             yield f"http://127.0.0.1:{server.server_port}"

@@ -1,32 +1,19 @@
 """The trajectory page in headless Chromium: list, filters, links, keys, and text that stays text."""
 
 import http.server
+import sys
 import threading
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from benchmarks.generated_run import make_run
 from benchmarks.inspect_page import measure
-from calibadv_jax import train
-from calibadv_jax.config import load_config
-from calibadv_jax.data.world import write_world
 from calibadv_jax.pages.run_files import RunFiles
 from calibadv_jax.pages.serve import write_site
 from calibadv_jax.pages.site import Site
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-TINY = [
-    *("world.people=20", "world.cities=8", "world.companies=8", "world.train_questions=40"),
-    *("world.eval_questions=6", "policy.path=", "policy.init.hidden_size=32"),
-    *("policy.init.intermediate_size=32", "policy.init.num_hidden_layers=1", "policy.init.head_dim=16"),
-    *("rollout.questions_per_step=4", "rollout.group_size=4", "rollout.max_turn_length=8"),
-    *("rollout.max_length=64", "sampler.slots=16", "sampler.decode_chunk=8", "learner.row_length=64"),
-    *("learner.microbatch_rows=8", "learner.steps=1", "mesh.data=1", "mesh.fsdp=8", "log.backends=[]"),
-]
 
 
 @pytest.fixture
@@ -60,23 +47,20 @@ def test_the_list_shows_every_group_and_how_each_trajectory_ended(small):
     assert "softened turn" in page.locator(".entry").first.locator(".chip").nth(1).get_attribute("title")
 
 
-@pytest.mark.parametrize(
-    ("show", "expected"),
-    [
-        ("wrong-good", "6 trajectories in 3 groups"),
-        ("softened", "3 trajectories in 3 groups"),
-        ("repeated", "3 trajectories in 3 groups"),
-        ("invalid", "3 trajectories in 3 groups"),
-        ("failed", "3 trajectories in 3 groups"),
-        ("right", "3 trajectories in 3 groups"),
-        ("wrong", "9 trajectories in 3 groups"),
-        ("unfinished", "0 trajectories in 0 groups"),
-    ],
-)
-def test_each_choice_of_show(small, show, expected):
+def test_each_choice_of_show(small):
     page, _ = small
-    page.select_option("#show", show)
-    assert count(page) == expected
+    expected = {
+        "wrong-good": 6,
+        "softened": 3,
+        "repeated": 3,
+        "invalid": 3,
+        "failed": 3,
+        "right": 3,
+        "wrong": 9,
+    }
+    for show, number in (expected | {"unfinished": 0, "": 15}).items():
+        page.select_option("#show", show)
+        assert count(page) == f"{number} trajectories in {3 if number else 0} groups", show
 
 
 def test_filters_go_together_and_are_cleared(small):
@@ -157,9 +141,10 @@ def test_a_link_leads_back_to_the_same_view(small):
     page.wait_for_selector(".card.chosen[data-index='1']")
     assert page.input_value("#text") == "bob" and page.input_value("#show") == "softened"
     assert page.locator(".entry.chosen").count() == 1
-    page.go_back()
-    page.go_back()
+    page.keyboard.press("Escape")
     page.wait_for_selector("#detail[data-ready='nothing']")
+    page.go_back()
+    page.wait_for_selector("#detail[data-ready='1/0']")
 
 
 def test_keys(small):
@@ -231,21 +216,12 @@ def test_the_written_folder_works_on_any_web_server(small_run, page, tmp_path):
         server.shutdown()
 
 
-def test_a_trained_run(served, tmp_path, page):
-    config = load_config(ROOT / "configs/quickstart.yaml", [*TINY, f"run.dir={tmp_path / 'run'}"])
-    write_world(config.world)
-    train.run(config)
-    with served(tmp_path / "run") as address:
-        open_page(page, address)
-        assert count(page) == "16 trajectories in 4 groups"
-        open_group(page, address, 1, 0)
-        assert page.locator(".card").count() == 4 and page.locator(".token").count() > 4
-
-
 def test_ten_thousand_trajectories(served, tmp_path, page, capsys):
     make_run(tmp_path / "run", 10_000)
     with served(tmp_path / "run") as address:
         figures = measure(page, address)
         assert count(page).endswith("groups") and page.locator(".entry").count() < 40
     with capsys.disabled():
-        print("\n10,000 trajectories:", ", ".join(f"{name} {value:.0f}" for name, value in figures.items()))
+        sys.stdout.write(
+            f"\n10,000 trajectories: { {name: round(value) for name, value in figures.items()} }\n"
+        )

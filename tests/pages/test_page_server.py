@@ -1,4 +1,4 @@
-"""The page's server: this machine only, headers that let nothing foreign run, errors in words; and its folder."""
+"""The page's server: this machine only, nothing foreign runs, errors in words; and the page as a folder."""
 
 import http.client
 import json
