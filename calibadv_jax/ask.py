@@ -28,6 +28,7 @@ from calibadv_jax.trajectory import Document, Question, Trajectory
 from calibadv_jax.wiring import open_rollouts
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
+_PATIENCE = 10.0  # seconds without an answer of the retriever
 _NARROWEST = 60  # columns; a terminal may report fewer, or none
 
 Say = Callable[[str], None]
@@ -124,11 +125,13 @@ def run_config(source: PolicySource) -> Path:
 
 
 def _alone(config: Config, folder: str) -> Config:
-    """With a folder of its own for logs, so that a run that is going on keeps its own; one slot is enough."""
+    """For one question: logs in `folder`, where no run writes; one slot; and a person does not wait for long."""
+    retriever = config.retriever
     return dataclasses.replace(
         config,
         run=dataclasses.replace(config.run, dir=folder),
         sampler=dataclasses.replace(config.sampler, slots=1),
+        retriever=dataclasses.replace(retriever, patience=min(retriever.patience, _PATIENCE)),
     )
 
 

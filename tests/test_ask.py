@@ -212,6 +212,10 @@ def test_questions_and_config_values_may_stand_in_any_order(tmp_path, monkeypatc
     assert source == find_policy(tmp_path)
 
 
-def test_a_run_that_goes_on_keeps_its_logs(tmp_path):
-    config = replace(Config(), run=replace(Config().run, dir="runs/mine"))
-    assert ask._alone(config, str(tmp_path)).run.dir == str(tmp_path)
+def test_a_run_that_goes_on_keeps_its_logs_and_a_person_waits_seconds(tmp_path):
+    patient = replace(Config().retriever, patience=900.0)
+    config = replace(Config(), run=replace(Config().run, dir="runs/mine"), retriever=patient)
+    alone = ask._alone(config, str(tmp_path))
+    assert alone.run.dir == str(tmp_path) and alone.retriever.patience == 10
+    hasty = replace(config, retriever=replace(patient, patience=2.0))
+    assert ask._alone(hasty, str(tmp_path)).retriever.patience == 2

@@ -124,6 +124,9 @@ def test_sign_and_size_of_the_advantage_are_visible_on_each_token(small):
     )
     page.locator(bad).first.hover()
     assert "advantage −0.167" in page.inner_text("#tip") and "id " in page.inner_text("#tip")
+    before = style(bad)
+    page.select_option("#shade", "surprise")
+    assert style(bad)[0] == "wavy" and style(bad)[1] != before[1]  # the sign stays
 
 
 def test_a_link_leads_back_to_the_same_view(small):
