@@ -125,7 +125,7 @@ def run_config(source: PolicySource) -> Path:
 
 
 def _alone(config: Config, folder: str) -> Config:
-    """For one question: logs in `folder`, where no run writes; one slot; and a person does not wait for long."""
+    """For questions of a person: logs in `folder`, where no run writes; one slot; no long wait."""
     retriever = config.retriever
     return dataclasses.replace(
         config,
