@@ -107,8 +107,15 @@ def write_run(folder: Path, steps: list[list[Group]], config: Config, tokenizer:
     for step, groups in enumerate(steps, 1):
         score_groups(groups, config.reward, False, np.random.default_rng(0))
         credits = compute_advantages(groups, config.advantage).credits
-        unknown = [[None] * len(group.trajectories) for group in groups]
-        writer.write(step, groups, credits, unknown, seed=0)
+        learned = [[learner_logprobs(one) for one in group.trajectories] for group in groups]
+        writer.write(step, groups, credits, learned, seed=0)
+
+
+def learner_logprobs(trajectory: Trajectory) -> np.ndarray | None:
+    """Float32 [T]: as if the learner found each sampled token exp(0.07) times as likely as the sampler did."""
+    if trajectory.error is not None:
+        return None
+    return (trajectory.logprobs + 0.07 * trajectory.mask).astype(np.float32)
 
 
 def make_run(folder: Path, num_trajectories: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -42,7 +43,7 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in _NAMES:
+            if not _is_this_machine(self.headers.get("Host", "")):
                 self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"open this page as localhost\n")
                 return
             address = urlsplit(self.path).path.removeprefix("/") or "index.html"
@@ -68,9 +69,10 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
                 "Content-Length": str(len(content)),
             }.items():
                 self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
+            with suppress(ConnectionError):  # a browser that has turned to another group
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
             """Nothing: the terminal shows the address alone."""
@@ -81,6 +83,14 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
         raise UserError(f"port {port}: {error.strerror}; choose another one with --port") from error
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether the request's header Host names the loopback address."""
+    try:
+        return urlsplit(f"//{host}").hostname in _NAMES
+    except ValueError:
+        return False
 
 
 def write_site(site: Site, folder: Path) -> int:

@@ -127,6 +127,10 @@ def test_sign_and_size_of_the_advantage_are_visible_on_each_token(small):
     before = style(bad)
     page.select_option("#shade", "surprise")
     assert style(bad)[0] == "wavy" and style(bad)[1] != before[1]  # the sign stays
+    page.select_option("#shade", "mismatch")
+    assert "shade3" in page.locator(bad).first.get_attribute("class")
+    page.locator(good).first.hover()
+    assert "ratio 1.07" in page.inner_text("#tip")
 
 
 def test_a_link_leads_back_to_the_same_view(small):

@@ -79,6 +79,8 @@ def test_a_transcript_has_every_token_and_marks_silver_documents(site):
         ("b", 1, True, False, False),
         ("d", None, False, False, False),
     ]
+    assert turn["learner_logprobs"][3] == pytest.approx(turn["logprobs"][3] + 0.07, abs=2e-4)
+    assert said["trajectories"][4]["turns"][0]["learner_logprobs"] is None
     second = one["turns"][1]
     assert second["repeated"] == "documents of turn 1"
     assert [d["is_seen"] for d in second["documents"]] == [True, True, False]

@@ -62,6 +62,8 @@ def test_other_methods_are_refused(ask):
 
 def test_a_foreign_name_that_points_here_is_refused(ask):
     assert ask("/data/index.json", Host="evil.example:80")[0] == 403
+    assert ask("/data/index.json", Host="[")[0] == 403 and ask("/data/index.json", Host="")[0] == 403
+    assert ask("/data/index.json", Host="[::1]:9")[0] == 200
     assert ask("/data/index.json", Host="localhost:9")[0] == 200  # through a tunnel the port differs
 
 
