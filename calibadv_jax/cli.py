@@ -35,8 +35,12 @@ COMMANDS = {
 
 # Commands without a config: `calibadv_jax.NAME` ("-" written "_") has add_arguments(parser), run(arguments).
 TOOLS: dict[str, str] = {
+    "inspect": "A page of a run's trajectories: tokens by advantage, and why each turn got its own.",
+    "ask": "Asks a policy a question, and shows what it searches and reads.",
     "replay": "Reward, advantages and loss of a kept step once more, or with other settings.",
 }
+# A file inspect.py would hide Python's own from every file here that is run by its path.
+MODULES = {"inspect": "inspect_run"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run_tool(name: str, argv: Sequence[str]) -> NoReturn:
-    tool = importlib.import_module(f"calibadv_jax.{name.replace('-', '_')}")
+    tool = importlib.import_module(f"calibadv_jax.{MODULES.get(name, name.replace('-', '_'))}")
     parser = _Parser(prog=f"calibadv {name}", description=TOOLS[name], allow_abbrev=False)
     tool.add_arguments(parser)
     arguments = parser.parse_intermixed_args(argv)  # options may stand between the other arguments

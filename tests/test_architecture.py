@@ -26,6 +26,7 @@ STAGES: dict[str, set[str]] = {
     "rollout": set(),
     "services": set(),
     "metrics": set(),
+    "pages": {"record"},
     "policy": set(),
     "learner": {"policy"},
     "snapshots": {"policy"},

@@ -1,0 +1,83 @@
+// The list of groups. Only what is visible is in the document, so that its length costs nothing.
+import { find, make, plain } from "./dom.js";
+import { FLAGS, outcome } from "./records.js";
+
+const HEIGHT = 62; // pixels of an entry, as in style.css
+const MARGIN = 6; // entries beyond the visible ones
+const MOST_CHIPS = 10;
+
+let found = [];
+let chosen = -1;
+let choose = () => {};
+
+export function setUpList(onChoose) {
+  choose = onChoose;
+  find("list").addEventListener("scroll", draw, { passive: true });
+  new ResizeObserver(draw).observe(find("list"));
+  find("list").addEventListener("click", (event) => {
+    const entry = event.target.closest(".entry");
+    if (!entry) return;
+    const chip = event.target.closest(".chip");
+    choose(found[Number(entry.dataset.place)].group, chip ? Number(chip.dataset.index) : null);
+  });
+}
+
+export function showList(entries, step, group) {
+  found = entries;
+  chosen = found.findIndex((one) => one.group.step === step && one.group.group === group);
+  find("spacer").style.height = `${found.length * HEIGHT}px`;
+  draw();
+}
+
+// The entry `by` places further; the first one where none is chosen.
+export function neighbour(by) {
+  if (!found.length) return null;
+  const place = chosen < 0 ? 0 : Math.min(Math.max(chosen + by, 0), found.length - 1);
+  return found[place].group;
+}
+
+export function scrollToChosen() {
+  const list = find("list");
+  if (chosen < 0) return;
+  const top = chosen * HEIGHT;
+  if (top < list.scrollTop || top + HEIGHT > list.scrollTop + list.clientHeight) {
+    list.scrollTop = Math.max(0, top - (list.clientHeight - HEIGHT) / 2);
+  }
+  draw();
+}
+
+function draw() {
+  const list = find("list");
+  const first = Math.max(0, Math.floor(list.scrollTop / HEIGHT) - MARGIN);
+  const last = Math.min(found.length, Math.ceil((list.scrollTop + list.clientHeight) / HEIGHT) + MARGIN);
+  const entries = [];
+  for (let place = first; place < last; place++) entries.push(entry(place));
+  find("spacer").replaceChildren(...entries);
+}
+
+function entry(place) {
+  const { group, matching } = found[place];
+  const isChosen = place === chosen;
+  const element = make(
+    "div",
+    { class: isChosen ? "entry chosen" : "entry", role: "option", "aria-selected": isChosen, "data-place": place },
+    make("div", { class: "question", title: group.question }, group.question),
+    make(
+      "div",
+      { class: "facts" },
+      make("span", { class: "where" }, `step ${group.step} · ${group.source}`),
+      make("span", { class: "chips" }, group.rows.slice(0, MOST_CHIPS).map((row) => chip(row, matching.has(row.index))),
+        group.rows.length > MOST_CHIPS && `+${group.rows.length - MOST_CHIPS}`),
+    ),
+  );
+  element.style.top = `${place * HEIGHT}px`;
+  return element;
+}
+
+function chip(row, isMatching) {
+  const { sign, word, name } = outcome(row.flags, row.score);
+  const softened = (row.flags & FLAGS.softened) !== 0;
+  const said = `trajectory ${row.index}: ${word}, score ${plain(row.score)}${softened ? ", softened turn" : ""}`;
+  const kind = `chip ${name}${isMatching ? " matching" : ""}${softened ? " softened" : ""}`;
+  return make("span", { class: kind, title: said, "aria-label": said, "data-index": row.index }, sign);
+}

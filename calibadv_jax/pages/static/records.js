@@ -1,0 +1,95 @@
+// The index of all trajectories, and its filters.
+
+// As calibadv_jax/pages/index.py writes them.
+export const FLAGS = {
+  failed: 1, formatInvalid: 2, invalid: 4, unfinished: 8, wrong: 16, goodSearch: 32, softened: 64, repeated: 128,
+};
+
+const has = (flags, bits) => (flags & bits) !== 0;
+
+export const SHOWS = {
+  "": ["all trajectories", () => true],
+  "wrong-good": ["wrong answer, good search", (flags) => has(flags, FLAGS.wrong) && has(flags, FLAGS.goodSearch)],
+  right: ["right answer", (flags) => !has(flags, FLAGS.wrong | FLAGS.failed)],
+  wrong: ["wrong answer", (flags) => has(flags, FLAGS.wrong)],
+  softened: ["softened turn", (flags) => has(flags, FLAGS.softened)],
+  repeated: ["repeated search", (flags) => has(flags, FLAGS.repeated)],
+  invalid: ["invalid turn or format", (flags) => has(flags, FLAGS.invalid | FLAGS.formatInvalid)],
+  unfinished: ["cut by a length limit", (flags) => has(flags, FLAGS.unfinished)],
+  failed: ["failed", (flags) => has(flags, FLAGS.failed)],
+};
+
+// Groups in the order of the run; each holds its trajectories.
+export function readIndex(index) {
+  const groups = [];
+  for (const { step, groups: named, rows } of index.steps) {
+    const first = groups.length;
+    named.group.forEach((group, place) => {
+      const question = named.question[place];
+      const golden = named.golden[place];
+      const text = `${question}\n${golden.join("\n")}`.toLowerCase();
+      groups.push({ step, group, question, golden, text, source: named.source[place], silver: named.silver[place], rows: [] });
+    });
+    rows.group.forEach((place, row) => {
+      const text = `${rows.answer[row] ?? ""}\n${rows.queries[row]}`.toLowerCase();
+      groups[first + place].rows.push({
+        index: rows.index[row], score: rows.score[row], flags: rows.flags[row], advantage: rows.advantage[row],
+        searches: rows.searches[row], answer: rows.answer[row], text,
+      });
+    });
+  }
+  return groups;
+}
+
+// Groups with at least one trajectory that passes all filters, and which trajectories these are.
+export function filter(groups, state) {
+  const words = state.text.toLowerCase().split(/\s+/).filter(Boolean);
+  const [, passes] = SHOWS[state.show] ?? SHOWS[""];
+  const found = [];
+  let number = 0;
+  for (const group of groups) {
+    if (state.from !== null && group.step < state.from) continue;
+    if (state.to !== null && group.step > state.to) continue;
+    if (state.source && group.source !== state.source) continue;
+    const open = words.filter((word) => !group.text.includes(word));
+    const matching = new Set();
+    for (const row of group.rows) {
+      if (passes(row.flags) && open.every((word) => row.text.includes(word))) matching.add(row.index);
+    }
+    if (matching.size) {
+      found.push({ group, matching });
+      number += matching.size;
+    }
+  }
+  return { found, number };
+}
+
+// How many trajectories each choice of "Show" has: [value, label, number].
+export function countShows(groups) {
+  const all = groups.flatMap((group) => group.rows);
+  return Object.entries(SHOWS).map(([value, [label, passes]]) => [value, label, all.filter((row) => passes(row.flags)).length]);
+}
+
+// Mean score of the finished trajectories of each step.
+export function stepMeans(groups) {
+  const sums = new Map();
+  for (const group of groups) {
+    const sum = sums.get(group.step) ?? { score: 0, number: 0 };
+    sums.set(group.step, sum);
+    for (const row of group.rows) {
+      if (has(row.flags, FLAGS.failed)) continue;
+      sum.score += row.score;
+      sum.number += 1;
+    }
+  }
+  return [...sums].map(([step, { score, number }]) => ({ step, mean: number ? score / number : 0 }));
+}
+
+// A sign and a word for how a trajectory ended; the sign is readable without colour.
+export function outcome(flags, score) {
+  if (has(flags, FLAGS.failed)) return { sign: "–", word: "failed", name: "failed" };
+  if (has(flags, FLAGS.formatInvalid)) return { sign: "!", word: "invalid format", name: "invalid" };
+  if (!has(flags, FLAGS.wrong)) return { sign: "✓", word: "right", name: "right" };
+  if (score > 0) return { sign: "~", word: "partly right", name: "partly" };
+  return { sign: "✗", word: "wrong", name: "wrong" };
+}

@@ -1,0 +1,86 @@
+"""Runs for the trajectory page: one generated, one that a person could have tampered with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.generated_run import answer_turn, make_tokenizer, make_turn, search_turn, write_run
+from calibadv_jax.config import Config
+from calibadv_jax.pages.run_files import RunFiles
+from calibadv_jax.pages.serve import make_server
+from calibadv_jax.pages.site import Site
+from calibadv_jax.trajectory import Document, Group, Question, Trajectory
+
+MARKUP = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\'"&amp;'
+SHELF = {name: Document(name, f"title {name}", f"text of {name}", 1.0) for name in "abcdefgh"}
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def small_group(tokenizer):
+    """Makes a group whose credit can be worked out by hand.
+
+    Trajectory 0 is right and saw a, b, c. 1 is wrong, and its first search found a and b of three documents;
+    its second one repeats them. 2 is wrong and found nothing. 3 ends in an invalid turn. 4 failed.
+    """
+
+    def make(source="two_hop", mark=""):
+        question = Question(f"q{source}", f"who keeps it?{mark}", (f"ann{mark}",), source, ("a",))
+
+        def search(think, documents):
+            return search_turn(tokenizer, think + mark, f"query{mark}", [SHELF[name] for name in documents])
+
+        hostile = Document("h", f"h{mark}", f"text{mark}")
+        turns = [
+            [search("first of all", "abc"), answer_turn(tokenizer, "so", f"ann{mark}")],
+            [search("one", "abd"), search("two words here", "abe"), answer_turn(tokenizer, "so", "bob")],
+            [search_turn(tokenizer, "three", f"query{mark}", [hostile]), answer_turn(tokenizer, "so", "bob")],
+            [search("four", "a"), make_turn(tokenizer, "rambling", kind="invalid")],
+            [search("five", "a")],
+        ]
+        prompt = np.array(tokenizer.encode(question.text).ids, np.int32)
+        errors = [None, None, None, None, f"retriever: gone{mark}"]
+        trajectories = [
+            Trajectory(question, prompt, one, index, 1.5, error)
+            for index, (one, error) in enumerate(zip(turns, errors, strict=True))
+        ]
+        return Group(question, trajectories)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory, tokenizer, small_group) -> Path:
+    """Two steps: a plain group and a hostile one in the first, one of another source in the second."""
+    folder = tmp_path_factory.mktemp("small") / "run"
+    steps = [[small_group(), small_group(mark=MARKUP)], [small_group("one_hop")]]
+    write_run(folder, steps, Config(), tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def served():
+    """A context: the page of a run's folder, at the address that it yields."""
+
+    @contextmanager
+    def serve(folder: Path) -> Iterator[str]:
+        site = Site(RunFiles(folder))
+        site.index.steps()  # as the command does before it says the address
+        with make_server(site, 0) as server:
+            thread = threading.Thread(target=server.serve_forever, daemon=True)
+            thread.start()
+            yield f"http://127.0.0.1:{server.server_port}"
+            server.shutdown()
+            thread.join()
+
+    return serve

@@ -1,0 +1,234 @@
+"""The trajectory page in headless Chromium: list, filters, links, keys, and text that stays text."""
+
+import http.server
+import sys
+import threading
+from functools import partial
+
+import pytest
+
+from benchmarks.generated_run import make_run
+from benchmarks.inspect_page import measure
+from calibadv_jax.pages.run_files import RunFiles
+from calibadv_jax.pages.serve import write_site
+from calibadv_jax.pages.site import Site
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def small(served, small_run, page):
+    """The page of the small run, loaded."""
+    with served(small_run) as address:
+        open_page(page, address)
+        yield page, address
+
+
+def open_page(page, address):
+    page.goto(address)
+    page.wait_for_selector("#list[data-ready]", state="attached")
+
+
+def open_group(page, address, step, group):
+    page.goto(f"{address}/#step={step}&group={group}")
+    page.wait_for_selector(f"#detail[data-ready='{step}/{group}']", state="attached")
+
+
+def count(page):
+    return page.inner_text("#count")
+
+
+def test_the_list_shows_every_group_and_how_each_trajectory_ended(small):
+    page, _ = small
+    assert count(page) == "15 trajectories in 3 groups"
+    assert page.locator(".entry").count() == 3
+    chips = page.locator(".entry").first.locator(".chip").all_inner_texts()
+    assert chips == ["✓", "✗", "✗", "!", "–"]
+    assert "softened turn" in page.locator(".entry").first.locator(".chip").nth(1).get_attribute("title")
+
+
+def test_each_choice_of_show(small):
+    page, _ = small
+    expected = {
+        "wrong-good": 6,
+        "softened": 3,
+        "repeated": 3,
+        "invalid": 3,
+        "failed": 3,
+        "right": 3,
+        "wrong": 9,
+    }
+    for show, number in (expected | {"unfinished": 0, "": 15}).items():
+        page.select_option("#show", show)
+        assert count(page) == f"{number} trajectories in {3 if number else 0} groups", show
+
+
+def test_filters_go_together_and_are_cleared(small):
+    page, _ = small
+    page.select_option("#source", "one_hop")
+    assert count(page) == "5 trajectories in 1 group"
+    page.fill("#to", "1")
+    assert count(page) == "0 trajectories in 0 groups"
+    page.click("#reset")
+    assert count(page) == "15 trajectories in 3 groups"
+    page.fill("#from", "2")
+    page.select_option("#show", "softened")
+    assert count(page) == "1 trajectory in 1 group"
+    assert page.locator(".chip.matching").count() == 1
+
+
+def test_text_is_searched_in_question_answers_and_queries(small):
+    page, _ = small
+    for text, number in (
+        ("BOB", 6),
+        ("bob keeps", 6),
+        ("ann", 15),
+        ("query", 15),
+        ("nobody", 0),
+        ("onerror bob", 2),
+    ):
+        page.fill("#text", text)
+        assert count(page).startswith(f"{number} trajector"), text
+
+
+def test_a_softened_turn_is_found_and_explained(small):
+    page, _ = small
+    page.select_option("#show", "softened")
+    page.locator(".entry").first.locator(".chip.matching").click()
+    page.wait_for_selector("#detail[data-ready='1/0']")
+    assert page.locator(".card").count() == 5
+    turn = page.locator(".card.chosen .turn").first
+    assert turn.locator(".mark.softened").inner_text() == "softened"
+    assert "−0.500 × 0.333 = −0.167" in turn.locator(".why").inner_text()
+    assert turn.locator(".number").inner_text() == "−0.500 → −0.167"
+    assert turn.locator(".document.silver .star").all_inner_texts() == ["★ silver 1, new"] * 2
+
+
+def test_sign_and_size_of_the_advantage_are_visible_on_each_token(small):
+    page, address = small
+    open_group(page, address, 1, 0)
+
+    def style(selector):
+        token = page.locator(selector).first
+        return token.evaluate(
+            "e => [getComputedStyle(e).textDecorationStyle, getComputedStyle(e).backgroundColor]"
+        )
+
+    good, bad = ".card[data-index='0'] .token", ".card[data-index='1'] .token"
+    assert style(good)[0] == "solid" and style(bad)[0] == "wavy"
+    assert style(good)[1] != style(bad)[1]
+    failed = page.locator(".card[data-index='4'] .token").first
+    assert failed.evaluate("e => getComputedStyle(e).textDecorationLine") == "none"
+    assert page.locator(".card[data-index='1'] .tokens").first.inner_text() == (
+        "<think> one </think> <search> query </search>"
+    )
+    page.locator(bad).first.hover()
+    assert "advantage −0.167" in page.inner_text("#tip") and "id " in page.inner_text("#tip")
+    before = style(bad)
+    page.select_option("#shade", "surprise")
+    assert style(bad)[0] == "wavy" and style(bad)[1] != before[1]  # the sign stays
+    page.select_option("#shade", "mismatch")
+    assert "shade3" in page.locator(bad).first.get_attribute("class")
+    page.locator(good).first.hover()
+    assert "ratio 1.07" in page.inner_text("#tip")
+
+
+def test_a_link_leads_back_to_the_same_view(small):
+    page, address = small
+    page.select_option("#show", "softened")
+    page.fill("#text", "bob")
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    page.wait_for_selector("#detail[data-ready='1/0']")
+    page.keyboard.press("l")
+    page.keyboard.press("l")
+    link = page.url
+    page.goto("about:blank")
+    open_page(page, link)
+    page.wait_for_selector(".card.chosen[data-index='1']")
+    assert page.input_value("#text") == "bob" and page.input_value("#show") == "softened"
+    assert page.locator(".entry.chosen").count() == 1
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#detail[data-ready='nothing']")
+    page.go_back()
+    page.wait_for_selector("#detail[data-ready='1/0']")
+
+
+def test_keys(small):
+    page, _ = small
+    page.keyboard.press("j")
+    page.wait_for_selector("#detail[data-ready='1/0']")
+    page.keyboard.press("j")
+    page.wait_for_selector("#detail[data-ready='1/1']")
+    page.keyboard.press("k")
+    page.wait_for_selector("#detail[data-ready='1/0']")
+    page.keyboard.press("l")
+    assert page.locator(".card.chosen").get_attribute("data-index") == "0"
+    page.keyboard.press("l")
+    page.keyboard.press("h")
+    assert page.locator(".card.chosen").get_attribute("data-index") == "0"
+    page.keyboard.press("?")
+    assert page.locator("#help").is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator("#help").is_visible() and page.locator(".card").count() == 5
+    page.keyboard.press("/")
+    page.keyboard.type("jk")  # goes into the field
+    assert page.input_value("#text") == "jk" and page.locator(".card").count() == 5
+    page.keyboard.press("Escape")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#detail[data-ready='nothing']")
+
+
+def test_text_of_documents_questions_and_answers_stays_text(small):
+    page, address = small
+    open_group(page, address, 1, 1)
+    shown = page.inner_text("#detail h2")
+    assert "<script>window.hacked=1</script>" in shown and "onerror" in shown
+    page.locator(".document").evaluate_all("all => all.forEach(one => { one.open = true; })")
+    assert "<img src=x" in page.locator(".document pre").last.inner_text() + page.inner_text(".error")
+    assert page.locator("#detail img, #detail script, .entry img, .entry script").count() == 0
+    assert page.evaluate("window.hacked") is None
+    open_page(page, f"{address}/#text=<img src=x onerror=window.hacked=1>&show=<script>&step=1&group=1")
+    assert page.evaluate("window.hacked") is None
+
+
+def test_narrow_screens_show_the_list_or_the_group(small):
+    page, _ = small
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert not page.locator("#detail").is_visible()
+    page.locator(".entry .question").first.click()
+    page.wait_for_selector(".card")
+    assert not page.locator("#side").is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.click(".back")
+    assert page.locator("#side").is_visible() and not page.locator("#detail").is_visible()
+
+
+def test_dark_and_light_differ(small):
+    page, _ = small
+    colours = set()
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        colours.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(colours) == 2
+
+
+def test_the_written_folder_works_on_any_web_server(small_run, page, tmp_path):
+    write_site(Site(RunFiles(small_run)), tmp_path / "page")
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "page"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        open_group(page, f"http://127.0.0.1:{server.server_port}", 2, 0)
+        assert page.locator(".card").count() == 5
+        server.shutdown()
+
+
+def test_ten_thousand_trajectories(served, tmp_path, page, capsys):
+    make_run(tmp_path / "run", 10_000)
+    with served(tmp_path / "run") as address:
+        figures = measure(page, address)
+        assert count(page).endswith("groups") and page.locator(".entry").count() < 40
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\n10,000 trajectories: { {name: round(value) for name, value in figures.items()} }\n"
+        )

@@ -1,0 +1,158 @@
+"""What the page is told of a run: the index with its flags, and the transcripts."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from benchmarks.generated_run import write_run
+from calibadv_jax.config import Config, LogConfig
+from calibadv_jax.errors import UserError
+from calibadv_jax.pages import index
+from calibadv_jax.pages.run_files import RunFiles
+from calibadv_jax.pages.site import Site
+from calibadv_jax.pages.transcript import observation_parts
+
+
+@pytest.fixture(scope="module")
+def site(small_run):
+    return Site(RunFiles(small_run))
+
+
+def test_the_index_lists_every_trajectory_of_every_step(site):
+    said = json.loads(site.get("data/index.json"))
+    assert said["advantage"]["name"] == "calibadv"
+    assert [step["step"] for step in said["steps"]] == [1, 2]
+    groups, rows = said["steps"][0]["groups"], said["steps"][0]["rows"]
+    assert groups["group"] == [0, 1]
+    assert groups["question"][0] == "who keeps it?" and groups["golden"][0] == ["ann"]
+    assert groups["source"] == ["two_hop", "two_hop"] and said["steps"][1]["groups"]["source"] == ["one_hop"]
+    assert groups["silver"][0] == 3
+    assert rows["group"] == [0] * 5 + [1] * 5 and rows["index"] == [0, 1, 2, 3, 4] * 2
+    assert rows["score"][:5] == [1, 0, 0, 0, 0] and rows["searches"][:5] == [1, 2, 1, 1, 1]
+    assert rows["advantage"][:5] == [1.5, -0.5, -0.5, -0.5, None]
+    assert rows["answer"][:5] == ["ann", "bob", "bob", None, None] and rows["queries"][1] == "query\nquery"
+
+
+def test_flags_say_what_a_trajectory_is(site):
+    flags = json.loads(site.get("data/index.json"))["steps"][0]["rows"]["flags"][:5]
+    wrong = index.WRONG
+    assert flags == [
+        index.GOOD_SEARCH,
+        wrong | index.GOOD_SEARCH | index.SOFTENED | index.REPEATED,
+        wrong,
+        wrong | index.FORMAT_INVALID | index.INVALID | index.GOOD_SEARCH,  # it found the supporting document
+        index.FAILED,
+    ]
+
+
+def test_the_script_names_the_same_flags(site):
+    said = dict(re.findall(r"(\w+): (\d+)", site.static()["records.js"].decode().split("};")[0]))
+    assert {name: int(bit) for name, bit in said.items()} == {
+        "failed": index.FAILED,
+        "formatInvalid": index.FORMAT_INVALID,
+        "invalid": index.INVALID,
+        "unfinished": index.UNFINISHED,
+        "wrong": index.WRONG,
+        "goodSearch": index.GOOD_SEARCH,
+        "softened": index.SOFTENED,
+        "repeated": index.REPEATED,
+    }
+
+
+def test_a_transcript_has_every_token_and_marks_silver_documents(site):
+    said = json.loads(site.get("data/group_1_0.json"))
+    assert said["silver"] == {"a": 1, "b": 1, "c": 1} and said["prompt"] == "who keeps it?"
+    one = said["trajectories"][1]
+    turn = one["turns"][0]
+    assert "".join(turn["pieces"]) == "<think> one </think> <search> query </search>"
+    assert len(turn["pieces"]) == len(turn["ids"]) == len(turn["logprobs"])
+    assert (
+        turn["softened"]
+        and turn["correctness"] == pytest.approx(2 / 3)
+        and turn["why"].startswith("Softened.")
+    )
+    marks = [(d["id"], d["weight"], d["is_new"], d["is_seen"], d["is_supporting"]) for d in turn["documents"]]
+    assert marks == [
+        ("a", 1, True, False, True),
+        ("b", 1, True, False, False),
+        ("d", None, False, False, False),
+    ]
+    assert turn["learner_logprobs"][3] == pytest.approx(turn["logprobs"][3] + 0.07, abs=2e-4)
+    assert said["trajectories"][4]["turns"][0]["learner_logprobs"] is None
+    second = one["turns"][1]
+    assert second["repeated"] == "documents of turn 1"
+    assert [d["is_seen"] for d in second["documents"]] == [True, True, False]
+    assert [part["document"] for part in turn["observation"]] == [None, 0, 1, 2, None]
+    assert turn["observation"][2]["text"] == 'Doc 2(Title: "title b") text of b\n'
+    assert said["trajectories"][4]["error"] == "retriever: gone"
+
+
+def test_a_cut_observation_shows_the_documents_that_are_in_it():
+    documents = [{"title": name} for name in ("a", "b", "c")]
+    text = '\n\n<information>Doc 1(Title: "a") x\nDoc 2(Title: "b") y</information>\n\n'
+    parts = observation_parts(text, documents)
+    assert [part["document"] for part in parts] == [None, 0, 1, None]
+    assert "".join(part["text"] for part in parts) == text
+    assert observation_parts("My previous action is invalid.", []) == [
+        {"text": "My previous action is invalid.", "document": None}
+    ]
+    assert observation_parts("", []) == []
+
+
+def test_addresses_that_do_not_exist(site):
+    for address in ("data/group_1_9.json", "data/group_7_0.json", "nothing.js", "../pages/site.py", "data/"):
+        assert site.get(address) is None
+
+
+def test_a_step_that_appears_later_is_found(tmp_path, small_run):
+    folder = tmp_path / "run"
+    shutil.copytree(small_run, folder)
+    later = (folder / "rollouts/step_2.parquet").rename(tmp_path / "later.parquet")
+    site = Site(RunFiles(folder))
+    assert [step["step"] for step in site.index.steps()] == [1]
+    later.rename(folder / "rollouts/step_2.parquet")
+    assert [step["step"] for step in site.index.steps()] == [1, 2]
+
+
+def test_a_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer, small_group):
+    folder = tmp_path / "run"
+    shutil.copytree(small_run, folder)
+    site = Site(RunFiles(folder))
+    assert len(site.index.steps()[1]["groups"]["group"]) == 1 and site.get("data/group_2_1.json") is None
+    other = tmp_path / "other"
+    write_run(other, [[small_group()], [small_group(), small_group("comparison")]], Config(), tokenizer)
+    (other / "rollouts/step_2.parquet").replace(folder / "rollouts/step_2.parquet")
+    assert len(site.index.steps()[1]["groups"]["group"]) == 2
+    assert json.loads(site.get("data/group_2_1.json"))["data_source"] == "comparison"
+
+
+def test_json_lines_show_the_same(tmp_path, tokenizer, small_group, site):
+    config = Config(log=LogConfig(rollouts="jsonl"))
+    write_run(tmp_path / "run", [[small_group()]], config, tokenizer)
+    lines = Site(RunFiles(tmp_path / "run"))
+    assert lines.get("data/group_1_0.json") == site.get("data/group_1_0.json")
+    assert lines.index.steps()[0]["rows"]["flags"] == site.index.steps()[0]["rows"]["flags"][:5]
+
+
+def test_only_the_steps_asked_for(small_run):
+    assert list(RunFiles(small_run, 2, 9).paths()) == [2]
+    assert RunFiles(small_run, 2, 9).group(1, 0) == []
+    with pytest.raises(UserError, match="keeps steps 1 to 2"):
+        RunFiles(small_run, 3)
+
+
+def test_a_folder_without_rollouts_is_named(tmp_path):
+    with pytest.raises(UserError, match="no such folder"):
+        RunFiles(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no rollouts/step_N.parquet there"):
+        RunFiles(tmp_path)
+
+
+def test_a_damaged_step_is_named(tmp_path, small_run):
+    folder = tmp_path / "run"
+    shutil.copytree(small_run, folder)
+    (folder / "rollouts/step_1.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(UserError, match="step_1.parquet: cannot be read"):
+        Site(RunFiles(folder)).index.steps()
