@@ -55,6 +55,18 @@ print(next(one.split(";")[0] for one in requires("jax") if one.startswith("libtp
     "$requirement" 2>/dev/null || echo "no $requirement is available: the TPU compilation test will skip" >&2
 }
 
+# A browser for the tests of the pages: Debian's, since playwright's own comes from another server.
+ensure_browser() {
+  local name
+  for name in chromium chromium-browser google-chrome; do
+    command -v "$name" >/dev/null && return
+  done
+  if [[ "$EUID" == 0 ]] && grep -qs '^ID=debian' /etc/os-release; then
+    { apt-get update && apt-get install --yes --no-install-recommends chromium; } >/dev/null 2>&1 && return
+  fi
+  echo "no Chromium is installed (Debian: apt-get install chromium): tests of the pages will skip" >&2
+}
+
 run_pytest() { # "no tests collected" is a pass only where the caller chose the tests
   local status=0 marker="$1"
   shift
@@ -78,6 +90,7 @@ ensure_encoders "$venv/bin/python"
 if [[ "$fast" == false ]]; then
   ensure_vllm "$venv/bin/python"
   ensure_tpu_compiler "$venv/bin/python" "$venv/libtpu"
+  ensure_browser
 fi
 export PATH="$venv/bin:$PATH"
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import jax
 import numpy as np
@@ -57,3 +60,49 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no folder {folder} (set CALIBADV_SHARED)")
     return folder
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+ON_THIS_MACHINE = {"127.0.0.1", "localhost", "::1"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium; skips where there is none. Only for tests marked slow.
+
+    Playwright's event loop runs until the module's tests have ended: no asyncio.run() meanwhile.
+    """
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+    program = next((path for path in map(shutil.which, BROWSERS) if path), None)
+    if program is None:
+        pytest.skip(f"no browser is installed ({', '.join(BROWSERS)}); Debian: apt-get install chromium")
+    with playwright.sync_playwright() as running:
+        # Chromium refuses root with its sandbox, and /dev/shm is small in containers.
+        chromium = running.chromium.launch(
+            executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page of 1280 × 800. The test fails where the page logs an error or asks another machine."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    troubles: list[str] = []
+
+    def stay_here(route: Any) -> None:
+        address = urlsplit(route.request.url)
+        if address.scheme in ("file", "data", "blob") or address.hostname in ON_THIS_MACHINE:
+            route.continue_()
+        else:
+            troubles.append(f"request to {route.request.url}")
+            route.abort()
+
+    context.route("**/*", stay_here)
+    opened = context.new_page()
+    opened.on("pageerror", lambda error: troubles.append(f"error: {error}"))
+    opened.on("console", lambda said: troubles.append(said.text) if said.type == "error" else None)
+    yield opened
+    context.close()
+    assert not troubles
