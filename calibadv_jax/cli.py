@@ -34,7 +34,9 @@ COMMANDS = {
 }
 
 # Commands without a config: `calibadv_jax.NAME` ("-" written "_") has add_arguments(parser), run(arguments).
-TOOLS: dict[str, str] = {}
+TOOLS: dict[str, str] = {
+    "report": "Draws the curves of one or more runs, as one HTML page and as PNG files.",
+}
 
 
 @dataclass(frozen=True)

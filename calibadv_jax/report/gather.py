@@ -1,0 +1,203 @@
+"""Charts: the figures with the values of the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from calibadv_jax.metrics.summary import ALIASES
+from calibadv_jax.report.curves import Curve, over_seeds, thin
+from calibadv_jax.report.figures import SECTIONS, Figure, Section
+from calibadv_jax.report.rollouts import rollout_values
+from calibadv_jax.report.runs import Run
+from calibadv_jax.report.settings import Series
+
+Values = dict[str, dict[int, float | None]]  # metric -> step -> value
+MIN_POINTS, ALL_POINTS = 60, 960  # a curve has ALL_POINTS / number of series, so that the page stays small
+PHASES = ("rollout", "advantage", "update", "publish", "evaluate")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    title: str  # empty where the chart has one panel
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True)
+class Chart:
+    figure: Figure
+    panels: tuple[Panel, ...]
+    limit: float | None = None  # the guard's threshold, where all runs have the same one
+    is_by_series: bool = True  # every curve is a series, and keeps its colour in all such charts
+
+
+@dataclass(frozen=True)
+class Gathered:
+    sections: list[tuple[Section, list[Chart]]]
+    left_out: list[Figure]  # they need kept trajectories, which no run has
+    steps_per_point: int
+    constant: dict[str, float]  # metrics without a figure that never change
+
+
+def gather(series: Sequence[Series]) -> Gathered:
+    """Everything that the page draws. Figures without a value are left out."""
+    values = [[_values(run) for run in one.runs] for one in series]
+    logged = {metric for runs in values for one in runs for metric in one}
+    max_points = max(MIN_POINTS, ALL_POINTS // len(series))
+    sections, left_out = [], []
+    for section in SECTIONS:
+        charts = []
+        for figure in section.figures:
+            chart = _chart(figure, series, values, max_points)
+            if chart is not None:
+                charts.append(chart)
+            elif figure.needs_rollouts:
+                left_out.append(figure)
+        if charts:
+            sections.append((section, charts))
+    others, constant = _others(logged, series, values, max_points)
+    if others:
+        sections.append((Section("other", "Other metrics", "Logged, and in no figure above."), others))
+    widths = [
+        curve.steps_per_point
+        for _, charts in sections
+        for one in charts
+        for p in one.panels
+        for curve in p.curves
+    ]
+    is_training = series[0].runs[0].kind == "training run"
+    return Gathered(sections, left_out if is_training else [], max(widths, default=1), constant)
+
+
+def _values(run: Run) -> Values:
+    """Every metric of a run by step, with those that the report derives."""
+    names = dict.fromkeys(name for row in run.rows.values() for name in row)
+    values: Values = {name: run.values(name) for name in names if name not in ("step", "nonfinite")}
+    values |= {"nonfinite_count": {step: len(row.get("nonfinite", [])) for step, row in run.rows.items()}}
+    for name in list(values):
+        if name.startswith("eval/") and name.endswith("/f1"):
+            temperature, _, source = name.removeprefix("eval/").removesuffix("/f1").partition("/")
+            values[f"eval_f1/{source} at {temperature}"] = values[name]
+    return values | _phases(run) | rollout_values(run)
+
+
+def _phases(run: Run) -> Values:
+    """Seconds by phase, and what is left of the step; a phase that a step did not have took 0."""
+    found: Values = {}
+    names = [name for name in PHASES if run.values(f"timing_s/{name}")]
+    names += [
+        name.removeprefix("timing_s/")
+        for name in dict.fromkeys(name for row in run.rows.values() for name in row)
+        if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step"
+    ]
+    for step, row in run.rows.items():
+        total, known = row.get("timing_s/step"), 0.0
+        if total is None:
+            continue
+        for name in dict.fromkeys(names):
+            seconds = row.get(f"timing_s/{name}") or 0.0
+            found.setdefault(f"phase/{name}", {})[step] = seconds
+            known += seconds
+        found.setdefault("phase/rest", {})[step] = max(0.0, total - known)
+    return found
+
+
+def _chart(
+    figure: Figure, series: Sequence[Series], values: Sequence[Sequence[Values]], max_points: int
+) -> Chart | None:
+    lines = _lines(figure, [metric for runs in values for one in runs for metric in one])
+    curves = [
+        [(label, _curve(metric, label, runs, max_points)) for metric, label in lines.items()]
+        for runs in values
+    ]
+    found = [[curve for _, curve in one if not curve.is_empty] for one in curves]
+    if not any(found):
+        return None
+    limit = _limit(figure, series)
+    if len(lines) == 1:
+        renamed = [replace(one[0], name=named.name) for one, named in zip(found, series, strict=True) if one]
+        return Chart(figure, (Panel("", tuple(renamed)),), limit)
+    panels = [
+        Panel(named.name if len(series) > 1 else "", tuple(one))
+        for one, named in zip(found, series, strict=True)
+        if one
+    ]
+    return Chart(figure, tuple(panels), limit, is_by_series=False)
+
+
+def _curve(metric: str, label: str, runs: Sequence[Values], max_points: int) -> Curve:
+    return thin(over_seeds(label, [one.get(metric, {}) for one in runs]), max_points)
+
+
+def _lines(figure: Figure, logged: Sequence[str]) -> dict[str, str]:
+    """Metric -> name of its line, of those that were logged."""
+    lines = {}
+    for metric, label in figure.metrics.items():
+        if not metric.endswith("*"):
+            lines |= {metric: label} if metric in logged else {}
+            continue
+        start = metric.removesuffix("*")
+        matching = [name for name in dict.fromkeys(logged) if name.startswith(start)]
+        lines |= {name: name.removeprefix(start).replace("_", " ") for name in matching}
+    return lines
+
+
+def _limit(figure: Figure, series: Sequence[Series]) -> float | None:
+    if not figure.limit:
+        return None
+    limits = {run.setting(figure.limit) for one in series for run in one.runs}
+    (limit,) = limits if len(limits) == 1 else (None,)
+    return float(limit) if isinstance(limit, int | float) else None
+
+
+def _others(
+    logged: set[str], series: Sequence[Series], values: Sequence[Sequence[Values]], max_points: int
+) -> tuple[list[Chart], dict[str, float]]:
+    """Charts of what no figure shows; those that never change are only named."""
+    charts, constant = [], {}
+    for metric in sorted(logged - set(_shown(logged))):
+        figure = Figure(_key(metric), metric, "", "", {metric: ""}, from_zero=False)
+        seen: set[Any] = {value for runs in values for one in runs for value in one.get(metric, {}).values()}
+        if len(seen) == 1 and None not in seen:
+            constant[metric] = float(seen.pop())
+        elif (chart := _chart(figure, series, values, max_points)) is not None:
+            charts.append(chart)
+    return charts, constant
+
+
+def _shown(logged: set[str]) -> Iterator[str]:
+    """Metrics of a figure, second names of metrics, ends of ranges, and what the report derived."""
+    patterns = [name for section in SECTIONS for figure in section.figures for name in figure.metrics]
+    starts = tuple(name.removesuffix("*") for name in patterns if name.endswith("*"))
+    for name in logged:
+        base, _, part = name.rpartition("/")
+        is_end = part in ("max", "min") and f"{base}/mean" in logged
+        is_alias = name in ALIASES or base in ALIASES
+        is_phase = name.startswith("timing_s/") and name.count("/") == 1
+        is_evaluation = name.startswith("eval/")
+        if name in patterns or name.startswith(starts) or is_end or is_alias or is_phase or is_evaluation:
+            yield name
+
+
+def _key(metric: str) -> str:
+    return "metric_" + "".join(letter if letter.isalnum() else "_" for letter in metric)
+
+
+def state(run: Run) -> str:
+    """How far a run is, in words."""
+    planned = run.setting("sft.steps" if run.kind == "cold start" else "learner.steps")
+    last = run.steps[-1]
+    if not isinstance(planned, int):
+        return f"{last} steps"
+    if last >= planned:
+        return f"{last} of {planned} steps"
+    return f"{last} of {planned} steps: still running, or stopped early"
+
+
+def mean_of_last(values: Mapping[int, float | None], number: int = 10) -> float | None:
+    """Mean of the last finite values."""
+    last = [value for _, value in sorted(values.items()) if value is not None][-number:]
+    return sum(last) / len(last) if last else None
