@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="page to write; default: report.html, in the run's folder where there is one run",
     )
     parser.add_argument(
+        "--smooth",
+        type=int,
+        metavar="STEPS",
+        help="steps that the strong lines are means of; default: a tenth of the run; 1: none",
+    )
+    parser.add_argument(
         "--png", type=Path, metavar="FOLDER", help="also write every figure as FOLDER/NAME.png"
     )
 
@@ -44,13 +50,15 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: a folder is no run or has no metrics yet, runs do not go together, or a package is missing.
     """
+    if arguments.smooth is not None and arguments.smooth < 1:
+        raise UserError(f"--smooth {arguments.smooth}: must be at least 1, which smooths nothing")
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"{missing[0]} is not installed; pip install 'calibadv-jax[report]'")
     console = Console()
     runs = read_runs(arguments.runs)
     series = group_runs(runs)
-    gathered = gather(series)
+    gathered = gather(series, arguments.smooth)
     output = arguments.output or (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
     _write(output, render(series, gathered))
     console.say(f"{output}")
@@ -62,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
 def write_pngs(folder: Path, series: Sequence[Series], gathered: Gathered) -> int:
     """Writes every chart as a PNG file with a white background; returns how many they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    charts = [chart for _, charts in gathered.sections for chart in charts]
+    charts = [chart for section in gathered.sections for chart in section.charts]
     for chart in charts:
         figure, _ = draw(chart, [one.name for one in series])
         figure.savefig(folder / f"{chart.figure.key}.png", dpi=PNG_DPI)

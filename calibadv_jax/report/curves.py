@@ -21,6 +21,7 @@ class Curve:
     low: np.ndarray  # float64, smallest of them
     high: np.ndarray  # float64, largest of them
     count: np.ndarray  # int64, how many they are
+    trend: np.ndarray  # float64, moving mean of `mean`
     steps_per_point: int = 1
 
     @property
@@ -32,11 +33,12 @@ class Curve:
         return not np.any(np.isfinite(self.mean))
 
 
-def over_seeds(name: str, runs: Sequence[Mapping[int, float | None]]) -> Curve:
+def over_seeds(name: str, runs: Sequence[Mapping[int, float | None]], smooth: int = 1) -> Curve:
     """Mean, smallest and largest over the runs, at every step that one of them logged.
 
     Args:
         runs: step -> value of each run; None where the value was not finite.
+        smooth: points that the trend is a mean of.
     """
     steps = sorted({step for run in runs for step in run})
     values = np.full((len(runs), len(steps)), np.nan)  # [runs, N]
@@ -45,7 +47,19 @@ def over_seeds(name: str, runs: Sequence[Mapping[int, float | None]]) -> Curve:
             value = run.get(step)
             if value is not None:
                 row[column] = value
-    return Curve(name, np.array(steps, np.float64), *_spread(values, values, values))
+    mean, low, high, count = _spread(values, values, values)
+    return Curve(name, np.array(steps, np.float64), mean, low, high, count, moving_mean(mean, smooth))
+
+
+def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
+    """Mean of the finite ones of `width` values around each, fewer at both ends; NaN stays NaN."""
+    if not len(values):
+        return values
+    before, after = (width - 1) // 2, width // 2
+    padded = np.pad(values, (before, after), constant_values=np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, width)  # [N, width]
+    mean, *_ = _spread(windows.T, windows.T, windows.T)
+    return np.where(np.isfinite(values), mean, np.nan)
 
 
 def thin(curve: Curve, max_points: int) -> Curve:
@@ -65,7 +79,9 @@ def thin(curve: Curve, max_points: int) -> Curve:
 
     mean, low, high, _ = _spread(split(curve.mean), split(curve.low), split(curve.high))
     count = np.nanmax(split(curve.count), axis=0).astype(np.int64)
-    return Curve(curve.name, np.nanmean(split(curve.steps), axis=0), mean, low, high, count, width)
+    trend, *_ = _spread(*[split(curve.trend)] * 3)
+    steps = np.nanmean(split(curve.steps), axis=0)
+    return Curve(curve.name, steps, mean, low, high, count, trend, width)
 
 
 def _spread(

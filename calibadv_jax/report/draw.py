@@ -10,7 +10,7 @@ import numpy as np
 
 from calibadv_jax.metrics.console import number
 from calibadv_jax.report.curves import Curve
-from calibadv_jax.report.gather import Chart, Panel
+from calibadv_jax.report.gather import MAX_MARKS, Chart, Panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 
 UNIT = 72  # one unit of length is a pixel of the page where the chart has its natural width
 WIDTH = 400
-PANEL_HEIGHT, SMALL_PANEL_HEIGHT = 180, 120  # of the axes, in a chart with one panel and with several
+PANEL_HEIGHT, SMALL_PANEL_HEIGHT = 190, 125  # of the axes, in a chart with one panel and with several
 LEFT, TOP, BOTTOM, GAP = 54, 24, 30, 30
 SWATCH = 22  # of a curve's name, its sample included
-LETTER = 6.4  # width of a letter of a curve's name
-LINE = 14  # height of a curve's name
+LONGEST_NAME = 22  # letters of a curve's name
+LETTER = 7.0  # width of a letter of a curve's name
+SMALL_TEXT = 11.5
+LINE_WIDTH = 1.8
+LINE = 15  # height of a curve's name
+# Where an axis may be cut: above values that are SPIKE times the percentile USUAL.
+USUAL, SPIKE = 95, 2.0
 # Told apart by dash pattern, by name and by colour; the colours by people who confuse red and green too.
 COLOURS = ("#0060ae", "#b45309", "#007a5e", "#86389b", "#6b5c05", "#be185d", "#0f6f80", "#555b66")
 DASHES: tuple[Any, ...] = (
@@ -35,10 +40,11 @@ DASHES: tuple[Any, ...] = (
     (0, (4, 1.5, 1, 1.5, 1, 1.5)),
     (0, (1, 3)),
 )
+HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++", "//")  # dots would take 150 kB each
 INK, MUTED, GRID, SURFACE = "#1b1f24", "#59616c", "#d9dde3", "#fefefe"
 STYLE = {
     "svg.fonttype": "none",  # text stays text: it can be read aloud, searched, and takes the page's font
-    "font.size": 11,
+    "font.size": 12,
     "path.simplify_threshold": 0.4,
     "axes.edgecolor": MUTED,
     "axes.linewidth": 0.8,
@@ -54,8 +60,8 @@ STYLE = {
     "ytick.color": MUTED,
     "xtick.major.size": 3,
     "ytick.major.size": 0,
-    "xtick.labelsize": 10.5,
-    "ytick.labelsize": 10.5,
+    "xtick.labelsize": SMALL_TEXT,
+    "ytick.labelsize": SMALL_TEXT,
     "figure.facecolor": SURFACE,
     "axes.facecolor": "none",
     "savefig.facecolor": SURFACE,
@@ -86,8 +92,9 @@ def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
     panels = chart.panels
     axes_height = PANEL_HEIGHT if len(panels) == 1 else SMALL_PANEL_HEIGHT
     height = TOP + BOTTOM + len(panels) * axes_height + (len(panels) - 1) * GAP
-    names = order if chart.is_by_series else _names(panels)
-    right = min(170.0, SWATCH + LETTER * max(len(c.name) for p in panels for c in p.curves))
+    names = order if chart.is_by_series and len(order) > 1 else _names(panels)
+    longest = max(len(_short(curve.name)) for panel in panels for curve in panel.curves)
+    right = SWATCH + LETTER * longest if longest else 12.0
     span = _span(panels)
     places = []
     with matplotlib.rc_context(STYLE):
@@ -111,7 +118,7 @@ def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
         if top_axes is not None:
             _limits(figure.axes, chart)
         for axes, panel in zip(figure.axes, panels, strict=True):
-            _name_curves(axes, panel, chart, names, axes_height)
+            _name_curves(axes, panel, chart, names, (WIDTH - LEFT - right, axes_height))
     return figure, places
 
 
@@ -135,24 +142,26 @@ def _panel(axes: Axes, panel: Panel, chart: Chart, names: Sequence[str], span: t
             _line(axes, curve, names.index(curve.name))
     axes.set_xlim(*span)
     axes.margins(y=0.06)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     if panel.title:
-        axes.set_title(panel.title, loc="right", fontsize=11, pad=6, color=INK, fontweight="bold")
+        axes.set_title(panel.title, loc="center", fontsize=12, pad=6, color=INK, fontweight="bold")
 
 
 def _line(axes: Axes, curve: Curve, index: int) -> None:
     """The mean, its band, and a mark at every point where there are few."""
     colour = COLOURS[index % len(COLOURS)]
     # A step that the metric was not logged at is bridged; a value that was not finite is a gap.
+    if not curve.has_band and not np.array_equal(curve.trend, curve.mean, equal_nan=True):
+        axes.plot(curve.steps, curve.mean, color=colour, linewidth=0.8, alpha=0.4)
     axes.plot(
         curve.steps,
-        curve.mean,
+        curve.trend,
         color=colour,
         linestyle=DASHES[index % len(DASHES)],
-        linewidth=1.8,
-        marker="o" if len(curve.steps) <= 25 else None,
+        linewidth=LINE_WIDTH,
+        marker="o" if len(curve.steps) <= MAX_MARKS else None,
         markersize=3,
         label=curve.name,
     )
@@ -162,16 +171,10 @@ def _line(axes: Axes, curve: Curve, index: int) -> None:
 
 def _stack(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
     """Areas on top of each other, edged by the background so that neighbours are told apart."""
-    steps = np.array(sorted({step for curve in panel.curves for step in curve.steps}))
-    rows = [_at(curve, steps) for curve in panel.curves]
-    shades = [COLOURS[names.index(curve.name) % len(COLOURS)] for curve in panel.curves]
-    areas = axes.stackplot(steps, rows, colors=shades)
+    steps = _steps(panel)
+    areas = axes.stackplot(steps, [_at(curve, steps) for curve in panel.curves])
     for area, curve in zip(areas, panel.curves, strict=True):
-        area.set(edgecolor=SURFACE, linewidth=0.8, alpha=0.75)
-        area.set_hatch(HATCHES[names.index(curve.name) % len(HATCHES)])
-
-
-HATCHES = ("", "////", "....", "xxxx", "----", "\\\\\\\\", "++++", "oooo")
+        _shade(area, names.index(curve.name))
 
 
 def _at(curve: Curve, steps: np.ndarray) -> np.ndarray:
@@ -181,93 +184,118 @@ def _at(curve: Curve, steps: np.ndarray) -> np.ndarray:
 
 
 def _unit(axes: Axes, unit: str) -> None:
-    axes.annotate(unit, (0, 1), xytext=(4 - LEFT, 8), xycoords="axes fraction", textcoords="offset points",
-                  color=MUTED, fontsize=10.5)  # fmt: skip
+    axes.annotate(
+        unit, (0, 1), (4 - LEFT, 8), "axes fraction", "offset points", color=MUTED, fontsize=SMALL_TEXT
+    )
 
 
 def _limits(all_axes: Sequence[Axes], chart: Chart) -> None:
     """From 0 where nothing is negative; the guard's threshold where it lies within what is shown."""
-    shared = all_axes[0]
-    low, high = shared.get_ylim()
+    low, high = all_axes[0].get_ylim()
+    tops = np.concatenate([_tops(chart, panel) for panel in chart.panels])
+    lowest = min(float(np.nanmin(curve.low)) for panel in chart.panels for curve in panel.curves)
+    if chart.figure.kind == "stack" or (chart.figure.from_zero and lowest >= 0):
+        low = 0.0
     if chart.figure.kind == "stack":
-        low = 0.0
-        high = max(float(_top(panel)) for panel in chart.panels) * 1.02 or 1.0
-    elif chart.figure.from_zero and _lowest(chart.panels) >= 0:
-        low = 0.0
-        high = high if high > 0 else 1.0
-    if low == 0 and _highest(chart.panels) == 0:
-        high = 1.0  # all values are 0: an axis around 0 would show digits of nothing
-    shared.set_ylim(low, high)
+        high = float(tops.max()) * 1.02
+    usual = float(np.percentile(tops, USUAL))
+    if chart.figure.cuts_spikes and tops.max() > SPIKE * usual > 0:
+        high = 1.2 * usual
+        _note(
+            all_axes[0],
+            f"up to {number(float(tops.max()))}",
+            (0.5, 1),
+            ("axes fraction", "axes fraction"),
+            -12,
+        )
+    all_axes[0].set_ylim(low, high if high > low else low + 1)
     if chart.limit is not None and low <= chart.limit <= high:
         for axes in all_axes:
             axes.axhline(chart.limit, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
-            axes.annotate("guard", (0, chart.limit), xytext=(3, 2), color=MUTED, fontsize=10,
-                          xycoords=("axes fraction", "data"), textcoords="offset points")  # fmt: skip
+            _note(axes, "guard", (0, chart.limit), ("axes fraction", "data"), 2)
 
 
-def _top(panel: Panel) -> float:
-    steps = np.array(sorted({step for curve in panel.curves for step in curve.steps}))
-    return float(np.sum([_at(curve, steps) for curve in panel.curves], axis=0).max())
+def _note(axes: Axes, text: str, at: tuple[float, float], system: tuple[str, str], lift: float) -> None:
+    axes.annotate(text, at, (3, lift), system, "offset points", color=MUTED, fontsize=SMALL_TEXT)  # type: ignore[arg-type]
 
 
-def _lowest(panels: Sequence[Panel]) -> float:
-    return min(float(np.nanmin(curve.low)) for panel in panels for curve in panel.curves)
+def _tops(chart: Chart, panel: Panel) -> np.ndarray:
+    """float64 [N]: the highest finite value of each step."""
+    if chart.figure.kind == "stack":
+        return np.sum([_at(curve, _steps(panel)) for curve in panel.curves], axis=0)
+    highs = np.concatenate([curve.high for curve in panel.curves])
+    return highs[np.isfinite(highs)]
 
 
-def _highest(panels: Sequence[Panel]) -> float:
-    return max(float(np.nanmax(curve.high)) for panel in panels for curve in panel.curves)
+def _steps(panel: Panel) -> np.ndarray:
+    return np.array(sorted({step for curve in panel.curves for step in curve.steps.tolist()}))
 
 
-def _name_curves(axes: Axes, panel: Panel, chart: Chart, names: Sequence[str], height: float) -> None:
-    """Each curve's name with a sample of it, to the right of its end, as near as the others allow."""
-    curves = [curve for curve in panel.curves if curve.name]
-    wanted = _ends(axes, panel, chart, height)
-    for curve, at in zip(curves, spread(wanted, LINE, height), strict=True):
+def _name_curves(
+    axes: Axes, panel: Panel, chart: Chart, names: Sequence[str], size: tuple[float, float]
+) -> None:
+    """Each curve's name with a sample of it, to the right of its end, as near as the others allow.
+
+    Args:
+        size: width and height of the axes in units.
+    """
+    width, height = size
+    for curve, at in zip(panel.curves, spread(_ends(axes, panel, chart, height), LINE, height), strict=True):
+        if not curve.name:
+            continue
         index = names.index(curve.name)
-        colour = COLOURS[index % len(COLOURS)]
-        arguments = {"xycoords": ("axes fraction", "axes fraction"), "annotation_clip": False}
+        colour, middle = COLOURS[index % len(COLOURS)], at / height
         if chart.figure.kind == "stack":
-            from matplotlib.patches import Rectangle
-
-            width = (axes.get_window_extent().width) or 1.0
-            axes.add_patch(
-                Rectangle(
-                    (1 + 5 / width, at / height - 4 / height),
-                    12 / width,
-                    9 / height,
-                    facecolor=colour,
-                    edgecolor=SURFACE,
-                    linewidth=0,
-                    alpha=0.75,
-                    clip_on=False,
-                    hatch=HATCHES[index % len(HATCHES)],
-                    transform=axes.transAxes,
-                )  # fmt: skip
+            left, right = 1 + 5 / width, 1 + 17 / width
+            top, bottom = middle + 4.5 / height, middle - 4.5 / height
+            (area,) = axes.fill(
+                [left, right, right, left],
+                [bottom, bottom, top, top],
+                transform=axes.transAxes,
+                clip_on=False,
             )
+            _shade(area, index)
         else:
-            width = (axes.get_window_extent().width) or 1.0
-            axes.plot([1 + 3 / width, 1 + 18 / width], [at / height] * 2, color=colour, linewidth=1.8,
-                      linestyle=DASHES[index % len(DASHES)], clip_on=False, transform=axes.transAxes)  # fmt: skip
-        axes.annotate(_short(curve.name), (1, at / height), xytext=(SWATCH, -4), textcoords="offset points",
-                      fontsize=10.5, color=INK, **arguments)  # fmt: skip
+            axes.plot(
+                [1 + 3 / width, 1 + 18 / width],
+                [middle, middle],
+                color=colour,
+                linewidth=LINE_WIDTH,
+                linestyle=DASHES[index % len(DASHES)],
+                transform=axes.transAxes,
+                clip_on=False,
+            )
+        axes.annotate(
+            _short(curve.name),
+            (1, middle),
+            (SWATCH, -4),
+            "axes fraction",
+            "offset points",
+            fontsize=SMALL_TEXT,
+            annotation_clip=False,
+        )
+
+
+def _shade(area: Any, index: int) -> None:
+    area.set(facecolor=COLOURS[index % len(COLOURS)], edgecolor=SURFACE, linewidth=0.8, alpha=0.75)
+    area.set_hatch(HATCHES[index % len(HATCHES)])
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 22 else f"{name[:21]}…"
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def _ends(axes: Axes, panel: Panel, chart: Chart, height: float) -> list[float]:
-    """Height of each named curve's last value above the axes' lower edge; of its area's middle in a stack."""
+    """Height of each curve's last value above the axes' lower edge; of its area's middle in a stack."""
     low, high = axes.get_ylim()
     ends, below = [], 0.0
     for curve in panel.curves:
-        finite = curve.mean[np.isfinite(curve.mean)]
-        value = float(finite[-1])
         if chart.figure.kind == "stack":
+            value = float(_at(curve, _steps(panel))[-1])
             ends.append(below + value / 2)
             below += value
-        elif curve.name:
-            ends.append(value)
+        else:
+            ends.append(float(curve.trend[np.isfinite(curve.trend)][-1]))
     return [min(max((value - low) / (high - low), 0.0), 1.0) * height for value in ends]
 
 

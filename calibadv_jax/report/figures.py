@@ -19,6 +19,7 @@ class Figure:
     kind: Literal["lines", "stack"] = "lines"
     needs_rollouts: bool = False  # its values come from kept trajectories, not from metrics.jsonl
     from_zero: bool = True  # the axis starts at 0 where no value is negative
+    cuts_spikes: bool = False  # the axis ends below rare values that are far larger than all others
     limit: str = ""  # config key of the guard's threshold on it
 
 
@@ -63,7 +64,7 @@ _OUTCOME = [
     Figure(
         "solved",
         "Best of the group",
-        "Mean of each group's best score, and share of groups with a right answer: what there is to learn from.",
+        "Mean of each group's best score, and share of groups with a right answer.",
         "share",
         {"group/best_score": "best score", "group/solved": "solved"},
     ),
@@ -123,16 +124,18 @@ _BEHAVIOUR = [
 ]
 _CREDIT = [
     Figure(
-        "mass",
-        "Answer advantage, positive and negative",
-        "Sum over the tokens of the answer turns, before and after the calibration.",
+        "mass_before",
+        "Answer advantage before the calibration",
+        "Sum of the positive and size of the negative advantage over the tokens of the answer turns.",
         "advantage × tokens",
-        {
-            "advantage/answer/positive_before": "positive before",
-            "advantage/answer/negative_before": "negative before",
-            "advantage/answer/positive_after": "positive after",
-            "advantage/answer/negative_after": "negative after",
-        },
+        {"advantage/answer/positive_before": "positive", "advantage/answer/negative_before": "negative"},
+    ),
+    Figure(
+        "mass_after",
+        "Answer advantage after the calibration",
+        "The same after it. Under CalibAdv the two are in the ratio advantage.target_ratio.",
+        "advantage × tokens",
+        {"advantage/answer/positive_after": "positive", "advantage/answer/negative_after": "negative"},
     ),
     Figure(
         "ratio",
@@ -238,8 +241,8 @@ _LEARNER = [
     Figure(
         "packing",
         "Packing",
-        "Share of the rows' columns that hold a token, and share of the trained tokens that were computed (those"
-        " without an advantage need not be).",
+        "Share of the places in the rows that hold a token, and share of the trained tokens that were"
+        " computed: those without an advantage need not be.",
         "share",
         {"actor/row_fill": "filled", "actor/computed_share": "computed"},
     ),
@@ -262,8 +265,8 @@ _FRESHNESS = [
     Figure(
         "mismatch",
         "Mismatch of sampler and learner",
-        "Mean absolute difference of their log-probabilities: of the trained tokens, and of a fixed text after"
-        " every swap of the weights.",
+        "Mean absolute difference of their log-probabilities: of the trained tokens, and of a fixed text"
+        " after every swap of the weights.",
         "nats",
         {
             "actor/sampler_mismatch": "trained",
@@ -273,8 +276,8 @@ _FRESHNESS = [
     Figure(
         "importance",
         "Importance weights",
-        "Probability under the learner / under the sampler, of the sampled tokens: percentiles. All at 1 where"
-        " the two agree and nothing is stale.",
+        "Probability under the learner / under the sampler, of the sampled tokens: percentiles. All at 1"
+        " where the two agree and nothing is stale.",
         "ratio",
         {"importance/p1": "1 %", "importance/p50": "50 %", "importance/p99": "99 %"},
         needs_rollouts=True,
@@ -289,6 +292,7 @@ _SPEED = [
         "seconds",
         {"phase/*": ""},
         kind="stack",
+        cuts_spikes=True,
     ),
     _one(
         "tokens_per_second",
@@ -303,6 +307,7 @@ _SPEED = [
         "From the first token to the end: the mean, and the slowest, which the step waits for.",
         "seconds",
         {"timing_s/trajectory/mean": "mean", "timing_s/trajectory/max": "slowest"},
+        cuts_spikes=True,
     ),
 ]
 _TROUBLE = [
@@ -352,7 +357,7 @@ SECTIONS = [
     Section(
         "credit",
         "Credit assignment",
-        "Which turn deserved what. Figures of the calibration are empty where plain GRPO ran.",
+        "Which turn deserved what. Plain GRPO has no silver documents, and softens nothing.",
         _CREDIT,
     ),
     Section("learner", "Updates", "What the learner did with it.", _LEARNER),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from calibadv_jax.metrics.summary import ALIASES
 from calibadv_jax.report.curves import Curve, over_seeds, thin
@@ -15,6 +14,8 @@ from calibadv_jax.report.settings import Series
 
 Values = dict[str, dict[int, float | None]]  # metric -> step -> value
 MIN_POINTS, ALL_POINTS = 60, 960  # a curve has ALL_POINTS / number of series, so that the page stays small
+SMOOTH_SHARE = 10  # of a run is the default
+MAX_MARKS = 25  # points up to which each is marked
 PHASES = ("rollout", "advantage", "update", "publish", "evaluate")
 
 
@@ -35,41 +36,74 @@ class Chart:
 
 
 @dataclass(frozen=True)
+class Options:
+    """How curves are made."""
+
+    smooth: int
+    max_points: int
+
+
+@dataclass(frozen=True)
+class GatheredSection:
+    section: Section
+    charts: list[Chart]
+    constant: dict[str, float]  # title of what has the same value at every step of every run
+
+
+@dataclass(frozen=True)
 class Gathered:
-    sections: list[tuple[Section, list[Chart]]]
+    sections: list[GatheredSection]
     left_out: list[Figure]  # they need kept trajectories, which no run has
     steps_per_point: int
-    constant: dict[str, float]  # metrics without a figure that never change
+    smooth: int  # points that the trends are means of
 
 
-def gather(series: Sequence[Series]) -> Gathered:
-    """Everything that the page draws. Figures without a value are left out."""
+def gather(series: Sequence[Series], smooth: int | None = None) -> Gathered:
+    """Everything that the page draws. Figures without a value are left out.
+
+    Args:
+        smooth: points that the trends are means of; None: a tenth of the longest run's steps.
+    """
     values = [[_values(run) for run in one.runs] for one in series]
-    logged = {metric for runs in values for one in runs for metric in one}
     max_points = max(MIN_POINTS, ALL_POINTS // len(series))
-    sections, left_out = [], []
-    for section in SECTIONS:
-        charts = []
-        for figure in section.figures:
-            chart = _chart(figure, series, values, max_points)
-            if chart is not None:
-                charts.append(chart)
-            elif figure.needs_rollouts:
-                left_out.append(figure)
-        if charts:
-            sections.append((section, charts))
-    others, constant = _others(logged, series, values, max_points)
-    if others:
-        sections.append((Section("other", "Other metrics", "Logged, and in no figure above."), others))
-    widths = [
-        curve.steps_per_point
-        for _, charts in sections
-        for one in charts
-        for p in one.panels
-        for curve in p.curves
+    if smooth is None:
+        smooth = max(1, max(len(run.rows) for one in series for run in one.runs) // SMOOTH_SHARE)
+    options = Options(smooth, max_points)
+    found = [_section(section, series, values, options) for section in SECTIONS]
+    found.append(_others(series, values, options))
+    drawn = {chart.figure.key for one in found for chart in one.charts}
+    constant = {title for one in found for title in one.constant}
+    left_out = [
+        figure
+        for section in SECTIONS
+        for figure in section.figures
+        if figure.needs_rollouts and figure.key not in drawn and figure.title not in constant
     ]
     is_training = series[0].runs[0].kind == "training run"
-    return Gathered(sections, left_out if is_training else [], max(widths, default=1), constant)
+    panels = [panel for one in found for chart in one.charts for panel in chart.panels]
+    return Gathered(
+        [one for one in found if one.charts or one.constant],
+        left_out if is_training else [],
+        max((curve.steps_per_point for panel in panels for curve in panel.curves), default=1),
+        smooth,
+    )
+
+
+def _section(
+    section: Section, series: Sequence[Series], values: Sequence[Sequence[Values]], options: Options
+) -> GatheredSection:
+    """The section's charts; those whose curves are all flat become a line of text."""
+    gathered = GatheredSection(section, [], {})
+    for figure in section.figures:
+        chart = _chart(figure, series, values, options)
+        if chart is None:
+            continue
+        value = _constant(chart)
+        if value is None:
+            gathered.charts.append(chart)
+        else:
+            gathered.constant[chart.figure.title] = value
+    return gathered
 
 
 def _values(run: Run) -> Values:
@@ -106,19 +140,25 @@ def _phases(run: Run) -> Values:
 
 
 def _chart(
-    figure: Figure, series: Sequence[Series], values: Sequence[Sequence[Values]], max_points: int
+    figure: Figure, series: Sequence[Series], values: Sequence[Sequence[Values]], options: Options
 ) -> Chart | None:
     lines = _lines(figure, [metric for runs in values for one in runs for metric in one])
     curves = [
-        [(label, _curve(metric, label, runs, max_points)) for metric, label in lines.items()]
-        for runs in values
+        [(label, _curve(metric, label, runs, options)) for metric, label in lines.items()] for runs in values
     ]
     found = [[curve for _, curve in one if not curve.is_empty] for one in curves]
     if not any(found):
         return None
     limit = _limit(figure, series)
     if len(lines) == 1:
-        renamed = [replace(one[0], name=named.name) for one, named in zip(found, series, strict=True) if one]
+        (label,) = lines.values()
+        if label:
+            figure = replace(figure, title=f"{figure.title}: {label}")
+        renamed = [
+            replace(one[0], name=named.name if len(series) > 1 else "")
+            for one, named in zip(found, series, strict=True)
+            if one
+        ]
         return Chart(figure, (Panel("", tuple(renamed)),), limit)
     panels = [
         Panel(named.name if len(series) > 1 else "", tuple(one))
@@ -128,8 +168,10 @@ def _chart(
     return Chart(figure, tuple(panels), limit, is_by_series=False)
 
 
-def _curve(metric: str, label: str, runs: Sequence[Values], max_points: int) -> Curve:
-    return thin(over_seeds(label, [one.get(metric, {}) for one in runs]), max_points)
+def _curve(metric: str, label: str, runs: Sequence[Values], options: Options) -> Curve:
+    by_step = [one.get(metric, {}) for one in runs]
+    is_sparse = max(map(len, by_step)) <= MAX_MARKS  # every point of it is marked and stands for itself
+    return thin(over_seeds(label, by_step, 1 if is_sparse else options.smooth), options.max_points)
 
 
 def _lines(figure: Figure, logged: Sequence[str]) -> dict[str, str]:
@@ -153,19 +195,25 @@ def _limit(figure: Figure, series: Sequence[Series]) -> float | None:
     return float(limit) if isinstance(limit, int | float) else None
 
 
+def _constant(chart: Chart) -> float | None:
+    """The value of a chart whose curves all have one and the same, at every step; None for others."""
+    ends = [
+        end for panel in chart.panels for curve in panel.curves for end in (*curve.low, *curve.high)
+    ]  # NaN equals nothing, itself included
+    return float(ends[0]) if all(end == ends[0] for end in ends) else None
+
+
 def _others(
-    logged: set[str], series: Sequence[Series], values: Sequence[Sequence[Values]], max_points: int
-) -> tuple[list[Chart], dict[str, float]]:
-    """Charts of what no figure shows; those that never change are only named."""
-    charts, constant = [], {}
-    for metric in sorted(logged - set(_shown(logged))):
-        figure = Figure(_key(metric), metric, "", "", {metric: ""}, from_zero=False)
-        seen: set[Any] = {value for runs in values for one in runs for value in one.get(metric, {}).values()}
-        if len(seen) == 1 and None not in seen:
-            constant[metric] = float(seen.pop())
-        elif (chart := _chart(figure, series, values, max_points)) is not None:
-            charts.append(chart)
-    return charts, constant
+    series: Sequence[Series], values: Sequence[Sequence[Values]], options: Options
+) -> GatheredSection:
+    """What no figure shows."""
+    logged = {metric for runs in values for one in runs for metric in one}
+    figures = [
+        Figure(_key(metric), metric, "", "", {metric: ""}, from_zero=False)
+        for metric in sorted(logged - set(_shown(logged)))
+    ]
+    section = Section("other", "Other metrics", "Logged, and in no figure above.", figures)
+    return _section(section, series, values, options)
 
 
 def _shown(logged: set[str]) -> Iterator[str]:

@@ -21,7 +21,6 @@ from calibadv_jax.report.settings import Series, compare
 from calibadv_jax.report.svg import themed_svg
 
 HERE = Path(__file__).parent
-MOST_CONSTANTS = 40  # named in a note
 
 
 def render(series: Sequence[Series], gathered: Gathered) -> str:
@@ -40,12 +39,13 @@ def render(series: Sequence[Series], gathered: Gathered) -> str:
         notes=_notes(series, gathered),
         sections=[
             {
-                "key": section.key,
-                "title": section.title,
-                "text": section.text,
-                "charts": [_chart(chart, [one.name for one in series]) for chart in charts],
+                "key": one.section.key,
+                "title": one.section.title,
+                "text": one.section.text,
+                "charts": [_chart(chart, [named.name for named in series]) for chart in one.charts],
+                "constant": "; ".join(f"{title} {number(value)}" for title, value in one.constant.items()),
             }
-            for section, charts in gathered.sections
+            for one in gathered.sections
         ],
         evaluations=[
             {
@@ -120,6 +120,11 @@ def _notes(series: Sequence[Series], gathered: Gathered) -> list[str]:
             for name, end in ends.items()
             if end < longest
         ]
+    if gathered.smooth > 1:
+        notes.append(
+            f"Strong lines are means of {gathered.smooth} steps; numbers, bands and faint lines are of single"
+            " steps."
+        )
     if gathered.steps_per_point > 1:
         notes.append(
             f"A point is the mean of up to {gathered.steps_per_point} steps; the band spans all their values."
@@ -127,10 +132,6 @@ def _notes(series: Sequence[Series], gathered: Gathered) -> list[str]:
     if gathered.left_out:
         titles = ", ".join(figure.title for figure in gathered.left_out)
         notes.append(f"Left out, because the kept trajectories do not hold what they show: {titles}.")
-    if gathered.constant:
-        items = list(gathered.constant.items())
-        named = ", ".join(f"{name} {number(value)}" for name, value in items[:MOST_CONSTANTS])
-        notes.append(f"The same at every step: {named}{', …' if len(items) > MOST_CONSTANTS else ''}.")
     return notes
 
 

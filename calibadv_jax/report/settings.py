@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -130,7 +131,7 @@ def _series_names(groups: Sequence[Sequence[Run]]) -> list[str]:
     """By the value of the one key that differs, by keys and values of two; else by the folders."""
     if len(groups) == 1:
         (runs,) = groups
-        return [runs[0].name if len(runs) == 1 else f"{len(runs)} seeds"]
+        return [str(Path(*runs[0].folder.parts[-2:])) if len(runs) == 1 else f"{len(runs)} seeds"]
     experiments = [dict(_experiment(runs[0])) for runs in groups]
     keys = dict.fromkeys(key for one in experiments for key in one)
     differ = [key for key in keys if len({one.get(key) for one in experiments}) > 1]

@@ -21,7 +21,7 @@ THEME = {
     SURFACE: "var(--surface)",
 }
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
-_REFERENCE = re.compile(r"#([^)\s]+)")
+_REFERENCE = re.compile(r"#([^)\s\"]+)")
 
 
 def themed_svg(figure: Figure, key: str, label: str) -> str:
@@ -40,7 +40,7 @@ def themed_svg(figure: Figure, key: str, label: str) -> str:
     root = ET.fromstring(text.getvalue())
     used = set(_REFERENCE.findall(text.getvalue()))
     for parent in list(root.iter()):
-        for child in [one for one in parent if one.tag.endswith("}metadata")]:
+        for child in [one for one in parent if one.tag.endswith(("}metadata", "}style"))]:
             parent.remove(child)
     for element in root.iter():
         _clean(element, key, used)
@@ -52,7 +52,7 @@ def themed_svg(figure: Figure, key: str, label: str) -> str:
 
 
 def _clean(element: ET.Element, key: str, used: set[str]) -> None:
-    """Drops ids that nothing refers to, makes the others unique, shortens numbers, takes the theme's colours."""
+    """Makes the ids that are referred to unique, drops the others; shortens numbers; themes colours."""
     name = element.attrib.pop("id", None)
     if name in used:
         element.set("id", f"{key}-{name}")
@@ -62,18 +62,11 @@ def _clean(element: ET.Element, key: str, used: set[str]) -> None:
     for attribute in ("clip-path", "style"):
         if attribute in element.attrib:
             element.set(attribute, element.attrib[attribute].replace("url(#", f"url(#{key}-"))
-    if "d" in element.attrib:
-        element.set("d", " ".join(_NUMBER.sub(_rounded, element.attrib["d"]).split()))
+    for attribute in {"d", "x", "y", "transform"} & element.attrib.keys():
+        element.set(attribute, " ".join(_NUMBER.sub(_rounded, element.attrib[attribute]).split()))
     if "style" in element.attrib:
-        style = re.sub(r"font: [^;]*;?", _font_size, element.attrib["style"])
+        style = re.sub(r"font-family: [^;]*;? ?", "", element.attrib["style"])  # the page has its own
         element.set("style", re.sub(r"#[0-9a-f]{6}", lambda found: THEME.get(found[0], found[0]), style))
-
-
-def _font_size(found: re.Match[str]) -> str:
-    """The size and weight of a CSS font; the family is the page's."""
-    size = re.search(r"([\d.]+)px", found[0])
-    weight = "font-weight: bold; " if "bold" in found[0] or "700" in found[0] else ""
-    return f"{weight}font-size: {size[1]}px;" if size else found[0]
 
 
 def _rounded(found: re.Match[str]) -> str:
