@@ -25,6 +25,7 @@ STAGES: dict[str, set[str]] = {
     "rollout": set(),
     "services": set(),
     "metrics": set(),
+    "report": {"metrics"},
     "policy": set(),
     "learner": {"policy"},
     "snapshots": {"policy"},
@@ -32,7 +33,7 @@ STAGES: dict[str, set[str]] = {
 }
 CONDUCTORS = (*COMMANDS, "cli", "model", "trainer", "wiring")
 OPTIONAL = {
-    "calibadv_jax": {"vllm"},
+    "calibadv_jax": {"matplotlib", "vllm"},
     "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers", "torch"},
 }
 LAUNCHERS = {  # --help needs nothing installed, and the number of threads is set before NumPy loads

@@ -21,7 +21,6 @@ from calibadv_jax.report.runs import read_runs
 from calibadv_jax.report.settings import Series, group_runs
 
 PNG_DPI = 200
-PACKAGES = ("matplotlib", "pyarrow")  # of the extra "report"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +51,8 @@ def run(arguments: argparse.Namespace) -> None:
     """
     if arguments.smooth is not None and arguments.smooth < 1:
         raise UserError(f"--smooth {arguments.smooth}: must be at least 1, which smooths nothing")
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"{missing[0]} is not installed; pip install 'calibadv-jax[report]'")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("matplotlib is not installed; pip install 'calibadv-jax[report]'")
     console = Console()
     runs = read_runs(arguments.runs)
     series = group_runs(runs)

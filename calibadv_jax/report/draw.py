@@ -42,7 +42,7 @@ DASHES: tuple[Any, ...] = (
 )
 HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++", "//")  # dots would take 150 kB each
 INK, MUTED, GRID, SURFACE = "#1b1f24", "#59616c", "#d9dde3", "#fefefe"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be read aloud, searched, and takes the page's font
     "font.size": 12,
     "path.simplify_threshold": 0.4,

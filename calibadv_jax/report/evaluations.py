@@ -2,118 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from calibadv_jax.report.runs import Run
-
-MEANS = ("mean", "value", "estimate")
-INTERVALS = ("interval", "ci", "ci95", "confidence_interval")
-ENDS = (("low", "high"), ("lower", "upper"))
-SCORE_NAMES = {"f1", "em", "cover_em", "format", "searches"}  # one of them makes a mapping a row
+COUNTS = ("questions", "trajectories", "failed")
+TITLES = {
+    "evaluation": "Evaluation",
+    "evaluation_before": "Before training",
+    "evaluation_after": "After training",
+}
 
 
 @dataclass(frozen=True)
 class Score:
     mean: float
-    low: float | None = None
+    low: float | None = None  # ends of the interval, where the evaluation made one
     high: float | None = None
 
 
 @dataclass(frozen=True)
 class Table:
-    """Scores of one run under one title: (names of the row, score by metric)."""
+    """Scores of one evaluation."""
 
-    run: str
     title: str
-    metrics: list[str]
-    rows: list[tuple[str, dict[str, Score]]]
+    rows: dict[str, dict[str, Score]]  # questions, such as "temperature 0, all" -> metric -> score
+    confidence: float | None = None  # of the intervals
 
     @property
-    def has_intervals(self) -> bool:
-        return any(score.low is not None for _, scores in self.rows for score in scores.values())
+    def metrics(self) -> list[str]:
+        return list(dict.fromkeys(name for scores in self.rows.values() for name in scores))
 
 
-def tables(runs: Sequence[Run]) -> list[Table]:
-    """Every evaluation of every run, in the order of the runs."""
-    found = []
-    for run in runs:
-        for title, report in run.evaluations.items():
-            rows = [(_row_name(path), scores) for path, scores in _rows(report, ())]
-            metrics = list(dict.fromkeys(name for _, scores in rows for name in scores))
-            if rows:
-                found.append(Table(run.name, title, metrics, rows))
+def read_evaluations(folder: Path, output: str | None) -> list[Table]:
+    """What evaluations and the quickstart left in a run's folder; half-written files are left out.
+
+    Args:
+        output: evaluate.output of the run, which may lie elsewhere.
+    """
+    paths = sorted(folder.glob("evaluation*.json"), key=lambda path: _order(path.stem))
+    if output and Path(output).parent.resolve() != folder and Path(output).is_file():
+        paths.append(Path(output))
+    found = [table for path in paths if (table := _table(_title(path.stem), read_json(path)))]
+    quickstart = read_json(folder / "quickstart.json")
+    if isinstance(quickstart, dict):
+        for name in ("before", "after"):
+            title = TITLES[f"evaluation_{name}"]
+            table = _table(title, quickstart.get(name))
+            if table and not any(one.title == title for one in found):
+                found.append(table)
     return found
 
 
-def _rows(
-    report: Mapping[str, Any], path: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], dict[str, Score]]]:
-    """The mappings that hold scores, wherever they lie, with the names that lead to them."""
-    if SCORE_NAMES & report.keys():
-        yield path, read_scores(report)
-        return
-    for name, value in report.items():
-        if isinstance(value, Mapping):
-            yield from _rows(value, (*path, name))
+def in_one(
+    tables: Sequence[tuple[str, Table]], metric: str
+) -> tuple[list[tuple[str, str]], list[tuple[str, list[str]]]]:
+    """One metric of all tables: (run, title) of the columns, and (questions, cells) of the rows.
 
-
-def read_scores(row: Mapping[str, Any]) -> dict[str, Score]:
-    """Scores by metric, each a number or a mapping with mean and interval; other values are left out.
-
-    An interval is a pair, or two values named low and high (lower and upper). It may stand in the metric's
-    mapping or beside the metric as NAME_low and NAME_high, or NAME_ci.
+    Args:
+        tables: each with the name of its run.
     """
-    scores = {}
-    for name, value in row.items():
-        if _is_end(name, row):
-            continue
-        mean = _first_number(value, MEANS) if isinstance(value, Mapping) else _number(value)
-        if mean is not None:
-            scores[name] = Score(mean, *_interval(name, value, row))
-    return scores
+    some = [(run, table) for run, table in tables if metric in table.metrics]
+    names = dict.fromkeys(name for _, table in some for name in table.rows)
+    rows = [
+        (name, [cell(metric, table.rows.get(name, {}).get(metric)) for _, table in some]) for name in names
+    ]
+    return [(run, table.title) for run, table in some], rows
 
 
-def _is_end(name: str, row: Mapping[str, Any]) -> bool:
-    suffixes = [end for pair in ENDS for end in pair] + list(INTERVALS)
-    return any(name.endswith(f"_{one}") and name.removesuffix(f"_{one}") in row for one in suffixes)
+def cell(metric: str, score: Score | None) -> str:
+    """``0.512 [0.470, 0.554]``; counts as whole numbers; ``-`` for what was not measured."""
+    if score is None:
+        return "-"
+    mean = f"{score.mean:.0f}" if metric in COUNTS else f"{score.mean:.3f}"
+    return mean if score.low is None else f"{mean} [{score.low:.3f}, {score.high:.3f}]"
 
 
-def _interval(name: str, value: Any, row: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    inside = value if isinstance(value, Mapping) else {}
-    beside = {one: row.get(f"{name}_{one}") for one in (*INTERVALS, *(end for pair in ENDS for end in pair))}
-    for source in (inside, beside):
-        for key in INTERVALS:
-            pair = source.get(key)
-            if isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2:
-                return _number(pair[0]), _number(pair[1])
-            if isinstance(pair, Mapping):
-                source = {**source, **pair}
-        for low, high in ENDS:
-            ends = _number(source.get(low)), _number(source.get(high))
-            if None not in ends:
-                return ends
-    return None, None
-
-
-def _first_number(value: Mapping[str, Any], names: Sequence[str]) -> float | None:
-    return next((found for found in (_number(value.get(name)) for name in names) if found is not None), None)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _row_name(path: tuple[str, ...]) -> str:
-    """ "temperature 0, all" for ("0", "all")."""
-    named = [f"temperature {part}" if _is_number(part) else part for part in path]
-    return ", ".join(named) or "all"
-
-
-def _is_number(text: str) -> bool:
+def read_json(path: Path) -> Any:
+    """None where the file is missing or cut off: another program may be writing it."""
     try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def _table(title: str, report: Any) -> Table | None:
+    """Of temperature -> data source -> metric -> mean, alone or under "scores" beside "intervals"."""
+    if not isinstance(report, dict):
+        return None
+    means = report.get("scores", report)
+    intervals = report.get("intervals", {})
+    method = report.get("method", "agent")
+    rows = {
+        f"temperature {temperature}, {source}": _scores(
+            scores, intervals.get(temperature, {}).get(source, {})
+        )
+        for temperature, sources in means.items()
+        for source, scores in sources.items()
+    }
+    named = title if method == "agent" else f"{title} ({method})"
+    return Table(named, rows, report.get("confidence") if intervals else None) if rows else None
+
+
+def _scores(means: Mapping[str, float], intervals: Mapping[str, Sequence[float]]) -> dict[str, Score]:
+    return {name: Score(mean, *intervals.get(name, (None, None))) for name, mean in means.items()}
+
+
+def _title(stem: str) -> str:
+    return TITLES.get(stem, stem.replace("_", " "))
+
+
+def _order(stem: str) -> tuple[int, str]:
+    """Before and after the training first, then in the order of the alphabet."""
+    known = ("evaluation_before", "evaluation_after")
+    return (known.index(stem) if stem in known else len(known), stem)

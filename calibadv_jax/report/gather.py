@@ -112,9 +112,9 @@ def _values(run: Run) -> Values:
     values: Values = {name: run.values(name) for name in names if name not in ("step", "nonfinite")}
     values |= {"nonfinite_count": {step: len(row.get("nonfinite", [])) for step, row in run.rows.items()}}
     for name in list(values):
-        if name.startswith("eval/") and name.endswith("/f1"):
-            temperature, _, source = name.removeprefix("eval/").removesuffix("/f1").partition("/")
-            values[f"eval_f1/{source} at {temperature}"] = values[name]
+        match name.split("/"):
+            case ["eval", source, "f1", temperature] | ["eval", temperature, source, "f1"]:
+                values[f"eval_f1/{source}, {temperature.replace('_', ' ')}"] = values[name]
     return values | _phases(run) | rollout_values(run)
 
 
@@ -176,7 +176,7 @@ def _curve(metric: str, label: str, runs: Sequence[Values], options: Options) ->
 
 def _lines(figure: Figure, logged: Sequence[str]) -> dict[str, str]:
     """Metric -> name of its line, of those that were logged."""
-    lines = {}
+    lines: dict[str, str] = {}
     for metric, label in figure.metrics.items():
         if not metric.endswith("*"):
             lines |= {metric: label} if metric in logged else {}

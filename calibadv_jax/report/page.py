@@ -14,7 +14,7 @@ from markupsafe import Markup
 from calibadv_jax.metrics.console import number
 from calibadv_jax.report.curves import Curve
 from calibadv_jax.report.draw import DASHES, Place, draw
-from calibadv_jax.report.evaluations import Score, tables
+from calibadv_jax.report.evaluations import cell, in_one
 from calibadv_jax.report.gather import Chart, Gathered, mean_of_last, state
 from calibadv_jax.report.runs import Run
 from calibadv_jax.report.settings import Series, compare
@@ -27,7 +27,7 @@ def render(series: Sequence[Series], gathered: Gathered) -> str:
     """The whole page."""
     runs = [run for one in series for run in one.runs]
     settings = compare(series) if any(run.config for run in runs) else []
-    evaluations = tables(runs)
+    evaluations = [(run.name, table) for run in runs for table in run.evaluations]
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), autoescape=True)
     return environment.get_template("page.html").render(
         title="Report: " + " and ".join(one.name for one in series),
@@ -49,16 +49,18 @@ def render(series: Sequence[Series], gathered: Gathered) -> str:
         ],
         evaluations=[
             {
-                "run": table.run,
+                "run": run,
                 "title": table.title,
                 "metrics": table.metrics,
                 "rows": [
-                    (name, [_cell(scores.get(m)) for m in table.metrics]) for name, scores in table.rows
+                    (name, [cell(metric, scores.get(metric)) for metric in table.metrics])
+                    for name, scores in table.rows.items()
                 ],
             }
-            for table in evaluations
+            for run, table in evaluations
         ],
-        has_intervals=any(table.has_intervals for table in evaluations),
+        f1=in_one(evaluations, "f1"),
+        confidences=sorted({table.confidence for _, table in evaluations if table.confidence}),
         series=[one.name for one in series],
         settings=settings,
         different=[row for row in settings if row.is_different],
@@ -190,13 +192,6 @@ def _ends(curve: Curve) -> list[str]:
     """First, last, smallest and largest finite mean."""
     finite = curve.mean[np.isfinite(curve.mean)]
     return [_plain(float(value)) for value in (finite[0], finite[-1], finite.min(), finite.max())]
-
-
-def _cell(score: Score | None) -> str:
-    if score is None:
-        return "-"
-    mean = f"{score.mean:.0f}" if score.mean == int(score.mean) and score.mean > 1 else f"{score.mean:.3f}"
-    return mean if score.low is None else f"{mean} [{score.low:.3f}, {score.high:.3f}]"
 
 
 def _settings_text(runs: Sequence[Run]) -> str:

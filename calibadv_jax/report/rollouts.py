@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 from calibadv_jax.report.runs import Run
 
@@ -43,9 +45,6 @@ def chosen_steps(steps: list[int]) -> list[int]:
 
 def read_parquet(path: Path) -> list[dict[str, Any]]:
     """The columns that the figures need; no row where the file is cut off, as a killed run may leave it."""
-    import pyarrow
-    import pyarrow.parquet
-
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid:
@@ -71,8 +70,7 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Complete lines; a last one that was cut off is left out."""
     complete = path.read_text(encoding="utf-8").split("\n")[:-1]
     rows = [json.loads(line) for line in complete]
-    # Turns hold no advantages and no log-probabilities in this format.
-    return [{"error": row.get("error"), **{k: row[k] for k in ("data_source", "metrics")}} for row in rows]
+    return [row for row in rows if "data_source" in row]  # the first line may be about the file
 
 
 def _values(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import yaml
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.writer import read_metrics
+from calibadv_jax.report.evaluations import Table, read_evaluations, read_json
 
 Kind = Literal["training run", "cold start"]
 
@@ -31,7 +31,7 @@ class Run:
     config: dict[str, Any]  # nested as in the YAML file; empty where the folder holds none
     identity: dict[str, str]  # hashes of question file, policy config and vocabulary
     num_starts: int
-    evaluations: dict[str, Any]  # title -> as the evaluation wrote it
+    evaluations: list[Table]
     rollouts: dict[int, Path]  # step -> file of its kept trajectories
 
     @property
@@ -80,16 +80,18 @@ def _read(folder: Path, name: str) -> Run:
     if not rows:
         raise UserError(f"{folder}: no metrics yet; try again when the first step has ended")
     config = yaml.safe_load(starts[-1].read_text(encoding="utf-8")) if starts else None
-    identity = _json(starts[-1].with_suffix(".json")) if starts else None
+    identity = read_json(starts[-1].with_suffix(".json")) if starts else None
+    config = config if isinstance(config, dict) else {}
+    output = (config.get("evaluate") or {}).get("output")
     return Run(
         folder,
         name,
         "cold start" if any("sft/loss" in row for row in rows.values()) else "training run",
         rows,
-        config if isinstance(config, dict) else {},
+        config,
         identity if isinstance(identity, dict) else {},
         len(starts),
-        _evaluations(folder, config if isinstance(config, dict) else {}),
+        read_evaluations(folder, output),
         _rollouts(folder / "rollouts", rows.keys()),
     )
 
@@ -107,17 +109,6 @@ def _starts(folder: Path) -> list[Path]:
     return sorted(numbered, key=lambda path: int(path.stem))
 
 
-def _evaluations(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The reports that evaluation and quickstart leave, those that are missing or half written left out."""
-    output = (config.get("evaluate") or {}).get("output")
-    written = folder / Path(output).name if output else folder / "evaluation.json"
-    found = {"Evaluation": _json(written)}
-    quickstart = _json(folder / "quickstart.json")
-    if isinstance(quickstart, dict):
-        found |= {"Before training": quickstart.get("before"), "After training": quickstart.get("after")}
-    return {title: report for title, report in found.items() if isinstance(report, dict) and report}
-
-
 def _rollouts(folder: Path, steps: Any) -> dict[int, Path]:
     """The kept trajectories of the given steps; of both formats, Parquet goes first."""
     kept: dict[int, Path] = {}
@@ -127,14 +118,6 @@ def _rollouts(folder: Path, steps: Any) -> dict[int, Path]:
             if number.isdigit() and int(number) in steps:
                 kept[int(number)] = path
     return dict(sorted(kept.items()))
-
-
-def _json(path: Path) -> Any:
-    """None where the file is missing or cut off: another program may be writing it."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
