@@ -76,7 +76,9 @@ def keep_step(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> Pat
     return path
 
 
-def learning_curve(steps: int, seed: int, **more: Sequence[float | None]) -> dict[str, Sequence[float | None]]:
+def learning_curve(
+    steps: int, seed: int, **more: Sequence[float | None]
+) -> dict[str, Sequence[float | None]]:
     """Metrics of a run, as many as the main figures need; deterministic."""
     wave = [((seed + 1) * step * 7919 % 97) / 970 for step in range(steps)]
     return {

@@ -51,7 +51,9 @@ def test_a_setting_that_changes_the_experiment_parts_the_runs(tmp_path, override
     assert len(group_runs(runs_of(tmp_path, [], [override]))) == 2
 
 
-@pytest.mark.parametrize("override", ["retriever.url=http://127.0.0.1:1", "log.progress=false", "checkpoint.every=7"])
+@pytest.mark.parametrize(
+    "override", ["retriever.url=http://127.0.0.1:1", "log.progress=false", "checkpoint.every=7"]
+)
 def test_a_setting_of_place_or_display_does_not(tmp_path, override):
     assert len(group_runs(runs_of(tmp_path, [], [override]))) == 1
 
