@@ -44,6 +44,7 @@ HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++", "//")  # dots would 
 INK, MUTED, GRID, SURFACE = "#1b1f24", "#59616c", "#d9dde3", "#fefefe"
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be read aloud, searched, and takes the page's font
+    "text.parse_math": False,  # names of runs and data sources may hold dollar signs
     "font.size": 12,
     "path.simplify_threshold": 0.4,
     "axes.edgecolor": MUTED,

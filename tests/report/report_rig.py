@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -96,8 +95,3 @@ def learning_curve(
         "timing_s/step": [3.5 + one for one in wave],
         **more,
     }
-
-
-def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass instance, by name, without going into them."""
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
