@@ -22,7 +22,6 @@ PANEL_HEIGHT, SMALL_PANEL_HEIGHT = 190, 125  # of the axes, in a chart with one 
 LEFT, TOP, BOTTOM, GAP = 54, 24, 30, 30
 SWATCH = 22  # of a curve's name, its sample included
 LONGEST_NAME = 22  # letters of a curve's name
-LETTER = 7.0  # width of a letter of a curve's name
 SMALL_TEXT = 11.5
 LINE_WIDTH = 1.8
 LINE = 15  # height of a curve's name
@@ -94,8 +93,8 @@ def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
     axes_height = PANEL_HEIGHT if len(panels) == 1 else SMALL_PANEL_HEIGHT
     height = TOP + BOTTOM + len(panels) * axes_height + (len(panels) - 1) * GAP
     names = order if chart.is_by_series and len(order) > 1 else _names(panels)
-    longest = max(len(_short(curve.name)) for panel in panels for curve in panel.curves)
-    right = SWATCH + LETTER * longest if longest else 12.0
+    longest = max(_width(_short(curve.name)) for panel in panels for curve in panel.curves)
+    right = SWATCH + longest + 2 if longest else 12.0
     span = _span(panels)
     places = []
     with matplotlib.rc_context(STYLE):
@@ -127,6 +126,17 @@ def _names(panels: Sequence[Panel]) -> list[str]:
     return list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
 
 
+def _width(text: str) -> float:
+    """Of a curve's name in units, in matplotlib's own font, which is wider than most that a page may have."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    width, _, _ = text_to_path.get_text_width_height_descent(
+        text or " ", FontProperties(size=SMALL_TEXT), ismath=False
+    )
+    return width if text else 0.0
+
+
 def _span(panels: Sequence[Panel]) -> tuple[float, float]:
     steps = np.concatenate([curve.steps for panel in panels for curve in panel.curves])
     first, last = float(steps.min()), float(steps.max())
@@ -139,8 +149,9 @@ def _panel(axes: Axes, panel: Panel, chart: Chart, names: Sequence[str], span: t
     if chart.figure.kind == "stack":
         _stack(axes, panel, names)
     else:
+        alpha = min(0.18, 0.5 / len(panel.curves))
         for curve in panel.curves:
-            _line(axes, curve, names.index(curve.name))
+            _line(axes, curve, names.index(curve.name), alpha)
     axes.set_xlim(*span)
     axes.margins(y=0.06)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=True))
@@ -150,8 +161,8 @@ def _panel(axes: Axes, panel: Panel, chart: Chart, names: Sequence[str], span: t
         axes.set_title(panel.title, loc="center", fontsize=12, pad=6, color=INK, fontweight="bold")
 
 
-def _line(axes: Axes, curve: Curve, index: int) -> None:
-    """The mean, its band, and a mark at every point where there are few."""
+def _line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
+    """The mean, its band with the opacity `alpha`, and a mark at every point where there are few."""
     colour = COLOURS[index % len(COLOURS)]
     # A step that the metric was not logged at is bridged; a value that was not finite is a gap.
     if not curve.has_band and not np.array_equal(curve.trend, curve.mean, equal_nan=True):
@@ -167,7 +178,7 @@ def _line(axes: Axes, curve: Curve, index: int) -> None:
         label=curve.name,
     )
     if curve.has_band:
-        axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
+        axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=alpha, linewidth=0)
 
 
 def _stack(axes: Axes, panel: Panel, names: Sequence[str]) -> None:

@@ -13,7 +13,8 @@ from calibadv_jax.report.runs import Run
 from calibadv_jax.report.settings import Series
 
 Values = dict[str, dict[int, float | None]]  # metric -> step -> value
-MIN_POINTS, ALL_POINTS = 60, 960  # a curve has ALL_POINTS / number of series, so that the page stays small
+# Points of a curve: ALL_POINTS / number of series, so that the page stays below 5 MB.
+MIN_POINTS, MAX_POINTS, ALL_POINTS = 60, 360, 640
 SMOOTH_SHARE = 10  # of a run is the default
 MAX_MARKS = 25  # points up to which each is marked
 PHASES = ("rollout", "advantage", "update", "publish", "evaluate")
@@ -65,7 +66,7 @@ def gather(series: Sequence[Series], smooth: int | None = None) -> Gathered:
         smooth: points that the trends are means of; None: a tenth of the longest run's steps.
     """
     values = [[_values(run) for run in one.runs] for one in series]
-    max_points = max(MIN_POINTS, ALL_POINTS // len(series))
+    max_points = min(MAX_POINTS, max(MIN_POINTS, ALL_POINTS // len(series)))
     if smooth is None:
         smooth = max(1, max(len(run.rows) for one in series for run in one.runs) // SMOOTH_SHARE)
     options = Options(smooth, max_points)
@@ -143,29 +144,27 @@ def _chart(
     figure: Figure, series: Sequence[Series], values: Sequence[Sequence[Values]], options: Options
 ) -> Chart | None:
     lines = _lines(figure, [metric for runs in values for one in runs for metric in one])
-    curves = [
-        [(label, _curve(metric, label, runs, options)) for metric, label in lines.items()] for runs in values
-    ]
-    found = [[curve for _, curve in one if not curve.is_empty] for one in curves]
-    if not any(found):
-        return None
+    names = [one.name if len(series) > 1 else "" for one in series]
+    by_series = [[_curve(metric, label, runs, options) for metric, label in lines.items()] for runs in values]
     limit = _limit(figure, series)
-    if len(lines) == 1:
-        (label,) = lines.values()
-        if label:
+    # A panel shows what is to be compared: series where they are the more, else the lines of one series.
+    is_by_series = len(lines) == 1 or (len(series) > len(lines) and figure.kind == "lines")
+    if is_by_series:
+        if len(lines) == 1 and (label := next(iter(lines.values()))):
             figure = replace(figure, title=f"{figure.title}: {label}")
-        renamed = [
-            replace(one[0], name=named.name if len(series) > 1 else "")
-            for one, named in zip(found, series, strict=True)
-            if one
+        titles = [label if len(lines) > 1 else "" for label in lines.values()]
+        named = [
+            [replace(curve, name=name) for curve in one] for one, name in zip(by_series, names, strict=True)
         ]
-        return Chart(figure, (Panel("", tuple(renamed)),), limit)
+        rows = [list(curves) for curves in zip(*named, strict=True)]
+    else:
+        titles, rows = names, by_series
     panels = [
-        Panel(named.name if len(series) > 1 else "", tuple(one))
-        for one, named in zip(found, series, strict=True)
-        if one
+        Panel(title, tuple(shown))
+        for title, row in zip(titles, rows, strict=True)
+        if (shown := [curve for curve in row if not curve.is_empty])
     ]
-    return Chart(figure, tuple(panels), limit, is_by_series=False)
+    return Chart(figure, tuple(panels), limit, is_by_series) if panels else None
 
 
 def _curve(metric: str, label: str, runs: Sequence[Values], options: Options) -> Curve:

@@ -30,7 +30,7 @@ def render(series: Sequence[Series], gathered: Gathered) -> str:
     evaluations = [(run.name, table) for run in runs for table in run.evaluations]
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), autoescape=True)
     return environment.get_template("page.html").render(
-        title="Report: " + " and ".join(one.name for one in series),
+        title=_title(series),
         summary=_summary(series),
         style=Markup(_file("page.css")),
         script=Markup(_file("page.js")),
@@ -66,6 +66,12 @@ def render(series: Sequence[Series], gathered: Gathered) -> str:
         different=[row for row in settings if row.is_different],
         settings_text=_settings_text(runs),
     )
+
+
+def _title(series: Sequence[Series]) -> str:
+    if len(series) > 2:
+        return f"Report: {len(series)} configs"
+    return "Report: " + " and ".join(one.name for one in series)
 
 
 def _summary(series: Sequence[Series]) -> str:

@@ -55,9 +55,24 @@ def test_seeds_are_one_curve_and_configs_are_several(tmp_path):
     assert panel.curves[0].low == pytest.approx(seeds.min(axis=0))
     assert panel.curves[0].high == pytest.approx(seeds.max(axis=0))
     assert not panel.curves[1].has_band
-    # A figure with several lines has a panel for each config.
+    # A figure with several lines has a panel for each config, unless there are more configs than lines.
     assert [panel.title for panel in charts["mass_before"].panels] == ["calibadv", "grpo"]
     assert [curve.name for curve in charts["mass_before"].panels[0].curves] == ["positive", "negative"]
+
+
+def test_with_more_configs_than_lines_the_configs_share_a_panel(tmp_path):
+    folders = []
+    for index in range(3):
+        config = quickstart_config(tmp_path / str(index), f"learner.steps={index + 5}")
+        folders.append(make_run(tmp_path / str(index), learning_curve(5, index), config))
+    chart = charts_of(gather_folders(*folders))["mass_before"]
+    assert [panel.title for panel in chart.panels] == ["positive", "negative"]
+    assert [curve.name for curve in chart.panels[1].curves] == ["steps 5", "steps 6", "steps 7"]
+    third = learning_curve(5, 2)["advantage/answer/negative_before"]
+    assert chart.panels[1].curves[2].mean.tolist() == third
+    assert chart.is_by_series
+    stack = charts_of(gather_folders(*folders))["correctness"]
+    assert [panel.title for panel in stack.panels] == ["steps 5", "steps 6", "steps 7"]
 
 
 def test_a_seed_that_stopped_early_leaves_the_others(tmp_path):
@@ -148,9 +163,9 @@ def test_a_cold_start_has_its_own_figures(tmp_path):
 def test_long_runs_have_fewer_points_than_steps(tmp_path):
     folder = make_run(tmp_path, learning_curve(2000, 0))
     gathered = gather_folders(folder)
-    assert gathered.steps_per_point == 3
+    assert gathered.steps_per_point == 6
     assert all(
-        len(curve.steps) <= 960
+        len(curve.steps) <= 360
         for chart in charts_of(gathered).values()
         for panel in chart.panels
         for curve in panel.curves
