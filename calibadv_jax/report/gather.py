@@ -17,7 +17,7 @@ Values = dict[str, dict[int, float | None]]  # metric -> step -> value
 MIN_POINTS, MAX_POINTS, ALL_POINTS = 60, 360, 640
 SMOOTH_SHARE = 10  # of a run is the default
 MAX_MARKS = 25  # points up to which each is marked
-PHASES = ("rollout", "advantage", "update", "publish", "evaluate")
+PHASES = ("rollout", "advantage", "update", "record", "publish", "evaluate")
 
 
 @dataclass(frozen=True)
