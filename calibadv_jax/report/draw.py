@@ -111,9 +111,9 @@ def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
             axes = figure.add_axes(box, sharey=top_axes)
             top_axes = top_axes or axes
             _panel(axes, panel, chart, names, span)
-            if index == 0:
-                _unit(axes, chart.figure.unit)
-            axes.tick_params(labelbottom=index == len(panels) - 1)
+            is_last = index == len(panels) - 1
+            _axis_names(axes, chart.figure.unit, index == 0, is_last)
+            axes.tick_params(labelbottom=is_last)
             places.append(Place(LEFT, WIDTH - right, top, top + axes_height, *span))
         if top_axes is not None:
             _limits(figure.axes, chart)
@@ -195,10 +195,22 @@ def _at(curve: Curve, steps: np.ndarray) -> np.ndarray:
     return np.nan_to_num(np.array([known.get(step, 0.0) for step in steps.tolist()]))
 
 
-def _unit(axes: Axes, unit: str) -> None:
-    axes.annotate(
-        unit, (0, 1), (4 - LEFT, 8), "axes fraction", "offset points", color=MUTED, fontsize=SMALL_TEXT
-    )
+def _axis_names(axes: Axes, unit: str, is_first: bool, is_last: bool) -> None:
+    """The unit above the upper left corner of the first panel, "step" below the lower left of the last."""
+    if is_first:
+        axes.annotate(
+            unit, (0, 1), (4 - LEFT, 8), "axes fraction", "offset points", color=MUTED, fontsize=SMALL_TEXT
+        )
+    if is_last:
+        axes.annotate(
+            "step",
+            (0, 0),
+            (4 - LEFT, -15),
+            "axes fraction",
+            "offset points",
+            color=MUTED,
+            fontsize=SMALL_TEXT,
+        )
 
 
 def _limits(all_axes: Sequence[Axes], chart: Chart) -> None:

@@ -49,7 +49,8 @@ for (const figure of document.querySelectorAll("figure")) {
   };
   svg.addEventListener("pointermove", point);
   svg.addEventListener("pointerdown", point);
-  svg.addEventListener("pointerleave", () => show(null));
+  // A finger that is lifted leaves too: what it chose stays until the next touch elsewhere.
+  svg.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") show(null); });
   figure.addEventListener("blur", () => show(null));
   figure.addEventListener("keydown", (event) => {
     if (event.target !== figure) return;

@@ -4,35 +4,51 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from calibadv_jax.report.runs import Run
 
 MAX_STEPS = 100  # read of a run, evenly spaced, the last one among them
-COLUMNS = ["error", "data_source", "metrics", "advantage_raw", "turns"]
-TURN_FIELDS = ("kind", "logprobs", "learner_logprobs", "advantage_raw", "advantage")
 PERCENTILES = (1, 50, 99)
+# What is read of a trajectory; the files hold more.
+TURN = pa.struct(
+    [
+        ("kind", pa.string()),
+        ("logprobs", pa.list_(pa.float32())),  # the sampler's
+        ("learner_logprobs", pa.list_(pa.float32())),  # null where they were not computed
+        ("advantage_raw", pa.float64()),
+        ("advantage", pa.float64()),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("error", pa.string()),
+        ("data_source", pa.string()),
+        ("metrics", pa.map_(pa.string(), pa.float64())),
+        ("turns", pa.list_(TURN)),
+    ]
+)
 
 
 def rollout_values(run: Run) -> dict[str, dict[int, float | None]]:
     """Metric -> step -> value, under the names that figures.py gives them; empty where nothing was kept.
 
     f1/SOURCE: mean F1 of the data source.
-    turn_advantage/…: mean over the search or answer turns, before and after the calibration (Parquet only).
-    importance/pN: percentile of exp(learner's - sampler's log-probability) over sampled tokens (Parquet only,
-        and only where the learner's were computed).
+    turn_advantage/…: mean over the search or answer turns, before and after the calibration.
+    importance/pN: percentile of exp(learner's - sampler's log-probability) over sampled tokens, where the
+        learner's were computed.
     """
     found: dict[str, dict[int, float | None]] = defaultdict(dict)
     for step in chosen_steps(list(run.rollouts)):
-        path = run.rollouts[step]
-        rows = read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
-        for name, value in _values([row for row in rows if row["error"] is None]).items():
+        table = _read(run.rollouts[step])
+        finished = table.filter(pc.is_null(table["error"]))
+        turns = finished["turns"].combine_chunks().flatten()
+        for name, value in (_f1(finished) | _advantages(turns) | _importance(turns)).items():
             found[name][step] = value
     return dict(found)
 
@@ -43,61 +59,49 @@ def chosen_steps(steps: list[int]) -> list[int]:
     return sorted(steps)[::-1][::stride][::-1]
 
 
-def read_parquet(path: Path) -> list[dict[str, Any]]:
-    """The columns that the figures need; no row where the file is cut off, as a killed run may leave it."""
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid:
-        return []
-    with file:
-        nested = [f"turns.list.element.{name}" for name in TURN_FIELDS]
-        known = set(_leaves(file))
-        columns = [name for name in COLUMNS if name in file.schema_arrow.names and name != "turns"]
-        columns += [name for name in nested if any(leaf.startswith(name) for leaf in known)]
-        rows: list[dict[str, Any]] = file.read(columns=columns).to_pylist()
-    for row in rows:
-        row["metrics"] = dict(row["metrics"] or [])  # a map comes as a list of pairs
-    return rows
-
-
-def _leaves(file: Any) -> Iterator[str]:
-    schema = file.schema
-    for index in range(len(schema)):
-        yield schema.column(index).path
-
-
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Complete lines; a last one that was cut off is left out."""
+def _read(path: Path) -> pa.Table:
+    """The columns of SCHEMA. A file, or a last line of one, that a killed run left unfinished is no row."""
+    if path.suffix == ".parquet":
+        leaves = [f"turns.list.element.{field.name}" for field in TURN]
+        try:
+            with pq.ParquetFile(path) as file:
+                return file.read(columns=[name for name in SCHEMA.names if name != "turns"] + leaves)
+        except pa.ArrowInvalid:
+            return SCHEMA.empty_table()
     complete = path.read_text(encoding="utf-8").split("\n")[:-1]
-    rows = [json.loads(line) for line in complete]
-    return [row for row in rows if "data_source" in row]  # the first line may be about the file
+    # The first line may be about the file. Turns may lack what is kept since; it is null then.
+    rows = [row for row in map(json.loads, complete) if "data_source" in row]
+    return pa.Table.from_pylist(
+        [row | {"metrics": list(row["metrics"].items())} for row in rows], schema=SCHEMA
+    )
 
 
-def _values(rows: list[dict[str, Any]]) -> dict[str, float]:
+def _f1(finished: pa.Table) -> dict[str, float]:
     by_source: dict[str, list[float]] = defaultdict(list)
-    turns: dict[str, list[float]] = defaultdict(list)
-    differences: list[np.ndarray] = []
-    for row in rows:
-        if "f1" in row["metrics"]:
-            by_source[row["data_source"]].append(row["metrics"]["f1"])
-        for place, turn in _judged(row.get("turns") or []):
-            for when, field in (("before", "advantage_raw"), ("after", "advantage")):
-                if turn.get(field) is not None:
-                    turns[f"{place} {when}"].append(turn[field])
-        for turn in row.get("turns") or []:
-            if turn.get("learner_logprobs") and turn.get("logprobs"):
-                ours, theirs = (np.asarray(turn[name]) for name in ("learner_logprobs", "logprobs"))
-                differences.append(ours.astype(np.float64) - theirs)
-    values = {f"f1/{source}": float(np.mean(scores)) for source, scores in sorted(by_source.items())}
-    values |= {f"turn_advantage/{name}": float(np.mean(turns[name])) for name in sorted(turns, reverse=True)}
-    if differences:
-        at = np.percentile(np.exp(np.concatenate(differences)), PERCENTILES)
-        values |= {f"importance/p{n}": float(value) for n, value in zip(PERCENTILES, at, strict=True)}
+    for source, metrics in zip(
+        finished["data_source"].to_pylist(), finished["metrics"].to_pylist(), strict=True
+    ):
+        if (score := dict(metrics).get("f1")) is not None:
+            by_source[source].append(score)
+    return {f"f1/{source}": float(np.mean(scores)) for source, scores in sorted(by_source.items())}
+
+
+def _advantages(turns: pa.StructArray) -> dict[str, float]:
+    """Turns that are neither a search nor an answer are left out."""
+    values = {}
+    for kind in ("search", "answer"):
+        some = turns.filter(pc.equal(turns.field("kind"), kind))
+        for when, field in (("before", "advantage_raw"), ("after", "advantage")):
+            mean = pc.mean(some.field(field)).as_py()
+            if mean is not None:
+                values[f"turn_advantage/{kind} {when}"] = mean
     return values
 
 
-def _judged(turns: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Search and answer turns with the name of their kind."""
-    for turn in turns:
-        if turn.get("kind") in ("search", "answer"):
-            yield turn["kind"], turn
+def _importance(turns: pa.StructArray) -> dict[str, float]:
+    known = turns.filter(pc.is_valid(turns.field("learner_logprobs")))
+    ours, theirs = (known.field(name).flatten().to_numpy() for name in ("learner_logprobs", "logprobs"))
+    if not len(ours):
+        return {}
+    weights = np.exp(ours.astype(np.float64) - theirs)
+    return {f"importance/p{n}": float(np.percentile(weights, n)) for n in PERCENTILES}

@@ -84,6 +84,18 @@ def test_the_pointer_reads_values(opened):
     assert opened.locator("#reward .cursor").count() == 0
 
 
+def test_a_touch_reads_values_and_they_stay(browser, report):
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True)
+    touched = context.new_page()
+    touched.goto(report.as_uri())
+    touched.locator("#reward .drawing svg").tap()
+    read = touched.locator("#reward output")
+    assert read.inner_text().startswith("step ")
+    touched.locator("#f1 .drawing svg").tap()
+    assert touched.locator("#f1 output").inner_text().startswith("step ")
+    context.close()
+
+
 def test_the_keyboard_reads_values(opened):
     figure, read = opened.locator("#f1_by_source"), opened.locator("#f1_by_source output")
     figure.focus()

@@ -119,6 +119,14 @@ def test_the_page_says_what_the_runs_are(tmp_path):
     assert "Left out, because the kept trajectories do not hold what they show: Advantage by turn" in text
 
 
+def test_trends_are_explained_where_there_are_any(tmp_path):
+    folder = make_run(tmp_path / "run", learning_curve(30, 0))
+    for option, words in (("3", "Strong lines are means of 3 steps"), ("1", None)):
+        report(folder, "--smooth", option)
+        text = (folder / "report.html").read_text(encoding="utf-8")
+        assert ("Strong lines" in text) == (words is not None) and (words or "") in text
+
+
 def test_a_seed_that_ended_early_is_named(tmp_path):
     folders = [
         make_run(tmp_path / f"{steps}-steps", learning_curve(steps, 0), quickstart_config(tmp_path))
@@ -149,6 +157,7 @@ def test_many_long_runs_fit_into_five_megabytes(tmp_path):
         folders.append(make_run(folder, learning_curve(1000, index, **waves), config))
     assert report(*folders, "--output", tmp_path / "page.html") == 0
     assert (tmp_path / "page.html").stat().st_size < 5e6
+    assert "A point is the mean of up to 13 steps" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 MISTAKES = {
