@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def write_pngs(folder: Path, series: Sequence[Series], gathered: Gathered) -> int:
-    """Writes every chart as a PNG file with a white background; returns how many they are."""
+    """Writes every chart as a PNG file in the light colours; returns how many they are."""
     folder.mkdir(parents=True, exist_ok=True)
     charts = [chart for section in gathered.sections for chart in section.charts]
     for chart in charts:

@@ -11,6 +11,7 @@ import numpy as np
 from calibadv_jax.metrics.console import number
 from calibadv_jax.report.curves import Curve
 from calibadv_jax.report.gather import MAX_MARKS, Chart, Panel
+from calibadv_jax.report.settings import LONGEST_NAME
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +22,6 @@ WIDTH = 400
 PANEL_HEIGHT, SMALL_PANEL_HEIGHT = 190, 125  # of the axes, in a chart with one panel and with several
 LEFT, TOP, BOTTOM, GAP = 54, 24, 30, 30
 SWATCH = 22  # of a curve's name, its sample included
-LONGEST_NAME = 22  # letters of a curve's name
 SMALL_TEXT = 11.5
 LINE_WIDTH = 1.8
 LINE = 15  # height of a curve's name

@@ -230,7 +230,11 @@ def _shown(logged: set[str]) -> Iterator[str]:
 
 
 def _key(metric: str) -> str:
-    return "metric_" + "".join(letter if letter.isalnum() else "_" for letter in metric)
+    """Names an anchor and a file; different metrics have different ones."""
+    codes = {"/": "-", "_": "_"}
+    return "metric_" + "".join(
+        letter if letter.isalnum() else codes.get(letter, f"-{ord(letter)}-") for letter in metric
+    )
 
 
 def state(run: Run) -> str:
@@ -238,7 +242,7 @@ def state(run: Run) -> str:
     planned = run.setting("sft.steps" if run.kind == "cold start" else "learner.steps")
     last = run.steps[-1]
     if not isinstance(planned, int):
-        return f"{last} steps"
+        return f"{last} step{'s' if last > 1 else ''}"
     if last >= planned:
         return f"{last} of {planned} steps"
     return f"{last} of {planned} steps: still running, or stopped early"

@@ -124,7 +124,7 @@ def _notes(series: Sequence[Series], gathered: Gathered) -> list[str]:
         ends = {run.name: run.steps[-1] for run in one.runs}
         longest = max(ends.values())
         notes += [
-            f"{name} ends at step {end}: from there on, {one.name} is the mean of the others."
+            f"The curve {one.name} is without {name} after step {end}, where that ends."
             for name, end in ends.items()
             if end < longest
         ]

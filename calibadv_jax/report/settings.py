@@ -28,7 +28,7 @@ IGNORED = (
     "export",
     "log",
 )
-LONGEST_NAME = 24  # characters of a curve's name
+LONGEST_NAME = 22  # letters of a curve's name
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,15 @@ def _relative(run: Run) -> dict[str, Any]:
     if not folder:
         return flat
     inside = f"{str(folder).rstrip('/')}/"
-    return {
-        key: "${run.dir}/" + value.removeprefix(inside)
-        if isinstance(value, str) and value.startswith(inside)
-        else value
-        for key, value in flat.items()
-    }
+
+    def shorten(value: Any) -> Any:
+        if isinstance(value, list):
+            return [shorten(one) for one in value]
+        if isinstance(value, str) and value.startswith(inside):
+            return "${run.dir}/" + value.removeprefix(inside)
+        return value
+
+    return {key: shorten(value) for key, value in flat.items()}
 
 
 def _is_ignored(key: str) -> bool:
@@ -131,7 +134,10 @@ def _series_names(groups: Sequence[Sequence[Run]]) -> list[str]:
     """By the value of the one key that differs, by keys and values of two; else by the folders."""
     if len(groups) == 1:
         (runs,) = groups
-        return [str(Path(*runs[0].folder.parts[-2:])) if len(runs) == 1 else f"{len(runs)} seeds"]
+        if len(runs) == 1:
+            return [str(Path(*runs[0].folder.parts[-2:]))]
+        seeds = {(run.setting("run.seed"), run.setting("world.seed")) for run in runs}
+        return [f"{len(runs)} {'seeds' if len(seeds) == len(runs) else 'runs'}"]
     experiments = [dict(_experiment(runs[0])) for runs in groups]
     keys = dict.fromkeys(key for one in experiments for key in one)
     differ = [key for key in keys if len({one.get(key) for one in experiments}) > 1]

@@ -134,7 +134,7 @@ def test_a_seed_that_ended_early_is_named(tmp_path):
     ]
     report(*folders, "--output", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "3-steps ends at step 3: from there on, 2 seeds is the mean of the others." in text
+    assert "The curve 2 runs is without 3-steps after step 3, where that ends." in text
 
 
 def test_every_figure_is_a_png(tmp_path, capsys):

@@ -27,6 +27,7 @@ def constants_of(gathered: Gathered) -> dict[str, float]:
 
 def test_the_keys_of_figures_name_files_and_are_unique():
     keys = [figure.key for section in SECTIONS for figure in section.figures] + [one.key for one in SECTIONS]
+    keys += ["runs", "evaluations", "settings", "main", "other"]  # the page's own
     assert len(set(keys)) == len(keys)
     assert all(re.fullmatch(r"[a-z0-9_]+", key) for key in keys)
 
@@ -118,6 +119,14 @@ def test_metrics_without_a_figure_are_shown_at_the_end(tmp_path):
     gathered = gather_folders(make_run(tmp_path, metrics))
     assert gathered.sections[-1].section.key == "other"
     assert [chart.figure.title for chart in gathered.sections[-1].charts] == ["new/metric", "new/x/mean"]
+
+
+def test_metrics_with_similar_names_have_figures_of_their_own(tmp_path):
+    names = ["new/a_b", "new/a/b", "new/a-b", "new/a b", "new/a.b"]
+    gathered = gather_folders(make_run(tmp_path, {name: [1.0, 2.0] for name in names}))
+    keys = [chart.figure.key for chart in gathered.sections[-1].charts]
+    assert len(set(keys)) == len(keys) == len(names)
+    assert all(re.fullmatch(r"[\w-]+", key) for key in keys)
 
 
 def test_phases_add_up_to_the_step(tmp_path):

@@ -50,7 +50,7 @@ def test_how_far_a_run_is(tmp_path):
     (unknown,) = read_runs([make_run(tmp_path / "c", {"a": [1.0]})])
     assert state(unfinished) == "2 of 3 steps: still running, or stopped early"
     assert state(finished) == "3 of 3 steps"
-    assert state(unknown) == "1 steps"
+    assert state(unknown) == "1 step"
 
 
 def test_kept_trajectories_of_steps_that_were_rolled_back_do_not_count(tmp_path):

@@ -27,6 +27,20 @@ def test_seeds_are_one_series(tmp_path):
     assert (series.name, series.seeds) == ("3 seeds", "4, 5, 6")
 
 
+def test_the_same_seed_twice_is_not_two_seeds(tmp_path):
+    (series,) = group_runs(runs_of(tmp_path, ["run.seed=4"], ["run.seed=4"]))
+    assert series.name == "2 runs"
+
+
+def test_paths_in_the_runs_folder_are_equal_in_lists_too(tmp_path):
+    runs = runs_of(tmp_path, [], [])
+    for run in runs:
+        run.config["data"]["train"] = [f"{run.folder}/world/a.jsonl", "/elsewhere/b.jsonl"]
+    (series,) = group_runs(runs)
+    rows = {row.key: row for row in compare([series])}
+    assert rows["data.train"].values == ("['${run.dir}/world/a.jsonl', /elsewhere/b.jsonl]",)
+
+
 def test_another_algorithm_is_another_series_named_by_it(tmp_path):
     runs = runs_of(tmp_path, ["advantage.name=grpo"], [], ["advantage.name=grpo", "run.seed=1"])
     assert [(one.name, len(one.runs)) for one in group_runs(runs)] == [("grpo", 2), ("calibadv", 1)]
