@@ -130,8 +130,8 @@ def _notes(series: Sequence[Series], gathered: Gathered) -> list[str]:
         ]
     if gathered.smooth > 1:
         notes.append(
-            f"Strong lines are means of {gathered.smooth} steps; numbers, bands and faint lines are of single"
-            " steps."
+            f"Strong lines are means of {gathered.smooth} steps; numbers, bands and faint lines are not"
+            " smoothed."
         )
     if gathered.steps_per_point > 1:
         notes.append(
