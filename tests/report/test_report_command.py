@@ -98,8 +98,9 @@ def test_the_page_asks_for_nothing_and_is_whole(tmp_path):
 def test_text_from_runs_is_text_in_the_page(tmp_path):
     output = tmp_path / "page.html"
     folder = make_run(tmp_path / "<img src=x>", learning_curve(12, 0), quickstart_config(tmp_path / "<b>"))
-    keep_step(folder, 11, [{"data_source": "nq </script><i>", "metrics": {"f1": 0.5}}])
-    keep_step(folder, 12, [{"data_source": "nq </script><i>", "metrics": {"f1": 0.25}}])
+    for step in (11, 12):
+        sources = ("nq </script><i>", "other")
+        keep_step(folder, step, [{"data_source": name, "metrics": {"f1": 1 / step}} for name in sources])
     assert report(folder, "--output", output) == 0
     page = Page(output.read_text(encoding="utf-8"))
     assert page.open == []

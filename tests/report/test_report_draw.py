@@ -13,6 +13,7 @@ from calibadv_jax.report.curves import over_seeds
 from calibadv_jax.report.draw import COLOURS, DASHES, HATCHES, WIDTH, draw, spread
 from calibadv_jax.report.figures import Figure
 from calibadv_jax.report.gather import Chart, Panel
+from calibadv_jax.report.page import css_dashes
 from calibadv_jax.report.settings import MAX_SERIES
 from calibadv_jax.report.svg import SVG, themed_svg
 
@@ -56,6 +57,22 @@ def test_a_series_keeps_its_look_in_every_chart():
     assert line.get_color() == COLOURS[2]
     figure, _ = draw(chart_of({"a": [1.0, 2.0], "c": [2.0, 3.0]}), order)
     assert [one.get_color() for one in figure.axes[0].lines[:2]] == [COLOURS[0], COLOURS[2]]
+
+
+@pytest.mark.parametrize("index", range(MAX_SERIES))
+def test_a_series_has_its_dashes_in_the_drawing_and_in_the_table_of_runs(index):
+    order = [str(number) for number in range(MAX_SERIES)]
+    figure, _ = draw(chart_of({order[index]: [1.0, 2.0] * 20}), order)  # too many points for marks
+    styles = re.findall(
+        rf'style="([^"]*stroke: var\(--series-{index}\)[^"]*)"', themed_svg(figure, "key", "")
+    )
+    found = {
+        match[1] if (match := re.search(r"stroke-dasharray: ([^;]+)", style)) else "none" for style in styles
+    }
+    (pattern,) = found
+    assert [float(one) for one in pattern.replace("none", "0").split(",")] == pytest.approx(
+        [float(one) for one in css_dashes(index).replace("none", "0").split()]
+    )
 
 
 def test_the_axis_starts_at_zero_unless_values_are_negative():
