@@ -38,6 +38,7 @@ TOOLS: dict[str, str] = {
     "inspect": "A page of a run's trajectories: tokens by advantage, and why each turn got its own.",
     "ask": "Asks a policy a question, and shows what it searches and reads.",
     "replay": "Reward, advantages and loss of a kept step once more, or with other settings.",
+    "report": "Draws the curves of one or more runs, as one HTML page and as PNG files.",
 }
 # A file inspect.py would hide Python's own from every file here that is run by its path.
 MODULES = {"inspect": "inspect_run"}

@@ -27,6 +27,7 @@ STAGES: dict[str, set[str]] = {
     "services": set(),
     "metrics": set(),
     "pages": {"record"},
+    "report": {"metrics"},
     "policy": set(),
     "learner": {"policy"},
     "snapshots": {"policy"},
@@ -34,7 +35,7 @@ STAGES: dict[str, set[str]] = {
 }
 CONDUCTORS = (*COMMANDS, *TOOLS, "cli", "model", "trainer", "wiring")
 OPTIONAL = {
-    "calibadv_jax": {"mlflow", "prometheus_client", "vllm", "wandb"},
+    "calibadv_jax": {"matplotlib", "mlflow", "prometheus_client", "vllm", "wandb"},
     "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers", "torch"},
 }
 LAUNCHERS = {  # --help needs nothing installed, and the number of threads is set before NumPy loads

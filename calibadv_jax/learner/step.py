@@ -106,7 +106,8 @@ def learn(
     Returns:
         The new state, and each metric's mean over the updates. ``actor/loss``, ``actor/pg_loss`` and
         ``actor/grad_norm`` are those of all samples, the other metrics means over the tokens that were
-        computed, whose share of the weights is ``actor/computed_share``.
+        computed, whose share of the weights is ``actor/computed_share``. ``actor/row_fill`` is the share of
+        the packed rows that holds tokens.
     """
     size = config.minibatch_size or len(samples)
     history: list[dict[str, float]] = []
@@ -116,7 +117,8 @@ def learn(
             chosen = [samples[index] for index in order[start : start + size]]
             batch = _packed(chosen, loss_config, config.row_length)
             state, metrics = learner.update(state, batch, loss, reference)
-            history.append(_means(metrics, float(batch.weights.sum())))
+            filled = float(np.mean(batch.segment_ids > 0)) if batch.segment_ids.size else 0.0
+            history.append(_means(metrics, float(batch.weights.sum())) | {"actor/row_fill": filled})
     means = {name: float(np.mean([metrics[name] for metrics in history])) for name in history[0]}
     return state, means | {"actor/updates": float(len(history))}
 

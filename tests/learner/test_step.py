@@ -114,7 +114,7 @@ def test_a_step_without_any_advantage_moves_by_momentum_only(learner, state):
     before = jax.device_get(state["params"])
     found, metrics = learn(learner, state, none, config(), loss_config, loss, rng())
     same(jax.device_get(found), jax.device_get(expected))
-    assert metrics["actor/grad_norm"] == metrics["actor/computed_share"] == 0.0
+    assert metrics["actor/grad_norm"] == metrics["actor/computed_share"] == metrics["actor/row_fill"] == 0.0
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, jax.device_get(found["params"]))
     assert max(jax.tree.leaves(moved)) > 1e-3
 

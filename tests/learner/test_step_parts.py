@@ -113,6 +113,7 @@ def test_an_epoch_takes_every_sample_once_in_an_order_of_its_own():
         "actor/loss": pytest.approx(np.mean(range(2, 11))),
         "actor/updates": 9,
         "actor/computed_share": 1,
+        "actor/row_fill": pytest.approx((1 + 1 + 0.5) / 3),  # rows of two samples, and one that is half empty
     }
     assert batches == go_over(config)[3] != go_over(config, seed=1)[3]
 

@@ -1,0 +1,131 @@
+"""Run folders as they lie on disk: finished, still being written, or killed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from calibadv_jax.errors import UserError
+from calibadv_jax.metrics.writer import read_metrics
+from calibadv_jax.report.evaluations import Table, read_evaluations, read_json
+
+Kind = Literal["training run", "cold start"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run folder holds.
+
+    Every start of a run leaves a config; those of the last start count.
+    """
+
+    folder: Path
+    name: str  # the shortest end of the path that no other run of the report has
+    kind: Kind
+    rows: dict[int, dict[str, Any]]  # step -> metric -> value; None where it was not finite
+    config: dict[str, Any]  # nested as in the YAML file; empty where the folder holds none
+    identity: dict[str, str]  # hashes of question file, policy config and vocabulary
+    num_starts: int
+    evaluations: list[Table]
+    rollouts: dict[int, Path]  # step -> file of its kept trajectories
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(self.rows)
+
+    def values(self, metric: str) -> dict[int, float | None]:
+        """step -> value, of the steps that logged the metric; None where it was not finite."""
+        return {step: self.rows[step][metric] for step in self.steps if metric in self.rows[step]}
+
+    def setting(self, key: str) -> Any:
+        """A config value by its dotted key; None where the config lacks it."""
+        found: Any = self.config
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Reads the folders, in the order given.
+
+    Raises:
+        UserError: one is no run folder, has no metrics yet, is named twice, or is another kind of run.
+    """
+    resolved = [folder.resolve() for folder in folders]
+    twice = next((folder for folder in resolved if resolved.count(folder) > 1), None)
+    if twice is not None:
+        raise UserError(f"{twice}: named twice; name every run once")
+    names = _names(resolved)
+    runs = [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    for run in runs:
+        if run.kind != runs[0].kind:
+            raise UserError(
+                f"{run.folder} is a {run.kind} and {runs[0].folder} a {runs[0].kind}; make a report of each"
+            )
+    return runs
+
+
+def _read(folder: Path, name: str) -> Run:
+    path = folder / "metrics.jsonl"
+    starts = _starts(folder)
+    if not path.is_file() and not starts:
+        raise UserError(f"{folder}: not a run folder, it has no metrics.jsonl; {_hint(folder)}")
+    # A resumed run may write a step again; the later row is the one that the policy went on from.
+    rows = {row["step"]: row for row in read_metrics(path)} if path.is_file() else {}
+    if not rows:
+        raise UserError(f"{folder}: no metrics yet; try again when the first step has ended")
+    config = yaml.safe_load(starts[-1].read_text(encoding="utf-8")) if starts else None
+    identity = read_json(starts[-1].with_suffix(".json")) if starts else None
+    config = config if isinstance(config, dict) else {}
+    output = (config.get("evaluate") or {}).get("output")
+    return Run(
+        folder,
+        name,
+        "cold start" if any("sft/loss" in row for row in rows.values()) else "training run",
+        rows,
+        config,
+        identity if isinstance(identity, dict) else {},
+        len(starts),
+        read_evaluations(folder, output),
+        _rollouts(folder / "rollouts", rows.keys()),
+    )
+
+
+def _hint(folder: Path) -> str:
+    within = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+    within = [path for path in within if path.name != "sft_metrics"]
+    if within:
+        return "it holds some: " + " ".join(str(path) for path in within[:8])
+    return "give the run.dir of a training run"
+
+
+def _starts(folder: Path) -> list[Path]:
+    numbered = [path for path in (folder / "configs").glob("*.yaml") if path.stem.isdigit()]
+    return sorted(numbered, key=lambda path: int(path.stem))
+
+
+def _rollouts(folder: Path, steps: Any) -> dict[int, Path]:
+    """The kept trajectories of the given steps; of both formats, Parquet goes first."""
+    kept: dict[int, Path] = {}
+    for ending in ("jsonl", "parquet"):
+        for path in folder.glob(f"step_*.{ending}"):
+            number = path.stem.removeprefix("step_")
+            if number.isdigit() and int(number) in steps:
+                kept[int(number)] = path
+    return dict(sorted(kept.items()))
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    names = []
+    for folder in folders:
+        others = [other.parts for other in folders if other != folder]
+        length = 1
+        while any(parts[-length:] == folder.parts[-length:] for parts in others):
+            length += 1
+        names.append(os.path.join(*folder.parts[-length:]))
+    return names

@@ -1,0 +1,97 @@
+"""Run folders as a training run leaves them, made by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from calibadv_jax.config import Config, dump_config, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+HASHES = {"data.content": "d", "policy.config": "p", "policy.vocabulary": "v"}
+
+TURN = pa.struct(
+    [
+        ("kind", pa.string()),
+        ("text", pa.string()),
+        ("logprobs", pa.list_(pa.float32())),
+        ("learner_logprobs", pa.list_(pa.float32())),
+        ("advantage_raw", pa.float64()),
+        ("advantage", pa.float64()),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("data_source", pa.string()),
+        ("error", pa.string()),
+        ("metrics", pa.map_(pa.string(), pa.float64())),
+        ("advantage_raw", pa.float64()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("turns", pa.list_(TURN)),
+    ]
+)
+
+
+def quickstart_config(folder: Path, *overrides: str, name: str = "quickstart") -> Config:
+    return load_config(ROOT / f"configs/{name}.yaml", [f"run.dir={folder}", *overrides])
+
+
+def make_run(
+    folder: Path,
+    metrics: Mapping[str, Sequence[float | None]],
+    config: Config | None = None,
+    hashes: Mapping[str, str] = HASHES,
+) -> Path:
+    """A run folder with the steps 1, 2, …; a value that is NaN is left out of its row."""
+    folder.mkdir(parents=True, exist_ok=True)
+    length = max(map(len, metrics.values()), default=0)
+    rows: list[dict[str, Any]] = []
+    for index in range(length):
+        values = {name: column[index] for name, column in metrics.items() if index < len(column)}
+        row = {"step": index + 1} | {name: one for name, one in values.items() if one == one}
+        nonfinite = [name for name, one in row.items() if one is None]
+        rows.append(row | ({"nonfinite": nonfinite} if nonfinite else {}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if config is not None:
+        (folder / "configs").mkdir(exist_ok=True)
+        (folder / "configs/0.yaml").write_text(dump_config(config))
+        (folder / "configs/0.json").write_text(json.dumps(dict(hashes)))
+    return folder
+
+
+def keep_step(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """rollouts/step_N.parquet with the columns that the report reads, and some that it does not."""
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    path = folder / f"rollouts/step_{step}.parquet"
+    blank = {"step": step, "error": None, "advantage_raw": 0.0, "prompt_ids": [1, 2], "turns": []}
+    full = [{**blank, **row, "metrics": list(row.get("metrics", {}).items())} for row in rows]
+    pq.write_table(pa.Table.from_pylist(full, schema=SCHEMA), path)
+    return path
+
+
+def learning_curve(
+    steps: int, seed: int, **more: Sequence[float | None]
+) -> dict[str, Sequence[float | None]]:
+    """Metrics of a run, as many as the main figures need; deterministic."""
+    wave = [((seed + 1) * (step + 1) * 7919 % 97) / 970 for step in range(steps)]
+    return {
+        "reward/mean": [0.3 + 0.5 * step / steps + wave[step] for step in range(steps)],
+        "reward/f1": [0.35 + 0.5 * step / steps + wave[step] for step in range(steps)],
+        "reward/format_valid": [min(1.0, 0.7 + step / steps) for step in range(steps)],
+        "actor/entropy": [0.4 - 0.3 * step / steps + wave[step] for step in range(steps)],
+        "advantage/answer/positive_before": [100 + 100 * one for one in wave],
+        "advantage/answer/negative_before": [140 + 100 * one for one in wave],
+        "advantage/correctness/zero_share": [0.5 - 0.3 * step / steps for step in range(steps)],
+        "advantage/correctness/to_one_share": [0.5 + 0.3 * step / steps for step in range(steps)],
+        "rollout/failed": [0.0] * steps,
+        "timing_s/rollout": [2.0 + one for one in wave],
+        "timing_s/update": [1.0] * steps,
+        "timing_s/step": [3.5 + one for one in wave],
+        **more,
+    }

@@ -1,0 +1,153 @@
+"""The page in a browser: figures are there, values can be read, nothing leaves the page."""
+
+import pytest
+from report_rig import keep_step, learning_curve, make_run, quickstart_config
+
+from calibadv_jax import cli
+
+pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The page of two configs, one with two seeds, with kept trajectories."""
+    folder = tmp_path_factory.mktemp("report")
+    runs = []
+    for index, overrides in enumerate((["run.seed=1"], ["run.seed=2"], ["advantage.name=grpo"])):
+        run = folder / f"run-{index}"
+        make_run(run, learning_curve(40, index), quickstart_config(run, *overrides))
+        for step in range(1, 41):
+            sources = [("nq", 0.01 * step), ("a <b>&", 0.5 + 0.002 * step * index)]
+            keep_step(run, step, [{"data_source": name, "metrics": {"f1": f1}} for name, f1 in sources])
+        runs.append(str(run))
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(["report", *runs, "--output", str(folder / "report.html"), "--smooth", "1"])
+    assert end.value.code == 0
+    return folder / "report.html"
+
+
+@pytest.fixture
+def opened(page, report):
+    """The page, opened; the test fails where it asked for anything but itself."""
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(report.as_uri())
+    yield page
+    assert asked == [report.as_uri()]
+
+
+def test_every_figure_is_drawn(opened):
+    figures = opened.locator("figure")
+    keys = figures.evaluate_all("all => all.map((one) => one.id)")
+    wanted = {"reward", "f1", "f1_by_source", "format", "entropy", "mass_before", "correctness", "phases"}
+    assert wanted <= set(keys)
+    for key in keys:
+        box = opened.locator(f"#{key} .drawing svg").bounding_box()
+        assert box["width"] > 300 and box["height"] > 150
+    drawn = opened.locator("figure .drawing").evaluate_all(
+        "all => all.map((one) => one.querySelectorAll('path[style*=\"var(--series-\"]').length)"
+    )
+    assert min(drawn) >= 1
+
+
+def test_colours_come_from_the_theme(opened):
+    def look():
+        return opened.evaluate(
+            """() => {
+              const paths = [...document.querySelectorAll('#reward .drawing path')];
+              const page = getComputedStyle(document.body).backgroundColor;
+              return [page, ...paths.map((one) => getComputedStyle(one).stroke)];
+            }"""
+        )
+
+    opened.emulate_media(color_scheme="light")
+    light = look()
+    opened.emulate_media(color_scheme="dark")
+    dark = look()
+    assert light[0] != dark[0]
+    assert "rgb(0, 96, 174)" in light and "rgb(108, 178, 255)" in dark
+
+
+def test_the_pointer_reads_values(opened):
+    drawing = opened.locator("#reward .drawing svg")
+    drawing.scroll_into_view_if_needed()
+    box = drawing.bounding_box()
+    opened.mouse.move(box["x"] + box["width"] * 54.5 / 400, box["y"] + box["height"] / 2)
+    read = opened.locator("#reward output").inner_text()
+    seeds = [learning_curve(40, index)["reward/mean"][0] for index in (0, 1)]
+    low, high = (f"{value:.4g}" for value in (min(seeds), max(seeds)))
+    assert read.startswith(f"step 1: calibadv {sum(seeds) / 2:.4g} ({low} to {high}), grpo ")
+    assert opened.locator("#reward .cursor").count() == 1
+    opened.mouse.move(5, 5)
+    assert opened.locator("#reward output").inner_text() == ""
+    assert opened.locator("#reward .cursor").count() == 0
+
+
+def test_a_touch_reads_values_and_they_stay(browser, report):
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True)
+    touched = context.new_page()
+    touched.goto(report.as_uri())
+    touched.locator("#reward .drawing svg").tap()
+    read = touched.locator("#reward output")
+    assert read.inner_text().startswith("step ")
+    touched.locator("#f1 .drawing svg").tap()
+    assert touched.locator("#f1 output").inner_text().startswith("step ")
+    context.close()
+
+
+def test_the_keyboard_reads_values(opened):
+    figure, read = opened.locator("#f1_by_source"), opened.locator("#f1_by_source output")
+    figure.focus()
+    for key, step in (
+        ("ArrowLeft", 40),
+        ("ArrowLeft", 39),
+        ("Home", 1),
+        ("ArrowLeft", 1),
+        ("PageDown", 11),
+        ("End", 40),
+    ):
+        opened.keyboard.press(key)
+        text = read.inner_text()
+        assert text.startswith(f"step {step}: calibadv: a <b>& ")
+        assert text.endswith(f", nq {0.01 * step:.4g}") and text.count(" nq ") == 2
+    assert opened.locator("#f1_by_source .cursor").count() == 2
+    opened.keyboard.press("Escape")
+    assert read.inner_text() == ""
+
+
+def test_every_link_of_the_contents_leads_somewhere(opened):
+    links = opened.locator("nav a")
+    assert links.count() >= 6
+    for index in range(links.count()):
+        links.nth(index).click()
+        target = opened.url.partition("#")[2]
+        assert opened.locator(f"#{target}").is_visible()
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_nothing_is_wider_than_the_screen(opened, width):
+    opened.set_viewport_size({"width": width, "height": 844})
+    opened.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    assert opened.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_names_of_curves_stay_within_their_drawing(opened):
+    beyond = opened.locator("figure .drawing svg").evaluate_all(
+        """all => all.flatMap((svg) => {
+          const right = svg.getBoundingClientRect().right + 1;
+          return [...svg.querySelectorAll('text')].filter((one) => one.getBoundingClientRect().right > right)
+            .map((one) => svg.closest('figure').id + ': ' + one.textContent);
+        })"""
+    )
+    assert beyond == []
+
+
+def test_the_tables_are_there(opened):
+    assert opened.locator("#runs tbody tr").count() == 3
+    different = opened.locator("#settings tr.different th").evaluate_all(
+        "all => all.map((one) => one.textContent)"
+    )
+    assert "≠ advantage.name" in different
+    opened.locator("#reward summary").click()
+    assert opened.locator("#reward details tbody tr").count() == 2

@@ -1,0 +1,192 @@
+"""`calibadv report`: what it writes and how it refuses."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from report_rig import keep_step, learning_curve, make_run, quickstart_config
+
+from calibadv_jax import cli
+
+pytest.importorskip("matplotlib")
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the tags that are open at the end."""
+
+    VOID = {"meta", "link", "br", "img", "input"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def all(self, wanted):
+        return [attributes for tag, attributes in self.tags if tag == wanted]
+
+
+def report(*arguments):
+    """Runs the command; returns its exit status."""
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(["report", *map(str, arguments)])
+    return end.value.code
+
+
+def two_configs(tmp_path):
+    folders = []
+    for index, overrides in enumerate((["run.seed=1"], ["run.seed=2"], ["advantage.name=grpo"])):
+        folder = tmp_path / f"run-{index}"
+        make_run(folder, learning_curve(12, index), quickstart_config(folder, *overrides))
+        keep_step(folder, 12, [{"data_source": "nq </script><b>", "metrics": {"f1": 0.5 + index / 8}}])
+        folders.append(folder)
+    return folders
+
+
+def test_one_run_has_its_page_in_its_folder(tmp_path, capsys):
+    folder = make_run(tmp_path / "run", learning_curve(4, 0))
+    assert report(folder) == 0
+    assert capsys.readouterr().out == f"{folder}/report.html\n"
+    assert [path.name for path in folder.iterdir() if "report" in path.name] == ["report.html"]
+
+
+def test_several_runs_have_theirs_in_the_current_folder(tmp_path, monkeypatch, capsys):
+    folders = [make_run(tmp_path / name, learning_curve(4, 0)) for name in ("a", "b")]
+    monkeypatch.chdir(tmp_path)
+    assert report(*folders) == 0
+    assert capsys.readouterr().out == "report.html\n"
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_the_page_asks_for_nothing_and_is_whole(tmp_path):
+    output = tmp_path / "new" / "page.html"
+    assert report(*two_configs(tmp_path), "--output", output) == 0
+    text = output.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\"' ]*", text))
+    assert addresses <= {"http://www.w3.org/2000/svg", "//www.w3.org/2000/svg"}
+    for attributes in (attributes for _, attributes in page.tags):
+        assert "src" not in attributes and attributes.get("href", "#").startswith("#")
+    (policy,) = [one["content"] for one in page.all("meta") if one.get("http-equiv")]
+    assert "default-src 'none'" in policy
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(set(ids)) == len(ids)
+    links = {one["href"].removeprefix("#") for one in page.all("a")}
+    assert {"runs", "outcome", "credit", "settings"} <= links <= set(ids)
+    assert {one["id"] for one in page.all("figure")} >= {
+        "reward",
+        "f1",
+        "f1_by_source",
+        "format",
+        "entropy",
+        "phases",
+    }
+    assert all(attributes["aria-label"] for attributes in page.all("svg") if attributes.get("role") == "img")
+
+
+def test_text_from_runs_is_text_in_the_page(tmp_path):
+    output = tmp_path / "page.html"
+    folder = make_run(tmp_path / "<img src=x>", learning_curve(12, 0), quickstart_config(tmp_path / "<b>"))
+    for step in (11, 12):
+        sources = ("nq </script><i>", "other")
+        keep_step(folder, step, [{"data_source": name, "metrics": {"f1": 1 / step}} for name in sources])
+    assert report(folder, "--output", output) == 0
+    page = Page(output.read_text(encoding="utf-8"))
+    assert page.open == []
+    assert not page.all("img") and not page.all("i") and not page.all("b")
+    assert "nq &lt;/script&gt;&lt;i&gt;" in output.read_text(encoding="utf-8")
+
+
+def test_the_page_says_what_the_runs_are(tmp_path):
+    output = tmp_path / "page.html"
+    report(*two_configs(tmp_path), "--output", output)
+    text = output.read_text(encoding="utf-8")
+    assert "3 runs of 2 configs: calibadv (2 runs), grpo (1 run)." in text
+    assert "12 of 100 steps: still running, or stopped early" in text
+    assert re.search(
+        r'class="different"><th scope="row"><span aria-hidden="true">≠ </span>advantage.name</th>', text
+    )
+    assert "Left out, because the kept trajectories do not hold what they show: Advantage by turn" in text
+
+
+def test_trends_are_explained_where_there_are_any(tmp_path):
+    folder = make_run(tmp_path / "run", learning_curve(30, 0))
+    for option, words in (("3", "Strong lines are means of 3 steps"), ("1", None)):
+        report(folder, "--smooth", option)
+        text = (folder / "report.html").read_text(encoding="utf-8")
+        assert ("Strong lines" in text) == (words is not None) and (words or "") in text
+
+
+def test_a_seed_that_ended_early_is_named(tmp_path):
+    folders = [
+        make_run(tmp_path / f"{steps}-steps", learning_curve(steps, 0), quickstart_config(tmp_path))
+        for steps in (3, 5)
+    ]
+    report(*folders, "--output", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "The curve 2 runs is without 3-steps after step 3, where that ends." in text
+
+
+def test_every_figure_is_a_png(tmp_path, capsys):
+    folder = make_run(tmp_path / "run", learning_curve(4, 0))
+    assert report(folder, "--png", tmp_path / "figures") == 0
+    files = {path.stem for path in (tmp_path / "figures").glob("*.png")}
+    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    assert files == {attributes["id"] for attributes in page.all("figure")}
+    assert f"figures: {len(files)} figures" in capsys.readouterr().out
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "figures").iterdir())
+
+
+@pytest.mark.timeout(120)
+def test_many_long_runs_fit_into_five_megabytes(tmp_path):
+    folders = []
+    for index in range(8):
+        folder = tmp_path / f"run-{index}"
+        config = quickstart_config(folder, f"learner.optimizer.lr={index + 1}")
+        waves = {f"extra/{number}": learning_curve(1000, number)["reward/mean"] for number in range(15)}
+        folders.append(make_run(folder, learning_curve(1000, index, **waves), config))
+    assert report(*folders, "--output", tmp_path / "page.html") == 0
+    assert (tmp_path / "page.html").stat().st_size < 5e6
+    assert "A point is the mean of up to 13 steps" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+MISTAKES = {
+    "{}/absent": "{}/absent: not a run folder, it has no metrics.jsonl; give the run.dir of a training run",
+    "{}/run {}/sft": "{}/sft is a cold start and {}/run a training run; make a report of each",
+    "{}/run --smooth 0": "--smooth 0: must be at least 1, which smooths nothing",
+    "{}/empty": "{}/empty: no metrics yet; try again when the first step has ended",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_mistakes_are_one_line(tmp_path, capsys, arguments):
+    make_run(tmp_path / "run", learning_curve(2, 0))
+    make_run(tmp_path / "sft", {"sft/loss": [1.0]})
+    make_run(tmp_path / "empty", {})
+    assert report(*arguments.replace("{}", str(tmp_path)).split()) == 2
+    message = MISTAKES[arguments].replace("{}", str(tmp_path))
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert report(make_run(tmp_path, learning_curve(2, 0))) == 2
+    assert (
+        capsys.readouterr().err == "error: matplotlib is not installed; pip install 'calibadv-jax[report]'\n"
+    )
+
+
+def test_a_missing_run_is_one_line(capsys):
+    assert report() == 2
+    assert capsys.readouterr().err.count("\n") == 1

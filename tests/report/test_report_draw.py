@@ -1,0 +1,165 @@
+"""The drawings: places of names, themed SVG, what the axes span."""
+
+import random
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from calibadv_jax.report.curves import over_seeds
+from calibadv_jax.report.draw import COLOURS, DASHES, HATCHES, WIDTH, draw, spread
+from calibadv_jax.report.figures import Figure
+from calibadv_jax.report.gather import Chart, Panel
+from calibadv_jax.report.page import css_dashes
+from calibadv_jax.report.settings import MAX_SERIES
+from calibadv_jax.report.svg import SVG, themed_svg
+
+
+def chart_of(*panels, by_series=True, limit=None, **options):
+    """A chart with a panel for each mapping of name -> values at the steps 1, 2, …"""
+    made = tuple(
+        Panel(
+            f"panel {index}" if len(panels) > 1 else "",
+            tuple(over_seeds(name, [dict(enumerate(values, 1))]) for name, values in curves.items()),
+        )
+        for index, curves in enumerate(panels)
+    )
+    return Chart(Figure("key", "Title", "text", "unit", {}, **options), made, limit, by_series)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_names_do_not_touch_and_keep_their_order(seed):
+    draw_number = random.Random(seed)
+    wanted = [draw_number.uniform(0, 100) for _ in range(draw_number.randint(1, 7))]
+    placed = spread(wanted, 10, 100)
+    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    gaps = np.diff([placed[index] for index in order])
+    assert (gaps >= 10 - 1e-9).all()
+    assert max(placed) <= 100 + 1e-9 and min(placed) >= -1e-9
+
+
+def test_names_that_are_far_apart_stay_where_they_are():
+    assert spread([80.0, 20.0, 50.0], 10, 100) == [80, 20, 50]
+
+
+def test_every_series_looks_different():
+    for looks in (COLOURS, DASHES, HATCHES):
+        assert len(set(map(str, looks))) == len(looks) == MAX_SERIES
+
+
+def test_a_series_keeps_its_look_in_every_chart():
+    order = ["a", "b", "c"]
+    figure, _ = draw(chart_of({"c": [1.0, 2.0]}), order)
+    line = figure.axes[0].lines[0]
+    assert line.get_color() == COLOURS[2]
+    figure, _ = draw(chart_of({"a": [1.0, 2.0], "c": [2.0, 3.0]}), order)
+    assert [one.get_color() for one in figure.axes[0].lines[:2]] == [COLOURS[0], COLOURS[2]]
+
+
+@pytest.mark.parametrize("index", range(MAX_SERIES))
+def test_a_series_has_its_dashes_in_the_drawing_and_in_the_table_of_runs(index):
+    order = [str(number) for number in range(MAX_SERIES)]
+    figure, _ = draw(chart_of({order[index]: [1.0, 2.0] * 20}), order)  # too many points for marks
+    styles = re.findall(
+        rf'style="([^"]*stroke: var\(--series-{index}\)[^"]*)"', themed_svg(figure, "key", "")
+    )
+    found = {
+        match[1] if (match := re.search(r"stroke-dasharray: ([^;]+)", style)) else "none" for style in styles
+    }
+    (pattern,) = found
+    assert [float(one) for one in pattern.replace("none", "0").split(",")] == pytest.approx(
+        [float(one) for one in css_dashes(index).replace("none", "0").split()]
+    )
+
+
+def test_the_axis_starts_at_zero_unless_values_are_negative():
+    assert draw(chart_of({"": [5.0, 6.0]}), ["x"])[0].axes[0].get_ylim()[0] == 0
+    assert draw(chart_of({"": [5.0, 6.0]}, from_zero=False), ["x"])[0].axes[0].get_ylim()[0] > 4
+    assert draw(chart_of({"": [-5.0, 6.0]}), ["x"])[0].axes[0].get_ylim()[0] < -5
+
+
+def test_panels_share_their_axes():
+    figure, places = draw(chart_of({"a": [1.0] * 5}, {"a": [3.0] * 9}, by_series=False), ["x", "y"])
+    assert {axes.get_ylim() for axes in figure.axes} == {figure.axes[0].get_ylim()}
+    assert {axes.get_xlim() for axes in figure.axes} == {(1, 9)}
+    assert [axes.get_title() for axes in figure.axes] == ["panel 0", "panel 1"]
+    assert places[0].bottom < places[1].top
+
+
+def test_places_are_where_the_axes_are():
+    figure, places = draw(chart_of({"a": [1.0, 2.0]}, {"b": [2.0, 1.0]}, by_series=False), ["x", "y"])
+    height = figure.get_figheight() * 72
+    for axes, place in zip(figure.axes, places, strict=True):
+        box = axes.get_position()
+        assert (place.left, place.right) == pytest.approx((box.x0 * WIDTH, box.x1 * WIDTH))
+        assert (place.top, place.bottom) == pytest.approx(((1 - box.y1) * height, (1 - box.y0) * height))
+
+
+def test_a_rare_spike_is_cut_and_named_where_the_figure_asks_for_it():
+    values = [40.0] + [2.0] * 59
+    whole, _ = draw(chart_of({"": values}), ["x"])
+    assert whole.axes[0].get_ylim()[1] > 40
+    cut, _ = draw(chart_of({"": values}, cuts_spikes=True), ["x"])
+    assert 2 < cut.axes[0].get_ylim()[1] < 3
+    assert "up to 40" in [text.get_text() for text in cut.axes[0].texts]
+
+
+def test_the_threshold_is_drawn_where_it_is_in_view():
+    def texts(limit):
+        figure, _ = draw(chart_of({"": [0.5, 1.0]}, limit=limit), ["x"])
+        return [text.get_text() for text in figure.axes[0].texts]
+
+    assert "guard" in texts(0.25)
+    assert "guard" not in texts(5.0)
+
+
+def test_a_stack_reaches_the_sum():
+    figure, _ = draw(chart_of({"a": [1.0, 2.0], "b": [3.0, 3.0]}, by_series=False, kind="stack"), ["x"])
+    tops = [collection.get_datalim(figure.axes[0].transData).y1 for collection in figure.axes[0].collections]
+    assert tops == [2, 5]
+
+
+def test_curves_of_one_step_and_of_zeros_are_drawn():
+    for values in ([0.0], [0.0, 0.0], [None, 1.0, None]):
+        figure, _ = draw(chart_of({"": values}), ["x"])
+        assert figure.axes[0].get_ylim()[1] > 0
+
+
+def svg_of(chart, key="key"):
+    return ET.fromstring(themed_svg(draw(chart, ["x"])[0], key, "what it shows <&>"))
+
+
+def test_the_svg_takes_its_colours_from_the_page():
+    text = themed_svg(
+        draw(chart_of({"a $x_1$ <b>": [1.0, 2.0], "c": [2.0, 1.0]}, by_series=False), ["x"])[0],
+        "key",
+        "label",
+    )
+    assert not re.findall(r"#[0-9a-f]{6}", text)
+    assert {"var(--series-0)", "var(--series-1)", "var(--ink)", "var(--muted)"} <= set(
+        re.findall(r"var\(--[a-z0-9-]+\)", text)
+    )
+    assert "font-family" not in text and "<style" not in text
+    assert "a $x_1$ &lt;b&gt;" in text
+
+
+def test_the_svg_has_a_label_and_scales():
+    root = svg_of(chart_of({"": [1.0, 2.0]}))
+    assert (root.get("role"), root.get("aria-label")) == ("img", "what it shows <&>")
+    assert root.get("viewBox") == f"0 0 {WIDTH} 244" and root.get("width") is None
+
+
+def test_every_reference_of_the_svg_is_met_within_it():
+    root = svg_of(chart_of({"a": [1.0, 2.0], "b": [3.0, 3.0]}, by_series=False, kind="stack"), "mine")
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    text = ET.tostring(root, encoding="unicode")
+    wanted = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text)
+    assert {one or other for one, other in wanted} == set(ids)
+    assert len(set(ids)) == len(ids) and all(name.startswith("mine-") for name in ids)
+    assert {element.tag for element in root.iter()} <= {
+        f"{{{SVG}}}{name}"
+        for name in ("svg", "defs", "g", "path", "use", "text", "clipPath", "rect", "pattern")
+    }

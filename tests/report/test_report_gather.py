@@ -1,0 +1,192 @@
+"""From runs to charts: what is drawn, what is said in words, what is left out."""
+
+import re
+
+import numpy as np
+import pytest
+from report_rig import learning_curve, make_run, quickstart_config
+
+from calibadv_jax.metrics.summary import ALIASES
+from calibadv_jax.report.figures import SECTIONS
+from calibadv_jax.report.gather import Chart, Gathered, gather, mean_of_last
+from calibadv_jax.report.runs import read_runs
+from calibadv_jax.report.settings import group_runs
+
+
+def gather_folders(*folders, smooth=1) -> Gathered:
+    return gather(group_runs(read_runs(list(folders))), smooth)
+
+
+def charts_of(gathered: Gathered) -> dict[str, Chart]:
+    return {chart.figure.key: chart for one in gathered.sections for chart in one.charts}
+
+
+def constants_of(gathered: Gathered) -> dict[str, float]:
+    return {title: value for one in gathered.sections for title, value in one.constant.items()}
+
+
+def test_the_keys_of_figures_name_files_and_are_unique():
+    keys = [figure.key for section in SECTIONS for figure in section.figures] + [one.key for one in SECTIONS]
+    keys += ["runs", "evaluations", "settings", "main", "other"]  # the page's own
+    assert len(set(keys)) == len(keys)
+    assert all(re.fullmatch(r"[a-z0-9_]+", key) for key in keys)
+
+
+def test_a_chart_holds_the_values_of_the_run(tmp_path):
+    metrics = learning_curve(30, 0)
+    charts = charts_of(gather_folders(make_run(tmp_path, metrics)))
+    ((curve,),) = [panel.curves for panel in charts["reward"].panels]
+    assert curve.steps.tolist() == list(range(1, 31))
+    assert curve.mean.tolist() == metrics["reward/mean"]
+    assert {"f1", "format", "entropy", "mass_before", "correctness", "phases"} <= set(charts)
+    assert not {"staleness", "importance", "sft_loss"} & set(charts)
+
+
+def test_seeds_are_one_curve_and_configs_are_several(tmp_path):
+    folders = []
+    for index, overrides in enumerate((["run.seed=1"], ["run.seed=2"], ["advantage.name=grpo"])):
+        folder = tmp_path / str(index)
+        config = quickstart_config(folder, *overrides)
+        folders.append(make_run(folder, learning_curve(5, index), config))
+    charts = charts_of(gather_folders(*folders))
+    (panel,) = charts["reward"].panels
+    assert [curve.name for curve in panel.curves] == ["calibadv", "grpo"]
+    seeds = np.array([learning_curve(5, seed)["reward/mean"] for seed in (0, 1)])
+    assert panel.curves[0].mean == pytest.approx(seeds.mean(axis=0))
+    assert panel.curves[0].low == pytest.approx(seeds.min(axis=0))
+    assert panel.curves[0].high == pytest.approx(seeds.max(axis=0))
+    assert not panel.curves[1].has_band
+    # A figure with several lines has a panel for each config, unless there are more configs than lines.
+    assert [panel.title for panel in charts["mass_before"].panels] == ["calibadv", "grpo"]
+    assert [curve.name for curve in charts["mass_before"].panels[0].curves] == ["positive", "negative"]
+
+
+def test_with_more_configs_than_lines_the_configs_share_a_panel(tmp_path):
+    folders = []
+    for index in range(3):
+        config = quickstart_config(tmp_path / str(index), f"learner.steps={index + 5}")
+        folders.append(make_run(tmp_path / str(index), learning_curve(5, index), config))
+    chart = charts_of(gather_folders(*folders))["mass_before"]
+    assert [panel.title for panel in chart.panels] == ["positive", "negative"]
+    assert [curve.name for curve in chart.panels[1].curves] == ["steps 5", "steps 6", "steps 7"]
+    third = learning_curve(5, 2)["advantage/answer/negative_before"]
+    assert chart.panels[1].curves[2].mean.tolist() == third
+    assert chart.is_by_series
+    stack = charts_of(gather_folders(*folders))["correctness"]
+    assert [panel.title for panel in stack.panels] == ["steps 5", "steps 6", "steps 7"]
+
+
+def test_a_seed_that_stopped_early_leaves_the_others(tmp_path):
+    folders = [
+        make_run(tmp_path / str(steps), {"reward/mean": [float(steps)] * steps}, quickstart_config(tmp_path))
+        for steps in (2, 4)
+    ]
+    ((curve,),) = [panel.curves for panel in charts_of(gather_folders(*folders))["reward"].panels]
+    assert curve.mean.tolist() == [3, 3, 4, 4]
+    assert curve.count.tolist() == [2, 2, 1, 1]
+
+
+def test_null_values_are_gaps_and_are_counted(tmp_path):
+    metrics = {"reward/mean": [0.5, None, 0.25], "actor/grad_norm": [1.0, None, 2.0]}
+    charts = charts_of(gather_folders(make_run(tmp_path, metrics)))
+    assert np.isnan(charts["reward"].panels[0].curves[0].mean).tolist() == [False, True, False]
+    assert charts["nonfinite"].panels[0].curves[0].mean.tolist() == [0, 2, 0]
+
+
+def test_what_never_changes_is_said_in_words(tmp_path):
+    metrics = learning_curve(4, 0) | {"some/new_metric": [7.0] * 4}
+    gathered = gather_folders(make_run(tmp_path, metrics))
+    assert constants_of(gathered) == {
+        "Failed trajectories: all": 0.0,
+        "Values that were not finite": 0.0,
+        "some/new_metric": 7.0,
+    }
+
+
+def test_a_value_that_is_the_same_but_once_not_finite_is_drawn(tmp_path):
+    gathered = gather_folders(make_run(tmp_path, {"reward/mean": [0.5, None, 0.5]}))
+    assert "reward" in charts_of(gathered)
+
+
+def test_metrics_without_a_figure_are_shown_at_the_end(tmp_path):
+    metrics = {
+        "reward/mean": [0.5, 0.25],
+        "new/metric": [1.0, 2.0],
+        "new/x/mean": [1.0, 2.0],
+        "new/x/max": [3.0, 4.0],
+    }
+    metrics |= {name: [1.0, 2.0] for name in ALIASES}
+    gathered = gather_folders(make_run(tmp_path, metrics))
+    assert gathered.sections[-1].section.key == "other"
+    assert [chart.figure.title for chart in gathered.sections[-1].charts] == ["new/metric", "new/x/mean"]
+
+
+def test_metrics_with_similar_names_have_figures_of_their_own(tmp_path):
+    names = ["new/a_b", "new/a/b", "new/a-b", "new/a b", "new/a.b"]
+    gathered = gather_folders(make_run(tmp_path, {name: [1.0, 2.0] for name in names}))
+    keys = [chart.figure.key for chart in gathered.sections[-1].charts]
+    assert len(set(keys)) == len(keys) == len(names)
+    assert all(re.fullmatch(r"[\w-]+", key) for key in keys)
+
+
+def test_phases_add_up_to_the_step(tmp_path):
+    metrics = learning_curve(4, 0) | {"timing_s/evaluate": [float("nan"), 5.0, float("nan"), float("nan")]}
+    metrics["timing_s/step"] = [10.0, 20.0, 10.0, 10.0]
+    (panel,) = charts_of(gather_folders(make_run(tmp_path, metrics)))["phases"].panels
+    curves = {curve.name: curve.mean.tolist() for curve in panel.curves}
+    assert list(curves) == ["rollout", "update", "evaluate", "rest"]
+    assert curves["evaluate"] == [0, 5, 0, 0]
+    assert np.sum(list(curves.values()), axis=0).tolist() == [10, 20, 10, 10]
+
+
+@pytest.mark.parametrize("name", ["eval/all/f1/greedy", "eval/greedy/all/f1"])
+def test_evaluations_during_the_training_have_a_figure(tmp_path, name):
+    nothing = float("nan")
+    metrics = {"reward/mean": [0.5, 0.25, 0.5], name: [nothing, 0.25, 0.75]}
+    chart = charts_of(gather_folders(make_run(tmp_path, metrics)))["evaluation_f1"]
+    assert chart.figure.title.endswith(": all, greedy")
+    assert chart.panels[0].curves[0].steps.tolist() == [2, 3]
+
+
+def test_the_guards_threshold_is_that_of_the_config(tmp_path):
+    config = quickstart_config(tmp_path, "guards.min_entropy=0.125")
+    folder = make_run(tmp_path, learning_curve(4, 0), config)
+    charts = charts_of(gather_folders(folder))
+    assert charts["entropy"].limit == 0.125
+    assert charts["reward"].limit is None
+    (folder / "configs/0.yaml").write_text("guards: {min_entropy: null}")
+    assert charts_of(gather_folders(folder))["entropy"].limit is None
+
+
+def test_what_needs_trajectories_is_named_where_there_are_none(tmp_path):
+    left_out = gather_folders(make_run(tmp_path, learning_curve(4, 0))).left_out
+    assert [figure.key for figure in left_out] == ["f1_by_source", "advantage_by_turn", "importance"]
+
+
+def test_a_cold_start_has_its_own_figures(tmp_path):
+    gathered = gather_folders(make_run(tmp_path, {"sft/loss": [3.0, 2.0, 1.0], "sft/lr": [0.1, 0.2, 0.1]}))
+    assert set(charts_of(gathered)) == {"sft_loss", "sft_rate"}
+    assert gathered.left_out == []
+
+
+def test_long_runs_have_fewer_points_than_steps(tmp_path):
+    folder = make_run(tmp_path, learning_curve(2000, 0))
+    gathered = gather_folders(folder)
+    assert gathered.steps_per_point == 6
+    assert all(
+        len(curve.steps) <= 360
+        for chart in charts_of(gathered).values()
+        for panel in chart.panels
+        for curve in panel.curves
+    )
+
+
+def test_the_default_trend_is_over_a_tenth_of_the_run(tmp_path):
+    series = group_runs(read_runs([make_run(tmp_path, learning_curve(40, 0))]))
+    assert gather(series).smooth == 4
+    assert gather(series, 3).smooth == 3
+
+
+def test_mean_of_last_skips_what_is_not_finite():
+    assert mean_of_last({3: 1.0, 1: 100.0, 2: None, 4: 2.0}, number=2) == 1.5
+    assert mean_of_last({1: None}) is None
