@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
+import re
 
 import jax
 import numpy as np
 import optax
 import pytest
+from tqdm import tqdm
 
 from calibadv_jax.config import LossConfig, MeshConfig, RewardConfig
 from calibadv_jax.learner.learner import Learner
@@ -79,12 +83,21 @@ def test_without_progress_only_results_are_shown(capsys):
     assert capsys.readouterr().out == "written to runs/a\n"
 
 
-def test_a_bar_counts_on_a_terminal():
+def test_a_bar_counts_on_a_terminal(monkeypatch):
+    """It is told how many are done in all, as often as that is asked for."""
+    at_once = functools.partial(tqdm, mininterval=0)
+    monkeypatch.setattr("calibadv_jax.metrics.console.tqdm", at_once)
     stream = Terminal()
     with Console(stream=stream).bar("rollout", 4) as show:
-        for done in (1, 2, 4):
+        for done in (1, 2, 2, 4):
             show(done)
-    assert "rollout" in stream.getvalue() and "/4" in stream.getvalue()
+    drawn = re.findall(r"rollout: +(\d+)%.*? (\d)/4", stream.getvalue())
+    assert [count for count, _ in itertools.groupby(drawn)] == [
+        ("0", "0"),
+        ("25", "1"),
+        ("50", "2"),
+        ("100", "4"),
+    ]
 
 
 def test_in_a_file_a_line_now_and_then_instead_of_a_bar(monkeypatch):
