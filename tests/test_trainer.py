@@ -133,6 +133,15 @@ def test_a_rollback_goes_back_to_the_last_good_checkpoint_and_draws_other_number
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [4, 6]
 
 
+def test_the_checkpoint_of_the_last_good_step_itself_is_taken(tmp_path):
+    checkpoint, guards = {"every": 1, "keep": 9}, GUARDED | {"action": "rollback"}
+    config = make_config(tmp_path, checkpoint=checkpoint, guards=guards)
+    rollouts = run(config, Collapsing(), tmp_path)
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 3, 4]
+    assert [number for number, _ in rollouts.begun] == [*range(8), 6, 7]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
 def test_a_guard_may_stop_the_run_with_its_state_saved(tmp_path):
     config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "stop"})
     with pytest.raises(UserError, match="stopped by guards.action"):
