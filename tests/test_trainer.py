@@ -142,6 +142,17 @@ def test_the_checkpoint_of_the_last_good_step_itself_is_taken(tmp_path):
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
+def test_a_resumed_run_knows_that_it_was_rolled_back(tmp_path):
+    """Its numbers are those of the attempt after the collapse, and its rollbacks count on."""
+    config = make_config(tmp_path, guards=GUARDED | {"action": "rollback"})
+    before = run(config, Collapsing(), tmp_path)
+    trainer = make_trainer(config, tmp_path, after := ScriptedRollouts())
+    assert trainer.guards.rollbacks == 0
+    trainer.restore()
+    assert trainer.guards.rollbacks == 1 and trainer.guards.last_good_step == trainer.step == 4
+    assert after.seed == trainer.seed == before.seed != config.run.seed
+
+
 def test_a_guard_may_stop_the_run_with_its_state_saved(tmp_path):
     config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "stop"})
     with pytest.raises(UserError, match="stopped by guards.action"):
