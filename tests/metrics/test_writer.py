@@ -106,6 +106,15 @@ def test_tensorboard_gets_the_same_finite_scalars(tmp_path):
 
 def scalars(directory: Path) -> list[tuple[str, int, float]]:
     """(tag, step, value) of the scalars in the event files of a folder."""
+    return [
+        (value.tag, event.step, value.simple_value)
+        for event in events(directory)
+        for value in event.summary.value
+    ]
+
+
+def events(directory: Path) -> list:
+    """Of the event files of a folder, in order."""
     from tensorboardX.proto.event_pb2 import Event
 
     found = []
@@ -113,10 +122,20 @@ def scalars(directory: Path) -> list[tuple[str, int, float]]:
         data = path.read_bytes()
         while data:  # a record: length (8 bytes), its checksum (4), the event, its checksum (4)
             length = int.from_bytes(data[:8], "little")
-            event = Event.FromString(data[12 : 12 + length])
-            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            found.append(Event.FromString(data[12 : 12 + length]))
             data = data[16 + length :]
     return found
+
+
+def test_a_resumed_run_takes_back_its_later_scalars_in_tensorboard(tmp_path):
+    """TensorBoard drops what an earlier attempt wrote at and past the step that a new session begins with."""
+    from tensorboardX.proto.event_pb2 import SessionLog
+
+    for start in (0, 3):
+        with MetricsWriter(tmp_path, tensorboard=True, start_step=start) as writer:
+            writer.write(start, {"loss": 0.5})
+    begins = [event.step for event in events(tmp_path / "tensorboard") if event.session_log.status]
+    assert SessionLog.START == 1 and begins[-1] == 3
 
 
 def test_without_tensorboard_no_event_file_is_made(tmp_path):
