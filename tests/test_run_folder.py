@@ -67,6 +67,18 @@ def test_the_config_of_every_start_is_kept(run):
     assert (run.folder / "policy/tokenizer.json").is_file()
 
 
+def test_the_newest_of_many_starts_counts(run):
+    """The eleventh start comes after the tenth, and after the third."""
+    for number in range(11):
+        run(f"run.seed={number}")
+    names = {path.stem for path in (run.folder / "configs").glob("*.yaml")}
+    assert names == {str(number) for number in range(11)}
+    (run.folder / "checkpoints" / "3").mkdir(parents=True)
+    assert run("run.seed=10") == ""
+    with pytest.raises(UserError, match="run.seed changed"):
+        run("run.seed=9")
+
+
 def test_other_files_beside_the_configs_and_one_that_is_gone_disturb_nothing(run):
     for _ in range(3):
         run()

@@ -198,6 +198,26 @@ def test_a_person_sees_what_happens(tmp_path):
     assert -1 not in places, dict(zip(shown, places, strict=True))
 
 
+def test_the_checkpoint_of_the_last_good_step_itself_is_taken(tmp_path):
+    checkpoint, guards = {"every": 1, "keep": 9}, GUARDED | {"action": "rollback"}
+    config = make_config(tmp_path, checkpoint=checkpoint, guards=guards)
+    rollouts = run(config, Collapsing(), tmp_path)
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 3, 4]
+    assert [number for number, _ in rollouts.begun] == [*range(8), 6, 7]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_resumed_run_knows_that_it_was_rolled_back(tmp_path):
+    """Its numbers are those of the attempt after the collapse, and its rollbacks count on."""
+    config = make_config(tmp_path, guards=GUARDED | {"action": "rollback"})
+    before = run(config, Collapsing(), tmp_path)
+    trainer = make_trainer(config, tmp_path, after := ScriptedRollouts())
+    assert trainer.guards.rollbacks == 0
+    trainer.restore()
+    assert trainer.guards.rollbacks == 1 and trainer.guards.last_good_step == trainer.step == 4
+    assert after.seed == trainer.seed == before.seed != config.run.seed
+
+
 def test_a_guard_may_stop_the_run_with_its_state_saved(tmp_path, capsys):
     config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "stop"})
     with pytest.raises(UserError, match="stopped by guards.action"):

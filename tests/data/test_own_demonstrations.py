@@ -1,0 +1,80 @@
+"""A user's own demonstrations: every field arrives, and what cannot be one is named with its line."""
+
+import json
+
+import pytest
+
+from calibadv_jax.data.demonstrations import DemoTurn, load_demonstrations
+from calibadv_jax.errors import UserError
+from calibadv_jax.trajectory import Document, Question
+
+ANSWER = {"text": "<think> so </think>\n<answer> ada </answer>"}
+SEARCH = "<think> find it </think>\n<search> silent garden </search>"
+
+
+def row(*turns, **changes):
+    fields = {"id": "1", "question": "who?", "golden_answers": ["ada", "Ada L."], "data_source": "mine"}
+    return fields | {"turns": list(turns)} | changes
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return path
+
+
+def test_every_field_arrives_in_order(tmp_path):
+    documents = [
+        {"id": 7, "title": "Garden", "text": "by Ada"},
+        {"title": "Other", "text": ""},  # known by its title
+        {"id": "x", "title": "Garden", "text": "a second one of that title"},
+    ]
+    path = write(
+        tmp_path / "demos.jsonl",
+        row({"text": SEARCH, "documents": documents}, ANSWER),
+        row(ANSWER, id="2", supporting_ids=[7]),
+    )
+    first, second = load_demonstrations(path)
+    assert first.question == Question("1", "who?", ("ada", "Ada L."), "mine")
+    assert first.turns == (
+        DemoTurn(
+            SEARCH,
+            (
+                Document("7", "Garden", "by Ada"),
+                Document("Other", "Other", ""),
+                Document("x", "Garden", "a second one of that title"),
+            ),
+        ),
+        DemoTurn(ANSWER["text"]),
+    )
+    assert second.question.supporting_ids == ("7",) and len(second.turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"text": "<think> only a thought </think>"}, "a turn must hold <search> query"),
+        ({"text": "<search> </search>"}, "a turn must hold <search> query"),
+        ({"text": "<answer> a <search> b </search> </answer>"}, "a turn must hold <search> query"),
+        ({"text": "  "}, "every turn needs a non-empty 'text'"),
+        ("<answer> ada </answer>", "every turn needs a non-empty 'text'"),
+        ({"text": SEARCH, "documents": {"title": "a", "text": "b"}}, "'documents' must be a list"),
+        ({"text": SEARCH, "documents": [{"title": "a"}]}, "'documents' must be a list"),
+        ({"text": SEARCH, "documents": [{"title": 1, "text": "b"}]}, "'documents' must be a list"),
+    ],
+)
+def test_what_is_no_turn_is_named_with_its_line(tmp_path, turn, message):
+    path = write(tmp_path / "demos.jsonl", row(ANSWER), row(ANSWER, turn))
+    with pytest.raises(UserError, match=f"demos.jsonl:2: {message}"):
+        load_demonstrations(path)
+
+
+@pytest.mark.parametrize("turns", [[], None, "x"])
+def test_a_demonstration_without_turns_is_refused(tmp_path, turns):
+    path = write(tmp_path / "demos.jsonl", row(turns=turns))
+    with pytest.raises(UserError, match="demos.jsonl:1: field 'turns' must be a non-empty list"):
+        load_demonstrations(path)
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no demonstrations in it"):
+        load_demonstrations(write(tmp_path / "demos.jsonl"))

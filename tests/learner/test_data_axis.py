@@ -1,0 +1,66 @@
+"""Replicas of the parameters: the axis `data` of the mesh, beside the two that split them."""
+
+import jax
+import optax
+import pytest
+from test_learner import LOSS, VOCAB, assert_same, samples, sgd_step
+
+from calibadv_jax.config import MeshConfig
+from calibadv_jax.errors import UserError
+from calibadv_jax.learner.batching import pack
+from calibadv_jax.learner.learner import Learner
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+
+
+@pytest.fixture(scope="module")
+def policy():
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    }
+    return Policy(architecture_from_hf(config), Numerics())
+
+
+@pytest.fixture(autouse=True)
+def eight_devices():
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 (simulated) devices")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "good", "bad"),
+    [
+        ({"data": 2, "fsdp": 4}, 8, 4),
+        ({"data": 8, "fsdp": 1}, 8, 1),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 4, 2),
+        ({"data": 1, "fsdp": 2, "tensor": 4}, 2, 1),
+    ],
+)
+def test_rows_are_shared_by_replicas_and_shards(policy, mesh, good, bad):
+    mesh = make_mesh(MeshConfig(**mesh))
+    Learner(policy, optax.sgd(1.0), mesh, good)
+    with pytest.raises(
+        UserError, match=f"is {bad}, but must be a multiple of .* = {good} .*set it to {good}"
+    ):
+        Learner(policy, optax.sgd(1.0), mesh, bad)
+
+
+def test_replicas_make_the_step_of_one_device(policy):
+    batch = pack(samples(9), 32)
+    one = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    many = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    (alone, told), (shared, heard) = (
+        sgd_step(policy, mesh, batch, rows, LOSS) for mesh, rows in ((one, 4), (many, 4))
+    )
+    assert_same(alone, shared)
+    assert told.keys() == heard.keys()
+    for name, value in told.items():
+        assert heard[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name

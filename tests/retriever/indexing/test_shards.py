@@ -1,0 +1,62 @@
+"""An index is the same, however many shards its vectors were kept in."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("faiss")
+
+from retriever.corpus.passages import load_corpus
+from retriever.encoders.hashed import HashedEncoder
+from retriever.indexing import qdrant
+from retriever.indexing.builder import build_index
+from retriever.indexing.embeddings import embed
+from retriever.indexing.options import BuildOptions
+from retriever.search.opening import open_index
+
+QUERIES = ["person 3 lives in town 3", "person 16", "town 5", "person 22 lives"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    rows = [{"id": i, "contents": f'"Person {i}"\nlives in town {i % 7}.'} for i in range(23)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_corpus(path)
+
+
+def found(folder, corpus):
+    return [
+        [(row["id"], round(score, 3)) for row, score in one]
+        for one in open_index(folder, corpus).search(QUERIES, 5)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["faiss", "jax", "qdrant"])
+def test_every_kind_finds_the_same_in_many_shards(tmp_path, corpus, monkeypatch, kind):
+    if kind == "qdrant":
+        pytest.importorskip("qdrant_client")
+        monkeypatch.setattr(qdrant, "BATCH", 2)  # several uploads a shard, too
+    build_index(corpus, tmp_path / "one", BuildOptions(), progress=False)
+    build_index(corpus, tmp_path / "many", BuildOptions(kind=kind, shard_rows=5), progress=False)
+    expected = found(tmp_path / "one", corpus)
+    assert [one[0][0] for one in expected[:2]] == ["3", "16"]
+    assert found(tmp_path / "many", corpus) == expected
+
+
+def test_shards_and_samples_are_rows_of_the_corpus_in_its_order(tmp_path, corpus):
+    embeddings = embed(corpus, tmp_path / "vectors", BuildOptions(shard_rows=5), progress=False)
+    assert [len(shard) for shard in embeddings.shards()] == [5, 5, 5, 5, 3]
+    whole = np.concatenate(list(embeddings.shards()))
+    expected = embeddings.encoder.encode_passages(corpus[:])
+    np.testing.assert_allclose(whole, expected, rtol=1e-6)
+    for count in (1, 3, 7, 10, 22, 23, 100):
+        step = -(-23 // count)
+        np.testing.assert_allclose(embeddings.sample(count), expected[::step], rtol=1e-6)
+
+
+def test_the_mean_length_counts_every_word():
+    """A word that stands twice in a passage makes it longer by two."""
+    rows = [{"id": "0", "contents": '"a"\nb b b c'}, {"id": "1", "contents": '"d"\ne'}]
+    assert HashedEncoder.fit(rows, dimension=8)._mean_length == (2 + 4 + 2 + 1) / 2

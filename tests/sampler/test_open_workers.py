@@ -1,0 +1,76 @@
+"""The rollout workers of a run: started side by side, each on its own devices."""
+
+from pathlib import Path
+
+import pytest
+
+from calibadv_jax.config import SamplerConfig
+from calibadv_jax.errors import UserError
+from calibadv_jax.sampler import vllm_worker
+from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess, open_workers
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What happens to the processes, which are not started; worker 2 fails where `fails` is set."""
+    happened = []
+
+    def note(what):
+        def method(self):
+            happened.append((what, self.what, self))
+            self.url = f"http://{self.log_path.stem}"
+            if what == "wait" and note.fails and self.what.endswith("2"):
+                raise UserError("not ready")
+
+        return method
+
+    note.fails = False
+    for what in ("start", "wait", "stop"):
+        monkeypatch.setattr(VllmWorkerProcess, what, note(what))
+    monkeypatch.setattr(vllm_worker, "require_vllm", lambda: None)
+    return happened, note
+
+
+def opened(**options):
+    config = SamplerConfig(name="vllm", **options)
+    return open_workers(config, Path("model"), Path("logs"), "float32", 512)
+
+
+def test_every_worker_has_its_own_devices_log_and_options(events):
+    happened, _ = events
+    with opened(
+        workers=3, worker_devices=["4,5", "6", "7"], flavour="cpu", slots=9, worker_args=["--x"]
+    ) as urls:
+        assert urls == [f"http://vllm_worker_{number}" for number in range(3)]
+    assert [what for what, _, _ in happened] == ["start"] * 3 + ["wait"] * 3 + ["stop"] * 3
+    workers = [worker for what, _, worker in happened if what == "start"]
+    assert [one.environment for one in workers] == [{"CUDA_VISIBLE_DEVICES": d} for d in ("4,5", "6", "7")]
+    for one in workers:
+        words = one.command
+        options = {name: words[words.index(f"--{name}") + 1] for name in ("model", "dtype", "flavour")}
+        assert options == {"model": "model", "dtype": "float32", "flavour": "cpu"}
+        assert words[words.index("--max_model_len") + 1] == "512"
+        assert words[words.index("--max_num_seqs") + 1] == "9"
+        assert words[-1] == "--x"
+
+
+def test_without_devices_of_their_own_they_see_what_the_trainer_sees(events):
+    happened, _ = events
+    with opened(workers=2):
+        pass
+    assert all(worker.environment == {} for _, _, worker in happened)
+
+
+def test_all_end_where_one_does_not_become_ready(events):
+    happened, note = events
+    note.fails = True
+    with pytest.raises(UserError, match="not ready"), opened(workers=3):
+        pass
+    assert sorted(name[-1] for what, name, _ in happened if what == "stop") == ["0", "1", "2"]
+
+
+def test_running_workers_are_taken_as_they_are(events):
+    happened, _ = events
+    with opened(urls=["http://a", "http://b"]) as urls:
+        assert urls == ["http://a", "http://b"]
+    assert happened == []

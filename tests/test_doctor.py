@@ -1,0 +1,233 @@
+"""The doctor against files, services and configs that are as they should be, and against others."""
+
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from calibadv_jax import doctor
+from calibadv_jax.config import Config, load_config
+from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.errors import UserError
+from calibadv_jax.policy.architecture import architecture_from_hf
+
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 400,
+    "tie_word_embeddings": True,
+}
+
+
+@contextmanager
+def serving(routes):
+    """Base URL of a server with these replies: path -> status and JSON value; 404 elsewhere."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self):
+            status, content = routes.get(self.path, (404, {}))
+            body = json.dumps(content).encode()
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *_):
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}"
+    finally:
+        http.shutdown()
+        http.server_close()
+
+
+def question(name, text, source="test"):
+    return {"id": name, "question": text, "golden_answers": ["ada"], "data_source": source}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Two question files, a tokenizer and a policy's shape; no service."""
+    files = {
+        "train": [question("1", "who wrote silent garden ?"), question("2", "who founded x ?", "other")],
+        "eval": [question("3", "where is y ?"), question("4", "who wrote it, and where is it ?")],
+    }
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "run.yaml").write_text(
+        json.dumps(
+            {
+                "run": {"dir": str(tmp_path / "run")},
+                "data": {name: str(tmp_path / f"{name}.jsonl") for name in files},
+                "policy": {"init": SHAPE, "tokenizer": str(tmp_path / "tokenizer")},
+                "prompt": {"template": "short", "chat": "off"},
+                "mesh": {"fsdp": 8},
+            }
+        )
+    )
+    return load_config(tmp_path / "run.yaml")
+
+
+def working_retriever():
+    found = [{"document": {"id": "7", "contents": '"Ada"\nwrote it'}, "score": 1.0}]
+    return {"/health": (200, {"status": "ready", "kind": "faiss"}), "/retrieve": (200, {"result": [found]})}
+
+
+def with_retriever(config, url):
+    return replace(config, retriever=replace(config.retriever, url=url, patience=0.3, timeout=5.0))
+
+
+def test_every_check_passes_and_says_what_it_saw(config, capsys):
+    with serving(working_retriever()) as url:
+        doctor.run(with_retriever(config, url))
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[-1] == "ready: every check passed"
+    assert all(line.startswith("ok   ") for line in lines[:-1])
+    assert f"data.train: 2 questions (other, test) in {config.data.train}" in out
+    assert f"data.eval: 2 questions (test) in {config.data.eval}" in out
+    assert f"ok   retriever: {url}: status ready, kind faiss" in out
+    assert "-> 'Ada'" in out  # a real query, and its first document
+    assert "in process, 64 trajectories decoded together" in out
+    assert "<search> 1" in out  # the tokenizer has a token for every tag
+
+
+def test_a_check_that_fails_is_counted_and_the_others_still_run(config, capsys):
+    broken = replace(config, data=replace(config.data, train="none.jsonl"))
+    with serving(working_retriever()) as url, pytest.raises(SystemExit) as ended:
+        doctor.run(with_retriever(broken, url))
+    assert ended.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "2 of 5 checks failed"
+    assert [line.split(":")[0] for line in lines if line.startswith("FAIL")] == [
+        "FAIL questions",
+        "FAIL policy",
+    ]
+    assert any(line.startswith("ok   retriever: ") for line in lines)  # after those that failed
+
+
+def test_questions_that_are_in_both_files_are_a_warning(config, tmp_path):
+    assert not any("warning" in line for line in doctor.check_questions(config))
+    with (tmp_path / "eval.jsonl").open("a") as file:
+        file.write(json.dumps(question("5", "who founded x ?")) + "\n")
+    assert doctor.check_questions(config)[-1].startswith("warning: 1 questions are in both files")
+
+
+def test_the_longest_prompt_of_both_files_is_found(config):
+    (longest,) = (line for line in doctor.check_policy(config) if line.startswith("longest prompt"))
+    assert "where is it" in longest and f"of {config.rollout.max_prompt_length} tokens" in longest
+
+
+def test_a_start_checks_evaluation_questions_only_where_they_are_used(config):
+    gone = replace(config, data=replace(config.data, eval="none.jsonl"))
+    doctor.check_inputs(replace(gone, evaluate=replace(gone.evaluate, every=0)))
+    with pytest.raises(UserError, match="none.jsonl: no such file"):
+        doctor.check_inputs(replace(gone, evaluate=replace(gone.evaluate, every=5)))
+
+
+def test_a_start_checks_the_services_that_are_named(config):
+    with pytest.raises(UserError, match="retriever http://127.0.0.1:9: cannot be reached"):
+        doctor.check_inputs(with_retriever(config, "http://127.0.0.1:9"))
+    sampler = replace(config.sampler, name="vllm", urls=["http://127.0.0.1:9"])
+    with pytest.raises(UserError, match="vLLM worker http://127.0.0.1:9: cannot be reached"):
+        doctor.check_inputs(replace(config, sampler=sampler))
+
+
+def test_every_worker_is_asked_what_it_serves(config):
+    good = {"/weight_info": (200, {"weight_version": "abc/3"})}
+
+    def check(*urls):
+        return doctor.check_sampler(
+            replace(config, sampler=replace(config.sampler, name="vllm", urls=list(urls)))
+        )
+
+    with serving(good) as first, serving({}) as second:
+        assert check(first) == [f"{first}: serves weights 'abc/3'"]
+        with pytest.raises(UserError, match=f"{second}: no /weight_info"):
+            check(first, second)
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        ({"/retrieve": (200, {"result": [[]]})}, "no document for .*is its corpus empty"),
+        ({"/retrieve": (404, {})}, "set retriever.url to a retrieval service"),
+        ({"/retrieve": (503, {})}, "no answer for"),  # asked once: not for all of the patience
+    ],
+)
+def test_a_retriever_that_does_not_answer_is_told(config, routes, message):
+    with serving(working_retriever() | routes) as url, pytest.raises(UserError, match=message):
+        config = with_retriever(config, url)
+        doctor.check_retriever(replace(config, retriever=replace(config.retriever, timeout=0.3)))
+
+
+def estimate(shards=1, batch_shards=1, **sections):
+    plain = Config()
+    values = {
+        "learner": {"microbatch_rows": 4, "row_length": 128},
+        "rollout": {"max_length": 100, "max_prompt_length": 50},
+        "sampler": {"slots": 6},
+        "policy": {"param_dtype": "float32", "compute_dtype": "bfloat16", "logprob_chunk": 32},
+    }
+    changed = {
+        name: replace(getattr(plain, name), **(values.get(name, {}) | sections.get(name, {})))
+        for name in values.keys() | sections.keys()
+    }
+    return doctor.estimate_memory(
+        replace(plain, **changed), architecture_from_hf(SHAPE), shards, batch_shards
+    )
+
+
+def test_memory_by_purpose():
+    """Each number from the shapes: parameters, slots x length x layers x heads, rows x chunk x vocabulary."""
+    count = architecture_from_hf(SHAPE).num_parameters
+    plain = estimate()
+    assert plain["parameters"] == 4 * count
+    assert plain["optimizer"] == 2 * 4 * count  # AdamW has two moments
+    assert plain["gradients"] == 2 * 4 * count
+    assert plain["sampler weights"] == 2 * count
+    assert plain["kv cache"] == 2 * 6 * 100 * 3 * (2 * 2 * 16)  # bytes, slots, tokens, layers, K and V
+    assert plain["logits"] == 3 * 4 * 32 * 400 * 4  # only a chunk of each row at once
+
+    muon = replace(Config().learner.optimizer, name="muon")
+    muon = estimate(learner={"microbatch_rows": 4, "row_length": 128, "optimizer": muon})
+    assert muon["optimizer"] == plain["optimizer"] / 2
+    assert estimate(policy={"param_dtype": "bfloat16"})["parameters"] == 2 * count
+    assert not {"kv cache", "sampler weights"} & estimate(sampler={"name": "vllm"}).keys()
+    short = {"microbatch_rows": 4, "row_length": 128}
+    assert estimate(learner=short, policy={"logprob_chunk": 4096})["logits"] == 4 * plain["logits"]
+
+
+def test_memory_is_shared_by_the_devices():
+    one, many = estimate(), estimate(shards=4, batch_shards=2)
+    assert {name: one[name] / many[name] for name in one} == {
+        "parameters": 4,
+        "optimizer": 4,
+        "gradients": 4,
+        "sampler weights": 4,
+        "activations": 2,
+        "logits": 2,
+        "kv cache": 2,
+    }
+
+
+def test_remat_keeps_one_activation_a_layer():
+    full, none = estimate(), estimate(policy={"remat": "none"})
+    assert none["activations"] > full["activations"]
+    assert full["activations"] == 4 * 128 * 32 * 2 * (3 + 16)
