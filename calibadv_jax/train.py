@@ -10,7 +10,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.doctor import check_inputs
 from calibadv_jax.errors import UserError
-from calibadv_jax.evaluate import evaluate
+from calibadv_jax.evaluate import validate
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import guard_metrics
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
@@ -73,7 +73,7 @@ def train(
                     metrics |= trainer.publish()
                 if config.evaluate.every and trainer.step % config.evaluate.every == 0:
                     with watch("evaluate"):
-                        metrics |= report_metrics(evaluate(config, rollouts))
+                        metrics |= report_metrics(validate(config, rollouts))
             finally:
                 if trainer.step > begun:  # what is trained is saved, so its row must not be lost
                     with stop.held():

@@ -25,6 +25,7 @@ STAGES: dict[str, set[str]] = {
     "rollout": set(),
     "services": set(),
     "metrics": set(),
+    "evaluation": set(),
     "policy": set(),
     "learner": {"policy"},
     "snapshots": {"policy"},
