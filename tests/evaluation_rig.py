@@ -158,5 +158,3 @@ class Rig:
 
     def file(self, suffix):
         return self.folder / f"evaluation{suffix}"
-
-

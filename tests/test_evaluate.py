@@ -233,7 +233,9 @@ def test_a_question_that_changed_is_asked_again_and_new_ones_are_added(run):
 
 def test_a_file_of_something_else_is_not_overwritten(run):
     run.file(".jsonl").write_text('{"id": "1"}\n')
-    with pytest.raises(UserError, match=r"evaluation.jsonl:1: no evaluation, temperature, .*give another file"):
+    with pytest.raises(
+        UserError, match=r"evaluation.jsonl:1: no evaluation, temperature, .*give another file"
+    ):
         run()
     assert run.file(".jsonl").read_text() == '{"id": "1"}\n'
 
@@ -241,7 +243,11 @@ def test_a_file_of_something_else_is_not_overwritten(run):
 def test_validation_is_a_fixed_sample_of_all_sources_and_writes_nothing(run):
     keys = {"evaluate": {"sample_size": 4, "temperatures": [0.0, 1.0], "samples": 5, "method": "direct"}}
     means, sampler = run.validate(Scripted(drawn), **keys)
-    assert {name: means["1"][name]["trajectories"] for name in ("all", "a", "b")} == {"all": 4, "a": 2, "b": 2}
+    assert {name: means["1"][name]["trajectories"] for name in ("all", "a", "b")} == {
+        "all": 4,
+        "a": 2,
+        "b": 2,
+    }
     assert means["0"]["all"]["searches"] == 1  # the agent, whatever is evaluated afterwards
     again, other = run.validate(Scripted(drawn), **keys)
     assert again == means and sorted(other.prompts) == sorted(sampler.prompts)
