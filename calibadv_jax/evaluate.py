@@ -65,26 +65,8 @@ def choose_policy(config: Config) -> PolicySource:
 
 
 def evaluation_questions(config: Config) -> list[Question]:
-    """The questions of all files of data.eval, at most data.eval_limit of them.
-
-    Raises:
-        UserError: see `load_questions`; or two files have the same id in one data source.
-    """
-    if not config.data.eval_files:
-        raise UserError("data.eval is an empty list; name at least one question file")
-    questions: list[Question] = []
-    seen: dict[tuple[str, str], str] = {}
-    for path in config.data.eval_files:
-        for question in load_questions(path):
-            key = (question.data_source, question.id)
-            if key in seen:
-                raise UserError(
-                    f"{path}: question {question.id!r} of {question.data_source!r} is in {seen[key]} too;"
-                    " leave one of the files out of data.eval"
-                )
-            seen[key] = str(path)
-            questions.append(question)
-    limit = config.data.eval_limit
+    """The questions of data.eval, at most data.eval_limit of them."""
+    questions, limit = load_questions(config.data.eval), config.data.eval_limit
     return select_evenly(questions, limit, seed=0) if limit else questions
 
 
@@ -123,6 +105,8 @@ def _key(temperature: float, question: Question) -> Key:
 def describe_policy(source: PolicySource) -> dict[str, Any]:
     """Which policy it is, as plain values; `modified` tells apart what was written to one place in turn."""
     step = newest_step(source.path) if source.kind == "checkpoint" and source.step is None else source.step
+    if source.kind == "snapshot":
+        step = int(source.path.name.removeprefix("v"))
     path = source.path / str(step) if source.kind == "checkpoint" else source.path
     files = [path, *path.glob("*.safetensors")]
     modified = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
@@ -243,7 +227,7 @@ def _write(output: Path, config: Config, policy: dict[str, Any], report: Report)
     about = {
         "policy": policy,
         "method": evaluate.method,
-        "data": config.data.eval_files,
+        "data": config.data.eval,
         "samples": evaluate.samples,
         "seed": config.run.seed,
         "confidence": evaluate.confidence,

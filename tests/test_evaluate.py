@@ -79,25 +79,6 @@ def test_a_limit_takes_from_all_sources(run):
     assert len(sampler.asked) == 2 * 4
 
 
-def test_several_files_are_one_evaluation(run):
-    run.questions = {"a.jsonl": QUESTIONS[:4], "b.jsonl": QUESTIONS[4:]}
-    report, _ = run()
-    assert list(report.means["0"]) == ["all", "average", "a", "b"]
-    assert [row["id"] for row in rows(run)] == [question.id for question in QUESTIONS]
-
-
-def test_data_sets_may_number_their_questions_alike_and_a_question_may_not_come_twice(run):
-    alike = [dataclasses.replace(question, id="1") for question in (QUESTIONS[0], QUESTIONS[4])]
-    run.questions = {"a.jsonl": alike[:1], "b.jsonl": alike[1:]}
-    report, _ = run()
-    assert (report.means["0"]["a"]["em"], report.means["0"]["b"]["em"]) == (1, 0)
-    run.questions = {"a.jsonl": alike[:1], "b.jsonl": alike[:1]}
-    with pytest.raises(UserError, match=r"b.jsonl: question '1' of 'a' is in .*a.jsonl too; leave one"):
-        run()
-    with pytest.raises(UserError, match="data.eval is an empty list"):
-        run(data={"eval": []})
-
-
 def test_every_question_is_kept_with_its_transcripts(run):
     run(evaluate={"temperatures": [1.0], "samples": 2})
     row = rows(run)[0]

@@ -14,17 +14,12 @@ from calibadv_jax.config.section import SECTION
 class DataConfig:
     train: str = ""
     """JSONL of questions: id, question, golden_answers, data_source."""
-    eval: str | list[str] = ""
-    """JSONL of held-out questions, or several of them."""
+    eval: str = ""
+    """JSONL of held-out questions."""
     eval_limit: NonNegativeInt = 0
     """Evaluate on this many questions, evenly spread over data sources; 0: all."""
     shuffle: bool = True
     """Shuffle training questions again in every epoch."""
-
-    @property
-    def eval_files(self) -> list[str]:
-        """The files of `eval`."""
-        return [self.eval] if isinstance(self.eval, str) else self.eval
 
 
 @dataclass(frozen=True, config=SECTION)

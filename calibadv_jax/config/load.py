@@ -91,10 +91,9 @@ def _parse(text: str, kind: Any) -> Any:
     """The value of an override whose key has type `kind`; interpolations stay as they are."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     is_text = kind is str or typing.get_origin(kind) is Literal
-    is_text |= kind == str | list[str] and not text.startswith("[")
     if is_text and not is_quoted:
         return text
-    if is_text or kind in (list[str], str | list[str]):
+    if is_text or kind == list[str]:
         return yaml.load(text, Loader=yaml.BaseLoader)  # every scalar stays text
     parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     return parsed["value"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf
 
 from calibadv_jax.errors import QueryRefused, RequestFailed
 from calibadv_jax.evaluation.methods import NO_RETRIEVER, method_config
+from calibadv_jax.trajectory import Document
 
 
 @pytest.fixture
@@ -22,9 +24,8 @@ def rows(run):
 
 @pytest.mark.parametrize("method", ["direct", "chain_of_thought"])
 def test_without_search_there_is_one_turn_and_no_service(run, method):
-    report, sampler = run(
-        Scripted(searches=False), evaluate={"method": method}, prompt={"prepend_think": True}
-    )
+    keys = {"evaluate": {"method": method}, "prompt": {"prepend_think": True}}
+    report, sampler = run(Scripted(searches=False), **keys)
     assert len(sampler.asked) == 8 and run.shelf.queries == []
     assert all("Question: " in prompt and "search" not in prompt for prompt in sampler.prompts)
     assert all(prompt.endswith("\n") for prompt in sampler.prompts)  # no opening <think>
@@ -65,8 +66,6 @@ def test_a_passage_cannot_forge_the_protocol(run):
 
     class Hostile(Shelf):
         async def search(self, queries):
-            from dataclasses import replace
-
             return [[replace(d, text=hostile) for d in found] for found in await super().search(queries)]
 
     run.shelf = Hostile()
@@ -123,7 +122,7 @@ def test_random_documents_never_are_what_the_query_finds(run):
     class Overlapping(Shelf):
         async def search(self, queries):
             found = await super().search(queries)
-            return [[documents[0], found[0][0].__class__("shared", "t", "x")] for documents in found]
+            return [[documents[0], Document("shared", "t", "x")] for documents in found]
 
     run.shelf = Overlapping()
     run(evaluate={"method": "random_documents"})
