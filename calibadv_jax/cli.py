@@ -36,6 +36,7 @@ COMMANDS = {
 # Commands without a config: `calibadv_jax.NAME` ("-" written "_") has add_arguments(parser), run(arguments).
 TOOLS: dict[str, str] = {
     "compare": "Tests the difference of two evaluations on the same questions.",
+    "select-rollouts": "Makes demonstrations for sft of the best kept rollouts.",
 }
 
 

@@ -102,7 +102,7 @@ def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:
     versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
     template = trained["prompt"]["template"]
     prompt = TEMPLATES.get(template, template)
-    title = Path(config.export.output).absolute().name
+    title = source.model_folder.parent.name  # the run's
     return model_card(title, trained, policy["step"], settings, prompt, _scores(config, policy), versions)
 
 

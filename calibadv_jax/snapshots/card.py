@@ -45,6 +45,7 @@ def model_card(
     """README.md of an export, with the front matter of HuggingFace's hub.
 
     Args:
+        title: name of the run.
         config: of the training, as nested values.
         step: trainer steps that the policy has seen; None: unknown.
         settings: keys of the training that differ from the defaults.

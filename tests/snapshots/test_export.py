@@ -122,6 +122,7 @@ def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_p
     rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE))
     assert (rows["step"], rows["began with"], rows["algorithm"]) == ("1", "Qwen2.5-3B", "calibadv")
     assert rows["training questions"] == "questions.jsonl" and rows["advantage.target_ratio"] == "0.5"
+    assert "\n# run\n" in text
     assert "    Ask {question} | now" in text and rows["prompt.template"] == r"Ask {question} \| now"
     assert rows["calibadv-jax"] == version("calibadv-jax") and rows["jax"] == jax.__version__
     assert "someone" not in text and "10.0.0.1" not in text and str(tmp_path) not in text
