@@ -23,7 +23,8 @@ Row = dict[str, Any]  # one line of the file
 Key = tuple[str, str, str]  # temperature, data source, question id
 
 FIELDS = (
-    "evaluation", "temperature", "data_source", "id", "question", "golden_answers", "scores", "trajectories"
+    "evaluation", "content", "temperature", "data_source", "id", "question", "golden_answers", "scores",
+    "trajectories",
 )  # fmt: skip
 # Keys that change how fast an evaluation runs, where it finds things, or nothing of it at all.
 _NOT_OF_ROLLOUT = (
@@ -52,7 +53,7 @@ def identity(config: Config, policy: dict[str, Any], questions: Sequence[Questio
         "retriever": {name: retriever[name] for name in retriever.keys() - set(_NOT_OF_RETRIEVER)},
         "pool": [q.text for q in questions] if evaluate.method == "random_documents" else [],
     }
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    return _hash(value)
 
 
 def make_row(evaluation: str, temperature: float, question: Question, group: Group, method: str) -> Row:
@@ -64,6 +65,7 @@ def make_row(evaluation: str, temperature: float, question: Question, group: Gro
     attempts = [_attempt(one, METHODS[method].template is None) for one in group.trajectories]
     return {
         "evaluation": evaluation,
+        "content": _content(question),
         "temperature": f"{temperature:g}",
         "data_source": question.data_source,
         "id": question.id,
@@ -153,7 +155,8 @@ class RowFile:
             question = known.get((row["data_source"], row["id"]))
             is_ours = row["evaluation"] == evaluation
             self.others += not is_ours
-            if is_ours and question is not None and _is_of(row, question) and not _has_failed(row):
+            is_same = question is not None and row["content"] == _content(question)
+            if is_ours and is_same and not _has_failed(row):
                 self._note(row, offset)
 
     def start(self) -> None:
@@ -193,8 +196,13 @@ def _without_transcripts(row: Row) -> Row:
     return row | {"trajectories": errors}
 
 
-def _is_of(row: Row, question: Question) -> bool:
-    return row["question"] == question.text and row["golden_answers"] == list(question.golden_answers)
+def _content(question: Question) -> str:
+    """Hash of all that the data say of a question."""
+    return _hash(dataclasses.asdict(question))
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _has_failed(row: Row) -> bool:
