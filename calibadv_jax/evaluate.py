@@ -83,9 +83,8 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
     file = RowFile(output.with_suffix(".jsonl"), identity(config, policy, questions), questions)
     if file.others:
         console.note(f"{file.path}: {file.others} lines of another evaluation are replaced")
-    wanted = [
-        (temperature, question) for temperature in config.evaluate.temperatures for question in questions
-    ]
+    temperatures = dict.fromkeys(config.evaluate.temperatures)
+    wanted = [(temperature, question) for temperature in temperatures for question in questions]
     missing = [one for one in wanted if _key(*one) not in file.rows]
     if len(missing) < len(wanted):
         console.note(f"{len(wanted) - len(missing)} of {len(wanted)} answers are there; going on")
@@ -156,7 +155,7 @@ def validate(config: Config, rollouts: Rollouts) -> Means:
     if limit:
         questions = select_evenly(questions, limit, seed=0)
     rows: list[Row] = []
-    for temperature in config.evaluate.temperatures:
+    for temperature in dict.fromkeys(config.evaluate.temperatures):
         found: list[Row] = []
         answer(config, rollouts, questions, temperature, 1, found.append)
         rows += sorted(found, key=lambda row: (row["data_source"], row["id"]))

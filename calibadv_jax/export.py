@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +25,7 @@ from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.prompts import TEMPLATES
 from calibadv_jax.run_folder import differences, is_binding
 from calibadv_jax.snapshots.card import generation_config, model_card
-from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, save_folder
+from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, read_json, save_folder
 
 GENERATION = "generation_config.json"
 PACKAGES = ("calibadv-jax", "jax", "flax", "transformers")
@@ -64,7 +63,7 @@ def export(config: Config) -> Path:
     trained = training_config(config, source)
     texts = {
         GENERATION: generation_config(
-            trained["rollout"], hf_config, json.loads(before.read_text()) if before.is_file() else {}
+            trained["rollout"], hf_config, read_json(before) if before.is_file() else {}
         ),
         CARD: card(config, source, trained),
     }
@@ -110,7 +109,7 @@ def _scores(config: Config, policy: dict[str, Any]) -> str:
     """The table of evaluate.output, where that is an evaluation of this policy."""
     path = Path(config.evaluate.output)
     if path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         if found.get("policy") == policy:
             report = Report(found["scores"], found["intervals"])
             about = (

@@ -16,7 +16,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.data.world import write_world
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import evaluate_policy
-from calibadv_jax.evaluation.report import Means
+from calibadv_jax.evaluation.report import AVERAGE, Means
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.model import find_policy
 from calibadv_jax.run_folder import check_cold_start
@@ -90,6 +90,7 @@ def comparison_table(before: Means, after: Means) -> str:
         ]
         for temperature, sources in after.items()
         for source, values in sources.items()
+        if source != AVERAGE
     ]
     return table(rows, ["temperature", "questions", "F1 before", "F1 after", "format", "searches"])
 

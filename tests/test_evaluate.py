@@ -233,9 +233,7 @@ def test_a_question_that_changed_is_asked_again_and_new_ones_are_added(run):
 
 def test_a_file_of_something_else_is_not_overwritten(run):
     run.file(".jsonl").write_text('{"id": "1"}\n')
-    with pytest.raises(
-        UserError, match=r"evaluation.jsonl:1: no evaluation, content, .*give another file"
-    ):
+    with pytest.raises(UserError, match=r"evaluation.jsonl:1: no evaluation, content, .*give another file"):
         run()
     assert run.file(".jsonl").read_text() == '{"id": "1"}\n'
 

@@ -59,7 +59,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a HuggingFace folder with config.json and safetensors")
-    return _read_json(path)
+    return read_json(path)
 
 
 def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
@@ -187,7 +187,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     index = folder / INDEX
     if index.is_file():
-        names = _read_json(index).get("weight_map")
+        names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise UserError(f"{index}: field 'weight_map' is missing; copy the file again")
         files = sorted({str(name) for name in names.values()})
@@ -324,7 +324,11 @@ def _is_ours(file: Path) -> bool:
         return False
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        UserError: not a JSON object.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
