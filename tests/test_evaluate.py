@@ -92,6 +92,11 @@ def test_the_same_draws_at_every_evaluation_of_a_run_and_others_in_another(run):
     assert seeds(0) == seeds(0) != seeds(1)
 
 
+def test_a_temperature_that_is_given_twice_is_asked_once(run):
+    report, sampler = run(evaluate={"temperatures": [0.0, 0.0]})
+    assert report.means["0"]["all"]["questions"] == 8 and len(sampler.asked) == 16
+
+
 def test_a_limit_takes_from_all_sources(run):
     report, sampler = run(data={"eval_limit": 4})
     assert {source: report.means["0"][source]["trajectories"] for source in "ab"} == {"a": 2, "b": 2}

@@ -92,7 +92,9 @@ def test_a_question_that_the_retriever_refuses_has_no_passages_and_a_service_tha
 
 
 def test_the_empty_retriever_finds_nothing(run):
-    report, sampler = run(evaluate={"method": "empty_retriever"})
+    keys = {"evaluate": {"method": "empty_retriever"}}
+    assert method_config(run.config(**keys)).retriever.url == NO_RETRIEVER
+    report, sampler = run(**keys)
     assert run.shelf.queries == [] and run.shelf.closed == 1
     turns = rows(run)[0]["trajectories"][0]["turns"]
     assert turns[0]["observation"] == "\n\n<information></information>\n\n"

@@ -207,3 +207,11 @@ def test_somebody_elses_readme_is_not_overwritten(run, tmp_path):
     (tmp_path / "hf/README.md").write_text("My notes.")
     with pytest.raises(UserError, match="holds README.md, which is not an export's"):
         export(config)
+
+
+def test_a_damaged_evaluation_is_one_line(run, tmp_path):
+    config, _ = run
+    (tmp_path / "evaluation.json").write_text("{")
+    damaged = replace(config, evaluate=EvaluateConfig(output=str(tmp_path / "evaluation.json")))
+    with pytest.raises(UserError, match="evaluation.json: not valid JSON"):
+        export(damaged)
