@@ -7,32 +7,13 @@ import dataclasses
 import json
 import os
 
-import jax
 import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
 
-from calibadv_jax.config import (
-    Config,
-    DataConfig,
-    EvaluateConfig,
-    LogConfig,
-    MeshConfig,
-    PolicyConfig,
-    PromptConfig,
-    RolloutConfig,
-    RunConfig,
-    SamplerConfig,
-)
-from calibadv_jax.data.questions import write_questions
-from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.config import Config, EvaluateConfig, PolicyConfig, RunConfig
 from calibadv_jax.errors import RequestFailed, UserError
 from calibadv_jax.evaluate import choose_policy, describe_policy, report_table
-from calibadv_jax.evaluate import run as run_evaluation
-from calibadv_jax.evaluation.records import RowFile
 from calibadv_jax.model import PolicySource
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.snapshots.huggingface import save_folder
 from calibadv_jax.trajectory import Question
 
 
@@ -154,6 +135,16 @@ def test_what_failed_is_counted_left_out_of_the_means_and_asked_again(run):
     assert report.means["0"]["a"]["questions"] == 4 and report.means["0"]["a"]["failed"] == 0
 
 
+def test_too_many_failures_end_it_and_lose_nothing(run):
+    run.shelf = Shelf({"b 3": RequestFailed("retriever", "gone")})
+    with pytest.raises(UserError, match="1 of 8 trajectories failed, more than rollout.max_failed_share=0"):
+        run(rollout={"max_failed_share": 0.0, "max_concurrency": 1})
+    assert not run.file(".json").exists() and len(rows(run)) == 8
+    run.shelf = Shelf()
+    report, sampler = run(rollout={"max_failed_share": 0.0, "max_concurrency": 1})
+    assert len(sampler.asked) == 2 and report.means["0"]["all"]["questions"] == 8
+
+
 def test_a_source_that_failed_altogether_has_no_means(run):
     run.shelf = Shelf({f"a {n}": RequestFailed("retriever", "gone") for n in range(4)})
     report, _ = run(rollout={"max_failed_share": 0.5})
@@ -241,76 +232,6 @@ def test_a_file_of_something_else_is_not_overwritten(run):
     with pytest.raises(UserError, match=r"evaluation.jsonl:1: no evaluation, content, .*give another file"):
         run()
     assert run.file(".jsonl").read_text() == '{"id": "1"}\n'
-
-
-SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 398,
-    "tie_word_embeddings": True,
-}
-
-
-@pytest.mark.slow
-def test_a_real_sampler_interrupted_goes_on_to_the_same_table(tmp_path, monkeypatch):
-    """The embedded sampler decodes other questions together after the interruption."""
-    folder = tmp_path / "policy"
-    tokenizer = build_word_tokenizer()
-    params = jax.jit(Policy(architecture_from_hf(SHAPE), Numerics()).init)(jax.random.key(0))
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    save_folder(params, SHAPE, folder, "float32", tmp_path / "tokenizer")
-    write_questions(tmp_path / "eval.jsonl", QUESTIONS)
-    config = dataclasses.replace(
-        Config(),
-        data=DataConfig(eval=str(tmp_path / "eval.jsonl")),
-        prompt=PromptConfig(chat="off"),
-        rollout=RolloutConfig(max_turn_length=24, max_prompt_length=64, max_length=128),
-        sampler=SamplerConfig(slots=3, decode_chunk=8, prefill_chunk=16),
-        mesh=MeshConfig(fsdp=1),
-        log=LogConfig(progress=False),
-        evaluate=EvaluateConfig(
-            policy=str(folder),
-            method="direct",
-            template="Question: {question}\n",
-            temperatures=[0.0, 1.0],
-            samples=2,
-            resamples=100,
-        ),
-    )
-
-    def evaluate(name):
-        output = str(tmp_path / f"{name}.json")
-        run_evaluation(
-            dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, output=output))
-        )
-
-    evaluate("whole")
-    add = RowFile.add
-
-    def stop(file, row):
-        if len(file.rows) == 5:
-            raise Stopped
-        add(file, row)
-
-    monkeypatch.setattr(RowFile, "add", stop)
-    with pytest.raises(Stopped):
-        evaluate("parts")
-    assert len((tmp_path / "parts.jsonl").read_text().splitlines()) == 5
-    monkeypatch.setattr(RowFile, "add", add)
-    evaluate("parts")
-    for end in ENDS:
-        assert (tmp_path / f"parts{end}").read_bytes() == (tmp_path / f"whole{end}").read_bytes()
-    texts = [row["trajectories"][0]["turns"][0]["text"] for row in map(json.loads, open_lines(tmp_path))]
-    assert len(set(texts)) > len(QUESTIONS)  # sampled ones differ: equal files say something
-
-
-def open_lines(folder):
-    return (folder / "whole.jsonl").read_text().splitlines()
 
 
 def test_validation_is_a_fixed_sample_of_all_sources_and_writes_nothing(run):
