@@ -78,7 +78,7 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
     """
     console = console or Console(config.log.progress)
     output = Path(config.evaluate.output)
-    questions = evaluation_questions(config)
+    questions, source = evaluation_questions(config), at_step(source)
     policy = describe_policy(source)
     file = RowFile(output.with_suffix(".jsonl"), identity(config, policy, questions), questions)
     if file.others:
@@ -89,7 +89,6 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
     if len(missing) < len(wanted):
         console.note(f"{len(wanted) - len(missing)} of {len(wanted)} answers are there; going on")
     if missing:
-        file.start()
         _answer_missing(config, source, questions, missing, file, console)
     rows = file.finish([_key(*one) for one in wanted])
     report = summarise(rows, config.evaluate.resamples, config.evaluate.confidence)
@@ -101,11 +100,16 @@ def _key(temperature: float, question: Question) -> Key:
     return f"{temperature:g}", question.data_source, question.id
 
 
+def at_step(source: PolicySource) -> PolicySource:
+    """The newest checkpoint by its step: a run that goes on does not change which one is meant."""
+    if source.kind == "checkpoint" and source.step is None:
+        return replace(source, step=newest_step(source.path))
+    return source
+
+
 def describe_policy(source: PolicySource) -> dict[str, Any]:
     """Which policy it is, as plain values; `modified` tells apart what was written to one place in turn."""
-    step = newest_step(source.path) if source.kind == "checkpoint" and source.step is None else source.step
-    if source.kind == "snapshot":
-        step = int(source.path.name.removeprefix("v"))
+    step = int(source.path.name.removeprefix("v")) if source.kind == "snapshot" else source.step
     path = source.path / str(step) if source.kind == "checkpoint" else source.path
     files = [path, *path.glob("*.safetensors")]
     modified = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
@@ -129,6 +133,7 @@ def _answer_missing(
         console.bar("evaluate", len(missing)) as show,
     ):
         rollouts.load(0, source.params(model.policy, model.mesh))
+        file.start()  # only now, when the policy has been found good
         retriever = method_retriever(name, rollouts.context.retriever, questions, config.run.seed)
         rollouts.context = replace(rollouts.context, retriever=retriever)
         done = 0

@@ -15,7 +15,7 @@ import yaml
 from calibadv_jax import cli
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.errors import UserError
-from calibadv_jax.evaluate import describe_policy
+from calibadv_jax.evaluate import at_step, describe_policy
 from calibadv_jax.evaluation.report import Report, markdown_table
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.model import PolicySource, find_policy
@@ -50,7 +50,7 @@ def export(config: Config) -> Path:
     Raises:
         UserError: the source is missing, incomplete, damaged, or not inside a run's folder.
     """
-    source = find_policy(Path(config.export.source or Path(config.run.dir) / "checkpoints"))
+    source = at_step(find_policy(Path(config.export.source or Path(config.run.dir) / "checkpoints")))
     if source.kind == "huggingface":
         raise UserError(f"{source.path}: no complete checkpoint there; train first, or set export.source")
     hf_config = read_hf_config(source.model_folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def test_a_swap_changes_the_sign_only(pair):
     ("changes", "words"),
     [
         ({"questions": QUESTIONS[:-1]}, "1 differ, such as 'b3' of 'b'; evaluate both to the end"),
+        ({"questions": [replace(q, golden_answers=("no",)) for q in QUESTIONS]}, "8 differ, such as 'a0' of"),
         ({"temperatures": [0.5]}, "has temperatures 0, 1 and .*C/evaluation.json has 0.5: evaluate both"),
     ],
 )

@@ -12,7 +12,7 @@ from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
 
 from calibadv_jax.config import Config, EvaluateConfig, PolicyConfig, RunConfig
 from calibadv_jax.errors import RequestFailed, UserError
-from calibadv_jax.evaluate import choose_policy, describe_policy, report_table
+from calibadv_jax.evaluate import at_step, choose_policy, describe_policy, report_table
 from calibadv_jax.model import PolicySource
 from calibadv_jax.trajectory import Question
 
@@ -268,13 +268,28 @@ def test_the_named_policy_then_the_trained_one_then_where_it_began(tmp_path):
 
 
 def test_the_newest_checkpoint_is_named_by_its_step(tmp_path):
+    """Once: a later checkpoint of a run that goes on is another policy."""
     for step in (3, 20):
         (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
     source = PolicySource(tmp_path / "checkpoints", "checkpoint")
-    newest = describe_policy(source)
-    assert newest["step"] == 20
-    assert describe_policy(dataclasses.replace(source, step=20)) == newest
+    newest = at_step(source)
+    (tmp_path / "checkpoints/21").mkdir()
+    assert newest == dataclasses.replace(source, step=20) == at_step(newest)
+    assert describe_policy(newest)["step"] == 20
     assert describe_policy(dataclasses.replace(source, step=3))["step"] == 3
+
+
+def test_a_policy_that_cannot_be_used_replaces_nothing(run, monkeypatch):
+    run()
+    before = run.file(".jsonl").read_text()
+
+    def refuse(source, policy, mesh):
+        raise UserError("no weights")
+
+    monkeypatch.setattr(type(run.source), "params", refuse)
+    with pytest.raises(UserError, match="no weights"):
+        run(run={"seed": 1})
+    assert run.file(".jsonl").read_text() == before
 
 
 def test_the_output_is_a_json_file():

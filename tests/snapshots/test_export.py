@@ -25,7 +25,7 @@ from calibadv_jax.config import (
 )
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.errors import UserError
-from calibadv_jax.evaluate import describe_policy
+from calibadv_jax.evaluate import at_step, describe_policy
 from calibadv_jax.export import export
 from calibadv_jax.model import find_policy
 from calibadv_jax.snapshots.checkpoint import CheckpointStore
@@ -133,7 +133,8 @@ def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_p
 def test_the_card_has_the_scores_of_this_policy_and_of_no_other(run, tmp_path, source, step):
     config, _ = run
     here = with_source(config, f"{config.run.dir}/{source}" if source else "")
-    evaluated = describe_policy(find_policy(Path(here.export.source or f"{config.run.dir}/checkpoints")))
+    found = find_policy(Path(here.export.source or f"{config.run.dir}/checkpoints"))
+    evaluated = describe_policy(at_step(found))
     assert evaluated["step"] == step
     report = {
         "policy": evaluated,
