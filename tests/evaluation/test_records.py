@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluation.records import RowFile, key_of, question_scores, read_scores
 from calibadv_jax.evaluation.report import metric_names, summarise
+from calibadv_jax.evaluation.statistics import interval
 from calibadv_jax.trajectory import Question
 
 QUESTION = Question("1", "Who?", ("Ann",), "nq")
@@ -99,3 +101,14 @@ def test_metrics_come_in_one_order():
     assert metric_names([row(1, scores={"pass@2": 1, "tokens": 1, "mean@2": 1, "em": 1, "f1": 1})]) == [
         "f1", "em", "tokens", "pass@2", "mean@2"
     ]  # fmt: skip
+
+
+def test_intervals_resample_questions_and_for_the_average_within_each_data_source():
+    scores = {"nq": [1.0, 0.0, 0.5, 0.25], "hotpotqa": [0.0, 0.75]}
+    rows = [row(n, source, scores={"em": em}) for source, some in scores.items() for n, em in enumerate(some)]
+    found = summarise(rows, resamples=500, confidence=0.9).intervals["0"]
+    arrays = {source: np.array(some) for source, some in scores.items()}
+    assert found["average"]["em"] == interval(list(arrays.values()), 0.9, 500)
+    assert found["nq"]["em"] == interval([arrays["nq"]], 0.9, 500)
+    assert found["all"]["em"] == interval([np.concatenate(list(arrays.values()))], 0.9, 500)
+    assert found["all"]["em"] != found["average"]["em"]
