@@ -130,7 +130,7 @@ def _answer_missing(
     with (
         tempfile.TemporaryDirectory() as snapshots,
         open_rollouts(asked, model, source.model_folder, Path(snapshots)) as rollouts,
-        console.bar("evaluate", len(missing)) as show,
+        console.bar("evaluate", len(missing), "questions") as show,
     ):
         rollouts.load(0, source.params(model.policy, model.mesh))
         file.start()  # only now, when the policy has been found good
