@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from evaluation_rig import QUESTIONS, Stopped
 
+from calibadv_jax import model
 from calibadv_jax.config import (
     Config,
     DataConfig,
@@ -25,6 +26,7 @@ from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.evaluate import run as run_evaluation
 from calibadv_jax.evaluation.records import RowFile
 from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.snapshots.checkpoint import CheckpointStore
 from calibadv_jax.snapshots.huggingface import save_folder
@@ -58,8 +60,9 @@ def params(tmp_path):
 
 
 @pytest.fixture
-def evaluate(params, tmp_path):
-    """Evaluates a policy of the run without search, into files of this name."""
+def evaluate(params, tmp_path, monkeypatch):
+    """Evaluates a policy of the run without search, on one device, into files of this name."""
+    monkeypatch.setattr(model, "make_mesh", lambda config: make_mesh(config, jax.devices()[:1]))
 
     def evaluate(name, policy="run/policy", **keys):
         values = {
@@ -111,7 +114,7 @@ def test_interrupted_it_goes_on_to_the_same_table(evaluate, tmp_path, monkeypatc
     assert len(set(texts(tmp_path / "whole.jsonl"))) > len(QUESTIONS)  # equal files say something
 
 
-def test_folder_checkpoint_and_snapshot_are_the_same_policy(evaluate, params, tmp_path, capsys):
+def test_folder_checkpoint_and_snapshot_are_the_same_policy(evaluate, params, tmp_path):
     store = CheckpointStore(tmp_path / "run/checkpoints", keep=2)
     for step, values in ((3, params), (4, jax.tree.map(jnp.zeros_like, params))):
         state = {"params": values, "opt_state": jax.tree.leaves(values), "updates": jnp.int32(0)}
