@@ -39,6 +39,8 @@ TOOLS: dict[str, str] = {
     "ask": "Asks a policy a question, and shows what it searches and reads.",
     "replay": "Reward, advantages and loss of a kept step once more, or with other settings.",
     "report": "Draws the curves of one or more runs, as one HTML page and as PNG files.",
+    "compare": "Tests the difference of two evaluations on the same questions.",
+    "select-rollouts": "Makes demonstrations for sft of the best kept rollouts.",
 }
 # A file inspect.py would hide Python's own from every file here that is run by its path.
 MODULES = {"inspect": "inspect_run"}

@@ -1,36 +1,43 @@
 """Evaluation: ``calibadv evaluate --config FILE [key.path=value …]``.
 
-Answers the questions of data.eval and writes EM, F1, cover-EM, format validity and searches, by data source,
-to evaluate.output. The policy is evaluate.policy; where that is empty, the newest checkpoint of run.dir;
-where there is none, policy.path.
+Answers the questions of data.eval with the method evaluate.method and writes scores with their intervals, by
+data source, to evaluate.output; beside it the tables and every question with its transcripts. The policy is
+evaluate.policy; where that is empty, the newest checkpoint of run.dir; where there is none, policy.path. The
+same command continues an evaluation that was interrupted.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config
 from calibadv_jax.data.questions import load_questions, select_evenly
-from calibadv_jax.errors import UserError
+from calibadv_jax.errors import QueryRefused, UserError
+from calibadv_jax.evaluation.methods import method_config, method_retriever, with_passages
+from calibadv_jax.evaluation.records import Key, Row, RowFile, identity, make_row
+from calibadv_jax.evaluation.report import (
+    Means,
+    Report,
+    csv_table,
+    markdown_table,
+    summarise,
+    table_rows,
+)
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.model import PolicySource, build_model, find_policy
-from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rewards.score import score_trajectory
 from calibadv_jax.rollout.runner import Rollouts
-from calibadv_jax.seeds import random_state
-from calibadv_jax.snapshots.checkpoint import has_checkpoint
-from calibadv_jax.trajectory import Group, Trajectory
+from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
+from calibadv_jax.trajectory import Document, Group, Question
 from calibadv_jax.wiring import open_rollouts
 
-Report = dict[str, dict[str, dict[str, float]]]  # temperature -> data source (or "all") -> metric -> mean
-
-METRICS = ("f1", "em", "cover_em", "format", "searches")
+PASSAGE_QUERIES = 64  # questions that one-shot RAG looks up together
 
 
 def run(config: Config) -> None:
@@ -38,12 +45,9 @@ def run(config: Config) -> None:
     console = Console(config.log.progress)
     source = choose_policy(config)
     console.say(f"policy: {source}")
-    report = evaluate_policy(config, source)
-    output = Path(config.evaluate.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=2))
+    report = evaluate_policy(config, source, console)
     console.say(report_table(report))
-    console.note(f"written to {output}")
+    console.note(f"written to {config.evaluate.output}")
 
 
 def choose_policy(config: Config) -> PolicySource:
@@ -60,72 +64,189 @@ def choose_policy(config: Config) -> PolicySource:
     return find_policy(Path(chosen))
 
 
-def evaluate_policy(config: Config, source: PolicySource) -> Report:
-    """Evaluates a policy on disk with the configured sampler and retriever."""
-    model = build_model(config, str(source.model_folder))
-    with (
-        tempfile.TemporaryDirectory() as snapshots,
-        open_rollouts(config, model, source.model_folder, Path(snapshots)) as rollouts,
-    ):
-        rollouts.load(0, source.params(model.policy, model.mesh))
-        return evaluate(config, rollouts)
+def evaluation_questions(config: Config) -> list[Question]:
+    """The questions of data.eval, at most data.eval_limit of them."""
+    questions, limit = load_questions(config.data.eval), config.data.eval_limit
+    return select_evenly(questions, limit, seed=0) if limit else questions
 
 
-def evaluate(config: Config, rollouts: Rollouts) -> Report:
-    """Answers the evaluation questions once for each temperature with the sampler's current policy."""
-    questions = load_questions(config.data.eval)
-    if config.data.eval_limit:
-        questions = select_evenly(questions, config.data.eval_limit, seed=0)
-    report: Report = {}
-    for temperature in config.evaluate.temperatures:
-        groups = rollouts.collect(
-            questions,
-            f"eval{temperature}",
-            config.run.seed,
-            temperature=temperature,
-            group_size=config.evaluate.samples if temperature > 0 else 1,
-        )
-        rng = random_state(config.run.seed, 0, "evaluate")
-        unshuffled = replace(config.reward, shuffle=False)  # the control experiment shuffles training only
-        score_groups(groups, unshuffled, config.prompt.prepend_think, rng)
-        report[f"{temperature:g}"] = summarise(groups)
+def evaluate_policy(config: Config, source: PolicySource, console: Console | None = None) -> Report:
+    """Evaluates a policy on disk with the configured sampler and retriever; writes all files.
+
+    Raises:
+        UserError: bad input, or too many trajectories failed; what was answered is kept.
+    """
+    console = console or Console(config.log.progress)
+    output = Path(config.evaluate.output)
+    questions, source = evaluation_questions(config), at_step(source)
+    policy = describe_policy(source)
+    file = RowFile(output.with_suffix(".jsonl"), identity(config, policy, questions), questions)
+    if file.others:
+        console.note(f"{file.path}: {file.others} lines of another evaluation are replaced")
+    temperatures = dict.fromkeys(config.evaluate.temperatures)
+    wanted = [(temperature, question) for temperature in temperatures for question in questions]
+    missing = [one for one in wanted if _key(*one) not in file.rows]
+    if len(missing) < len(wanted):
+        console.note(f"{len(wanted) - len(missing)} of {len(wanted)} answers are there; going on")
+    if missing:
+        _answer_missing(config, source, questions, missing, file, console)
+    rows = file.finish([_key(*one) for one in wanted])
+    report = summarise(rows, config.evaluate.resamples, config.evaluate.confidence)
+    _write(output, config, policy, report)
     return report
 
 
-def summarise(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
-    """Means by data source, and over all questions under "all".
+def _key(temperature: float, question: Question) -> Key:
+    return f"{temperature:g}", question.data_source, question.id
 
-    Trajectories that could not be finished are counted, and left out of the means; a source without any
-    finished one has no means.
+
+def at_step(source: PolicySource) -> PolicySource:
+    """The newest checkpoint by its step: a run that goes on does not change which one is meant."""
+    if source.kind == "checkpoint" and source.step is None:
+        return replace(source, step=newest_step(source.path))
+    return source
+
+
+def describe_policy(source: PolicySource) -> dict[str, Any]:
+    """Which policy it is, as plain values; `modified` tells apart what was written to one place in turn."""
+    step = int(source.path.name.removeprefix("v")) if source.kind == "snapshot" else source.step
+    path = source.path / str(step) if source.kind == "checkpoint" else source.path
+    files = [path, *path.glob("*.safetensors")]
+    modified = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
+    return {"kind": source.kind, "path": str(source.path), "step": step, "modified": modified}
+
+
+def _answer_missing(
+    config: Config,
+    source: PolicySource,
+    questions: Sequence[Question],
+    missing: Sequence[tuple[float, Question]],
+    file: RowFile,
+    console: Console,
+) -> None:
+    """Writes the rows of `missing` to the file as they are answered."""
+    asked, name = method_config(config), config.evaluate.method
+    model = build_model(asked, str(source.model_folder))
+    with (
+        tempfile.TemporaryDirectory() as snapshots,
+        open_rollouts(asked, model, source.model_folder, Path(snapshots)) as rollouts,
+        console.bar("evaluate", len(missing), "questions") as show,
+    ):
+        rollouts.load(0, source.params(model.policy, model.mesh))
+        file.start()  # only now, when the policy has been found good
+        retriever = method_retriever(name, rollouts.context.retriever, questions, config.run.seed)
+        rollouts.context = replace(rollouts.context, retriever=retriever)
+        done = 0
+
+        def keep(row: Row) -> None:
+            nonlocal done
+            file.add(row)
+            done += 1
+            show(done)
+
+        for temperature in dict.fromkeys(temperature for temperature, _ in missing):
+            some = [question for at, question in missing if at == temperature]
+            samples = config.evaluate.samples if temperature > 0 else 1
+            answer(asked, rollouts, some, temperature, samples, keep, file.evaluation)
+
+
+def validate(config: Config, rollouts: Rollouts) -> Means:
+    """The cheap evaluation during training: a fixed sample of the questions, one trajectory each.
+
+    The agent answers, whatever evaluate.method is, and nothing is written.
     """
-    by_source: dict[str, list[Trajectory]] = {}
-    for group in groups:
-        for source in ("all", group.question.data_source):
-            by_source.setdefault(source, []).extend(group.trajectories)
-    return {source: _means(trajectories) for source, trajectories in by_source.items()}
+    config = replace(config, evaluate=replace(config.evaluate, method="agent"))
+    questions, limit = evaluation_questions(config), config.evaluate.sample_size
+    if limit:
+        questions = select_evenly(questions, limit, seed=0)
+    rows: list[Row] = []
+    for temperature in dict.fromkeys(config.evaluate.temperatures):
+        found: list[Row] = []
+        answer(config, rollouts, questions, temperature, 1, found.append)
+        rows += sorted(found, key=lambda row: (row["data_source"], row["id"]))
+    return summarise(rows).means
 
 
-def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    rows = [one.metrics | {"searches": float(one.num_searches)} for one in trajectories if one.error is None]
-    means = {name: float(np.mean([row[name] for row in rows])) for name in METRICS} if rows else {}
-    counts = {"trajectories": float(len(rows)), "failed": float(len(trajectories) - len(rows))}
-    return means | counts
+def answer(
+    config: Config,
+    rollouts: Rollouts,
+    questions: Sequence[Question],
+    temperature: float,
+    samples: int,
+    keep: Callable[[Row], object],
+    evaluation: str = "",
+) -> None:
+    """Answers questions with the sampler's current policy, and hands over each one's row when it is complete.
+
+    Args:
+        config: that of the method; see `method_config`.
+        keep: called on the thread of the rollouts.
+        evaluation: identity for the rows.
+    """
+    method = config.evaluate.method
+    asked = list(questions)
+    if method == "rag":
+        asked = [with_passages(*one) for one in zip(asked, _passages(rollouts, asked), strict=True)]
+    original = {id(one): question for one, question in zip(asked, questions, strict=True)}
+
+    def complete(group: Group) -> None:
+        for trajectory in group.trajectories:
+            score_trajectory(trajectory, config.reward, config.prompt.prepend_think)
+        keep(make_row(evaluation, temperature, original[id(group.question)], group, method))
+        for trajectory in group.trajectories:  # `collect` holds the groups until all are there
+            trajectory.turns.clear()
+
+    rollouts.collect(
+        asked,
+        f"eval{temperature}",
+        config.run.seed,
+        complete,
+        temperature=temperature,
+        group_size=samples,
+    )
+
+
+def _passages(rollouts: Rollouts, questions: Sequence[Question]) -> list[list[Document]]:
+    """What the retriever finds for each question; nothing for one that it refuses."""
+    texts = [question.text for question in questions]
+    found: list[list[Document]] = []
+    for start in range(0, len(texts), PASSAGE_QUERIES):
+        some = texts[start : start + PASSAGE_QUERIES]
+        try:
+            found += rollouts.search(some)
+        except QueryRefused:
+            found += [_passages_of_one(rollouts, text) for text in some]
+    return found
+
+
+def _passages_of_one(rollouts: Rollouts, text: str) -> list[Document]:
+    try:
+        return rollouts.search([text])[0]
+    except QueryRefused:
+        return []
+
+
+def _write(output: Path, config: Config, policy: dict[str, Any], report: Report) -> None:
+    evaluate = config.evaluate
+    about = {
+        "policy": policy,
+        "method": evaluate.method,
+        "data": config.data.eval,
+        "samples": evaluate.samples,
+        "seed": config.run.seed,
+        "confidence": evaluate.confidence,
+        "resamples": evaluate.resamples,
+    }
+    scores = {"scores": report.means, "intervals": report.intervals}
+    output.write_text(json.dumps(about | scores, indent=2) + "\n", encoding="utf-8")
+    output.with_suffix(".md").write_text(markdown_table(report, evaluate.confidence), encoding="utf-8")
+    output.with_suffix(".csv").write_text(csv_table(report), encoding="utf-8")
 
 
 def report_table(report: Report) -> str:
-    """One row for each temperature and data source."""
-    counts = ("trajectories", "failed")
-    rows = [
-        [
-            temperature,
-            source,
-            *(values.get(name, "-") for name in METRICS),
-            *(int(values[name]) for name in counts),
-        ]
-        for temperature, sources in report.items()
-        for source, values in sources.items()
-    ]
-    return table(rows, ["temperature", "questions", *METRICS, *counts])
+    """One row for each temperature and data source, for the console."""
+    headers, rows = table_rows(report)
+    return table(rows, headers)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+import platform
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import yaml
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.errors import UserError
+from calibadv_jax.evaluate import at_step, describe_policy
+from calibadv_jax.evaluation.report import Report, markdown_table
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.model import find_policy
+from calibadv_jax.model import PolicySource, find_policy
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.snapshots.huggingface import read_hf_config, save_folder
+from calibadv_jax.rollout.prompts import TEMPLATES
+from calibadv_jax.run_folder import differences, is_binding
+from calibadv_jax.snapshots.card import generation_config, model_card
+from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, read_json, save_folder
+
+GENERATION = "generation_config.json"
+PACKAGES = ("calibadv-jax", "jax", "flax", "transformers")
+PLACES = ("data", "policy.path", "policy.tokenizer", "run")  # the card names their last part, or nothing
 
 
 def run(config: Config) -> None:
@@ -36,7 +50,7 @@ def export(config: Config) -> Path:
     Raises:
         UserError: the source is missing, incomplete, damaged, or not inside a run's folder.
     """
-    source = find_policy(Path(config.export.source or Path(config.run.dir) / "checkpoints"))
+    source = at_step(find_policy(Path(config.export.source or Path(config.run.dir) / "checkpoints")))
     if source.kind == "huggingface":
         raise UserError(f"{source.path}: no complete checkpoint there; train first, or set export.source")
     hf_config = read_hf_config(source.model_folder)
@@ -45,8 +59,64 @@ def export(config: Config) -> Path:
     policy = Policy(architecture, Numerics(compute_dtype=dtype, param_dtype=dtype))
     mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
     params = source.params(policy, mesh)
-    output = Path(config.export.output)
-    return save_folder(params, hf_config, output, config.export.dtype, source.model_folder)
+    before = source.model_folder / GENERATION
+    trained = training_config(config, source)
+    texts = {
+        GENERATION: generation_config(
+            trained["rollout"], hf_config, read_json(before) if before.is_file() else {}
+        ),
+        CARD: card(config, source, trained),
+    }
+    return save_folder(
+        params,
+        hf_config,
+        Path(config.export.output),
+        config.export.dtype,
+        source.model_folder,
+        int(config.export.max_shard_gib * 2**30),
+        texts,
+    )
+
+
+def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
+    """The config of the newest start of the source's run; where it kept none, the one that was given."""
+    folder = source.model_folder.parent / "configs"
+    numbered = [path for path in folder.glob("*.yaml") if path.stem.isdigit()]
+    values = dataclasses.asdict(config)
+    if not numbered:
+        return values
+    kept = yaml.safe_load(max(numbered, key=lambda path: int(path.stem)).read_text(encoding="utf-8"))
+    # A run of an earlier version may lack keys.
+    return {name: section | kept.get(name, {}) for name, section in values.items()}
+
+
+def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:
+    """The model card."""
+    policy = describe_policy(source)
+    settings = {
+        name: now
+        for name, _, now in differences(dataclasses.asdict(Config()), trained)
+        if is_binding(name, config) and not any(name == one or name.startswith(f"{one}.") for one in PLACES)
+    }
+    versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
+    template = trained["prompt"]["template"]
+    prompt = TEMPLATES.get(template, template)
+    title = source.model_folder.parent.name  # the run's
+    return model_card(title, trained, policy["step"], settings, prompt, _scores(config, policy), versions)
+
+
+def _scores(config: Config, policy: dict[str, Any]) -> str:
+    """The table of evaluate.output, where that is an evaluation of this policy."""
+    path = Path(config.evaluate.output)
+    if path.is_file():
+        found = read_json(path)
+        if found.get("policy") == policy:
+            report = Report(found["scores"], found["intervals"])
+            about = (
+                f"Method: {found['method']}; {found['samples']} trajectories a question above temperature 0."
+            )
+            return f"{about}\n\n{markdown_table(report, found['confidence'])}"
+    return "Not evaluated. `calibadv evaluate` before `calibadv export` puts the scores here."
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from calibadv_jax import cli, export, sft, train
 from calibadv_jax.config import Config
 from calibadv_jax.data.world import write_world
 from calibadv_jax.errors import UserError
-from calibadv_jax.evaluate import Report, evaluate_policy
+from calibadv_jax.evaluate import evaluate_policy
+from calibadv_jax.evaluation.report import AVERAGE, Means
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.model import find_policy
 from calibadv_jax.run_folder import check_cold_start
@@ -47,13 +48,13 @@ def run(config: Config) -> None:
             sampler=replace(config.sampler, urls=workers),
         )
         lap("services")
-        before = evaluate_policy(running, find_policy(Path(running.sft.output)))
+        before = evaluate_policy(_to(running, "before"), find_policy(Path(running.sft.output))).means
         lap("evaluation before")
         train.run(running)
         lap("training")
         output = export.export(running)
         lap("export")
-        after = evaluate_policy(running, find_policy(output))
+        after = evaluate_policy(_to(running, "after"), find_policy(output)).means
         lap("evaluation after")
     seconds["total"] = time.monotonic() - begun
     report = Path(config.run.dir) / "quickstart.json"
@@ -70,7 +71,13 @@ def run(config: Config) -> None:
         console.say(f"{label:>10}  {path}")
 
 
-def comparison_table(before: Report, after: Report) -> str:
+def _to(config: Config, name: str) -> Config:
+    """With the evaluation's files under this name in the run's folder."""
+    output = str(Path(config.run.dir) / f"evaluation_{name}.json")
+    return replace(config, evaluate=replace(config.evaluate, output=output))
+
+
+def comparison_table(before: Means, after: Means) -> str:
     """F1 before and after, and format validity after, for each temperature and kind of question."""
     rows = [
         [
@@ -83,6 +90,7 @@ def comparison_table(before: Report, after: Report) -> str:
         ]
         for temperature, sources in after.items()
         for source, values in sources.items()
+        if source != AVERAGE
     ]
     return table(rows, ["temperature", "questions", "F1 before", "F1 after", "format", "searches"])
 

@@ -12,7 +12,7 @@ from calibadv_jax.config import Config, RolloutConfig
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.doctor import check_inputs
 from calibadv_jax.errors import UserError
-from calibadv_jax.evaluate import evaluate
+from calibadv_jax.evaluate import validate
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import guard_metrics
@@ -97,7 +97,7 @@ def train(
                     metrics |= trainer.publish()
                 if config.evaluate.every and trainer.step % config.evaluate.every == 0:
                     with watch("evaluate"), console.phase("evaluation"):
-                        metrics |= report_metrics(evaluate(config, rollouts))
+                        metrics |= report_metrics(validate(config, rollouts))
             finally:
                 if trainer.step > begun:  # what is trained is saved, so its row must not be lost
                     with stop.held():

@@ -26,6 +26,7 @@ STAGES: dict[str, set[str]] = {
     "rollout": set(),
     "services": set(),
     "metrics": set(),
+    "evaluation": set(),
     "pages": {"record"},
     "report": {"metrics"},
     "policy": set(),

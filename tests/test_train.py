@@ -155,6 +155,7 @@ def test_chain_from_cold_start_to_export(tmp_path):
     folder = tmp_path / "run"
     overrides = [*SMALL, f"run.dir={folder}", "sft.phases=[{steps: 2, kind: drills}]", "mesh.fsdp=1"]
     overrides += ["policy.path=${run.dir}/sft", "learner.steps=1"]
+    overrides += ["evaluate.every=1", "evaluate.sample_size=3"]
     config = load_config(ROOT / "configs/quickstart.yaml", overrides)
 
     def run(module, *more):
@@ -167,6 +168,11 @@ def test_chain_from_cold_start_to_export(tmp_path):
     assert "F1 before" in out
     report = json.loads((folder / "quickstart.json").read_text())
     assert set(report["before"]) == set(report["after"]) == {"0", "1"}
+    assert rows(folder)[0]["eval/all/questions/greedy"] == 3
+    evaluations = [str(folder / f"evaluation_{name}.json") for name in ("before", "after")]
+    compare = [sys.executable, "-c", "from calibadv_jax.cli import calibadv; calibadv()", "compare"]
+    done = subprocess.run([*compare, *evaluations], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "95% interval" in done.stdout, done.stderr
     assert json.loads((folder / "hf/config.json").read_text())["model_type"] == "qwen3"
     assert len(AutoTokenizer.from_pretrained(folder / "hf")) == 398
     steps = list((folder / "rollouts").glob("step_*.parquet"))

@@ -16,7 +16,7 @@ class RolloutConfig:
     """Questions drawn per training step."""
     group_size: PositiveInt = 5
     """Trajectories per question."""
-    max_searches: PositiveInt = 4
+    max_searches: NonNegativeInt = 4
     """Search turns; after the last one comes one final turn without retrieval."""
     max_prompt_length: PositiveInt = 2048
     """Tokens; a longer prompt is an error."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.section import SECTION
@@ -62,8 +62,11 @@ class CheckpointConfig:
 @dataclass(frozen=True, config=SECTION)
 class ExportConfig:
     source: str = ""
-    """Checkpoint or snapshot to export; empty: the newest full checkpoint of run.dir."""
+    """Checkpoint or snapshot to export; empty: the newest full checkpoint of run.dir. The model card has its
+    scores where evaluate.output is an evaluation of it."""
     output: str = "${run.dir}/hf"
     """HuggingFace folder to write."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the exported weights."""
+    max_shard_gib: PositiveFloat = 4.0
+    """Size of one safetensors file in GiB, a larger single tensor apart; more of them get an index."""

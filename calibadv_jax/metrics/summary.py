@@ -159,11 +159,15 @@ def _staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float
     }
 
 
-def report_metrics(report: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
-    """An evaluation's means as ``eval/<temperature>/<data source>/<metric>``."""
+def report_metrics(means: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
+    """An evaluation's means as ``eval/<data source>/<metric>/<greedy or temperature_T>``.
+
+    Args:
+        means: by temperature, as text, then data source, then metric.
+    """
     return {
-        f"eval/{temperature}/{source}/{name}": value
-        for temperature, sources in report.items()
+        f"eval/{source}/{name}/{'greedy' if temperature == '0' else f'temperature_{temperature}'}": value
+        for temperature, sources in means.items()
         for source, values in sources.items()
         for name, value in values.items()
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
@@ -34,11 +34,16 @@ async def collect_group(
 
 
 async def collect_groups(
-    context: RolloutContext, questions: Sequence[Question], seed: int, name: str
+    context: RolloutContext,
+    questions: Sequence[Question],
+    seed: int,
+    name: str,
+    complete: Callable[[Group], object] = lambda _: None,
 ) -> list[Group]:
     """One group for each question, in their order; arguments as for `collect_group`.
 
-    At most `rollout.max_concurrency` trajectories are in flight, started in the order of the questions.
+    `complete` is called with each group as soon as it is there, before its failures are counted. At
+    most `rollout.max_concurrency` trajectories are in flight, started in the order of the questions.
 
     Raises:
         UserError: more than `rollout.max_failed_share` of the trajectories failed.
@@ -49,6 +54,7 @@ async def collect_groups(
 
     async def one(number: int, question: Question) -> Group:
         group = await collect_group(context, question, slots, seed, f"{name}/{number}")
+        complete(group)
         failures.add(group)
         return group
 

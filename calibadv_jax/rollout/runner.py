@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ import numpy as np
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.collect import collect_group, collect_groups
 from calibadv_jax.seeds import random_state
-from calibadv_jax.trajectory import Group, Question
+from calibadv_jax.trajectory import Document, Group, Question
 
 T = TypeVar("T")
 
@@ -56,15 +56,27 @@ class Rollouts:
         coroutine = collect_group(self.context, question, self._slots, seed, f"group{number}")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def collect(self, questions: Sequence[Question], name: str, seed: int, **changes: Any) -> list[Group]:
+    def collect(
+        self,
+        questions: Sequence[Question],
+        name: str,
+        seed: int,
+        complete: Callable[[Group], object] = lambda _: None,
+        **changes: Any,
+    ) -> list[Group]:
         """Groups of trajectories in the order of the questions.
 
         Args:
             name: prefix of the sessions' names.
+            complete: called with each group as soon as it is there, on this object's thread.
             changes: fields of RolloutConfig that differ from the context's.
         """
         context = replace(self.context, rollout=replace(self.context.rollout, **changes))
-        return self._run(collect_groups(context, questions, seed, name))
+        return self._run(collect_groups(context, questions, seed, name, complete))
+
+    def search(self, queries: Sequence[str]) -> list[list[Document]]:
+        """Documents of each query; see `Retriever.search`."""
+        return self._run(self.context.retriever.search(queries))
 
     def metrics(self) -> dict[str, float]:
         """What the sampler counts; see `Sampler.metrics`."""

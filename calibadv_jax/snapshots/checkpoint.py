@@ -79,6 +79,13 @@ def has_checkpoint(folder: Path) -> bool:
     return folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir())
 
 
+def newest_step(folder: Path) -> int | None:
+    """Step of the newest complete checkpoint under `folder`; None where there is none."""
+    if not folder.is_dir():
+        return None
+    return max((int(path.name) for path in folder.iterdir() if path.name.isdigit()), default=None)
+
+
 def restore_params(folder: Path, abstract_params: Any, step: int | None = None) -> tuple[Any, int]:
     """Only the parameters of a checkpoint, and its step; `step` None takes the newest.
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from calibadv_jax.errors import UserError
-from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import placed_params
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import (
@@ -35,6 +35,7 @@ from calibadv_jax.policy.weights import (
 )
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+CARD = "README.md"
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -58,7 +59,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a HuggingFace folder with config.json and safetensors")
-    return _read_json(path)
+    return read_json(path)
 
 
 def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
@@ -96,6 +97,7 @@ def save_folder(
     dtype: Any,
     tokenizer_source: Path | None,
     max_shard_bytes: int = 4 * 2**30,
+    texts: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes a folder that transformers and vLLM load; it appears under its name only when complete.
 
@@ -105,6 +107,7 @@ def save_folder(
         dtype: of the written weights, "bfloat16" or "float32".
         tokenizer_source: folder whose tokenizer files and generation_config.json are copied.
         max_shard_bytes: bytes of one safetensors file, a larger single tensor apart.
+        texts: further files, generation_config.json or README.md, by their names; they win over copied ones.
 
     Returns:
         The absolute path of `output`.
@@ -122,6 +125,8 @@ def save_folder(
         _write_weights(params, partial, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
         if tokenizer_source is not None:
             copy_tokenizer(tokenizer_source, partial)
+        for name, text in (texts or {}).items():
+            (partial / name).write_text(text, encoding="utf-8")
         config = _complete(hf_config, jnp.dtype(dtype).name)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if output.exists():
@@ -182,7 +187,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     index = folder / INDEX
     if index.is_file():
-        names = _read_json(index).get("weight_map")
+        names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise UserError(f"{index}: field 'weight_map' is missing; copy the file again")
         files = sorted({str(name) for name in names.values()})
@@ -268,11 +273,25 @@ def _complete(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": a.tie_word_embeddings,
         "hidden_act": "silu",
     }
-    if not hf_config.get("rope_parameters"):
-        explicit["rope_theta"] = a.rope_theta
     given = {name: value for name, value in hf_config.items() if value is not None}
     # Readers before transformers 5 look for torch_dtype, later ones for dtype.
-    return explicit | given | {"dtype": dtype, "torch_dtype": dtype}
+    return explicit | given | _rope(a) | {"dtype": dtype, "torch_dtype": dtype}
+
+
+def _rope(a: Architecture) -> dict[str, Any]:
+    """Rotary embeddings for every reader: rope_theta and rope_scaling before transformers 5, then
+    rope_parameters, which a rope_scaling beside it overrules."""
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if a.rope_scaling is not None:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": a.rope_scaling.factor,
+            "low_freq_factor": a.rope_scaling.low_freq_factor,
+            "high_freq_factor": a.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": a.rope_scaling.original_length,
+        }
+    fields = {"rope_theta": a.rope_theta, "rope_parameters": scaling | {"rope_theta": a.rope_theta}}
+    return fields | ({"rope_scaling": scaling} if a.rope_scaling is not None else {})
 
 
 def _is_tokenizer_file(name: str) -> bool:
@@ -294,6 +313,8 @@ def _refuse_foreign(output: Path) -> None:
 
 
 def _is_ours(file: Path) -> bool:
+    if file.name == CARD:
+        return WRITER["writer"] in file.read_text(encoding="utf-8", errors="replace")
     if file.suffix != ".safetensors":
         return False
     try:
@@ -303,7 +324,11 @@ def _is_ours(file: Path) -> bool:
         return False
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        UserError: not a JSON object.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -1,15 +1,33 @@
 """From a run's folder to a HuggingFace folder, by the entry point's own function."""
 
 import json
+import re
 from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+import yaml
+from transformers import AutoTokenizer, GenerationConfig
 
-from calibadv_jax.config import Config, ExportConfig, RunConfig
+from calibadv_jax.config import (
+    AdvantageConfig,
+    Config,
+    EvaluateConfig,
+    ExportConfig,
+    PolicyConfig,
+    PromptConfig,
+    RetrieverConfig,
+    RunConfig,
+    dump_config,
+)
+from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.errors import UserError
+from calibadv_jax.evaluate import at_step, describe_policy
 from calibadv_jax.export import export
+from calibadv_jax.model import find_policy
 from calibadv_jax.snapshots.checkpoint import CheckpointStore
 from calibadv_jax.snapshots.huggingface import load_params
 from calibadv_jax.snapshots.publish import SnapshotStore
@@ -70,3 +88,131 @@ def test_a_source_that_is_not_there_is_one_line(run, source, words):
     with pytest.raises(UserError) as caught:
         export(with_source(config, source.format(run=config.run.dir)))
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def card_of(folder):
+    """(front matter, text) of a model card."""
+    _, front, text = (folder / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(front), text
+
+
+def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_path):
+    """From the config of the run's last start, not from the export's own."""
+    config, _ = run
+    trained = replace(
+        config,
+        policy=PolicyConfig(path="Qwen/Qwen2.5-3B"),
+        data=replace(config.data, train="/home/someone/questions.jsonl"),
+        advantage=AdvantageConfig(target_ratio=0.5),
+        prompt=PromptConfig(template="Ask {question} | now"),
+        retriever=RetrieverConfig(url="http://10.0.0.1:8000"),
+    )
+    folder = tmp_path / "run/configs"
+    folder.mkdir()
+    (folder / "9.yaml").write_text(dump_config(config))
+    (folder / "10.yaml").write_text(dump_config(trained))
+    export(with_source(config, f"{config.run.dir}/checkpoints/1"))
+    front, text = card_of(tmp_path / "hf")
+    assert front == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["calibadv", "search-agent", "reinforcement-learning"],
+        "base_model": "Qwen/Qwen2.5-3B",
+    }
+    rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE))
+    assert (rows["step"], rows["began with"], rows["algorithm"]) == ("1", "Qwen2.5-3B", "calibadv")
+    assert rows["training questions"] == "questions.jsonl" and rows["advantage.target_ratio"] == "0.5"
+    assert "\n# run\n" in text
+    assert "    Ask {question} | now" in text and rows["prompt.template"] == r"Ask {question} \| now"
+    assert rows["calibadv-jax"] == version("calibadv-jax") and rows["jax"] == jax.__version__
+    assert "someone" not in text and "10.0.0.1" not in text and str(tmp_path) not in text
+    assert "Not evaluated." in text
+
+
+@pytest.mark.parametrize(("source", "step"), [("", 2), ("snapshots/v000002", 2), ("checkpoints/1", 1)])
+def test_the_card_has_the_scores_of_this_policy_and_of_no_other(run, tmp_path, source, step):
+    config, _ = run
+    here = with_source(config, f"{config.run.dir}/{source}" if source else "")
+    found = find_policy(Path(here.export.source or f"{config.run.dir}/checkpoints"))
+    evaluated = describe_policy(at_step(found))
+    assert evaluated["step"] == step
+    report = {
+        "policy": evaluated,
+        "method": "agent",
+        "samples": 1,
+        "confidence": 0.95,
+        "scores": {"0": {"nq": {"em": 0.5, "questions": 9.0, "trajectories": 9.0, "failed": 0.0}}},
+        "intervals": {"0": {"nq": {"em": [0.25, 0.75]}}},
+    }
+    path = tmp_path / "evaluation.json"
+    path.write_text(json.dumps(report))
+    here = replace(here, evaluate=EvaluateConfig(output=str(path)))
+    export(here)
+    assert "| 0 | nq | 0.500 [0.250, 0.750] | 9 | 9 | 0 |" in card_of(tmp_path / "hf")[1]
+    path.write_text(json.dumps(report | {"policy": evaluated | {"step": 7}}))
+    export(here)  # over the former export, card and all
+    assert "0.500" not in card_of(tmp_path / "hf")[1]
+
+
+def test_it_is_sampled_as_in_training(tiny, run, tmp_path):
+    """The first policy's temperature and penalties are not those of the training; its tokens are."""
+    config, _ = run
+    former = {
+        "temperature": 0.7,
+        "top_k": 20,
+        "repetition_penalty": 1.05,
+        "pad_token_id": 3,
+        "eos_token_id": 1,
+    }
+    (tmp_path / "run/policy/generation_config.json").write_text(json.dumps(former))
+    export(replace(config, rollout=replace(config.rollout, temperature=0.9, top_p=0.95)))
+    written = json.loads((tmp_path / "hf/generation_config.json").read_text())
+    assert written == {
+        "eos_token_id": tiny.config["eos_token_id"],
+        "pad_token_id": 3,
+        "do_sample": True,
+        "repetition_penalty": 1.0,
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "top_k": 0,
+    }
+    loaded = GenerationConfig.from_pretrained(tmp_path / "hf")
+    assert (loaded.top_k, loaded.top_p, loaded.do_sample) == (0, 0.95, True)
+    export(replace(config, rollout=replace(config.rollout, temperature=0.0)))
+    assert json.loads((tmp_path / "hf/generation_config.json").read_text())["do_sample"] is False
+
+
+def test_tokenizer_and_chat_template_come_along(run, tmp_path):
+    config, _ = run
+    tokenizer = build_word_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "run/policy")
+    export(config)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.apply_chat_template([{"content": "who"}], tokenize=False) == "[who]"
+
+
+def test_large_weights_are_written_in_several_files(tiny, run, tmp_path):
+    config, params = run
+    export(with_source(config, "", max_shard_gib=4000 / 2**30))
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 1 and files == {path.name for path in (tmp_path / "hf").glob("*.safetensors")}
+    assert tiny.same(load_params(tmp_path / "hf", tiny.policy, None), params[2])
+
+
+def test_somebody_elses_readme_is_not_overwritten(run, tmp_path):
+    config, _ = run
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/README.md").write_text("My notes.")
+    with pytest.raises(UserError, match="holds README.md, which is not an export's"):
+        export(config)
+
+
+def test_a_damaged_evaluation_is_one_line(run, tmp_path):
+    config, _ = run
+    (tmp_path / "evaluation.json").write_text("{")
+    damaged = replace(config, evaluate=EvaluateConfig(output=str(tmp_path / "evaluation.json")))
+    with pytest.raises(UserError, match="evaluation.json: not valid JSON"):
+        export(damaged)

@@ -1,0 +1,132 @@
+"""How the questions are answered: the agent as trained, baselines without its searches, and controls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from calibadv_jax.config import Config
+from calibadv_jax.interfaces import Retriever
+from calibadv_jax.seeds import random_state
+from calibadv_jax.trajectory import Document, Question
+
+_ANSWER = (
+    "the answer, short and without explanation, between <answer> and </answer>, for example"
+    " <answer> Beijing </answer>."
+)
+MAX_DRAWS = 8  # other questions whose documents are tried, before a search shows fewer than it found
+NO_RETRIEVER = "http://no-retriever.invalid"  # for methods that never search: no service is opened
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to answer a question.
+
+    Args:
+        template: prompt of a method with a single turn; None: the agent's own prompt and turns.
+        asks_retriever: whether anything is looked up.
+    """
+
+    template: str | None
+    asks_retriever: bool
+
+
+METHODS = {
+    "agent": Method(None, True),
+    "direct": Method(f"Answer the question. Write only {_ANSWER} Question: {{question}}\n", False),
+    "chain_of_thought": Method(
+        "Answer the question. First reason about it step by step, between <think> and </think>. Then write"
+        f" {_ANSWER} Question: {{question}}\n",
+        False,
+    ),
+    "rag": Method(
+        "Answer the question. A search engine found these passages for it; they may lack what is needed."
+        f" Write only {_ANSWER}\n{{question}}\n",
+        True,
+    ),
+    "empty_retriever": Method(None, False),
+    "random_documents": Method(None, True),
+}
+
+
+def method_config(config: Config) -> Config:
+    """The config with which the trajectories of `evaluate.method` are written."""
+    method, rollout = METHODS[config.evaluate.method], config.rollout
+    if not method.asks_retriever:
+        config = replace(config, retriever=replace(config.retriever, url=NO_RETRIEVER))
+    if method.template is None:
+        return config
+    longest = rollout.max_prompt_length
+    if method.asks_retriever:  # the passages stand in the prompt
+        longest = min(longest + rollout.max_observation_length, rollout.max_length - 1)
+    return replace(
+        config,
+        prompt=replace(
+            config.prompt, template=config.evaluate.template or method.template, prepend_think=False
+        ),
+        rollout=replace(rollout, max_searches=0, max_prompt_length=longest),
+    )
+
+
+def method_retriever(name: str, retriever: Retriever, questions: Sequence[Question], seed: int) -> Retriever:
+    """What answers the agent's searches.
+
+    Args:
+        questions: all of the evaluation, for "random_documents".
+    """
+    if name == "empty_retriever":
+        return EmptyRetriever(retriever)
+    if name == "random_documents":
+        return RandomDocuments(retriever, questions, seed)
+    return retriever
+
+
+class EmptyRetriever:
+    """Implements `interfaces.Retriever`: finds nothing."""
+
+    def __init__(self, inner: Retriever):
+        self.inner = inner
+
+    async def search(self, queries: Sequence[str]) -> list[list[Document]]:
+        return [[] for _ in queries]
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+class RandomDocuments:
+    """Implements `interfaces.Retriever`: documents of the same corpus that were found for other questions.
+
+    None of them is among those that the query itself finds. The same query gets the same documents.
+    """
+
+    def __init__(self, inner: Retriever, questions: Sequence[Question], seed: int):
+        self.inner, self.seed = inner, seed
+        self.texts = sorted({question.text for question in questions})
+
+    async def search(self, queries: Sequence[str]) -> list[list[Document]]:
+        return [await self._unrelated(query) for query in queries]
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    async def _unrelated(self, query: str) -> list[Document]:
+        (related,) = await self.inner.search([query])
+        refused = {document.id for document in related}
+        drawn: dict[str, Document] = {}
+        order = random_state(self.seed, 0, f"random documents of {query}").permutation(len(self.texts))
+        for index in order[:MAX_DRAWS].tolist():
+            (found,) = await self.inner.search([self.texts[index]])
+            drawn |= {document.id: document for document in found if document.id not in refused}
+            if len(drawn) >= len(related):
+                break
+        return list(drawn.values())[: len(related)]
+
+
+def with_passages(question: Question, documents: Sequence[Document]) -> Question:
+    """The question as one-shot RAG asks it: passages, then the question.
+
+    They become part of the question's text, which is neutralised like any other untrusted text.
+    """
+    lines = [f'Passage {n}: "{d.title}" {" ".join(d.text.split())}' for n, d in enumerate(documents, 1)]
+    return replace(question, text="\n".join([*lines, f"Question: {question.text}"]))

@@ -1,0 +1,239 @@
+"""The questions of an evaluation with their transcripts and scores: JSON Lines, one question a line.
+
+Each line carries the identity of its evaluation, so that an interrupted one continues and no other one does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from calibadv_jax.config import Config
+from calibadv_jax.errors import UserError
+from calibadv_jax.evaluation.methods import METHODS
+from calibadv_jax.evaluation.statistics import pass_at_k
+from calibadv_jax.trajectory import Group, Question, Trajectory
+
+Row = dict[str, Any]  # one line of the file
+Key = tuple[str, str, str]  # temperature, data source, question id
+
+FIELDS = (
+    "evaluation", "content", "temperature", "data_source", "id", "question", "golden_answers", "scores",
+    "trajectories",
+)  # fmt: skip
+# Keys that change how fast an evaluation runs, where it finds things, or nothing of it at all.
+_NOT_OF_ROLLOUT = (
+    "questions_per_step", "group_size", "temperature", "max_concurrency", "max_failed_share", "time_limit",
+    "max_staleness",
+)  # fmt: skip
+_NOT_OF_RETRIEVER = ("url", "index", "timeout", "patience", "start_timeout", "threads")
+
+
+def identity(config: Config, policy: dict[str, Any], questions: Sequence[Question]) -> str:
+    """Hash of what decides an answer: policy, method, prompt, sampling, retrieval, seed.
+
+    Args:
+        config: as given, before `method_config`.
+        questions: all of the evaluation; "random_documents" draws from them.
+    """
+    evaluate = config.evaluate
+    rollout, retriever = (dataclasses.asdict(section) for section in (config.rollout, config.retriever))
+    value = {
+        "policy": policy,
+        "evaluate": [evaluate.method, evaluate.template, evaluate.samples],
+        "seed": config.run.seed,
+        "sampler": [config.sampler.name, config.policy.compute_dtype],
+        "prompt": dataclasses.asdict(config.prompt),
+        "rollout": {name: rollout[name] for name in rollout.keys() - set(_NOT_OF_ROLLOUT)},
+        "retriever": {name: retriever[name] for name in retriever.keys() - set(_NOT_OF_RETRIEVER)},
+        "pool": [q.text for q in questions] if evaluate.method == "random_documents" else [],
+    }
+    return _hash(value)
+
+
+def make_row(evaluation: str, temperature: float, question: Question, group: Group, method: str) -> Row:
+    """A scored group as a line of the file.
+
+    Args:
+        question: as it stands in the data; the group's own may carry passages.
+    """
+    attempts = [_attempt(one, METHODS[method].template is None) for one in group.trajectories]
+    return {
+        "evaluation": evaluation,
+        "content": _content(question),
+        "temperature": f"{temperature:g}",
+        "data_source": question.data_source,
+        "id": question.id,
+        "question": question.text,
+        "golden_answers": list(question.golden_answers),
+        "scores": question_scores([one["scores"] for one in attempts if one["error"] is None]),
+        "trajectories": attempts,
+    }
+
+
+def question_scores(attempts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over a question's finished trajectories; with several also mean@n and pass@k of exact match.
+
+    pass@k for k = 2, 4, 8, … and n. Empty where none has finished.
+    """
+    if not attempts:
+        return {}
+    count = len(attempts)
+    scores = {name: sum(one[name] for one in attempts) / count for name in attempts[0]}
+    if count > 1:
+        correct = sum(one["em"] == 1 for one in attempts)
+        scores[f"mean@{count}"] = correct / count
+        powers = {2**exponent for exponent in range(1, count.bit_length())}
+        scores |= {f"pass@{k}": pass_at_k(count, correct, k) for k in sorted(powers | {count})}
+    return scores
+
+
+def _attempt(trajectory: Trajectory, is_agent: bool) -> Row:
+    scores = trajectory.metrics | {
+        "answered": float(trajectory.answer is not None),
+        "searches": float(trajectory.num_searches),
+        "tokens": float(trajectory.mask.sum()),
+    }
+    if not is_agent:  # a single turn without search cannot keep to the agent's format
+        del scores["format"]
+    return {
+        "error": trajectory.error,
+        "answer": trajectory.answer,
+        "scores": {} if trajectory.error is not None else scores,
+        "prompt_tokens": len(trajectory.prompt_ids),
+        "turns": [
+            {
+                "kind": turn.kind,
+                "text": turn.text,
+                "stop_reason": turn.stop_reason,
+                "tokens": len(turn.token_ids),
+                "observation": turn.observation_text,
+                "observation_tokens": len(turn.observation_ids),
+                "document_ids": [document.id for document in turn.documents],
+            }
+            for turn in trajectory.turns
+        ],
+    }
+
+
+def key_of(row: Row) -> Key:
+    return row["temperature"], row["data_source"], row["id"]
+
+
+def read_scores(path: Path) -> Iterator[Row]:
+    """Every row of a file without its transcripts.
+
+    Raises:
+        UserError: no such file, or a line that no evaluation wrote.
+    """
+    return (_without_transcripts(row) for _, row in _read(path))
+
+
+class RowFile:
+    """The file of an evaluation that is under way: what it already holds, and new rows as they come.
+
+    Rows of another evaluation and rows with a trajectory that failed are dropped: those questions are asked
+    again. So is a line that was cut by the interruption. Transcripts stay on disk.
+
+    Args:
+        evaluation: see `identity`.
+        questions: of this evaluation.
+    """
+
+    def __init__(self, path: Path, evaluation: str, questions: Sequence[Question]):
+        self.path, self.evaluation = path, evaluation
+        self.rows: dict[Key, Row] = {}  # without transcripts
+        self.others = 0  # lines of another evaluation
+        self._offsets: dict[Key, int] = {}  # bytes before a row's line
+        known = {(question.data_source, question.id): question for question in questions}
+        for offset, row in _read(path, may_be_cut=True) if path.is_file() else ():
+            question = known.get((row["data_source"], row["id"]))
+            is_ours = row["evaluation"] == evaluation
+            self.others += not is_ours
+            is_same = question is not None and row["content"] == _content(question)
+            if is_ours and is_same and not _has_failed(row):
+                self._note(row, offset)
+
+    def start(self) -> None:
+        """Drops what is not kept from the file; `add` appends to it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch()
+        self._rewrite(list(self.rows))
+
+    def add(self, row: Row) -> None:
+        """Appends a row; it survives the end of this process."""
+        with self.path.open("ab") as file:
+            self._note(row, file.tell())
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+
+    def finish(self, order: Sequence[Key]) -> list[Row]:
+        """Puts the file in this order; returns its rows without transcripts."""
+        self._rewrite(order)
+        return [self.rows[key] for key in order]
+
+    def _note(self, row: Row, offset: int) -> None:
+        self.rows[key_of(row)], self._offsets[key_of(row)] = _without_transcripts(row), offset
+
+    def _rewrite(self, order: Sequence[Key]) -> None:
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        offsets: dict[Key, int] = {}
+        with self.path.open("rb") as old, partial.open("wb") as new:
+            for key in order:
+                old.seek(self._offsets[key])
+                offsets[key] = new.tell()
+                new.write(old.readline())
+        os.replace(partial, self.path)  # whole or not at all
+        self._offsets = offsets
+
+
+def _without_transcripts(row: Row) -> Row:
+    errors = [{"error": one["error"]} for one in row["trajectories"]]
+    return row | {"trajectories": errors}
+
+
+def _content(question: Question) -> str:
+    """Hash of all that the data say of a question."""
+    return _hash(dataclasses.asdict(question))
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _has_failed(row: Row) -> bool:
+    return any(one["error"] is not None for one in row["trajectories"])
+
+
+def _read(path: Path, may_be_cut: bool = False) -> Iterator[tuple[int, Row]]:
+    """(bytes before the line, row) of every line.
+
+    Args:
+        may_be_cut: a last line without its end is left out.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give the .jsonl (or the .json beside it) of an evaluation")
+    offset = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if may_be_cut and not line.endswith(b"\n"):
+                return
+            yield offset, _parse(line, f"{path}:{number}")
+            offset += len(line)
+
+
+def _parse(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({error}); remove the file, or the line") from error
+    missing = [name for name in FIELDS if not isinstance(row, dict) or name not in row]
+    if missing:
+        raise UserError(
+            f"{where}: no {', '.join(missing)}: not a line of calibadv evaluate; give another file"
+        )
+    return row

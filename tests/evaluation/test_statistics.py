@@ -1,0 +1,107 @@
+"""Intervals, the paired test and pass@k against computations that enumerate everything."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from calibadv_jax.evaluation.statistics import compare_paired, interval, pass_at_k, stratified_mean
+
+FIRST = np.array([1.0, 0.0, 0.5, 0.2, 0.9, 0.4])
+SECOND = np.array([0.2, 0.8, 0.6])
+
+
+def resampled(values):
+    """The mean of every one of the N^N equally likely resamples."""
+    return np.array([np.mean(one) for one in itertools.product(values, repeat=len(values))])
+
+
+@pytest.mark.parametrize("confidence", [0.95, 0.8])
+def test_the_interval_is_that_of_all_resamples(confidence):
+    low, high = np.quantile(resampled(FIRST), [(1 - confidence) / 2, (1 + confidence) / 2])
+    found = interval([FIRST], confidence, 40_000)
+    assert found == pytest.approx((low, high), abs=0.01)
+
+
+def test_the_interval_of_an_average_resamples_within_each_data_source():
+    means = (resampled(FIRST)[:, None] + resampled(SECOND)[None]) / 2
+    low, high = np.quantile(means, [0.025, 0.975])
+    assert interval([FIRST, SECOND], 0.95, 40_000) == pytest.approx((low, high), abs=0.01)
+    assert stratified_mean([FIRST, SECOND]) == pytest.approx((FIRST.mean() + SECOND.mean()) / 2)
+
+
+def test_the_interval_is_the_same_every_time_and_none_of_too_little():
+    assert interval([FIRST], 0.95, 100) == interval([FIRST], 0.95, 100)
+    assert interval([FIRST, SECOND[:1]], 0.95, 100) is None
+    assert interval([FIRST], 0.95, 0) is None
+    assert interval([np.ones(5)], 0.95, 100) == (1, 1)
+
+
+def signs(differences):
+    """All signs that an exchange of the two policies' scores can give."""
+    return np.array(list(itertools.product([1, -1], repeat=len(differences)))) * differences
+
+
+def test_the_p_value_is_that_of_all_exchanges():
+    other = np.array([0.0, 0.0, 0.1, 0.3, 0.5, 0.0])  # one question is equal for both
+    differences = other - FIRST
+    sums = signs(differences).sum(1)
+    expected = (np.abs(sums) >= abs(differences.sum()) - 1e-9).mean()
+    found = compare_paired([FIRST], [other], 0.95, 10_000)
+    assert 0.05 < expected < 0.5
+    assert found.p_value == pytest.approx(expected)
+    assert (found.questions, found.first, found.second) == (6, FIRST.mean(), other.mean())
+    assert found.difference == pytest.approx(differences.mean())
+    low, high = np.quantile(resampled(differences), [0.025, 0.975])
+    assert compare_paired([FIRST], [other], 0.95, 40_000).interval == pytest.approx((low, high), abs=0.01)
+
+
+def test_the_test_of_an_average_gives_every_data_source_the_same_weight():
+    first, second = [FIRST, SECOND], [FIRST[::-1] - 0.3, SECOND + 0.5]
+    sums = [signs(b - a).mean(1) for a, b in zip(first, second, strict=True)]
+    exchanged = (sums[0][:, None] + sums[1][None]) / 2
+    observed = sum((b - a).mean() for a, b in zip(first, second, strict=True)) / 2
+    found = compare_paired(first, second, 0.95, 10_000)
+    assert found.difference == pytest.approx(observed)
+    assert found.p_value == pytest.approx((np.abs(exchanged) >= abs(observed) - 1e-9).mean())
+    together = compare_paired(*([np.concatenate(one)] for one in (first, second)), 0.95, 10_000)
+    assert together.p_value != pytest.approx(found.p_value)
+
+
+def test_many_questions_are_exchanged_at_random():
+    rng = np.random.default_rng(0)
+    first = rng.random(400)
+    same, better = first + rng.normal(0, 0.3, 400), first + rng.normal(0.1, 0.3, 400)
+    least = 2 / (999 + 1)
+    assert compare_paired([first], [better], 0.95, 999).p_value == pytest.approx(least)
+    assert compare_paired([first], [same], 0.95, 999).p_value > 0.05
+    again = compare_paired([first], [same], 0.95, 999)
+    assert again == compare_paired([first], [same], 0.95, 999)
+
+
+def test_equal_policies_do_not_differ():
+    found = compare_paired([FIRST], [FIRST.copy()], 0.95, 100)
+    assert (found.difference, found.interval, found.p_value) == (0, (0, 0), 1)
+
+
+def test_more_questions_of_one_difference_make_it_surer():
+    """The unit is the question: a narrower interval comes from more of them."""
+    few, many = (compare_paired([np.zeros(n)], [np.tile([1.0, -0.5], n // 2)], 0.95, 2000) for n in (20, 200))
+    assert many.interval[1] - many.interval[0] < (few.interval[1] - few.interval[0]) / 2
+    assert many.p_value < few.p_value
+
+
+@pytest.mark.parametrize("samples", [1, 3, 6])
+def test_pass_at_k_is_the_share_of_all_choices_with_a_correct_one(samples):
+    for correct, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+        attempts = [1] * correct + [0] * (samples - correct)
+        choices = [any(one) for one in itertools.combinations(attempts, k)]
+        assert pass_at_k(samples, correct, k) == pytest.approx(np.mean(choices))
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_pass_at_k_of_too_many_is_an_error(k):
+    with pytest.raises(ValueError, match=f"pass@{k} cannot be estimated from 3 samples"):
+        pass_at_k(3, 1, k)

@@ -1,0 +1,160 @@
+"""Evaluations with a scripted policy and retriever; everything between them is the program's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import contextmanager
+from pathlib import Path
+
+from calibadv_jax import evaluate
+from calibadv_jax.config import Config, PromptConfig
+from calibadv_jax.data.questions import write_questions
+from calibadv_jax.interfaces import Completion
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.model import PolicySource
+from calibadv_jax.rollout.agent import RolloutContext
+from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.trajectory import Document, Question
+
+QUESTIONS = [Question(f"{source}{n}", f"{source} {n}", ("yes",), source) for source in "ab" for n in range(4)]
+SEARCH, ANSWER = "<think>t</think><search>{}</search>", "<think>t</think><answer>{}</answer>"
+
+
+class Stopped(Exception):
+    """The evaluation is interrupted."""
+
+
+class Letters:
+    """A tokenizer of one token a letter."""
+
+    eos_token_id, all_special_tokens, chat_template = -1, (), None
+
+    def encode(self, text, add_special_tokens):
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids))
+
+    def get_added_vocab(self):
+        return {}
+
+
+class Scripted:
+    """Searches once for its question, then says what `reply(prompt, seed)` gives; notes how it was asked.
+
+    Args:
+        reply: default: right for questions of source a and wrong for those of b.
+        searches: whether it searches at all.
+        stop_after: completions after which it raises Stopped.
+    """
+
+    def __init__(self, reply=None, searches=True, stop_after=None):
+        self.reply = reply or (lambda prompt, seed: "yes" if "Question: a" in prompt else "no")
+        self.searches, self.stop_after = searches, stop_after
+        self.asked, self.prompts, self.loaded = [], [], []
+
+    async def generate(self, token_ids, sampling, session):
+        if self.stop_after is not None and len(self.asked) >= self.stop_after:
+            raise Stopped
+        text = "".join(map(chr, token_ids))
+        self.asked.append((session, sampling))
+        self.prompts.append(text)
+        if self.searches and "information" not in text:
+            said = SEARCH.format(text.strip().rpartition("Question: ")[2])
+        else:
+            said = ANSWER.format(self.reply(text, sampling.seed))
+        ids = [ord(letter) for letter in said]
+        return Completion(ids, [-1.0] * len(ids), "stop", (0,))
+
+    async def load(self, version, params):
+        self.loaded.append(version)
+
+    def release(self, session):
+        pass
+
+    def metrics(self):
+        return {}
+
+    async def close(self):
+        pass
+
+
+class Shelf:
+    """Two documents for every query, whose ids and texts tell the query; `raises`: query -> exception."""
+
+    def __init__(self, raises=None):
+        self.queries, self.raises, self.closed = [], raises or {}, 0
+
+    async def search(self, queries):
+        self.queries += queries
+        for query in queries:
+            if query in self.raises:
+                raise self.raises[query]
+        return [[Document(f"{q}/{n}", f"title {q}", f"text {q} {n}") for n in range(2)] for q in queries]
+
+    async def close(self):
+        self.closed += 1
+
+
+class ScriptedSource(PolicySource):
+    """A policy that needs no weights."""
+
+    def params(self, policy, mesh):
+        return {}
+
+
+class Rig:
+    """Evaluates in `folder` with changed sections of the config."""
+
+    def __init__(self, folder: Path, monkeypatch):
+        self.folder, self.patch = folder, monkeypatch
+        (folder / "policy").mkdir()
+        self.source = ScriptedSource(folder / "policy", "huggingface")
+        self.shelf = Shelf()
+        self.questions = {"eval.jsonl": QUESTIONS}
+
+    def config(self, **sections):
+        for name, questions in self.questions.items():
+            write_questions(self.folder / name, questions)
+        files = [str(self.folder / name) for name in self.questions]
+        values = {
+            "run": {"dir": str(self.folder)},
+            "data": {"eval": files[0] if len(files) == 1 else files},
+            "evaluate": {"output": str(self.folder / "evaluation.json"), "resamples": 200},
+            "log": {"progress": False},
+        }
+        plain = dataclasses.replace(Config(), prompt=PromptConfig(template="short", chat="off"))
+        changed = {
+            name: dataclasses.replace(getattr(plain, name), **(values.get(name, {}) | sections.get(name, {})))
+            for name in values.keys() | sections.keys()
+        }
+        return dataclasses.replace(plain, **changed)
+
+    def rollouts(self, config, sampler):
+        context = RolloutContext(sampler, self.shelf, Letters(), config.rollout, config.prompt)
+        return Rollouts(context, config.run.seed)
+
+    def __call__(self, sampler=None, **sections):
+        """Evaluates; returns the report and the sampler."""
+        sampler = sampler or Scripted()
+
+        @contextmanager
+        def opened(config, model, folder, snapshots):
+            with self.rollouts(config, sampler) as rollouts:
+                yield rollouts
+
+        class NoModel:
+            policy = mesh = None
+
+        self.patch.setattr(evaluate, "open_rollouts", opened)
+        self.patch.setattr(evaluate, "build_model", lambda config, path: NoModel())
+        return evaluate.evaluate_policy(self.config(**sections), self.source, Console(False)), sampler
+
+    def validate(self, sampler=None, **sections):
+        """The evaluation during training."""
+        sampler, config = sampler or Scripted(), self.config(**sections)
+        with self.rollouts(config, sampler) as rollouts:
+            return evaluate.validate(config, rollouts), sampler
+
+    def file(self, suffix):
+        return self.folder / f"evaluation{suffix}"

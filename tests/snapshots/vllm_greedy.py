@@ -1,0 +1,37 @@
+"""Greedy tokens of HuggingFace folders in vLLM: python vllm_greedy.py FOLDER NAME …
+
+Continues FOLDER/prompts.json by eight tokens with each FOLDER/NAME, and writes FOLDER/tokens.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+
+def main(folder: Path, names: list[str]) -> None:
+    prompts = [{"prompt_token_ids": one} for one in json.loads((folder / "prompts.json").read_text())]
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    tokens = {}
+    for name in names:
+        engine = LLM(
+            str(folder / name),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=256,
+            max_num_seqs=4,
+            enforce_eager=True,
+            generation_config="vllm",
+        )
+        tokens[name] = [list(one.outputs[0].token_ids) for one in engine.generate(prompts, greedy)]
+        del engine
+        cleanup_dist_env_and_memory()
+    (folder / "tokens.json").write_text(json.dumps(tokens))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
