@@ -67,7 +67,8 @@ def check_inputs(config: Config) -> None:
     if config.evaluate.every:
         load_questions(config.data.eval)
     if config.retriever.url:
-        RetrieverClient(config.retriever, config.retriever.url).health()
+        retriever = RetrieverClient(config.retriever, config.retriever.url)
+        retriever.check_reranker(retriever.health())
     if config.sampler.urls:
         check_sampler(config)
 
@@ -189,7 +190,9 @@ def check_retriever(config: Config) -> list[str]:
     with open_retriever(config.retriever, Path(config.run.dir) / "retriever.log") as url:
         # Asked once: what is loading or gone is what the doctor is to tell.
         retriever = RetrieverClient(replace(config.retriever, patience=config.retriever.timeout), url)
-        state = ", ".join(f"{name} {value}" for name, value in retriever.health().items())
+        health = retriever.health()
+        state = ", ".join(f"{name} {value}" for name, value in health.items() if value != "")
+        reranked = retriever.check_reranker(health)
         begun = time.monotonic()
         (documents,) = asyncio.run(_search_once(retriever, question.text))
         seconds = time.monotonic() - begun
@@ -197,6 +200,7 @@ def check_retriever(config: Config) -> list[str]:
             raise UserError(f"{retriever.url}: no document for {question.text!r}; is its corpus empty?")
         return [
             f"{retriever.url}: {state}",
+            reranked,
             f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}",
         ]
 

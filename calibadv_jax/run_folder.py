@@ -49,7 +49,14 @@ FREE = (
 )
 COLD_START = "sft.yaml"  # the config of the cold start
 COLD_START_KEYS = ("run.seed", "policy.init", "world", "prompt", "sft")
-BINDING = ("sampler.name", "retriever.encoder", "retriever.topk")  # of the sections above
+BINDING = (  # of the sections above
+    "sampler.name",
+    "retriever.encoder",
+    "retriever.topk",
+    "retriever.retrieval_topk",
+    "retriever.rerank_topk",
+    "retriever.reranker",
+)
 
 
 def enter_run_folder(
