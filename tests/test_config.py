@@ -315,9 +315,9 @@ def test_a_file_builds_upon_another(files, tmp_path):
         ),
         (
             {
-                "a": "rollout: {max_length: 10}",
+                "a": "rollout: {max_length: 9}",
                 "b": "run: {seed: 1}",
-                "c": "rollout: {max_prompt_length: 10}",
+                "c": "rollout: {max_prompt_length: 9}",
             },
             [],
             "a.yaml + {folder}/c.yaml: rollout: max_prompt_length is 9",
