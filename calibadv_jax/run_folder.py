@@ -179,7 +179,8 @@ def is_binding(name: str, config: Config) -> bool:
     """Whether a change of this key makes a resumed run another experiment."""
     # A longer run is the same one, unless its learning rate depends on the length.
     if name == "learner.steps":
-        return config.learner.optimizer.schedule != "constant"
+        optimizer = config.learner.optimizer
+        return optimizer.schedule != "constant" and not optimizer.decay_updates
     return _names(BINDING, name) or not _names(FREE, name)
 
 

@@ -360,9 +360,12 @@ def open_retriever(config: RetrieverConfig, log_path: Path) -> Iterator[str]:
     """Base URL of a retrieval service: `config.url`, or a child process that ends with the block.
 
     Raises:
-        UserError: neither is configured, or the child does not become ready.
+        UserError: neither is configured, the running service cannot be reached or is another one than the
+            config asks for, or the child does not become ready.
     """
     if config.url:
+        client = RetrieverClient(config, config.url)
+        client.check_reranker(client.health())
         yield config.url
         return
     if not config.corpus:
