@@ -106,6 +106,9 @@ def test_every_command_of_a_header_parses(program, arguments, monkeypatch, capsy
     argv = shlex.split(arguments)
     if program == "scripts/launch_retriever.sh":
         options = pytest.importorskip("retriever.options").parse(argv)
+        if options.retriever_name == "bm25":  # own_data.yaml
+            assert options.build_if_missing and not options.reranker_model
+            return
         assert (options.retriever_name, options.retrieval_topk, options.reranking_topk) == ("e5", 20, 3)
         assert options.reranker_model == "cross-encoder/ms-marco-MiniLM-L12-v2"
     elif program == "scripts/launch_vllm_worker.sh":
@@ -169,6 +172,45 @@ def test_the_papers_settings(model):
         for part in key.split("."):
             found = getattr(found, part)
         assert found == value, key
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        # scripts/nq_hotpotqa/v0.2/train_grpo.sh at a14dc3a, and the defaults of its YAML file
+        (
+            "search_r1",
+            {
+                "reward": {"answer": "em", "format": False},
+                "advantage": {"name": "grpo"},
+                "loss": {"kl_coef": 0.001, "entropy_coef": 0.001, "clip_high": 0.2},
+                "rollout": {"group_size": 5, "max_searches": 4, "max_turn_length": 500, "top_p": 0.95},
+                "retriever": {"topk": 3, "retrieval_topk": 0, "rerank_topk": 0},
+                "learner": {"steps": 1005, "minibatch_size": 256},
+            },
+        ),
+        # examples/agent/searchr1/config/train_qwen2.5.yaml at a3816b5
+        (
+            "rlinf",
+            {
+                "reward": {"answer": "em", "format": False},
+                "advantage": {"name": "grpo"},
+                "loss": {"kl_coef": 0.001, "entropy_coef": 0.0},
+                "rollout": {"group_size": 4, "max_searches": 1, "max_length": 7096, "top_p": 1.0},
+                "learner": {"minibatch_size": 1024, "row_length": 11008},
+            },
+        ),
+    ],
+)
+def test_the_settings_of_other_projects(name, facts):
+    config = load_config(FOLDER / f"{name}.yaml")
+    for section, values in facts.items():
+        found = {key: getattr(getattr(config, section), key) for key in values}
+        assert found == values
+    optimizer = config.learner.optimizer
+    assert (optimizer.lr, optimizer.schedule, optimizer.weight_decay) == (1e-6, "constant", 0.01)
+    updates = -(-512 * config.rollout.group_size // config.learner.minibatch_size) * config.learner.steps
+    assert optimizer.warmup_steps == int(0.285 * updates)
 
 
 # Of the published checkpoints: the sum over the shapes in their safetensors.
