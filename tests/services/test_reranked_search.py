@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.doctor import check_inputs, check_retriever
 from calibadv_jax.errors import UserError
-from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
+from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess, open_retriever
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("faiss")
@@ -110,6 +110,13 @@ def test_a_reranker_without_effect_is_one_line(service):
         check_inputs(Config(retriever=RetrieverConfig(url=service)))
     for accepted in ({"rerank_topk": 0}, RERANKED):
         check_inputs(Config(retriever=RetrieverConfig(url=service, **accepted)))
+
+
+def test_every_command_that_searches_refuses_a_reranker_without_effect(service, tmp_path):
+    with pytest.raises(UserError, match="would be without effect"):
+        open_retriever(RetrieverConfig(url=service), tmp_path / "log.txt").__enter__()
+    with open_retriever(RetrieverConfig(url=service, **RERANKED), tmp_path / "log.txt") as url:
+        assert url == service
 
 
 def test_the_doctor_says_who_reranks(child, service, tmp_path):
