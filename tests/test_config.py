@@ -198,6 +198,8 @@ def test_a_section_given_on_the_command_line_is_merged(write):
         ("", ["trainer.steps=3"], "unknown key 'trainer.steps'; did you mean 'learner.steps'?"),
         ("actor: {optim: {lr: 1}}", [], "unknown key 'actor.optim.lr'; did you mean 'learner.optimizer.lr'"),
         ("rollout: {n: 5}", [], "did you mean 'rollout.group_size'?"),
+        ("", ["reranker.select_num=3"], "did you mean 'retriever.rerank_topk'?"),
+        ("retriever: {topk_retrieval: 20}", [], "did you mean 'retriever.retrieval_topk'?"),
         ("xyzzy: {}", [], "unknown key 'xyzzy'; every key is in docs/configuration.md"),
         ("xyzzy: 3", [], "unknown key 'xyzzy'; every key is in docs/configuration.md"),
     ],
