@@ -241,6 +241,24 @@ def test_memory_is_counted_for_the_mesh(model):
     assert sum(estimate.values()) < 0.45 * 80 * GIB  # what the header leaves to the trainer
 
 
+@pytest.mark.parametrize(
+    "path",
+    [path for path in CONFIGS if "--gpu_memory" in str(load_config(path).sampler.worker_args)],
+    ids=name,
+)
+def test_trainer_and_workers_leave_room_for_the_retriever(path):
+    """All three share the GPUs: a tenth of 80 GB is the index, its encoder and the reranker."""
+    config = load_config(path)
+    workers = vllm_worker.parse(["--model", "x", *config.sampler.worker_args])
+    if config.sampler.name == "jax":
+        return
+    (fraction,) = {float(number) for number in re.findall(r"MEM_FRACTION=([\d.]+)", header(path))}
+    assert workers.gpu_memory_utilization + fraction <= 0.9
+    architecture = architecture_from_hf(config.policy.init)
+    trainer = sum(estimate_memory(config, architecture, mesh_sizes(config)).values())
+    assert 1.4 * trainer < fraction * 80e9  # temporaries of the kernels are not counted
+
+
 def test_the_offline_doctor_names_what_is_wrong(capsys):
     def said(*overrides):
         try:
