@@ -1,4 +1,4 @@
-"""The command line: ``calibadv COMMAND --config FILE [--dry-run] [key.path=value …]``.
+"""The command line: ``calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]``.
 
 Some commands work on files instead of a config and take arguments of their own: see TOOLS.
 ``python -m calibadv_jax.COMMAND`` does the same. `calibadv` reads and checks the config before it imports
@@ -12,9 +12,10 @@ import difflib
 import errno
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 from calibadv_jax.config import Config, dump_config, load_config
@@ -31,6 +32,11 @@ COMMANDS = {
     "evaluate": "Scores a policy on held-out questions.",
     "export": "Writes a checkpoint as a HuggingFace folder.",
     "doctor": "Checks a config end to end before a run.",
+}
+
+# Flags of a command, handed to its run() by name.
+OPTIONS = {
+    "doctor": {"offline": "check what needs no network, no services and no model or data files"},
 }
 
 # Commands without a config: `calibadv_jax.NAME` ("-" written "_") has add_arguments(parser), run(arguments).
@@ -50,9 +56,10 @@ MODULES = {"inspect": "inspect_run"}
 class Arguments:
     """What was asked for on the command line."""
 
-    config: Path
+    configs: list[Path]  # later ones win
     overrides: list[str]  # "key.path=value", in the order given; later ones win
     dry_run: bool
+    options: dict[str, bool] = field(default_factory=dict)  # of the command, see OPTIONS
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,7 +72,7 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if command in ("-h", "--help"):
         width = max(map(len, COMMANDS | TOOLS))
-        usage = "usage: calibadv COMMAND --config FILE [--dry-run] [key.path=value …]"
+        usage = "usage: calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]"
         lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
         lines += ["", "commands without a config (calibadv COMMAND --help says more):"] if TOOLS else []
         lines += [f"  {name:{width}}  {what}" for name, what in TOOLS.items()]
@@ -79,10 +86,10 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
         hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(names)}"
         sys.stderr.write(f"error: unknown command {command!r}; {hint}\n")
         sys.exit(USER_ERROR)
-    arguments = parse(f"calibadv {command}", COMMANDS[command], rest)
+    arguments = parse(f"calibadv {command}", COMMANDS[command], rest, OPTIONS.get(command, {}))
 
-    def run(config: Config) -> None:
-        importlib.import_module(f"calibadv_jax.{command}").run(config)
+    def run(config: Config, **options: bool) -> None:
+        importlib.import_module(f"calibadv_jax.{command}").run(config, **options)
 
     _end(lambda: _with_config(run, arguments))
 
@@ -95,28 +102,44 @@ def _run_tool(name: str, argv: Sequence[str]) -> NoReturn:
     _end(lambda: tool.run(arguments))
 
 
-def main(command: str, run: Callable[[Config], object], argv: Sequence[str] | None = None) -> NoReturn:
-    """Loads the config, calls `run` with it and ends the process, for ``python -m calibadv_jax.COMMAND``.
+def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = None) -> NoReturn:
+    """Loads the config, calls `run` and ends the process, for ``python -m calibadv_jax.COMMAND``.
 
+    `run` gets the config, and the flags of OPTIONS by name.
     Exit status: 0 when `run` returns, whatever it returns (it raises SystemExit for another one); 2 after
     a `UserError`, which is printed as one line ``error: …``; 130 after an interruption from the keyboard.
     Any other exception is a defect of this program and shows its traceback.
     """
-    arguments = parse(f"python -m calibadv_jax.{command}", COMMANDS[command], argv)
+    arguments = parse(f"python -m calibadv_jax.{command}", COMMANDS[command], argv, OPTIONS.get(command, {}))
     _end(lambda: _with_config(run, arguments))
 
 
-def parse(program: str, description: str, argv: Sequence[str] | None = None) -> Arguments:
+def parse(
+    program: str,
+    description: str,
+    argv: Sequence[str] | None = None,
+    options: Mapping[str, str] = MappingProxyType({}),
+) -> Arguments:
     """Parses `argv` (default: the process's arguments).
 
     Args:
         program: how the command was called, for messages.
+        options: flags of this command, with what they do.
 
     Raises:
         SystemExit: status 0 after ``--help``, 2 after a mistake that was reported in one line.
     """
     parser = _Parser(prog=program, description=description, allow_abbrev=False)
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file of the run")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        required=True,
+        action="append",
+        metavar="FILE",
+        help="YAML file of the run; where it is given again, the later file wins key by key",
+    )
+    for name, what in options.items():
+        parser.add_argument(f"--{name}", action="store_true", help=what)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
     parser.add_argument(
         "overrides",
@@ -127,15 +150,16 @@ def parse(program: str, description: str, argv: Sequence[str] | None = None) -> 
     known, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         parser.error(f"unknown option {unknown[0]!r}; config keys are written key.path=value, without dashes")
-    return Arguments(known.config, known.overrides, known.dry_run)
+    chosen = {name: getattr(known, name) for name in options}
+    return Arguments(known.config, known.overrides, known.dry_run, chosen)
 
 
-def _with_config(run: Callable[[Config], object], arguments: Arguments) -> None:
-    config = load_config(arguments.config, arguments.overrides)
+def _with_config(run: Callable[..., object], arguments: Arguments) -> None:
+    config = load_config(arguments.configs, arguments.overrides)
     if arguments.dry_run:
         sys.stdout.write(dump_config(config))
     else:
-        run(config)
+        run(config, **arguments.options)
 
 
 def _end(work: Callable[[], object]) -> NoReturn:

@@ -1,6 +1,7 @@
-"""Checks a config end to end before a run: ``calibadv doctor --config FILE``.
+"""Checks a config end to end before a run: ``calibadv doctor --config FILE [--offline]``.
 
-Every finding comes with its fix. Exit status 1 if something would stop the run.
+Every finding comes with its fix. Exit status 1 if something would stop the run. With --offline only what
+needs no network, no services and no model or data files: `offline_checks`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from calibadv_jax.advantages.registry import describe
 from calibadv_jax.config import Config
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.errors import UserError
+from calibadv_jax.memory import GIB, estimate_memory, memory_line
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.model import Model, build_model
-from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.offline_checks import OFFLINE_CHECKS
 from calibadv_jax.protocol import TAGS
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout.prompts import build_prompt
@@ -30,21 +32,12 @@ from calibadv_jax.sampler.vllm_worker import require_vllm
 from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
 from calibadv_jax.trajectory import Document
 
-GIB = 1024**3
 
-
-def run(config: Config) -> None:
+def run(config: Config, offline: bool = False) -> None:
     """Runs every check and prints one line a finding; status 1 if one failed."""
     console = Console(config.log.progress)
     failed = 0
-    checks: list[tuple[str, Callable[[Config], list[str]]]] = [
-        ("calibration", lambda config: describe(config.advantage)),
-        ("questions", check_questions),
-        ("policy", check_policy),
-        ("sampler", check_sampler),
-        ("retriever", check_retriever),
-    ]
-    for name, check in checks:
+    for name, check in OFFLINE_CHECKS if offline else CHECKS:
         try:
             lines = check(config)
         except UserError as error:
@@ -53,7 +46,9 @@ def run(config: Config) -> None:
             continue
         for line in lines:
             console.say(f"ok   {name}: {line}")
-    console.say(f"{failed} of {len(checks)} checks failed" if failed else "ready: every check passed")
+    checks = "offline check" if offline else "check"
+    done = f"{failed} of {len(OFFLINE_CHECKS if offline else CHECKS)} {checks}s failed"
+    console.say(done if failed else f"ready: every {checks} passed")
     if failed:
         raise SystemExit(1)
 
@@ -67,7 +62,8 @@ def check_inputs(config: Config) -> None:
     if config.evaluate.every:
         load_questions(config.data.eval)
     if config.retriever.url:
-        RetrieverClient(config.retriever, config.retriever.url).health()
+        retriever = RetrieverClient(config.retriever, config.retriever.url)
+        retriever.check_reranker(retriever.health())
     if config.sampler.urls:
         check_sampler(config)
 
@@ -111,53 +107,16 @@ def check_policy(config: Config) -> list[str]:
 
 def memory_lines(config: Config, model: Model) -> list[str]:
     """Estimated bytes on one device, and a warning where they exceed what it has."""
-    shape = model.mesh.shape
-    shards = shape["fsdp"] * shape["tensor"]
-    estimate = estimate_memory(config, model.policy.architecture, shards, shape["data"] * shape["fsdp"])
-    total = sum(estimate.values())
-    parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in estimate.items())
-    lines = [f"estimated memory a device: {total / GIB:.2f} GiB ({parts})"]
+    estimate = estimate_memory(config, model.policy.architecture, model.mesh.shape)
+    lines = [memory_line(estimate)]
     stats: dict[str, Any] = jax.devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
-    if limit and total > limit:
+    if limit and sum(estimate.values()) > limit:
         lines.append(
             f"warning: the device has {limit / GIB:.1f} GiB; raise mesh.fsdp or mesh.tensor, or lower"
             " learner.microbatch_rows, sampler.slots or learner.row_length"
         )
     return lines
-
-
-def estimate_memory(
-    config: Config, architecture: Architecture, shards: int, batch_shards: int
-) -> dict[str, float]:
-    """Bytes on one device by purpose; an estimate from shapes, not a measurement.
-
-    Args:
-        shards: devices that share the parameters. batch_shards: devices that share the rows.
-    """
-    sizes = {"float32": 4, "bfloat16": 2}
-    stored = sizes[config.policy.param_dtype]
-    computed = sizes[config.policy.compute_dtype]
-    count = architecture.num_parameters / shards
-    moments = 1 if config.learner.optimizer.name == "muon" else 2
-    tokens = config.learner.microbatch_rows * config.learner.row_length / batch_shards
-    width = architecture.hidden_size
-    per_layer = 1 if config.policy.remat == "full" else 12
-    chunk = min(config.policy.logprob_chunk, config.learner.row_length)
-    rows = config.learner.microbatch_rows / batch_shards
-    cache = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
-    estimate = {
-        "parameters": count * stored,
-        "optimizer": count * stored * moments,
-        "gradients": count * 4 * 2,  # accumulated, and those of the microbatch
-        "activations": tokens * width * computed * (architecture.num_layers * per_layer + 16),
-        "logits": 3 * rows * chunk * architecture.vocab_size * 4,
-    }
-    if config.sampler.name == "jax":  # vLLM's workers have their own memory
-        estimate["sampler weights"] = count * computed
-        slots = config.sampler.slots * config.rollout.max_length
-        estimate["kv cache"] = cache * slots * computed / batch_shards
-    return estimate
 
 
 def check_sampler(config: Config) -> list[str]:
@@ -189,7 +148,9 @@ def check_retriever(config: Config) -> list[str]:
     with open_retriever(config.retriever, Path(config.run.dir) / "retriever.log") as url:
         # Asked once: what is loading or gone is what the doctor is to tell.
         retriever = RetrieverClient(replace(config.retriever, patience=config.retriever.timeout), url)
-        state = ", ".join(f"{name} {value}" for name, value in retriever.health().items())
+        health = retriever.health()
+        state = ", ".join(f"{name} {value}" for name, value in health.items() if value != "")
+        reranked = retriever.check_reranker(health)
         begun = time.monotonic()
         (documents,) = asyncio.run(_search_once(retriever, question.text))
         seconds = time.monotonic() - begun
@@ -197,6 +158,7 @@ def check_retriever(config: Config) -> list[str]:
             raise UserError(f"{retriever.url}: no document for {question.text!r}; is its corpus empty?")
         return [
             f"{retriever.url}: {state}",
+            reranked,
             f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}",
         ]
 
@@ -206,6 +168,16 @@ async def _search_once(retriever: RetrieverClient, query: str) -> list[list[Docu
         return await retriever.search([query])
     finally:
         await retriever.close()
+
+
+Check = Callable[[Config], list[str]]
+CHECKS: list[tuple[str, Check]] = [
+    ("calibration", lambda config: describe(config.advantage)),
+    ("questions", check_questions),
+    ("policy", check_policy),
+    ("sampler", check_sampler),
+    ("retriever", check_retriever),
+]
 
 
 if __name__ == "__main__":

@@ -49,7 +49,14 @@ FREE = (
 )
 COLD_START = "sft.yaml"  # the config of the cold start
 COLD_START_KEYS = ("run.seed", "policy.init", "world", "prompt", "sft")
-BINDING = ("sampler.name", "retriever.encoder", "retriever.topk")  # of the sections above
+BINDING = (  # of the sections above
+    "sampler.name",
+    "retriever.encoder",
+    "retriever.topk",
+    "retriever.retrieval_topk",
+    "retriever.rerank_topk",
+    "retriever.reranker",
+)
 
 
 def enter_run_folder(
@@ -172,7 +179,8 @@ def is_binding(name: str, config: Config) -> bool:
     """Whether a change of this key makes a resumed run another experiment."""
     # A longer run is the same one, unless its learning rate depends on the length.
     if name == "learner.steps":
-        return config.learner.optimizer.schedule != "constant"
+        optimizer = config.learner.optimizer
+        return optimizer.schedule != "constant" and not optimizer.decay_updates
     return _names(BINDING, name) or not _names(FREE, name)
 
 

@@ -168,7 +168,7 @@ def test_configs_are_shipped():
         "quickstart.yaml",
         "quickstart_grpo.yaml",
         "quickstart_vllm.yaml",
-        "paper.yaml",
+        "search_r1.yaml",
         "wiki_sample.yaml",
     } <= {path.name for path in CONFIGS}
 

@@ -31,11 +31,36 @@ def end(run, argv: list[str]) -> int | None:
 
 def test_options_and_overrides_may_stand_in_any_order():
     arguments = cli.parse(PROGRAM, "", ["a.b=1", "--config", "f.yaml", "c=-2", "--dry-run", "d=x y"])
-    assert arguments == cli.Arguments(Path("f.yaml"), ["a.b=1", "c=-2", "d=x y"], True)
+    assert arguments == cli.Arguments([Path("f.yaml")], ["a.b=1", "c=-2", "d=x y"], True)
 
 
 def test_without_overrides():
-    assert cli.parse(PROGRAM, "", ["--config", "f.yaml"]) == cli.Arguments(Path("f.yaml"), [], False)
+    assert cli.parse(PROGRAM, "", ["--config", "f.yaml"]) == cli.Arguments([Path("f.yaml")], [], False)
+
+
+def test_several_configs_keep_their_order(config_file, tmp_path):
+    arguments = cli.parse(PROGRAM, "", ["--config", "b.yaml", "x.y=1", "--config", "a.yaml"])
+    assert arguments.configs == [Path("b.yaml"), Path("a.yaml")]
+    over = tmp_path / "over.yaml"
+    over.write_text("learner: {steps: 8}\nrun: {seed: 1}\n")
+    seen: list[Config] = []
+    assert end(seen.append, ["--config", str(config_file), "--config", str(over), "run.seed=5"]) == 0
+    assert end(seen.append, ["--config", str(over), "--config", str(config_file)]) == 0
+    assert [(one.learner.steps, one.run.seed) for one in seen] == [(8, 5), (7, 1)]
+
+
+def test_a_flag_belongs_to_its_command(config_file, capsys):
+    seen: list[dict[str, bool]] = []
+
+    def run(config: Config, **options: bool) -> None:
+        seen.append(options)
+
+    for argv in (["--offline"], []):
+        with pytest.raises(SystemExit):
+            cli.main("doctor", run, ["--config", str(config_file), *argv])
+    assert seen == [{"offline": True}, {"offline": False}]
+    assert end(run, ["--config", str(config_file), "--offline"]) == 2
+    assert "unknown option '--offline'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,8 @@ def test_a_section_given_on_the_command_line_is_merged(write):
         ("", ["trainer.steps=3"], "unknown key 'trainer.steps'; did you mean 'learner.steps'?"),
         ("actor: {optim: {lr: 1}}", [], "unknown key 'actor.optim.lr'; did you mean 'learner.optimizer.lr'"),
         ("rollout: {n: 5}", [], "did you mean 'rollout.group_size'?"),
+        ("", ["reranker.select_num=3"], "did you mean 'retriever.rerank_topk'?"),
+        ("retriever: {topk_retrieval: 20}", [], "did you mean 'retriever.retrieval_topk'?"),
         ("xyzzy: {}", [], "unknown key 'xyzzy'; every key is in docs/configuration.md"),
         ("xyzzy: 3", [], "unknown key 'xyzzy'; every key is in docs/configuration.md"),
     ],
@@ -249,6 +251,101 @@ def test_every_key_is_described():
 )
 def test_the_page_shows_values_limits_and_defaults(line):
     assert line in document_config.page()
+
+
+@pytest.fixture
+def files(tmp_path: Path):
+    """Writes config files by name; their paths in that order."""
+
+    def files(**texts: str) -> list[Path]:
+        for name, text in texts.items():
+            path = tmp_path / f"{name}.yaml"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        return [tmp_path / f"{name}.yaml" for name in texts]
+
+    return files
+
+
+def test_later_files_win_key_by_key_and_the_command_line_over_all(files):
+    paths = files(
+        a="{learner: {steps: 3, optimizer: {lr: 0.5, beta1: 0.8}}, run: {dir: x}, sampler: {urls: [u, v]}}",
+        b="{learner: {optimizer: {lr: 0.25}}, run: {dir: 'runs/${advantage.name}'}, sampler: {urls: [w]}}",
+        c="advantage: {name: grpo}",
+    )
+    config = load_config(paths, ["learner.optimizer.beta1=0.7"])
+    optimizer = config.learner.optimizer
+    assert (config.learner.steps, optimizer.lr, optimizer.beta1) == (3, 0.25, 0.7)
+    assert (config.run.dir, config.export.output) == ("runs/grpo", "runs/grpo/hf")
+    assert config.sampler.urls == ["w"], "a list replaces a list"
+    assert load_config(paths[::-1]).run.dir == "x"
+
+
+def test_a_file_builds_upon_another(files, tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/child.yaml").write_text("base: ../middle.yaml\nrun: {seed: 3}\n")
+    files(
+        root="{run: {seed: 1, dir: r}, learner: {steps: 2}}", middle="{base: root.yaml, learner: {steps: 4}}"
+    )
+    config = load_config(tmp_path / "sub/child.yaml")
+    assert (config.run.seed, config.run.dir, config.learner.steps) == (3, "r", 4)
+    over = load_config([tmp_path / "sub/child.yaml", tmp_path / "root.yaml"])
+    assert (over.run.seed, over.learner.steps) == (1, 2), "an overlay wins over all that a file builds upon"
+
+
+@pytest.mark.parametrize(
+    ("texts", "overrides", "message"),
+    [
+        (
+            {"a": "{}", "b": "learner: {steps: 0}"},
+            [],
+            "b.yaml: learner.steps: must be greater than 0 (got 0)",
+        ),
+        ({"a": "learner: {steps: 0}", "b": "learner: {epochs: 2}"}, [], "a.yaml: learner.steps: must be"),
+        (
+            {"a": "learner: {steps: 0}", "b": "learner: {steps: x}"},
+            [],
+            "b.yaml: learner.steps: must be",
+        ),
+        ({"a": "{}", "b": "lerner: {}"}, [], "b.yaml: unknown key 'lerner'"),
+        ({"a": "{}", "b": "learner: [1"}, [], "b.yaml: not valid YAML"),
+        ({"a": "base: b.yaml", "b": "run: {seed: -1}"}, [], "b.yaml: run.seed: must be"),
+        (
+            {"a": "learner: {steps: 1}", "b": "run: {seed: 1}"},
+            ["learner.steps=0"],
+            "a.yaml + {folder}/b.yaml: learner.steps: must be greater than 0 (got 0 on the command line)",
+        ),
+        (
+            {
+                "a": "rollout: {max_length: 9}",
+                "b": "run: {seed: 1}",
+                "c": "rollout: {max_prompt_length: 9}",
+            },
+            [],
+            "a.yaml + {folder}/c.yaml: rollout: max_prompt_length is 9",
+        ),
+        (
+            {"a": "sft: {phases: [{steps: 0}]}", "b": "evaluate: {temperatures: [-1.0]}"},
+            [],
+            "a.yaml: sft.phases.0.steps: must be greater than 0 (got 0); {folder}/b.yaml: evaluate.temper",
+        ),
+        ({"a": "base: none.yaml"}, [], "none.yaml: no such config file (base of {folder}/a.yaml)"),
+        ({"a": "base: [b.yaml]"}, [], "a.yaml: base is ['b.yaml'], but must be the name of"),
+        (
+            {"a": "base: b.yaml", "b": "base: a.yaml"},
+            [],
+            "a.yaml: builds upon itself (base of {folder}/b.y",
+        ),
+        ({"a": "{}"}, ["base=b.yaml"], "command line: unknown key 'base'"),
+    ],
+)
+def test_a_mistake_names_the_file_it_is_in(files, texts, overrides, message, tmp_path):
+    with pytest.raises(UserError) as error:
+        load_config(files(**texts), overrides)
+    assert str(error.value).startswith(
+        f"{tmp_path}/{message.format(folder=tmp_path)}".replace(f"{tmp_path}/command line", "command line")
+    )
+    assert "\n" not in str(error.value)
 
 
 def test_a_replaced_value_is_checked_and_a_section_cannot_be_changed():

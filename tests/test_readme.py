@@ -33,7 +33,7 @@ COMMAND = re.compile(r"(?:calibadv \w+ |run=\")(--config [^#\"\n]*)")
 @pytest.mark.parametrize("arguments", COMMAND.findall(TEXT))
 def test_every_command_line_has_known_keys(arguments):
     parsed = cli.parse("calibadv train", "", shlex.split(arguments))
-    load_config(ROOT / parsed.config, parsed.overrides)
+    load_config([ROOT / path for path in parsed.configs], parsed.overrides)
 
 
 def test_its_commands_are_found():

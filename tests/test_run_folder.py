@@ -152,6 +152,15 @@ def test_more_steps_at_a_constant_learning_rate_are_the_same_run(run):
     assert "learner.steps" in run("learner.steps=20")
 
 
+def test_more_steps_under_a_schedule_with_a_length_of_its_own_are_the_same_run(run):
+    text = "learner: {steps: 10, optimizer: {schedule: cosine, decay_updates: 20}}\n"
+    (run.folder.parent / "config.yaml").write_text(text)
+    with_checkpoint(run)
+    assert "learner.steps" in run("learner.steps=20")
+    with pytest.raises(UserError, match="decay_updates changed"):
+        run("learner.optimizer.decay_updates=30")
+
+
 def test_a_used_folder_is_refused_at_once_where_nothing_is_to_be_resumed(run):
     with_checkpoint(run)
     before = contents(run.folder)

@@ -28,6 +28,8 @@ class PromptConfig:
     """Name of a built-in template (paper, short) or a text that contains {question}."""
     chat: Literal["auto", "on", "off"] = "auto"
     """Wrap the prompt in the tokenizer's chat template; auto: where it has one."""
+    question_mark: bool = False
+    """Ends every question with a question mark, as the data preparation of Search-R1 and CalibAdv does."""
     prepend_think: bool = False
     """The environment opens every turn with <think>."""
     date_string: str = "26 Jul 2024"

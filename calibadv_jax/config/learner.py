@@ -42,6 +42,9 @@ class OptimizerConfig:
     """Learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer updates of linear warm-up."""
+    decay_updates: NonNegativeInt = 0
+    """Optimizer updates over which cosine and linear fall to 0, warm-up included; 0: all of the run. With a
+    number of its own the run may end before, or be made longer."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)

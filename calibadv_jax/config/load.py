@@ -1,11 +1,11 @@
-"""Reads a config from a YAML file and ``key.path=value`` overrides; says in one line what is wrong."""
+"""Reads a config from YAML files and ``key.path=value`` overrides; says in one line what is wrong."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,9 @@ from calibadv_jax.config.root import Config
 from calibadv_jax.errors import UserError
 
 COMMAND_LINE = "command line"
+BASE = "base"  # key of a file that builds upon another one
+
+Source = tuple[str, set[str]]  # a file or the command line, and the dotted names of what it sets
 
 _DEMANDS = {  # pydantic's error type -> a demand with the way out, where pydantic's own words lack it
     "dataclass_type": "must be a section with keys of its own; leave it out for the defaults",
@@ -34,8 +37,11 @@ _DEMANDS = {  # pydantic's error type -> a demand with the way out, where pydant
 }
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file and applies ``key.path=value`` overrides.
+def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
+    """Reads YAML files, each over the one before it, and applies ``key.path=value`` overrides.
+
+    A file may build upon another: its key ``base`` names that one, relative to its own folder. Sections
+    merge key by key; a list replaces a list. An interpolation sees the final values.
 
     The type of an override's key decides how its value is read: text stays as it was typed (but
     for quotes around it), so that run.dir=2026_11_21 is no number; everything else is YAML.
@@ -43,37 +49,59 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: missing file, bad YAML, unknown key (with the one that was probably meant), bad value.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: no such config file; the shipped ones are in configs/")
-    # Defaults come first, so that an interpolation may name a key which the file leaves alone.
+    given = [paths] if isinstance(paths, str | Path) else paths
+    files = [file for path in given for file in _read(Path(path), ())]
+    # Defaults come first, so that an interpolation may name a key which the files leave alone.
     config = OmegaConf.create(dataclasses.asdict(Config()))
-    with _errors_of(str(path)):
-        loaded = OmegaConf.load(path)
-        if not isinstance(loaded, DictConfig):
-            raise UserError(f"{path}: expected a mapping of sections, got a list")
-        refuse_unknown(OmegaConf.to_container(loaded), str(path))
-        config.merge_with(loaded)
-    given = []
+    sources = []
+    for path, loaded in files:
+        with _errors_of(str(path)):
+            config.merge_with(loaded)
+        sources.append((str(path), _names(OmegaConf.to_container(loaded))))
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not key or not equals:
-            raise UserError(f"override {override!r} is not of the form key.path=value")
-        with _errors_of(f"{COMMAND_LINE}: {override}"):
-            value = _parse(text, type_of(key))
-            alone = OmegaConf.create()
-            OmegaConf.update(alone, key, value)
-            refuse_unknown(OmegaConf.to_container(alone), COMMAND_LINE)
-            OmegaConf.update(config, key, value)
-        given.append(key)
-    with _errors_of(str(path)):
+        sources.append((COMMAND_LINE, {_apply(config, override)}))
+    with _errors_of(_all(sources)):
         merged = OmegaConf.to_container(config, resolve=True)
-    return _validate(merged, path, given)
+    return _validate(merged, sources)
 
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML, every key written out."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, DictConfig]]:
+    """The file after those that it builds upon; `above`: those that build upon it."""
+    if not path.is_file():
+        by = f" ({BASE} of {above[-1]})" if above else ""
+        raise UserError(f"{path}: no such config file{by}; the shipped ones are in configs/")
+    if path.resolve() in [one.resolve() for one in above]:
+        raise UserError(f"{path}: builds upon itself ({BASE} of {above[-1]}); correct one of the two")
+    with _errors_of(str(path)):
+        loaded = OmegaConf.load(path)
+        if not isinstance(loaded, DictConfig):
+            raise UserError(f"{path}: expected a mapping of sections, got a list")
+        base = loaded.pop(BASE, "")
+        if not isinstance(base, str):
+            raise UserError(f"{path}: {BASE} is {base!r}, but must be the name of one config file")
+        refuse_unknown(OmegaConf.to_container(loaded), str(path))
+    if base:
+        yield from _read(path.parent / base, (*above, path))
+    yield path, loaded
+
+
+def _apply(config: DictConfig, override: str) -> str:
+    """Sets what ``key.path=value`` says; the key."""
+    key, equals, text = override.partition("=")
+    if not key or not equals:
+        raise UserError(f"override {override!r} is not of the form key.path=value")
+    with _errors_of(f"{COMMAND_LINE}: {override}"):
+        value = _parse(text, type_of(key))
+        alone = OmegaConf.create()
+        OmegaConf.update(alone, key, value)
+        refuse_unknown(OmegaConf.to_container(alone), COMMAND_LINE)
+        OmegaConf.update(config, key, value)
+    return key
 
 
 @contextmanager
@@ -99,21 +127,53 @@ def _parse(text: str, kind: Any) -> Any:
     return parsed["value"]
 
 
-def _validate(merged: Any, path: Path, overridden: Sequence[str]) -> Config:
+def _validate(merged: Any, sources: Sequence[Source]) -> Config:
     try:
         # As JSON, since strict validation (no text for a number, no number for a bool) of Python values
         # would refuse a mapping for a section.
         return TypeAdapter(Config).validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
-        lines = [_line(item, overridden) for item in error.errors()]
-        raise UserError(f"{path}: {'; '.join(lines)}") from error
+        overridden = {key for name, keys in sources if name == COMMAND_LINE for key in keys}
+        lines: dict[str, list[str]] = {}
+        for item in error.errors():
+            lines.setdefault(_blamed(item, sources), []).append(_line(item, overridden))
+        raise UserError("; ".join(f"{name}: {'; '.join(said)}" for name, said in lines.items())) from error
     except TypeError as error:
         raise UserError(
-            f"{path}: {error}: values are text, numbers, true, false, null, lists and mappings"
+            f"{_all(sources)}: {error}: values are text, numbers, true, false, null, lists and mappings"
         ) from error
 
 
-def _line(error: ErrorDetails, overridden: Sequence[str]) -> str:
+def _names(node: Any, prefix: str = "") -> set[str]:
+    """Dotted names of what a file sets, sections included."""
+    if not isinstance(node, dict):
+        return set()
+    names = {f"{prefix}{name}" for name in node}
+    return names.union(*(_names(value, f"{prefix}{name}.") for name, value in node.items()))
+
+
+def _all(sources: Sequence[Source]) -> str:
+    """Every file, where none can be blamed alone."""
+    return " + ".join(dict.fromkeys(name for name, _ in sources if name != COMMAND_LINE))
+
+
+def _blamed(error: ErrorDetails, sources: Sequence[Source]) -> str:
+    """The file that set the value last; all that set something of a section; all where nobody did."""
+    parts = list(map(str, error["loc"]))
+    while parts:
+        key = ".".join(parts)  # of a list in the file, for what is inside it
+        setters = [name for name, keys in sources if key in keys]
+        if setters[-1:] == [COMMAND_LINE]:
+            break
+        if setters and isinstance(error["input"], dict):
+            return " + ".join(dict.fromkeys(name for name in setters if name != COMMAND_LINE))
+        if setters:
+            return setters[-1]
+        parts.pop()
+    return _all(sources)
+
+
+def _line(error: ErrorDetails, overridden: Set[str]) -> str:
     """``learner.steps: must be greater than 0 (got 0)``"""
     key = ".".join(map(str, error["loc"]))
     demand = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.section import SECTION
@@ -20,7 +20,15 @@ class RetrieverConfig:
     encoder: str = "hashed"
     """Encoder of a newly built index; hashed needs no weights."""
     topk: PositiveInt = 3
-    """Documents per query."""
+    """Documents per query, where nothing is reranked."""
+    retrieval_topk: NonNegativeInt = 0
+    """Documents per query that are looked up for the reranker (the paper: 20); 0: nothing is reranked."""
+    rerank_topk: NonNegativeInt | None = None
+    """Documents per query that the reranker keeps of those (the paper: 3). 0: none are reranked, also by a
+    service that has a reranker; null: the same, but such a service is refused, for its reranker would be
+    without effect."""
+    reranker: str = ""
+    """Cross-encoder of the child service: a folder or hub name. A running service (`url`) has its own."""
     timeout: PositiveFloat = 30.0
     """Seconds one request may take; then it is repeated."""
     patience: PositiveFloat = 600.0
@@ -30,3 +38,33 @@ class RetrieverConfig:
     """Seconds a child service may take to become ready."""
     threads: NonNegativeInt = 1
     """Threads of one search of a child service, which shares the machine with the trainer; 0: all cores."""
+
+    @model_validator(mode="after")
+    def _reranker_has_an_effect(self) -> RetrieverConfig:
+        keep = self.rerank_topk or 0
+        if bool(self.retrieval_topk) != bool(keep):
+            raise ValueError(
+                f"retrieval_topk is {self.retrieval_topk} and rerank_topk is {self.rerank_topk}: to rerank,"
+                " set both (the paper: retrieval_topk=20, rerank_topk=3); else leave both out"
+            )
+        if keep > self.retrieval_topk:
+            raise ValueError(
+                f"rerank_topk is {keep}, but only retrieval_topk = {self.retrieval_topk} documents are looked"
+                " up: raise the second or lower the first"
+            )
+        if self.reranker and not keep:
+            raise ValueError(
+                f"reranker {self.reranker!r} would be without effect: set retrieval_topk=20 and"
+                " rerank_topk=3, or leave it out"
+            )
+        if self.reranker and self.url:
+            raise ValueError(
+                f"reranker is for a service that is started here, but url names {self.url}: start that one"
+                " with --reranker_model, or leave one of the two out"
+            )
+        if keep and not self.url and self.corpus and not self.reranker:
+            raise ValueError(
+                "rerank_topk is set, but the service that is started here has no reranker: set reranker to a"
+                " cross-encoder, such as cross-encoder/ms-marco-MiniLM-L12-v2"
+            )
+        return self

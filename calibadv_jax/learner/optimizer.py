@@ -13,7 +13,7 @@ from calibadv_jax.config import OptimizerConfig
 
 def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
     """Learning rate by optimizer update: linear warm-up, then constant, cosine or linear to 0."""
-    decay = max(1, total_updates - config.warmup_steps)
+    decay = max(1, (config.decay_updates or total_updates) - config.warmup_steps)
     main = {
         "constant": lambda: optax.constant_schedule(config.lr),
         "cosine": lambda: optax.cosine_decay_schedule(config.lr, decay),

@@ -13,14 +13,15 @@ from calibadv_jax.rollout.observation import added_token_strings, encode
 from calibadv_jax.trajectory import Question
 
 TEMPLATES = {
-    # The protocol of Search-R1 and CalibAdv in our own words; it shows two answers, as theirs does.
+    # Data: the prompt of Search-R1 and CalibAdv, word for word, under which their policies were trained.
     "paper": (
-        "You answer questions with the help of a search engine. Every time you receive something new,"
-        " reason about it first, between <think> and </think>. When you find that you lack some"
-        " knowledge, write a query as <search> query </search>; the best passages come back between"
-        " <information> and </information>. Search as often as you need. As soon as you need nothing"
-        " more, write the answer, short and without explanation, between <answer> and </answer>, for"
-        " example <answer> Beijing </answer>. Question: {question}\n"
+        "Answer the given question. You must conduct reasoning inside <think> and </think> first every time"
+        " you get new information. After reasoning, if you find you lack some knowledge, you can call a"
+        " search engine by <search> query </search> and it will return the top searched results between"
+        " <information> and </information>. You can search as many times as your want. If you find no"
+        " further external knowledge needed, you can directly provide the answer inside <answer> and"
+        " </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
+        " Question: {question}\n"
     ),
     "short": "Question: {question}\n",
 }
@@ -50,8 +51,11 @@ def build_prompt(question: Question, tokenizer: Any, config: PromptConfig, max_l
     Raises:
         UserError: longer than `max_length`, or chat is "on" for a tokenizer without a chat template.
     """
+    asked = question.text
+    if config.question_mark:
+        asked = asked.strip().removesuffix("?") + "?"
     text = template_text(config.template).replace(
-        "{question}", neutralise(question.text, added_token_strings(tokenizer))
+        "{question}", neutralise(asked, added_token_strings(tokenizer))
     )
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if config.chat == "on" and not has_template:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +70,9 @@ class _Batch:
 
 
 class RetrieverClient:
-    """Implements `interfaces.Retriever` over Search-R1's ``POST /retrieve``.
+    """Implements `interfaces.Retriever` over ``POST /retrieve``.
 
+    The contract is Search-R1's, or where documents are reranked that of the CalibAdv authors.
     One request is under way at a time; queries that come meanwhile share the next one. While the service is
     away a search waits, for `config.patience` seconds.
     """
@@ -129,12 +130,57 @@ class RetrieverClient:
         state = response.json() if response.status_code == 200 and is_json else {}
         return state if isinstance(state, dict) else {}
 
+    def check_reranker(self, state: Mapping[str, Any]) -> str:
+        """Whether documents are reranked, in words.
+
+        Args:
+            state: what `health` gave; a service of another make does not say what it has.
+
+        Raises:
+            UserError: the config asks for a reranker that the service lacks, or leaves one without effect.
+        """
+        config, model = self.config, state.get("reranker")
+        if not config.rerank_topk:
+            if model and config.rerank_topk is None:
+                raise UserError(
+                    f"retriever {self.url}: its reranker {model} would be without effect; ask for it with"
+                    " retriever.retrieval_topk=20 retriever.rerank_topk=3, or set retriever.rerank_topk=0"
+                )
+            return f"not reranked: the best {config.topk} documents"
+        if model == "":
+            raise UserError(
+                f"retriever {self.url}: has no reranker, but retriever.rerank_topk is {config.rerank_topk};"
+                " start it with --reranker_model, or set retriever.retrieval_topk=0 retriever.rerank_topk=0"
+            )
+        who = "a service that does not name its reranker" if model is None else model
+        return f"{config.retrieval_topk} documents reranked to {config.rerank_topk} by {who}"
+
     async def close(self) -> None:
         """Closes the connections of the running event loop."""
         if self._loop is asyncio.get_running_loop():
             assert self._http is not None
             await self._http.close()
             self._loop = None
+
+    @property
+    def _depths(self) -> dict[str, Any]:
+        """The fields of a request that say how many documents, and by that whose contract it is."""
+        config = self.config
+        if not config.rerank_topk:
+            return {"topk": config.topk}
+        depths = {"topk_retrieval": config.retrieval_topk, "topk_rerank": config.rerank_topk}
+        return depths | {"not_sort": False}
+
+    @property
+    def _contract(self) -> str:
+        """What the service must understand, for messages."""
+        config = self.config
+        if config.rerank_topk:
+            return (
+                "a reranker and the CalibAdv authors' POST /retrieve, and does it take"
+                f" retriever.retrieval_topk={config.retrieval_topk} and rerank_topk={config.rerank_topk}"
+            )
+        return f"Search-R1's POST /retrieve, and does it take retriever.topk={config.topk}"
 
     async def _send(self, queries: list[str]) -> list[Outcome]:
         await asyncio.sleep(BATCH_WINDOW)
@@ -170,10 +216,7 @@ class RetrieverClient:
             return
         (outcome,) = await self._answer([PROBE])
         if isinstance(outcome, QueryRefused):
-            raise UserError(
-                f"{outcome}; it refuses every query: is it a service with Search-R1's POST /retrieve, and"
-                f" does it take retriever.topk={self.config.topk}?"
-            )
+            raise UserError(f"{outcome}; it refuses every query: is it a service with {self._contract}?")
 
     @staticmethod
     def _attempts(count: int) -> AsyncRetrying:
@@ -206,7 +249,7 @@ class RetrieverClient:
 
     async def _request(self, queries: list[str]) -> list[list[Document]]:
         assert self._http is not None
-        body = {"queries": queries, "topk": self.config.topk, "return_scores": True}
+        body = {"queries": queries, "return_scores": True} | self._depths
         try:
             async with self._turn:
                 reply = await post(self._http, f"{self.url}/retrieve", json=body)
@@ -225,7 +268,7 @@ class RetrieverClient:
             raise Away(said, reply.retry_after)
         if reply.status != 200:
             raise BadReply(said)
-        return _documents(reply, len(queries))
+        return _documents(reply, len(queries), _RankedResults if self.config.rerank_topk else _Results)
 
 
 class _Row(BaseModel):
@@ -233,26 +276,54 @@ class _Row(BaseModel):
     contents: str
 
 
+Score = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
 class _Item(BaseModel):
+    """Of Search-R1's contract."""
+
     document: _Row
-    score: Annotated[float, Field(strict=True, allow_inf_nan=False)] | None = None
+    score: Score | None = None
 
     def to_document(self) -> Document:
-        title, _, text = self.document.contents.partition("\n")
+        row = self.document
+        title, _, text = row.contents.partition("\n")
         title = title.strip().removeprefix('"').removesuffix('"')
-        name = title if self.document.id is None else str(self.document.id)
+        name = title if row.id is None else str(row.id)
         return Document(name, title, text, self.score)
 
 
+class _RankedItem(BaseModel):
+    """Of the CalibAdv authors' contract; this project's service adds the row's id.
+
+    From another one the text is the identity, as it is in the authors' code: passages share titles.
+    """
+
+    document: str
+    id: str | int | None = None
+    score: Score | None = None
+
+    def to_document(self) -> Document:
+        name = self.document if self.id is None else self.id
+        row = _Row(id=name, contents=self.document)
+        return _Item(document=row, score=self.score).to_document()
+
+
 class _Results(BaseModel):
-    """Search-R1's reply."""
+    """A reply in Search-R1's contract."""
 
     result: list[list[_Item]]
 
 
-def _documents(reply: Reply, num_queries: int) -> list[list[Document]]:
+class _RankedResults(BaseModel):
+    """A reply in the authors' contract."""
+
+    result: list[list[_RankedItem]]
+
+
+def _documents(reply: Reply, num_queries: int, kind: type[_Results | _RankedResults]) -> list[list[Document]]:
     try:
-        lists = _Results.model_validate_json(reply.body).result
+        lists = kind.model_validate_json(reply.body).result
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
@@ -279,6 +350,8 @@ class RetrieverProcess(ChildService):
         command += ["--corpus_path", config.corpus, "--retriever_name", config.encoder]
         command += ["--index_path", config.index or f"{config.corpus}.index"]
         command += ["--retrieval_topk", str(config.topk), "--threads", str(config.threads)]
+        if config.reranker:
+            command += ["--reranker_model", config.reranker]
         super().__init__("the retriever", command, log_path, config.start_timeout, "retriever.start_timeout")
 
 
@@ -287,9 +360,12 @@ def open_retriever(config: RetrieverConfig, log_path: Path) -> Iterator[str]:
     """Base URL of a retrieval service: `config.url`, or a child process that ends with the block.
 
     Raises:
-        UserError: neither is configured, or the child does not become ready.
+        UserError: neither is configured, the running service cannot be reached or is another one than the
+            config asks for, or the child does not become ready.
     """
     if config.url:
+        client = RetrieverClient(config, config.url)
+        client.check_reranker(client.health())
         yield config.url
         return
     if not config.corpus:

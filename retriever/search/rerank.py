@@ -39,7 +39,9 @@ class Reranker:
     def rerank(self, queries: Sequence[str], found: Sequence[Found], k: int) -> list[Found]:
         """The k best documents of each query with the cross-encoder's scores, best first."""
         pairs = [
-            (query, row["contents"]) for query, one in zip(queries, found, strict=True) for row, _ in one
+            (query, passage_text(row["contents"]))
+            for query, one in zip(queries, found, strict=True)
+            for row, _ in one
         ]
         if not pairs:
             return [[] for _ in queries]
@@ -47,3 +49,9 @@ class Reranker:
             scores = iter(self._encoder.predict(pairs, batch_size=self.batch_size).tolist())
         scored = [[(row, float(next(scores))) for row, _ in one] for one in found]
         return [sorted(one, key=lambda item: -item[1])[:k] for one in scored]
+
+
+def passage_text(contents: str) -> str:
+    """What the cross-encoder reads of a passage, as in the authors' server: ``(Title: "T") text``."""
+    title, _, text = contents.partition("\n")
+    return f"(Title: {title}) {text}"

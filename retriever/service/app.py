@@ -53,7 +53,7 @@ def make_app(
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ready", **searcher.manifest}
+        return {"status": "ready", **searcher.manifest, "reranker": reranker.model if reranker else ""}
 
     @app.get("/metrics")
     async def show_metrics() -> Response:

@@ -5,6 +5,8 @@
 | Search-R1, verl, SkyRL | queries, topk, return_scores true | {"document": corpus row, "score"} |
 | RLinf | queries, topk, return_scores false | the corpus row |
 | CalibAdv authors | queries, topk_retrieval, topk_rerank, … | {"document": contents, "score"}, or contents |
+
+An item of the last one has the row's id too: the authors' client ignores it, the trainer's needs it.
 """
 
 from __future__ import annotations
@@ -61,5 +63,7 @@ def error_reply(status: int, message: str, headers: dict[str, str] | None = None
 
 
 def _item(request: RetrieveRequest, row: Row, score: float) -> Any:
-    document: Any = row["contents"] if request.is_calibadv else row
-    return {"document": document, "score": score} if request.return_scores else document
+    if not request.is_calibadv:
+        return {"document": row, "score": score} if request.return_scores else row
+    contents = row["contents"]
+    return {"document": contents, "score": score, "id": row.get("id")} if request.return_scores else contents

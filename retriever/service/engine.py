@@ -86,6 +86,7 @@ class Engine:
             return [one[:keep] for one in found]
         if self._reranker is None:
             return found
+        self._metrics.reranked.inc(len(queries))
         return await run_in_threadpool(self._reranker.rerank, queries, found, keep)
 
     def _cut(self, queries: Sequence[str]) -> list[str]:

@@ -129,5 +129,8 @@ def test_the_first_update_of_a_warm_up_changes_nothing():
 def test_schedules_rise_to_the_peak_and_end_with_the_run(schedule, expected):
     rate = make_schedule(OptimizerConfig(lr=2.0, schedule=schedule, warmup_steps=4), total_updates=12)
     assert [float(rate(count)) for count in (0, 2, 4, 6, 8, 12)] == pytest.approx(expected, abs=1e-6)
+    own = OptimizerConfig(lr=2.0, schedule=schedule, warmup_steps=4, decay_updates=12)
+    shorter = make_schedule(own, total_updates=6)  # the run ends on the way
+    assert [float(shorter(count)) for count in (0, 2, 4, 6)] == pytest.approx(expected[:4], abs=1e-6)
     without = make_schedule(OptimizerConfig(lr=2.0, schedule=schedule), total_updates=8)
     assert [float(without(count)) for count in (0, 2, 4, 8)] == pytest.approx(expected[2:], abs=1e-6)

@@ -1,5 +1,6 @@
 """The prompt of a question: templates, chat, limits, and questions that try to be more."""
 
+import hashlib
 from copy import deepcopy
 
 import numpy as np
@@ -51,6 +52,19 @@ def test_the_paper_template_names_the_protocol_in_its_order():
     assert places == sorted(places)
     assert text.count("<answer>") == text.count("</answer>") == 2  # the authors' scorer expects two
     assert text.endswith("Question: {question}\n")
+
+
+def test_the_paper_template_is_that_of_the_published_policies():
+    """Word for word: a policy knows the prompt that it was trained under. The hash is of their text."""
+    text = TEMPLATES["paper"].format(question="Q?")
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert digest == "5477ed3a877077e62d51d7e28288f625491929e868113cb9292ce4963b611eaa"
+
+
+@pytest.mark.parametrize("asked", ["who wrote it", "who wrote it?", " who wrote it? "])
+def test_a_question_mark_is_added_where_there_is_none(byte_tokenizer, asked):
+    assert prompt(byte_tokenizer, asked, question_mark=True) == "Question: who wrote it?\n"
+    assert prompt(byte_tokenizer, asked) == f"Question: {asked}\n"
 
 
 def test_the_short_template_adds_few_tokens(word_tokenizer):

@@ -1,0 +1,157 @@
+"""The trainer's side of reranking: what it asks for, what it understands, and what it refuses."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from calibadv_jax.config import Config, RetrieverConfig
+from calibadv_jax.doctor import check_inputs, check_retriever
+from calibadv_jax.errors import UserError
+from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess, open_retriever
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("faiss")
+pytest.importorskip("fastapi")
+pytest.importorskip("sentence_transformers")
+
+from rerank_rig import tiny_cross_encoder
+
+NAMES = [f"{first} {last}" for first in ("ada", "bo", "cy", "di") for last in ("almson", "berkson", "dorn")]
+RERANKED = {"retrieval_topk": 6, "rerank_topk": 2}
+
+
+@pytest.fixture(scope="module")
+def child(tmp_path_factory):
+    """Config of a child service over twelve passages, with a reranker."""
+    folder = tmp_path_factory.mktemp("child")
+    rows = [{"id": f"p{n}", "contents": f'"{name}"\n{name} knows ada.'} for n, name in enumerate(NAMES)]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cross = tiny_cross_encoder(folder / "cross", [word for name in NAMES for word in name.split()])
+    return RetrieverConfig(
+        corpus=str(folder / "corpus.jsonl"), index=str(folder / "index"), reranker=str(cross), **RERANKED
+    )
+
+
+@pytest.fixture(scope="module")
+def service(child, tmp_path_factory):
+    with RetrieverProcess(child, tmp_path_factory.mktemp("log") / "log.txt") as process:
+        yield process.url
+
+
+@pytest.fixture(scope="module")
+def bare(child, tmp_path_factory):
+    """A service without a reranker."""
+    config = RetrieverConfig(corpus=child.corpus, index=child.index)
+    with RetrieverProcess(config, tmp_path_factory.mktemp("log") / "log.txt") as process:
+        yield process.url
+
+
+def search(url, *queries, **config):
+    client = RetrieverClient(RetrieverConfig(url=url, patience=5.0, **config), url)
+
+    async def run():
+        try:
+            return await client.search(queries)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def test_the_trainer_gets_what_the_services_own_reranker_thinks_best(service, child):
+    from retriever.corpus.passages import load_corpus
+    from retriever.search.opening import open_index
+    from retriever.search.rerank import Reranker
+
+    queries = ["ada almson", "bo dorn"]
+    found = open_index(Path(child.index), load_corpus(Path(child.corpus))).search(queries, 6)
+    expected = Reranker(child.reranker).rerank(queries, found, 2)
+    documents = search(service, *queries, **RERANKED)
+    assert [[one.id for one in each] for each in documents] == [
+        [row["id"] for row, _ in each] for each in expected
+    ]
+    assert [one.score for one in documents[0]] == pytest.approx([score for _, score in expected[0]], abs=1e-4)
+    assert documents[0][0].title in NAMES and documents[0][0].text.endswith("knows ada.")
+    plain = search(service, *queries, topk=2)
+    assert [[one.id for one in each] for each in plain] != [[one.id for one in each] for each in documents]
+    assert [[one.id for one in each] for each in plain] == [
+        [row["id"] for row, _ in each[:2]] for each in found
+    ]
+
+
+def test_passages_of_another_service_are_known_by_their_text():
+    """The authors' service sends no ids; two passages of one article are two documents."""
+    from calibadv_jax.services.http_client import Reply
+    from calibadv_jax.services.retriever_client import BadReply, _documents, _RankedResults, _Results
+
+    texts = ['"Ada"\nfirst part', '"Ada"\nsecond part']
+    body = {"result": [[{"document": text, "score": 1.0} for text in texts]]}
+    reply = Reply(200, json.dumps(body).encode(), 0.0)
+    (documents,) = _documents(reply, 1, _RankedResults)
+    assert [one.id for one in documents] == texts
+    assert [(one.title, one.text) for one in documents] == [("Ada", "first part"), ("Ada", "second part")]
+    with pytest.raises(BadReply):
+        _documents(reply, 1, _Results)
+
+
+def test_a_reranker_that_is_asked_for_and_absent_is_one_line(bare):
+    config = RetrieverConfig(url=bare, **RERANKED)
+    with pytest.raises(UserError, match="has no reranker, but retriever.rerank_topk is 2; start it with"):
+        check_inputs(Config(retriever=config))
+    with pytest.raises(UserError, match="no reranker is loaded.*retrieval_topk=6 and rerank_topk=2"):
+        search(bare, "ada", **RERANKED)
+
+
+def test_a_reranker_without_effect_is_one_line(service):
+    with pytest.raises(UserError, match="would be without effect; ask for it with retriever.retrieval_topk"):
+        check_inputs(Config(retriever=RetrieverConfig(url=service)))
+    for accepted in ({"rerank_topk": 0}, RERANKED):
+        check_inputs(Config(retriever=RetrieverConfig(url=service, **accepted)))
+
+
+def test_every_command_that_searches_refuses_a_reranker_without_effect(service, tmp_path):
+    with pytest.raises(UserError, match="would be without effect"):
+        open_retriever(RetrieverConfig(url=service), tmp_path / "log.txt").__enter__()
+    with open_retriever(RetrieverConfig(url=service, **RERANKED), tmp_path / "log.txt") as url:
+        assert url == service
+
+
+def test_the_doctor_says_who_reranks(child, service, tmp_path):
+    from calibadv_jax.config import DataConfig
+    from calibadv_jax.data.questions import write_questions
+    from calibadv_jax.trajectory import Question
+
+    write_questions(tmp_path / "eval.jsonl", [Question("1", "ada almson?", ("x",), "test")])
+    data = DataConfig(eval=str(tmp_path / "eval.jsonl"))
+
+    def said(**config):
+        return check_retriever(Config(data=data, retriever=RetrieverConfig(url=service, **config)))[1]
+
+    assert said(**RERANKED) == f"6 documents reranked to 2 by {child.reranker}"
+    assert said(rerank_topk=0, topk=4) == "not reranked: the best 4 documents"
+
+
+def test_a_service_that_says_nothing_of_itself_is_believed():
+    config = RetrieverConfig(url="http://127.0.0.1:1", **RERANKED)
+    said = RetrieverClient(config, config.url).check_reranker({})
+    assert said == "6 documents reranked to 2 by a service that does not name its reranker"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"retrieval_topk": 20}, "to rerank, set both"),
+        ({"rerank_topk": 3}, "to rerank, set both"),
+        ({"retrieval_topk": 2, "rerank_topk": 3}, "raise the second or lower the first"),
+        ({"reranker": "model", "corpus": "c"}, "'model' would be without effect"),
+        ({"reranker": "model", "rerank_topk": 0}, "'model' would be without effect"),
+        ({"reranker": "model", "url": "http://a", **RERANKED}, "start that one with --reranker_model"),
+        ({"corpus": "c", **RERANKED}, "has no reranker: set reranker to a cross-encoder"),
+    ],
+)
+def test_settings_without_effect_are_refused(values, words):
+    with pytest.raises(ValidationError, match=words):
+        RetrieverConfig(**values)

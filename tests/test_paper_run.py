@@ -1,0 +1,197 @@
+"""configs/paper/qwen2.5-3b.yaml on real questions and passages, scaled down by an overlay, with a reranker.
+
+The policy is made here: a chain over classes of words that writes the protocol and answers "no" or "yes". Its
+attention and MLP start at zero and are trained. It knows nothing; what is tested is the way.
+"""
+
+import gzip
+import json
+import math
+import random
+import re
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+pytest.importorskip("faiss")
+pytest.importorskip("fastapi")
+pytest.importorskip("sentence_transformers")
+
+from rerank_rig import tiny_cross_encoder
+from safetensors.numpy import save_file
+
+from calibadv_jax import cli
+from calibadv_jax.config import RetrieverConfig
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import hf_shapes
+from calibadv_jax.services.retriever_client import RetrieverProcess
+from scripts.prepare_wiki_sample import train_tokenizer
+
+PAPER = Path(__file__).resolve().parent.parent / "configs/paper/qwen2.5-3b.yaml"
+SOURCES = {"nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"}
+SHAPE = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+# Class of the last token -> what may follow, with its probability. "other" ends prompts and observations.
+CHAIN = {
+    "other": {"<think>": 1.0},
+    "<think>": {"thought": 1.0},
+    "thought": {"thought": 0.3, "</think>": 0.7},
+    "</think>": {"<search>": 0.55, "<answer>": 0.45},
+    "<search>": {"word": 1.0},
+    "word": {"word": 0.4, "</search>": 0.6},
+    "<answer>": {"reply": 1.0},
+    "reply": {"</answer>": 1.0},
+}
+OVERLAY = {  # the paper's run in small: same mesh, advantage, loss and retrieval; other sizes
+    "policy": {"compute_dtype": "float32"},
+    "rollout": {
+        "questions_per_step": 6,
+        "max_prompt_length": 256,
+        "max_turn_length": 16,
+        "max_observation_length": 160,
+        "max_length": 1024,
+    },
+    "sampler": {"name": "jax", "slots": 32, "decode_chunk": 16},
+    "learner": {
+        "steps": 3,
+        "minibatch_size": 15,
+        "row_length": 1024,
+        "optimizer": {"lr": 1.0e-3, "decay_updates": 0},
+    },
+    "checkpoint": {"every": 0, "snapshot_dtype": "float32"},
+    "log": {"tensorboard": False},
+}
+
+
+def write_policy(folder, texts):
+    """A HuggingFace folder of the chain's policy, with a tokenizer of these texts."""
+    tokenizer = train_tokenizer(texts)
+    words = [name for name in tokenizer.get_vocab() if re.fullmatch("Ġ[a-z]{5,}", name)]
+    replies = tokenizer.convert_ids_to_tokens([tokenizer.encode(f" {word}")[0] for word in ("no", "yes")])
+    members = {"thought": sorted(words)[:40], "word": sorted(words)[40:80], "reply": replies}
+    class_of = {name: kind for kind, names in members.items() for name in names}
+    kinds = {kind: number for number, kind in enumerate(CHAIN)}
+    embedding = np.zeros((len(tokenizer), SHAPE["hidden_size"]), np.float32)
+    head = np.full_like(embedding, -30.0)
+    for name, token in tokenizer.get_vocab().items():
+        kind = class_of.get(name, name if name in kinds else "other")
+        embedding[token, kinds[kind]] = 1.0
+        for before, after in CHAIN.items():
+            share = after.get(name, after.get(kind, 0.0) / len(members.get(kind, [kind])))
+            if share and (name in after or kind in members):
+                head[token, kinds[before]] = math.log(share)
+    config = SHAPE | {"vocab_size": len(tokenizer)}
+    shapes = hf_shapes(Policy(architecture_from_hf(config), Numerics()).abstract_params)
+    rng = np.random.default_rng(0)
+    weights = {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name][:] = 0
+        if name.endswith("norm.weight"):
+            weights[name][:] = 1
+    weights["model.embed_tokens.weight"] = embedding
+    weights["lm_head.weight"] = head / math.sqrt(SHAPE["hidden_size"])  # the last norm gives that length
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer.save_pretrained(folder)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def pick(data):
+    """Training questions (half of them with yes or no for an answer), test questions, and their passages."""
+    train, test = read(data / "train.jsonl"), read(data / "test.jsonl")
+    rng = random.Random(0)
+    plain = [row for row in train if {"yes", "no"} & {one.lower() for one in row["golden_answers"]}]
+    train = plain[:20] + rng.sample(train, 20)
+    test = [row for name in sorted(SOURCES) for row in [q for q in test if q["data_source"] == name][:3]]
+    with gzip.open(data / "corpus.jsonl.gz", "rt", encoding="utf-8") as file:
+        corpus = [json.loads(line) for line in file]
+    wanted = {name for row in train + test for name in row["supporting_ids"]}
+    passages = [row for row in corpus if row["id"] in wanted] + corpus[:2000]
+    return (
+        list({row["id"]: row for row in train}.values()),
+        test,
+        {row["id"]: row for row in passages}.values(),
+    )
+
+
+def reranked(url):
+    """How many queries the service has reranked."""
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+    return float(re.search(r"^retriever_reranked_queries_total (\S+)", text, re.MULTILINE)[1])
+
+
+def run(command, *arguments):
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv([command, *arguments])
+    assert end.value.code == 0
+
+
+@pytest.mark.slow
+def test_the_papers_config_trains_and_evaluates_on_real_data_with_a_reranker(shared, tmp_path):
+    train, test, passages = pick(shared / "data/wiki_sample")
+    write(tmp_path / "train.jsonl", train)
+    write(tmp_path / "test.jsonl", test)
+    write(tmp_path / "corpus.jsonl", passages)
+    texts = [row["contents"] for row in passages]
+    write_policy(tmp_path / "policy", [*texts, " yes no" * 50])
+    cross = tiny_cross_encoder(tmp_path / "cross", " ".join(texts[:200]).split())
+    overlay = OVERLAY | {
+        "run": {"dir": str(tmp_path / "run")},
+        "policy": OVERLAY["policy"] | {"path": str(tmp_path / "policy")},
+        "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "test.jsonl")},
+    }
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(overlay))
+    service = RetrieverConfig(
+        corpus=str(tmp_path / "corpus.jsonl"),
+        index=str(tmp_path / "index"),
+        reranker=str(cross),
+        retrieval_topk=20,
+        rerank_topk=3,
+    )
+    with RetrieverProcess(service, tmp_path / "retriever.log") as process:
+        configs = ["--config", str(PAPER), "--config", str(tmp_path / "small.yaml")]
+        configs.append(f"retriever.url={process.url}")
+        run("train", *configs)
+        in_training = reranked(process.url)
+        run("evaluate", *configs)
+        in_evaluation = reranked(process.url) - in_training
+
+    rows = read(tmp_path / "run/metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert any(row["reward/mean"] > 0 for row in rows)
+    trajectories = [one for step in (1, 2, 3) for one in read(tmp_path / f"run/rollouts/step_{step}.jsonl")]
+    assert len(trajectories) == 3 * 6 * 5
+    searches = [turn for one in trajectories for turn in one["turns"] if turn.get("documents")]
+    assert len(searches) > 40 and all(len(turn["documents"]) == 3 for turn in searches)
+    assert {document["id"] for turn in searches for document in turn["documents"]} <= {
+        row["id"] for row in passages
+    }
+    assert in_training == len(searches), "every search of the trainer is reranked, once"
+
+    report = json.loads((tmp_path / "run/evaluation.json").read_text())["0"]
+    assert report.keys() == SOURCES | {"all"}
+    # Greedily this policy always searches: four searches, and a fifth in the last turn, which has none.
+    assert report["all"]["searches"] == 5 and in_evaluation == 4 * len(test) == 84
