@@ -65,6 +65,7 @@ def test_a_row_says_what_credit_assignment_knew(tmp_path, kind):
     assert [turn["found_silver"] for turn in wrong["turns"]] == [["d1"], ["d2"], ["d3"], ["d4"], []]
     assert [turn["correctness"] for turn in wrong["turns"]] == [1 / 2, 0, 1 / 3, 0, 0]
     assert [turn["softened"] for turn in wrong["turns"]] == [True, False, True, False, False]
+    assert best["turns"][0]["correctness"] > 0 and not any(turn["softened"] for turn in best["turns"])
     raw = wrong["advantage_raw"]
     assert raw == result.credits[0].raw[1] < 0
     assert [turn["advantage_raw"] for turn in wrong["turns"]] == [raw] * 5

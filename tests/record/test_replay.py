@@ -55,6 +55,16 @@ def test_another_lambda_shows_what_it_would_have_made_of_the_step(tmp_path, caps
     assert "advantage.target_ratio=2: 1 of 12 turns get another advantage" in out
 
 
+def test_the_kept_step_stays_as_it_is(tmp_path):
+    keep(tmp_path, make_config())
+    kept = read_step(find_step(tmp_path, 7))
+    found = replay_step(kept, kept_config(kept, "step", ["reward.format=false", "reward.answer=cover_em"]))
+    scores = [[one.answer_score for one in group.trajectories] for group in (*kept.groups, *found.groups)]
+    assert scores[:2] == [[1, 0, 0, 0], [0, 0]]
+    found.groups[0].trajectories[0].answer_score = 0.5
+    assert kept.groups[0].trajectories[0].answer_score == 1
+
+
 def test_a_kept_advantage_that_comes_out_otherwise_is_status_1(tmp_path, capsys):
     config = make_config()
     groups, result, learner = keep(tmp_path, config)
