@@ -112,7 +112,7 @@ def write_run(folder: Path, steps: list[list[Group]], config: Config, tokenizer:
 
 
 def learner_logprobs(trajectory: Trajectory) -> np.ndarray | None:
-    """Float32 [T]: as if the learner found each token exp(0.07) times as likely as the sampler did."""
+    """Float32 [T]: as if the learner held each sampled token for exp(0.07) times as likely as the sampler."""
     if trajectory.error is not None:
         return None
     return (trajectory.logprobs + 0.07 * trajectory.mask).astype(np.float32)

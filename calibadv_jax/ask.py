@@ -106,8 +106,9 @@ def ask(config: Config, source: PolicySource, questions: Any, temperature: float
 
 
 def _answer(rollouts: Rollouts, question: Question, config: Config, temperature: float) -> Trajectory:
-    changes = {"temperature": temperature, "group_size": 1, "max_failed_share": 1.0}
-    (group,) = rollouts.collect([question], "ask", config.run.seed, **changes)
+    (group,) = rollouts.collect(
+        [question], "ask", config.run.seed, temperature=temperature, group_size=1, max_failed_share=1.0
+    )
     return group.trajectories[0]
 
 

@@ -62,7 +62,8 @@ ensure_browser() {
     command -v "$name" >/dev/null && return
   done
   if [[ "$EUID" == 0 ]] && grep -qs '^ID=debian' /etc/os-release; then
-    { apt-get update && apt-get install --yes --no-install-recommends chromium; } >/dev/null 2>&1 && return
+    local apt=(env DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::http::Timeout=15 -o Acquire::Retries=1)
+    { "${apt[@]}" update && "${apt[@]}" install --yes --no-install-recommends chromium; } >/dev/null 2>&1 && return
   fi
   echo "no Chromium is installed (Debian: apt-get install chromium): tests of the pages will skip" >&2
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from calibadv_jax.cli import COMMANDS, TOOLS
+from calibadv_jax.cli import COMMANDS, MODULES, TOOLS
 from calibadv_jax.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +34,7 @@ STAGES: dict[str, set[str]] = {
     "snapshots": {"policy"},
     "sampler": {"policy", "services"},
 }
-CONDUCTORS = (*COMMANDS, *TOOLS, "cli", "model", "trainer", "wiring")
+CONDUCTORS = (*COMMANDS, *TOOLS, *MODULES.values(), "cli", "model", "trainer", "wiring")
 OPTIONAL = {
     "calibadv_jax": {"matplotlib", "mlflow", "prometheus_client", "vllm", "wandb"},
     "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers", "torch"},
@@ -176,6 +176,18 @@ def test_configs_are_shipped():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_a_module_that_runs(command):
     assert callable(importlib.import_module(f"calibadv_jax.{command}").run)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_tool_has_a_module_with_its_arguments(tool):
+    module = importlib.import_module(f"calibadv_jax.{MODULES.get(tool, tool.replace('-', '_'))}")
+    assert callable(module.add_arguments) and callable(module.run)
+
+
+@pytest.mark.parametrize("package", ["calibadv_jax", "retriever", "scripts", "benchmarks"])
+def test_no_file_hides_a_module_of_python(package):
+    """A file that is run by its path finds its neighbours before Python's own modules."""
+    assert not {path.stem for path in (ROOT / package).iterdir()} & sys.stdlib_module_names
 
 
 def test_python_m_runs_a_command():

@@ -31,16 +31,17 @@ def flags_of(row: Row) -> int:
     if row["error"] is not None:
         return FAILED
     turns, supporting = row["turns"], set(row["supporting_ids"])
+    metrics: dict[str, float] = dict(row["metrics"])
     kinds = {turn["kind"] for turn in turns}
     good = any(
-        turn["correctness"] or supporting & {document["id"] for document in turn["documents"] or ()}
+        turn["correctness"] or supporting & {document["id"] for document in turn["documents"]}
         for turn in turns
     )
     conditions = {
         FORMAT_INVALID: not row["format_valid"],
         INVALID: "invalid" in kinds,
         UNFINISHED: "unfinished" in kinds,
-        WRONG: dict(row["metrics"]).get("em", row["answer_score"]) < 1,
+        WRONG: metrics["em"] < 1,
         GOOD_SEARCH: good,
         SOFTENED: any(turn["softened"] for turn in turns),
         REPEATED: any(turn["repeated"] for turn in turns),

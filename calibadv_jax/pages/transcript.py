@@ -10,6 +10,11 @@ from calibadv_jax.pages.run_files import Row
 from calibadv_jax.pages.tokens import Pieces
 from calibadv_jax.pages.words import trajectory_words, turn_words
 
+_TURN_COLUMNS = (
+    *("kind", "stop_reason", "is_refused", "policy_versions", "advantage_raw", "advantage"),
+    *("correctness", "softened", "repeated", "found_silver"),
+)
+
 
 def transcript(rows: Sequence[Row], pieces: Pieces, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A group in JSON's types.
@@ -36,7 +41,15 @@ def transcript(rows: Sequence[Row], pieces: Pieces, settings: Mapping[str, Any])
 def _trajectory(
     row: Row, group: Sequence[Row], pieces: Pieces, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    names = ("index", "error", "answer", "answer_score", "format_valid", "policy_versions", "advantage_raw")
+    names: tuple[str, ...] = (
+        "index",
+        "error",
+        "answer",
+        "answer_score",
+        "format_valid",
+        "policy_versions",
+        "advantage_raw",
+    )
     reasons = turn_words(row, group, settings)
     return {
         **{name: row[name] for name in names},
@@ -50,10 +63,8 @@ def _trajectory(
 def _turn(place: int, row: Row, pieces: Pieces, reason: str) -> dict[str, Any]:
     turn = row["turns"][place]
     seen = {document["id"] for earlier in row["turns"][:place] for document in earlier["documents"]}
-    names = ("kind", "stop_reason", "is_refused", "policy_versions", "advantage_raw", "advantage")
-    names += ("correctness", "softened", "repeated", "found_silver")
     return {
-        **{name: turn[name] for name in names},
+        **{name: turn[name] for name in _TURN_COLUMNS},
         "why": reason,
         "ids": turn["token_ids"],
         "pieces": pieces.pieces(turn["token_ids"]),

@@ -43,8 +43,8 @@ def packed_attention(
     if kernel == "triton":
         return _on_every_device(triton_attention, q, k, v, segment_ids)
     if q.shape[1] <= chunk:
-        heads_first = (x.transpose(0, 2, 1, 3) for x in (k, v))
-        return _masked_attention(q, *heads_first, _packed_mask(segment_ids))
+        k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
+        return _masked_attention(q, k, v, _packed_mask(segment_ids))
     return _on_every_device(lambda *rows: blockwise_attention(*rows, chunk), q, k, v, segment_ids)
 
 
