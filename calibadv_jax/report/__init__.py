@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--smooth",
         type=int,
         metavar="STEPS",
-        help="steps that the strong lines are means of; default: a tenth of the run; 1: none",
+        help="steps that the strong lines are means of; default: a tenth of the run, at most 20; 1: none",
     )
     parser.add_argument(
         "--png", type=Path, metavar="FOLDER", help="also write every figure as FOLDER/NAME.png"

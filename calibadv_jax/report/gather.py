@@ -15,7 +15,8 @@ from calibadv_jax.report.settings import Series
 Values = dict[str, dict[int, float | None]]  # metric -> step -> value
 # Points of a curve: ALL_POINTS / number of series, so that the page stays below 5 MB.
 MIN_POINTS, MAX_POINTS, ALL_POINTS = 60, 360, 640
-SMOOTH_SHARE = 10  # of a run is the default
+# Default of the trend: a SMOOTH_SHARE-th of the run, at most MAX_SMOOTH steps so that jumps stay visible.
+SMOOTH_SHARE, MAX_SMOOTH = 10, 20
 MAX_MARKS = 25  # points up to which each is marked
 PHASES = ("rollout", "advantage", "update", "record", "publish", "evaluate")
 
@@ -63,12 +64,14 @@ def gather(series: Sequence[Series], smooth: int | None = None) -> Gathered:
     """Everything that the page draws. Figures without a value are left out.
 
     Args:
-        smooth: points that the trends are means of; None: a tenth of the longest run's steps.
+        smooth: points that the trends are means of; None: a tenth of the longest run's steps, at
+            most MAX_SMOOTH.
     """
     values = [[_values(run) for run in one.runs] for one in series]
     max_points = min(MAX_POINTS, max(MIN_POINTS, ALL_POINTS // len(series)))
     if smooth is None:
-        smooth = max(1, max(len(run.rows) for one in series for run in one.runs) // SMOOTH_SHARE)
+        longest = max(len(run.rows) for one in series for run in one.runs)
+        smooth = min(MAX_SMOOTH, max(1, longest // SMOOTH_SHARE))
     options = Options(smooth, max_points)
     found = [_section(section, series, values, options) for section in SECTIONS]
     found.append(_others(series, values, options))
@@ -136,7 +139,7 @@ def _phases(run: Run) -> Values:
             seconds = row.get(f"timing_s/{name}") or 0.0
             found.setdefault(f"phase/{name}", {})[step] = seconds
             known += seconds
-        found.setdefault("phase/rest", {})[step] = max(0.0, total - known)
+        found.setdefault("phase/rest" if names else "phase/step", {})[step] = max(0.0, total - known)
     return found
 
 

@@ -139,7 +139,9 @@ def _notes(series: Sequence[Series], gathered: Gathered) -> list[str]:
         )
     if gathered.left_out:
         titles = ", ".join(figure.title for figure in gathered.left_out)
-        notes.append(f"Left out, because the kept trajectories do not hold what they show: {titles}.")
+        is_kept = any(run.rollouts for one in series for run in one.runs)
+        why = "the kept trajectories do not hold what they show" if is_kept else "no trajectories were kept"
+        notes.append(f"Left out, because {why}: {titles}.")
     return notes
 
 

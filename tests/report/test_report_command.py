@@ -120,6 +120,13 @@ def test_the_page_says_what_the_runs_are(tmp_path):
     assert "Left out, because the kept trajectories do not hold what they show: Advantage by turn" in text
 
 
+def test_without_kept_trajectories_it_says_what_is_left_out(tmp_path):
+    report(make_run(tmp_path / "run", learning_curve(4, 0)))
+    text = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    titles = "F1 by data source, Advantage by turn, Importance weights"
+    assert f"Left out, because no trajectories were kept: {titles}." in text
+
+
 def test_trends_are_explained_where_there_are_any(tmp_path):
     folder = make_run(tmp_path / "run", learning_curve(30, 0))
     for option, words in (("3", "Strong lines are means of 3 steps"), ("1", None)):

@@ -164,8 +164,14 @@ def test_what_needs_trajectories_is_named_where_there_are_none(tmp_path):
 
 
 def test_a_cold_start_has_its_own_figures(tmp_path):
-    gathered = gather_folders(make_run(tmp_path, {"sft/loss": [3.0, 2.0, 1.0], "sft/lr": [0.1, 0.2, 0.1]}))
-    assert set(charts_of(gathered)) == {"sft_loss", "sft_rate"}
+    gathered = gather_folders(
+        make_run(
+            tmp_path,
+            {"sft/loss": [3.0, 2.0, 1.0], "sft/lr": [0.1, 0.2, 0.1], "timing_s/step": [2.0, 1.0, 1.0]},
+        )
+    )
+    assert set(charts_of(gathered)) == {"sft_loss", "sft_rate", "phases"}
+    assert charts_of(gathered)["phases"].figure.title == "Time by phase: step"
     assert gathered.left_out == []
 
 
@@ -185,6 +191,8 @@ def test_the_default_trend_is_over_a_tenth_of_the_run(tmp_path):
     series = group_runs(read_runs([make_run(tmp_path, learning_curve(40, 0))]))
     assert gather(series).smooth == 4
     assert gather(series, 3).smooth == 3
+    long = group_runs(read_runs([make_run(tmp_path / "long", {"reward/mean": [0.5, 0.25] * 200})]))
+    assert gather(long).smooth == 20
 
 
 def test_mean_of_last_skips_what_is_not_finite():
