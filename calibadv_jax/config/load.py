@@ -90,10 +90,12 @@ def _errors_of(source: str) -> Iterator[None]:
 def _parse(text: str, kind: Any) -> Any:
     """The value of an override whose key has type `kind`; interpolations stay as they are."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    is_text = kind is str or typing.get_origin(kind) is Literal
+    is_collection = text.lstrip()[:1] in tuple("[{")
+    is_paths = str in typing.get_args(kind)  # text, or a collection of texts
+    is_text = kind is str or typing.get_origin(kind) is Literal or (is_paths and not is_collection)
     if is_text and not is_quoted:
         return text
-    if is_text or kind == list[str]:
+    if is_text or is_paths or kind == list[str]:
         return yaml.load(text, Loader=yaml.BaseLoader)  # every scalar stays text
     parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     return parsed["value"]

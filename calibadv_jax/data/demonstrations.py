@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.data.questions import parse_question, read_jsonl
+from calibadv_jax.data.files import read_jsonl
+from calibadv_jax.data.questions import parse_question
 from calibadv_jax.data.words import POOLS
 from calibadv_jax.data.world import Facts, WorldQuestion, ask, make_facts, write_passages
 from calibadv_jax.errors import UserError

@@ -66,7 +66,9 @@ def test_templates_are_filled(byte_tokenizer):
 
 
 def test_a_template_without_a_place_for_the_question_is_refused():
-    with pytest.raises(UserError, match="prompt.template is 'papr': neither one of paper, short nor"):
+    with pytest.raises(
+        UserError, match="prompt.template is 'papr': neither one of paper, short, from_data nor"
+    ):
         template_text("papr")
 
 
