@@ -20,7 +20,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.data.questions import load_questions, select_evenly
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.model import PolicySource, build_model, find_policy
+from calibadv_jax.model import PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.seeds import random_state
@@ -57,7 +57,7 @@ def choose_policy(config: Config) -> PolicySource:
     chosen = config.evaluate.policy or trained or config.policy.path
     if not chosen:
         raise UserError(f"no policy: {checkpoints} has no checkpoint; set evaluate.policy or policy.path")
-    return find_policy(Path(chosen))
+    return find_policy(find_folder(config, chosen, with_weights=True)[0])
 
 
 def evaluate_policy(config: Config, source: PolicySource) -> Report:

@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import httpx
 import huggingface_hub
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -29,6 +31,7 @@ from huggingface_hub.errors import (
 from calibadv_jax.errors import UserError
 
 DATASETS = "hf://datasets/"
+PINS = "hub.json"  # in a run's folder
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".jsonl.gz", ".json.gz", ".tsv.gz", ".csv.gz")
 # What a policy needs; not other frameworks' weights, which many repositories carry beside.
 SMALL_FILES = (
@@ -53,6 +56,23 @@ class Pin:
     repository: str
     revision: str  # as it was asked for
     commit: str
+
+
+def read_pins(folder: Path) -> list[Pin]:
+    """What a run started with; none where it used nothing of the hub."""
+    path = folder / PINS
+    return [Pin(**one) for one in json.loads(path.read_text(encoding="utf-8"))] if path.is_file() else []
+
+
+def write_pins(folder: Path, pins: Iterable[Pin]) -> None:
+    """Adds them to the run's; a repository's earlier pin of the same revision goes."""
+    kept = {(pin.repository, pin.revision): pin for pin in (*read_pins(folder), *pins)}
+    if kept:
+        path = folder / PINS
+        path.with_suffix(".unfinished").write_text(
+            json.dumps([asdict(pin) for pin in kept.values()], indent=2)
+        )
+        path.with_suffix(".unfinished").replace(path)
 
 
 def is_repository(name: str) -> bool:
@@ -112,38 +132,39 @@ def fetch_data(address: str) -> list[Path]:
     # A branch such as refs/convert/parquet is written with %2F.
     revision = revision.replace("%2F", "/") or "main"
     with _errors(repository, "dataset", revision):
-        info = huggingface_hub.HfApi().dataset_info(repository, revision=revision)
-        files = sorted(one.rfilename for one in info.siblings or ())
-        chosen = _choose(files, wanted, f"{DATASETS}{repository}")
-        return [
-            Path(
-                huggingface_hub.hf_hub_download(
-                    repository, file, repo_type="dataset", revision=info.sha or revision
+        if wanted:
+            folder = Path(
+                huggingface_hub.snapshot_download(
+                    repository, repo_type="dataset", revision=revision, allow_patterns=[wanted]
                 )
             )
-            for file in chosen
+            found = sorted(path for path in folder.rglob("*") if _matches(path, folder, wanted))
+            if found:
+                return found
+        info = huggingface_hub.HfApi().dataset_info(repository, revision=revision)
+        data = sorted(one.rfilename for one in info.siblings or () if one.rfilename.endswith(DATA_SUFFIXES))
+        there = f"its data files: {', '.join(data) or 'none'}"
+        if wanted:
+            raise UserError(f"{DATASETS}{repository}: no file {wanted!r}; {there}")
+        if len(data) != 1:
+            example = data[0] if data else "train.jsonl"
+            raise UserError(
+                f"{DATASETS}{repository}: {len(data)} data files; name those that you mean, such as"
+                f" {DATASETS}{repository}/{example} ({there})"
+            )
+        return [
+            Path(huggingface_hub.hf_hub_download(repository, data[0], repo_type="dataset", revision=info.sha))
         ]
 
 
-def _choose(files: Sequence[str], wanted: str, address: str) -> list[str]:
-    data = [file for file in files if file.endswith(DATA_SUFFIXES)]
-    if wanted:
-        found = [file for file in files if file == wanted] or fnmatch.filter(data, wanted)
-        if found:
-            return found
-        raise UserError(f"{address}: no file {wanted!r}; its data files: {', '.join(data) or 'none'}")
-    if len(data) != 1:
-        raise UserError(
-            f"{address}: {len(data)} data files; name those that you mean, such as"
-            f" {address}/{data[0] if data else 'train.jsonl'} (there are: {', '.join(data) or 'none'})"
-        )
-    return data
+def _matches(path: Path, folder: Path, wanted: str) -> bool:
+    return path.is_file() and fnmatch.fnmatchcase(path.relative_to(folder).as_posix(), wanted)
 
 
 @contextmanager
 def _errors(repository: str, kind: str, revision: str) -> Iterator[None]:
     """What huggingface_hub raises, as one line that names the repository and the way out."""
-    hub = huggingface_hub.constants.ENDPOINT
+    hub = constants.ENDPOINT
     place = f"{repository} ({kind} on {hub})"
     try:
         yield
@@ -167,12 +188,14 @@ def _errors(repository: str, kind: str, revision: str) -> Iterator[None]:
         raise UserError(
             f"{place}: a file is missing there: {_short(error)}; choose another revision"
         ) from error
-    except (OfflineModeIsEnabled, httpx.TransportError) as error:
+    except OfflineModeIsEnabled as error:
         raise _offline(place) from error
+    except HTTPError as error:  # of the HTTP client, which is not the same one in all versions
+        if not isinstance(error, HfHubHTTPError):
+            raise _offline(place) from error
+        raise UserError(f"{place}: cannot be downloaded: {_short(error)}; try again later") from error
     except HFValidationError as error:
         raise UserError(f"{repository}: no name of a repository ({_short(error)})") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise UserError(f"{place}: cannot be downloaded: {_short(error)}; try again later") from error
 
 
 def _offline(place: str) -> UserError:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from calibadv_jax import hub
 from calibadv_jax.config import Config, dump_config, known_keys
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import table
@@ -83,6 +84,7 @@ def enter_run_folder(
         path.with_suffix(".json").write_text(json.dumps(identity, indent=2), encoding="utf-8")
         path.write_text(dump_config(config), encoding="utf-8")
         write_policy_folder(folder / "policy", model)
+        hub.write_pins(folder, model.pins)
     except OSError as error:
         raise UserError(
             f"run.dir={folder} cannot be written ({error.strerror}: {error.filename}); choose another folder"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from calibadv_jax import cli
+from calibadv_jax import cli, hub
 from calibadv_jax.config import Config, SftPhase, dump_config
 from calibadv_jax.data.demonstrations import GENERATORS, Demonstration, load_demonstrations
 from calibadv_jax.errors import UserError
@@ -72,6 +72,7 @@ def run(config: Config) -> None:
                     console.step(step, total, metrics)
     output = Path(sft.output)
     (folder / COLD_START).write_text(dump_config(config), encoding="utf-8")
+    hub.write_pins(folder, model.pins)
     save_folder(state["params"], model.hf_config, output, config.policy.param_dtype, model.tokenizer_folder)
     console.note(f"cold start written to {output}")
 

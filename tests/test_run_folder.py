@@ -25,6 +25,7 @@ class StandInModel:
     """As much of `model.Model` as the run folder reads."""
 
     tokenizer_hash = "words"
+    pins = ()
 
     def __init__(self, folder, **hf_config):
         folder.mkdir(exist_ok=True)

@@ -11,7 +11,7 @@ from calibadv_jax.config.section import SECTION
 @dataclass(frozen=True, config=SECTION)
 class EvaluateConfig:
     policy: str = ""
-    """HuggingFace folder to evaluate; empty: policy.path."""
+    """HuggingFace folder to evaluate, or OWNER/NAME[@REVISION] of the hub; empty: policy.path."""
     every: NonNegativeInt = 0
     """Training steps between evaluations; 0: none during training."""
     temperatures: list[NonNegativeFloat] = Field(default_factory=lambda: [0.0])

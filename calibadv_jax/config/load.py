@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal
 
 import yaml
@@ -91,7 +92,7 @@ def _parse(text: str, kind: Any) -> Any:
     """The value of an override whose key has type `kind`; interpolations stay as they are."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     is_collection = text.lstrip()[:1] in tuple("[{")
-    is_paths = str in typing.get_args(kind)  # text, or a collection of texts
+    is_paths = isinstance(kind, UnionType) and str in typing.get_args(kind)  # a text, or several
     is_text = kind is str or typing.get_origin(kind) is Literal or (is_paths and not is_collection)
     if is_text and not is_quoted:
         return text

@@ -25,7 +25,8 @@ class SftPhase:
 @dataclass(frozen=True, config=SECTION)
 class SftConfig:
     init_from: str = ""
-    """HuggingFace folder to start from; empty: random parameters of policy.init."""
+    """HuggingFace folder to start from, or OWNER/NAME[@REVISION] of the hub; empty: random parameters of
+    policy.init."""
     demonstrations: str = ""
     """JSONL of demonstrations, or the name of a generator: world."""
     phases: list[SftPhase] = Field(default_factory=list)

@@ -136,7 +136,7 @@ def write(path, *rows):
         (
             "full.jsonl",
             {k: v for k, v in NATURAL.items() if k != "document_text"}
-            | {"document_tokens": [{"token": t, "html_token": False} for t in "a b c d May 1999 .".split()]},
+            | {"document_tokens": [{"token": t, "html_token": False} for t in [*"abcd", "May", "1999"]]},
             ("nq_55", "when was it", ("May 1999", "yes"), "nq"),
         ),
         (
