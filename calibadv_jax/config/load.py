@@ -65,7 +65,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             alone = OmegaConf.create()
             OmegaConf.update(alone, key, value)
             refuse_unknown(OmegaConf.to_container(alone), COMMAND_LINE)
-            OmegaConf.update(config, key, value)
+            # One text, a list or a mapping of them: what the file has of another kind cannot be merged.
+            OmegaConf.update(config, key, value, merge=not isinstance(type_of(key), UnionType))
         given.append(key)
     with _errors_of(str(path)):
         merged = OmegaConf.to_container(config, resolve=True)

@@ -81,7 +81,7 @@ def test_names_tell_the_data_source(path, expected):
     ],
 )
 def test_one_file_several_or_named_ones_on_the_command_line(tmp_path, override, expected):
-    (tmp_path / "c.yaml").write_text("data: {train: [x.jsonl], weights: {mine: 2}}\n")
+    (tmp_path / "c.yaml").write_text("data: {train: {mine: x.jsonl}, weights: {mine: 2}}\n")
     config = load_config(tmp_path / "c.yaml", [override, "data.weights={nq: 0.5, mine: 1}"])
     assert config.data.train == expected
     assert config.data.weights == {"nq": 0.5, "mine": 1.0}
