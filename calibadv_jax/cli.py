@@ -34,7 +34,9 @@ COMMANDS = {
 }
 
 # Commands without a config: `calibadv_jax.NAME` ("-" written "_") has add_arguments(parser), run(arguments).
-TOOLS: dict[str, str] = {}
+TOOLS: dict[str, str] = {
+    "prepare-data": "Converts and filters question files of any known layout.",
+}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ MARKER = "Question:"  # before the question in the prompts of Search-R1 and of t
 class NoAnswer(UserError):
     """A row without an answer that counts, such as those of a test set whose answers are withheld."""
 
+    source = ""  # its data_source, set by `questions.read_questions`
+
 
 @dataclass(frozen=True)
 class Fields:

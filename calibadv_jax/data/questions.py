@@ -68,6 +68,7 @@ def read_questions(path: Path, source: str) -> Iterator[tuple[str, Question | No
                 row = _as_ours(row, layout, where, source, f"{path.name.partition('.')[0]}_{number}")
             yield where, parse_question(row, where, prompts)
         except NoAnswer as reason:
+            reason.source = str(row.get("data_source") or layout.source or source)
             yield where, reason
 
 

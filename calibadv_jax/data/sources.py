@@ -31,13 +31,14 @@ KNOWN = {
 _SUFFIXES = re.compile(r"(\.(jsonl?|parquet|tsv|csv|gz))+$", re.IGNORECASE)
 
 
-def find_files(sources: Sources) -> Iterator[tuple[Path, str]]:
+def find_files(sources: Sources, default_source: str = "") -> Iterator[tuple[Path, str]]:
     """Yields every file and the data_source of its rows that name none.
 
     Args:
         sources: a file, a list of files, or data_source -> file. A file is a path, a pattern such as
             ``train-*.parquet``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE`` or ``OWNER/NAME``, the
             only data file of a dataset repository.
+        default_source: data_source where `sources` does not say; empty: the file's name tells it.
 
     Raises:
         UserError: nothing is named, a pattern matches nothing, or the hub has no such file.
@@ -50,7 +51,7 @@ def find_files(sources: Sources) -> Iterator[tuple[Path, str]]:
         raise UserError("no question file: set data.train and data.eval")
     for file, source in named:
         for path in _expand(file):
-            yield path, source or source_of(path)
+            yield path, source or default_source or source_of(path)
 
 
 def _expand(name: str) -> list[Path]:
