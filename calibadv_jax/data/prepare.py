@@ -179,7 +179,7 @@ def _digest(text: str) -> bytes:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """Another name beside `path` to write to: it becomes `path` if the block ends well, and goes otherwise."""
+    """Another name beside `path` to write to: it becomes `path` if the block ends well, else it goes."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
