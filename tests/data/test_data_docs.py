@@ -12,6 +12,7 @@ import pytest
 
 from calibadv_jax import cli, prepare_data
 from calibadv_jax.config import load_config
+from calibadv_jax.data.demonstration_files import load_demonstrations
 from calibadv_jax.data.files import read_rows
 from calibadv_jax.data.layouts import LAYOUTS, layout_of
 from calibadv_jax.data.questions import load_questions
@@ -38,7 +39,11 @@ def write(tmp_path, name):
     return path
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+DEMONSTRATIONS = "demonstrations.jsonl"
+QUESTIONS = [name for name in EXAMPLES if name != DEMONSTRATIONS]
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
 def test_every_example_is_two_questions(tmp_path, name):
     questions = load_questions(write(tmp_path, name))
     assert len(questions) == 2 and all(question.golden_answers for question in questions)
@@ -46,10 +51,17 @@ def test_every_example_is_two_questions(tmp_path, name):
 
 def test_every_layout_has_an_example(tmp_path):
     shown = set()
-    for name in EXAMPLES:
+    for name in QUESTIONS:
         where, row = next(read_rows(write(tmp_path, name)))
         shown.add(layout_of(row, where).name)
     assert {layout.name for layout in LAYOUTS} - shown == set()
+
+
+def test_its_demonstrations_are_the_same_in_both_layouts(tmp_path):
+    ours, chat = load_demonstrations(write(tmp_path, DEMONSTRATIONS))
+    assert [turn.text for turn in chat.turns] == ["<search> it </search>", "<answer> Ada </answer>"]
+    assert chat.turns[0].documents == ours.turns[0].documents
+    assert chat.question.text == ours.question.text == "Who wrote it?"
 
 
 @pytest.mark.parametrize("line", COMMANDS)
