@@ -12,7 +12,8 @@ import pytest
 from hub_rig import serve_hub, use_hub
 
 from calibadv_jax import hub as hub_client
-from calibadv_jax.config import Config, MeshConfig
+from calibadv_jax import sft
+from calibadv_jax.config import Config, MeshConfig, SftPhase
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.errors import UserError
@@ -89,6 +90,31 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path, policy_folder)
     assert find_folder(config, "owner/policy")[0].name == first
     elsewhere = configured(tmp_path / "other", path="owner/policy")
     assert [pin.commit for pin in build_model(elsewhere, "owner/policy").pins] == [second]
+
+
+def test_a_cold_start_begins_with_a_repository_and_keeps_its_commit(hub, tmp_path, policy_folder):
+    first = hub.add("owner/policy", policy_folder)
+    row = {
+        "messages": [
+            {"role": "user", "content": "who ?"},
+            {"role": "assistant", "content": "<answer> it </answer>"},
+        ]
+    }
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row))
+    config = configured(tmp_path)
+    cold = replace(
+        config.sft,
+        init_from="owner/policy",
+        demonstrations=str(tmp_path / "chats.jsonl"),
+        phases=[SftPhase(1)],
+        rows=8,
+        row_length=256,
+        output=str(tmp_path / "run/sft"),
+    )
+    sft.run(replace(config, sft=cold, log=replace(config.log, tensorboard=False, progress=False)))
+    assert (tmp_path / "run/sft/model.safetensors").is_file()
+    hub.add("owner/policy", policy_folder, **{"README.md": b"new"})
+    assert find_folder(config, "owner/policy")[0].name == first
 
 
 @pytest.mark.parametrize("by_key", [True, False])

@@ -42,11 +42,7 @@ class QuestionIterator:
         by_source: dict[str, list[int]] = {}
         for index, question in enumerate(self._questions):
             by_source.setdefault(question.data_source, []).append(index)
-        if by_source.keys() != weights.keys():
-            raise UserError(
-                f"data.weights names {', '.join(sorted(weights))}, but data.train holds"
-                f" {', '.join(sorted(by_source))}: give each of them one weight"
-            )
+        check_questions(self._questions, weights)
         names = sorted(weights)
         # Each source has a seed of its own: equal ones would shuffle sources of one length alike.
         parts = [_endless(by_source[name], seed + number, shuffle) for number, name in enumerate(names)]
@@ -67,6 +63,30 @@ class QuestionIterator:
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues where `get_state` was called, whose questions must be the same ones."""
         self._drawn = state["drawn"]
+
+
+def check_questions(questions: Sequence[Question], weights: Mapping[str, float], template: str = "") -> None:
+    """Whether the questions are those that the config speaks of; known before anything is started.
+
+    Args:
+        weights: of data.weights; empty: not checked.
+        template: prompt.template.
+
+    Raises:
+        UserError: as `QuestionIterator`, or a question without the prompt that the template takes.
+    """
+    sources = {question.data_source for question in questions}
+    if weights and sources != weights.keys():
+        raise UserError(
+            f"data.weights names {', '.join(sorted(weights))}, but data.train holds"
+            f" {', '.join(sorted(sources))}: give each of them one weight"
+        )
+    bare = next((question for question in questions if not question.prompt), None)
+    if template == "from_data" and bare:
+        raise UserError(
+            f"question {bare.id!r}: prompt.template is 'from_data', but its row has no 'prompt'; choose"
+            " another template"
+        )
 
 
 def _endless(indices: Sequence[int], seed: int, shuffle: bool) -> grain.MapDataset:

@@ -2,17 +2,18 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from calibadv_jax.config import load_config
-from calibadv_jax.data.pipeline import QuestionIterator
+from calibadv_jax.data.pipeline import QuestionIterator, check_questions
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.data.sources import source_of
 from calibadv_jax.errors import UserError
-from calibadv_jax.trajectory import Question
+from calibadv_jax.trajectory import Message, Question
 
 
 def write(path, count, **fields):
@@ -130,6 +131,16 @@ def test_sources_of_one_size_are_not_shuffled_alike():
     drawn = list(islice(QuestionIterator(questions, 0, True, {"a": 1, "b": 1}), 40))
     orders = [[one.id[1:] for one in drawn if one.data_source == source] for source in "ab"]
     assert orders[0] != orders[1]
+
+
+def test_questions_without_the_prompt_that_is_asked_for_are_named_before_a_run():
+    check_questions(MIXED, {}, "paper")
+    carried = [replace(one, prompt=(Message("user", ("x",)),)) for one in MIXED]
+    check_questions(carried, WEIGHTS, "from_data")
+    with pytest.raises(
+        UserError, match="question 'hotpotqa3': prompt.template is 'from_data', but its row has"
+    ):
+        check_questions([*carried, MIXED[9]], WEIGHTS, "from_data")
 
 
 @pytest.mark.parametrize("weights", [{"nq": 1.0}, WEIGHTS | {"popqa": 1.0}])
