@@ -163,19 +163,25 @@ def _popqa(row: Row, where: str) -> Fields:
 
 def _natural(row: Row, where: str) -> Fields:
     """Natural Questions as published: short answers are spans of the document's tokens."""
-    tokens = row.get("document_tokens")
-    if tokens is not None:
-        tokens = [one["token"] if isinstance(one, dict) else one for one in tokens]
-    else:
-        tokens = str(row.get("document_text") or "").split(" ")
+    tokens: list[str] = str(row.get("document_text") or "").split(" ")
+    if row.get("document_tokens") is not None:
+        tokens = ["" if one["html_token"] else one["token"] for one in row["document_tokens"]]
     found: list[str] = []
     for note in row.get("annotations") or []:
         for span in note.get("short_answers") or []:
-            found.append(" ".join(tokens[span["start_token"] : span["end_token"]]))
+            found.append(" ".join(filter(None, tokens[span["start_token"] : span["end_token"]])))
         said = str(note.get("yes_no_answer", "NONE"))
         found += [said.lower()] if said in ("YES", "NO") else []
     name = row.get("example_id")
     return Fields(name, row.get("question_text"), texts(found, where, "annotations.short_answers"))
+
+
+def _natural_hub(row: Row, where: str) -> Fields:
+    """Natural Questions as the hub has them: columns of annotations, with the answers' text."""
+    notes, question = row.get("annotations") or {}, row.get("question") or {}
+    found = [text for note in notes.get("short_answers") or [] for text in note.get("text") or []]
+    found += [("no", "yes")[said] for said in notes.get("yes_no_answer") or [] if said in (0, 1)]
+    return Fields(_id(row), question.get("text"), texts(found, where, "annotations.short_answers.text"))
 
 
 def _capital(row: Row, where: str) -> Fields:
@@ -211,6 +217,7 @@ LAYOUTS = (
     _layout("HotpotQA", "question supporting_facts", _hotpot, "hotpotqa"),
     _layout("HotpotQA", "_id question context", _hotpot, "hotpotqa"),  # test sets have no answer
     _layout("Natural Questions", "question_text annotations", _natural, "nq"),
+    _layout("Natural Questions", "question annotations", _natural_hub, "nq"),
     _layout("Bamboogle", "Question Answer", _capital),
     _layout("question and answers", "question answers", _plain("answers")),
     _layout("question and answer", "question answer", _plain("answer")),

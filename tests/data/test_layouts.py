@@ -136,8 +136,29 @@ def write(path, *rows):
         (
             "full.jsonl",
             {k: v for k, v in NATURAL.items() if k != "document_text"}
-            | {"document_tokens": [{"token": t, "html_token": False} for t in [*"abcd", "May", "1999"]]},
+            | {
+                "document_tokens": [
+                    {"token": t, "html_token": t == "d"} for t in [*"abc", "May", "d", "1999"]
+                ]
+            }
+            | {
+                "annotations": [
+                    {"short_answers": [{"start_token": 3, "end_token": 6}], "yes_no_answer": "YES"}
+                ]
+            },
             ("nq_55", "when was it", ("May 1999", "yes"), "nq"),
+        ),
+        (
+            "natural.parquet",
+            {
+                "id": "797",
+                "question": {"text": "when was it", "tokens": ["when"]},
+                "annotations": {
+                    "short_answers": [{"text": ["May 1999"]}, {"text": []}],
+                    "yes_no_answer": [-1, 1],
+                },
+            },
+            ("nq_797", "when was it", ("May 1999", "yes"), "nq"),
         ),
         (
             "NQ-open.dev.jsonl",
