@@ -66,7 +66,7 @@ def check_inputs(config: Config) -> None:
         UserError: the evaluation file is missing or malformed, or a service does not answer.
     """
     if config.evaluate.every:
-        load_questions(config.data.eval)
+        check_fit(load_questions(config.data.eval), {}, config.prompt.template)
     if config.retriever.url:
         RetrieverClient(config.retriever, config.retriever.url).health()
     if config.sampler.urls:

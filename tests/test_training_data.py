@@ -52,6 +52,13 @@ def test_what_does_not_fit_is_said_before_anything_starts(tmp_path, weights, tem
         doctor.check_questions(config)
 
 
+def test_the_evaluation_during_training_is_checked_too(tmp_path):
+    config = configured(tmp_path / "run", {}, "from_data")
+    doctor.check_inputs(config)
+    with pytest.raises(UserError, match="question 'a0': prompt.template is 'from_data'"):
+        doctor.check_inputs(replace(config, evaluate=replace(config.evaluate, every=1)))
+
+
 def test_the_doctor_accepts_what_fits(tmp_path):
     config = configured(tmp_path / "run", {"a": 1.0, "b": 1.0}, "from_data")
     carried = [replace(one, prompt=(Message("user", ("Say: ", "")),)) for one in QUESTIONS]
