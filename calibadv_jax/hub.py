@@ -15,7 +15,7 @@ from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import constants
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is the HTTP client's
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
@@ -190,7 +190,7 @@ def _errors(repository: str, kind: str, revision: str) -> Iterator[None]:
         ) from error
     except OfflineModeIsEnabled as error:
         raise _offline(place) from error
-    except HTTPError as error:  # of the HTTP client, which is not the same one in all versions
+    except HTTPError as error:
         if not isinstance(error, HfHubHTTPError):
             raise _offline(place) from error
         raise UserError(f"{place}: cannot be downloaded: {_short(error)}; try again later") from error
