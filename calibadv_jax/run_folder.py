@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,8 @@ def _check_resume(
         ]
         say(table(rows, ["changed since the last start", "then", "now", ""]))
     if refused:
+        keys = known_keys().keys() | identity.keys()
+        refused = list(dict.fromkeys(_known(name, keys) for name in refused))
         raise UserError(
             f"run.dir={folder} holds another experiment: {', '.join(refused)} changed (table above); choose"
             f" another run.dir, or accept it: checkpoint.allow_change=[{', '.join(refused)}]"
@@ -176,6 +178,13 @@ def is_binding(name: str, config: Config) -> bool:
     if name == "learner.steps":
         return config.learner.optimizer.schedule != "constant"
     return _names(BINDING, name) or not _names(FREE, name)
+
+
+def _known(name: str, keys: Collection[str]) -> str:
+    """The key that `name` is, or is an entry of: data.weights of data.weights.nq."""
+    while name not in keys:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _names(keys: Sequence[str], name: str) -> bool:

@@ -135,6 +135,15 @@ def test_what_changes_no_result_is_accepted_and_shown(run, override):
     assert run(override) == ""
 
 
+def test_other_weights_of_a_mixture_are_another_experiment_under_a_key_that_can_be_allowed(run):
+    with_checkpoint(run)
+    with pytest.raises(UserError, match=r"data.weights changed.*checkpoint.allow_change=\[data.weights\]"):
+        run("data.weights={nq: 2, popqa: 1}")
+    assert "data.weights.nq" in run(
+        "data.weights={nq: 2, popqa: 1}", "checkpoint.allow_change=[data.weights]"
+    )
+
+
 def test_more_steps_at_a_constant_learning_rate_are_the_same_run(run):
     (run.folder.parent / "config.yaml").write_text("learner: {steps: 10, optimizer: {schedule: constant}}\n")
     with_checkpoint(run)
