@@ -298,6 +298,15 @@ def test_a_bad_row_is_named_with_its_key(tmp_path, good, change, message, name, 
     assert "\n" not in str(caught.value)
 
 
+def test_the_large_columns_of_a_parquet_file_are_known_but_not_read(tmp_path):
+    unread = {"supporting_facts": ["a"], "evidences": ["b"], "context": ["c"]}
+    row = {"id": "1", "question": "x", "answer": "y"}
+    path = write(tmp_path / "q.parquet", row | unread)
+    ((_, found),) = files.read_rows(path)
+    assert found == row | dict.fromkeys(unread)
+    assert load_questions(path)[0].data_source == "2wikimultihopqa", "their names tell the layout"
+
+
 def test_rows_of_no_known_layout_are_refused_with_their_keys(tmp_path):
     with pytest.raises(
         UserError, match="q.jsonl:1: no known layout: the keys are text, n; give every row 'id'"
