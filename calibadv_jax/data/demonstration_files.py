@@ -133,7 +133,7 @@ def _parse_chat(row: Mapping[str, Any], key: str, where: str) -> Demonstration:
     asked = _asked(row, messages[:begin], key, where)
     action = parse_turn(turns[-1].text, prepend_think=False, stop_reason="eos")
     question = {
-        "id": row.get("id", where),
+        "id": where if row.get("id") is None else row["id"],
         "question": asked,
         "golden_answers": row.get("golden_answers") or [action.answer or action.query or asked],
         "data_source": row.get("data_source") or "demonstrations",

@@ -138,8 +138,9 @@ def _musique(row: Row, where: str) -> Fields:
     if row.get("answerable") is False:
         raise NoAnswer(f"{where}: key 'answerable' is false; remove the row (calibadv prepare-data does)")
     answers = texts(row.get("answer"), where, "answer")
-    aliases = [one for one in row.get("answer_aliases") or [] if str(one).strip()]
-    return Fields(_id(row), row.get("question"), texts([*answers, *aliases], where, "answer_aliases"))
+    aliases = row.get("answer_aliases") or []
+    found = texts([*answers, *(aliases if isinstance(aliases, list) else [aliases])], where, "answer_aliases")
+    return Fields(_id(row), row.get("question"), found)
 
 
 def _trivia(row: Row, where: str) -> Fields:

@@ -73,7 +73,13 @@ def read_questions(path: Path, source: str) -> Iterator[tuple[str, Question | No
 
 
 def _as_ours(row: dict[str, Any], layout: Layout, where: str, source: str, place: str) -> dict[str, Any]:
-    fields = layout.read(row, where)
+    try:
+        fields = layout.read(row, where)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{where}: a value is not what {layout.name} has there ({type(error).__name__}: {error}); correct"
+            " the row"
+        ) from error
     source = fields.data_source or layout.source or source
     name = place if fields.id is None else fields.id
     if isinstance(name, str | int) and not isinstance(name, bool):

@@ -8,8 +8,11 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from calibadv_jax.data import files
+from calibadv_jax.data.layouts import LAYOUTS
 from calibadv_jax.data.questions import load_questions, question_row, write_questions
 from calibadv_jax.errors import UserError
 from calibadv_jax.trajectory import Message
@@ -305,6 +308,32 @@ def test_the_large_columns_of_a_parquet_file_are_known_but_not_read(tmp_path):
     ((_, found),) = files.read_rows(path)
     assert found == row | dict.fromkeys(unread)
     assert load_questions(path)[0].data_source == "2wikimultihopqa", "their names tell the layout"
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["target", "value", "aliases", "text", "content", "role"]), inner)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=150)
+@given(layout=st.sampled_from(LAYOUTS), values=st.lists(VALUES, min_size=14, max_size=14))
+def test_whatever_a_row_holds_it_is_a_question_or_one_line(tmp_path_factory, layout, values):
+    optional = ("id", "prompt", "answer", "answer_aliases", "extra_info", "supporting_ids", "answerable")
+    row = dict(zip(sorted({*layout.keys, *optional}), values, strict=False))
+    path = tmp_path_factory.getbasetemp() / "hostile.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    try:
+        (question,) = load_questions(path)
+    except UserError as error:
+        assert str(error).startswith(f"{path}:1: ") and "\n" not in str(error)
+    else:
+        assert question.text.strip() and all(answer.strip() for answer in question.golden_answers)
 
 
 def test_rows_of_no_known_layout_are_refused_with_their_keys(tmp_path):
