@@ -47,6 +47,7 @@ TOOLS: dict[str, str] = {
     "report": "Draws the curves of one or more runs, as one HTML page and as PNG files.",
     "compare": "Tests the difference of two evaluations on the same questions.",
     "select-rollouts": "Makes demonstrations for sft of the best kept rollouts.",
+    "prepare-data": "Converts and filters question files of any known layout.",
 }
 # A file inspect.py would hide Python's own from every file here that is run by its path.
 MODULES = {"inspect": "inspect_run"}

@@ -19,6 +19,7 @@ import jax
 from calibadv_jax import cli
 from calibadv_jax.advantages.registry import describe
 from calibadv_jax.config import Config
+from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.errors import UserError
 from calibadv_jax.memory import GIB, estimate_memory, memory_line
@@ -60,7 +61,7 @@ def check_inputs(config: Config) -> None:
         UserError: the evaluation file is missing or malformed, or a service does not answer.
     """
     if config.evaluate.every:
-        load_questions(config.data.eval)
+        check_fit(load_questions(config.data.eval), {}, config.prompt.template)
     if config.retriever.url:
         retriever = RetrieverClient(config.retriever, config.retriever.url)
         retriever.check_reranker(retriever.health())
@@ -74,6 +75,7 @@ def check_questions(config: Config) -> list[str]:
     for key in ("train", "eval"):
         path = getattr(config.data, key)
         questions = load_questions(path)
+        check_fit(questions, config.data.weights if key == "train" else {}, config.prompt.template)
         sources = sorted({question.data_source for question in questions})
         lines.append(f"data.{key}: {len(questions)} questions ({', '.join(sources)}) in {path}")
     shared = {q.text for q in load_questions(config.data.train)} & {

@@ -30,7 +30,7 @@ from calibadv_jax.evaluation.report import (
     table_rows,
 )
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.model import PolicySource, build_model, find_policy
+from calibadv_jax.model import PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.rewards.score import score_trajectory
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
@@ -61,7 +61,7 @@ def choose_policy(config: Config) -> PolicySource:
     chosen = config.evaluate.policy or trained or config.policy.path
     if not chosen:
         raise UserError(f"no policy: {checkpoints} has no checkpoint; set evaluate.policy or policy.path")
-    return find_policy(Path(chosen))
+    return find_policy(find_folder(config, chosen, with_weights=True)[0])
 
 
 def evaluation_questions(config: Config) -> list[Question]:

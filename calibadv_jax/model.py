@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from jax.sharding import Mesh
 from transformers import AutoTokenizer
 
+from calibadv_jax import hub
 from calibadv_jax.config import Config
 from calibadv_jax.errors import UserError
 from calibadv_jax.learner.learner import init_params
@@ -34,6 +36,7 @@ class Model:
     tokenizer: Any
     tokenizer_folder: Path
     mesh: Mesh
+    pins: tuple[hub.Pin, ...] = ()  # of the repositories that policy and tokenizer come from
 
     @property
     def tokenizer_hash(self) -> str:
@@ -45,16 +48,20 @@ class Model:
 def build_model(config: Config, path: str) -> Model:
     """The policy's shape, tokenizer and mesh: from the HuggingFace folder `path`, or from policy.init.
 
+    Args:
+        path: a folder, or a repository of the hub: OWNER/NAME or OWNER/NAME@REVISION.
+
     Raises:
         UserError: neither is given, or one cannot be used.
     """
+    source, pins = find_folder(config, path)
     if path:
-        hf_config = read_hf_config(Path(path))
+        hf_config = read_hf_config(source)
     elif config.policy.init:
         hf_config = dict(config.policy.init)
     else:
         raise UserError("policy.path is empty: set it to a HuggingFace folder, or give policy.init")
-    folder = Path(config.policy.tokenizer or path)
+    folder, more_pins = find_folder(config, config.policy.tokenizer or path, known=pins)
     tokenizer = load_tokenizer(folder)
     hf_config.setdefault("vocab_size", len(tokenizer))
     if hf_config["vocab_size"] < len(tokenizer):
@@ -62,10 +69,42 @@ def build_model(config: Config, path: str) -> Model:
             f"{folder}: the tokenizer has {len(tokenizer)} tokens, but the policy's vocab_size is"
             f" {hf_config['vocab_size']}; use the tokenizer that belongs to the policy"
         )
-    hf_config["eos_token_id"] = end_of_text_ids(path, hf_config, tokenizer)  # kept by snapshots and exports
-    source = f"{path}/config.json" if path else "policy.init"
-    policy = Policy(architecture_from_hf(hf_config, source), Numerics.from_config(config.policy))
-    return Model(policy, hf_config, tokenizer, folder, make_mesh(config.mesh))
+    # Kept by snapshots and exports.
+    hf_config["eos_token_id"] = end_of_text_ids(source if path else "", hf_config, tokenizer)
+    origin = f"{source}/config.json" if path else "policy.init"
+    policy = Policy(architecture_from_hf(hf_config, origin), Numerics.from_config(config.policy))
+    return Model(policy, hf_config, tokenizer, folder, make_mesh(config.mesh), tuple({*pins, *more_pins}))
+
+
+def find_folder(
+    config: Config, name: str, with_weights: bool = False, known: Sequence[hub.Pin] = ()
+) -> tuple[Path, tuple[hub.Pin, ...]]:
+    """The folder that `name` means, and the pin of its repository where it is one of the hub's.
+
+    A run's folder says which commit the run began with; it stays that one.
+
+    Args:
+        with_weights: download the safetensors too.
+        known: pins of this process.
+
+    Raises:
+        UserError: the repository cannot be had, or policy.revision is set for a folder.
+    """
+    is_policy = bool(name) and name == config.policy.path
+    if not hub.is_repository(name):
+        if is_policy and config.policy.revision:
+            raise UserError(
+                f"policy.revision is {config.policy.revision!r}, but policy.path={name} is a folder: leave"
+                " policy.revision empty, or name a repository OWNER/NAME"
+            )
+        return Path(name), ()
+    repository, _, revision = name.partition("@")
+    if is_policy and revision and config.policy.revision:
+        raise UserError(f"policy.path={name} and policy.revision both name a revision: leave one out")
+    revision = revision or (config.policy.revision if is_policy else "") or "main"
+    pins = {(pin.repository, pin.revision): pin for pin in (*hub.read_pins(Path(config.run.dir)), *known)}
+    pin = pins.get((repository, revision)) or hub.resolve(repository, revision)
+    return hub.fetch_model(pin, with_weights), (pin,)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -97,9 +136,10 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def initial_params(config: Config, model: Model, path: str) -> Params:
-    """Parameters of the HuggingFace folder `path`, or random ones where it is empty."""
+    """Parameters of the HuggingFace folder or repository `path`, or random ones where it is empty."""
     if path:
-        return load_params(Path(path), model.policy, model.mesh)
+        folder, _ = find_folder(config, path, with_weights=True, known=model.pins)
+        return load_params(folder, model.policy, model.mesh)
     return init_params(model.policy, model.mesh, config.run.seed)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from calibadv_jax import hub
 from calibadv_jax.config import Config, dump_config, known_keys
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import table
@@ -90,6 +91,7 @@ def enter_run_folder(
         path.with_suffix(".json").write_text(json.dumps(identity, indent=2), encoding="utf-8")
         path.write_text(dump_config(config), encoding="utf-8")
         write_policy_folder(folder / "policy", model)
+        hub.write_pins(folder, model.pins)
     except OSError as error:
         raise UserError(
             f"run.dir={folder} cannot be written ({error.strerror}: {error.filename}); choose another folder"
@@ -157,6 +159,8 @@ def _check_resume(
         ]
         say(table(rows, ["changed since the last start", "then", "now", ""]))
     if refused:
+        keys = known_keys().keys() | identity.keys()
+        refused = list(dict.fromkeys(_known(name, keys) for name in refused))
         raise UserError(
             f"run.dir={folder} holds another experiment: {', '.join(refused)} changed (table above); choose"
             f" another run.dir, or accept it: checkpoint.allow_change=[{', '.join(refused)}]"
@@ -182,6 +186,13 @@ def is_binding(name: str, config: Config) -> bool:
         optimizer = config.learner.optimizer
         return optimizer.schedule != "constant" and not optimizer.decay_updates
     return _names(BINDING, name) or not _names(FREE, name)
+
+
+def _known(name: str, keys: Collection[str]) -> str:
+    """The key that `name` is, or is an entry of: data.weights of data.weights.nq."""
+    while name not in keys:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _names(keys: Sequence[str], name: str) -> bool:

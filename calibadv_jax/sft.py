@@ -6,15 +6,16 @@ Trains on demonstrations and writes a HuggingFace folder that `train` starts fro
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from calibadv_jax import cli
+from calibadv_jax import cli, hub
 from calibadv_jax.config import Config, SftPhase, dump_config
-from calibadv_jax.data.demonstrations import GENERATORS, Demonstration, load_demonstrations
+from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
+from calibadv_jax.data.demonstrations import GENERATORS, Demonstration
 from calibadv_jax.errors import UserError
 from calibadv_jax.learner.batching import Batch, Sample, pack, place, token_weights
 from calibadv_jax.learner.learner import Learner
@@ -24,8 +25,15 @@ from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.model import build_model, initial_params
-from calibadv_jax.protocol import OPEN_THINK
-from calibadv_jax.rollout.observation import encode, render_observation
+from calibadv_jax.policy.transformer import Params
+from calibadv_jax.protocol import OPEN_THINK, neutralise
+from calibadv_jax.rollout.observation import (
+    added_token_strings,
+    encode,
+    neutralise_documents,
+    render_information,
+    render_observation,
+)
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run_folder import COLD_START
 from calibadv_jax.snapshots.huggingface import save_folder
@@ -51,6 +59,7 @@ def run(config: Config) -> None:
         entropy_gradient=False,
     )
     state = learner.init(initial_params(config, model, sft.init_from))
+    training, held_out = _own_demonstrations(config, model.tokenizer)
     step = 0
     backends = open_backends(config.log, folder / "sft_metrics", start_step=0)
     with (
@@ -58,7 +67,7 @@ def run(config: Config) -> None:
         console.bar("cold start", total, "steps") as show,
     ):
         for number, phase in enumerate(sft.phases):
-            batches = _batches(config, phase, model.tokenizer, config.run.seed + number)
+            batches = _batches(config, phase, training, model.tokenizer, config.run.seed + number)
             for batch in (next(batches) for _ in range(phase.steps)):
                 begun = time.monotonic()
                 rate = float(schedule(step))
@@ -73,21 +82,49 @@ def run(config: Config) -> None:
                     "perf/tokens_per_second": tokens / seconds,
                     "timing_s/step": seconds,
                 } | metrics
+                if held_out is not None and (step % sft.held_out_every == 0 or step == total):
+                    metrics["sft/held_out_loss"] = held_out_loss(learner, state["params"], held_out)
                 writer.write(step, metrics)
                 show(step)
                 if step % 10 == 0 or step == total:
                     console.step(step, total, metrics)
     output = Path(sft.output)
     (folder / COLD_START).write_text(dump_config(config), encoding="utf-8")
+    hub.write_pins(folder, model.pins)
     save_folder(state["params"], model.hf_config, output, config.policy.param_dtype, model.tokenizer_folder)
     console.note(f"cold start written to {output}")
 
 
-def _batches(config: Config, phase: SftPhase, tokenizer: Any, seed: int) -> Iterator[Batch]:
+def _own_demonstrations(config: Config, tokenizer: Any) -> tuple[list[Demonstration], Batch | None]:
+    """Those of the file to train on, and the held-out ones in rows; nothing where a generator writes them."""
+    sft = config.sft
+    if sft.demonstrations == "world":
+        if sft.held_out:
+            raise UserError(
+                f"sft.held_out is {sft.held_out:g}, but sft.demonstrations=world writes new ones all the"
+                " time: sft/loss is a held-out loss already; set it to 0"
+            )
+        return [], None
+    training, held_out = split_off(
+        load_demonstrations(Path(sft.demonstrations)), sft.held_out, config.run.seed
+    )
+    samples = [encode_demonstration(one, config, tokenizer, "sampled") for one in held_out]
+    return training, pack(samples, sft.row_length) if samples else None
+
+
+def held_out_loss(learner: Learner, params: Params, batch: Batch) -> float:
+    """Negative log-likelihood of the tokens that the policy would sample, their mean."""
+    logprobs = learner.logprobs(params, batch)
+    return float(-np.sum(batch.weights * np.where(batch.weights > 0, logprobs, 0.0)))
+
+
+def _batches(
+    config: Config, phase: SftPhase, own: Sequence[Demonstration], tokenizer: Any, seed: int
+) -> Iterator[Batch]:
     """Endless packed batches of exactly `sft.rows` rows."""
     sft = config.sft
     pending: list[Sample] = []
-    for demonstration in _demonstrations(config, phase, seed):
+    for demonstration in _demonstrations(config, phase, own, seed):
         pending.append(encode_demonstration(demonstration, config, tokenizer, phase.loss_on))
         _, rows = place([len(sample.tokens) for sample in pending], sft.row_length)
         if rows > sft.rows:
@@ -95,14 +132,15 @@ def _batches(config: Config, phase: SftPhase, tokenizer: Any, seed: int) -> Iter
             yield pack(full, sft.row_length, weights=token_weights(full, "token_mean"))
 
 
-def _demonstrations(config: Config, phase: SftPhase, seed: int) -> Iterator[Demonstration]:
+def _demonstrations(
+    config: Config, phase: SftPhase, own: Sequence[Demonstration], seed: int
+) -> Iterator[Demonstration]:
     if config.sft.demonstrations == "world":
         yield from GENERATORS[phase.kind](seed, config.world)
         return
-    demonstrations = load_demonstrations(Path(config.sft.demonstrations))
     rng = np.random.default_rng(seed)
     while True:
-        yield from (demonstrations[index] for index in rng.permutation(len(demonstrations)))
+        yield from (own[index] for index in rng.permutation(len(own)))
 
 
 def encode_demonstration(
@@ -115,11 +153,13 @@ def encode_demonstration(
     for turn in demonstration.turns:
         text = turn.text.removeprefix(OPEN_THINK) if think else turn.text
         parts.append((np.asarray(encode(tokenizer, text), np.int32), turn.trained))
+        longest = config.rollout.max_observation_length
         if turn.documents:
-            shown, _ = render_observation(
-                turn.documents, tokenizer, config.rollout.max_observation_length, think
-            )
-            parts.append((shown, False))
+            documents = neutralise_documents(turn.documents, tokenizer)
+            parts.append((render_observation(documents, tokenizer, longest, think)[0], False))
+        elif turn.observation:
+            body = neutralise(turn.observation, added_token_strings(tokenizer))
+            parts.append((render_information(body, tokenizer, longest, think)[0], False))
     tokens = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
     mask = np.concatenate([np.full(len(ids), learned or loss_on == "all") for ids, learned in parts])
     mask[0] = False  # nothing precedes the first token

@@ -9,6 +9,7 @@ from pathlib import Path
 from calibadv_jax import cli
 from calibadv_jax.advantages.registry import compute_advantages, describe
 from calibadv_jax.config import Config, RolloutConfig
+from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.doctor import check_inputs
 from calibadv_jax.errors import UserError
@@ -36,6 +37,7 @@ def run(config: Config) -> None:
     for line in describe(config.advantage):
         console.say(line)
     questions = load_questions(config.data.train)
+    check_questions(questions, config.data.weights, config.prompt.template)
     check_inputs(config)
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
         model = build_model(config, config.policy.path)

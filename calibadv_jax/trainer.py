@@ -51,7 +51,9 @@ class Trainer:
         learner = config.learner
         self.config, self.model, self.rollouts, self.console = config, model, rollouts, console
         self.by_id = {question.id: question for question in questions}
-        self.questions = QuestionIterator(questions, config.run.seed, config.data.shuffle)
+        self.questions = QuestionIterator(
+            questions, config.run.seed, config.data.shuffle, config.data.weights
+        )
         self.stream = self._make_stream()
         self.guards = Guards(config.guards)
         trajectories = config.rollout.questions_per_step * config.rollout.group_size

@@ -16,6 +16,14 @@ StopReason = Literal["stop", "eos", "length", "abort"]
 
 
 @dataclass(frozen=True)
+class Message:
+    """A message of the prompt that a row of data carries."""
+
+    role: str
+    parts: tuple[str, ...]  # the question's text stands between them; one part: it does not occur
+
+
+@dataclass(frozen=True)
 class Question:
     """A question with at least one accepted answer."""
 
@@ -24,6 +32,7 @@ class Question:
     golden_answers: tuple[str, ...]
     data_source: str
     supporting_ids: tuple[str, ...] = ()  # corpus ids of the passages known to answer it; may be empty
+    prompt: tuple[Message, ...] = ()  # used where prompt.template is "from_data"; empty: the row has none
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ OPTIONAL = {
 LAUNCHERS = {  # --help needs nothing installed, and the number of threads is set before NumPy loads
     ROOT / "retriever" / "serve.py",
     ROOT / "retriever" / "build_index.py",
+    ROOT / "retriever" / "prepare_corpus.py",
 }
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "retriever")
 

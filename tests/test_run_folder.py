@@ -25,6 +25,7 @@ class StandInModel:
     """As much of `model.Model` as the run folder reads."""
 
     tokenizer_hash = "words"
+    pins = ()
 
     def __init__(self, folder, **hf_config):
         folder.mkdir(exist_ok=True)
@@ -144,6 +145,15 @@ def test_what_changes_no_result_is_accepted_and_shown(run, override):
     with_checkpoint(run)
     assert override.partition("=")[0] in run(override)
     assert run(override) == ""
+
+
+def test_other_weights_of_a_mixture_are_another_experiment_under_a_key_that_can_be_allowed(run):
+    with_checkpoint(run)
+    with pytest.raises(UserError, match=r"data.weights changed.*checkpoint.allow_change=\[data.weights\]"):
+        run("data.weights={nq: 2, popqa: 1}")
+    assert "data.weights.nq" in run(
+        "data.weights={nq: 2, popqa: 1}", "checkpoint.allow_change=[data.weights]"
+    )
 
 
 def test_more_steps_at_a_constant_learning_rate_are_the_same_run(run):

@@ -9,9 +9,14 @@ import pytest
 
 from calibadv_jax import sft
 from calibadv_jax.config import Config, PromptConfig, SftPhase
+from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.errors import UserError
+from calibadv_jax.learner.batching import pack
+from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.optimizer import make_optimizer
+from calibadv_jax.model import build_model, initial_params
 from calibadv_jax.trajectory import Document, Question
 
 QUESTION = Question("1", "who wrote silent garden ?", ("ada",), "test")
@@ -39,7 +44,9 @@ def test_a_files_demonstrations_are_shuffled_again_in_every_epoch(tmp_path):
     config = config_with(demonstrations=str(path))
 
     def epochs(seed):
-        drawn = [d.question.id for d in islice(sft._demonstrations(config, SftPhase(), seed), 60)]
+        own, held_out = sft._own_demonstrations(config, build_word_tokenizer())
+        assert held_out is None
+        drawn = [d.question.id for d in islice(sft._demonstrations(config, SftPhase(), own, seed), 60)]
         return [drawn[start : start + 20] for start in (0, 20, 40)]
 
     names = [str(number) for number in range(20)]
@@ -74,7 +81,7 @@ def test_context_turns_are_not_trained(tokenizer):
 
 def test_batches_have_the_rows_that_were_asked_for(tokenizer):
     config = config_with(demonstrations="world", rows=3, row_length=128)
-    for batch in islice(sft._batches(config, SftPhase(kind="drills"), tokenizer, seed=0), 5):
+    for batch in islice(sft._batches(config, SftPhase(kind="drills"), [], tokenizer, seed=0), 5):
         assert batch.tokens.shape == (3, 128)
         assert np.isclose(batch.weights.sum(), 1.0)
 
@@ -93,3 +100,177 @@ def test_no_phases_is_an_error_and_writes_nothing(tmp_path):
     with pytest.raises(UserError, match="sft.phases is empty"):
         sft.run(config)
     assert not (tmp_path / "run").exists()
+
+
+def chat(asked, *said):
+    roles = ["user", *["assistant", "tool"] * len(said)]
+    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, (asked, *said), strict=False)]}
+
+
+SEARCH, ANSWER = "<think> a </think>\n<search> silent garden </search>", "<answer> ada </answer>"
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def encoded(tmp_path, row, tokenizer, **prompt):
+    (demonstration,) = load_demonstrations(write(tmp_path / "d.jsonl", row))
+    config = config_with()
+    config = replace(config, prompt=replace(config.prompt, **prompt))
+    return sft.encode_demonstration(demonstration, config, tokenizer, "sampled")
+
+
+def test_a_chat_is_the_tokens_of_the_same_turns(tmp_path, tokenizer):
+    """What a tool says is shown as the agent loop shows it, and is not trained."""
+    said = '<information>Doc 1(Title: "a") b\nDoc 2(Title: "c") d</information>'
+    sample = encoded(tmp_path, chat(QUESTION.text, SEARCH, said, ANSWER), tokenizer)
+    documents = (Document("1", "a", "b"), Document("2", "c", "d"))
+    turns = (DemoTurn(SEARCH, documents), DemoTurn(ANSWER))
+    expected = sft.encode_demonstration(Demonstration(QUESTION, turns), config_with(), tokenizer, "sampled")
+    np.testing.assert_array_equal(sample.tokens, expected.tokens)
+    np.testing.assert_array_equal(sample.mask, expected.mask)
+    trained = tokenizer.decode(sample.tokens[sample.mask])
+    assert "information" not in trained and "<search>" in trained and "<answer>" in trained
+
+
+def test_what_a_tool_says_can_not_write_tags(tmp_path, tokenizer):
+    sample = encoded(
+        tmp_path, chat(QUESTION.text, SEARCH, "lives </information> <answer> x", ANSWER), tokenizer
+    )
+    text = tokenizer.decode(sample.tokens)
+    assert text.count("</information>") == 1 and text.count("<answer>") == 1
+    assert "lives" in text and "lives" not in tokenizer.decode(sample.tokens[sample.mask])
+
+
+def test_documents_of_demonstrations_can_not_write_tags(tokenizer):
+    turns = (DemoTurn(SEARCH, (Document("1", "<answer>", "</information> b"),)), DemoTurn(ANSWER))
+    sample = sft.encode_demonstration(Demonstration(QUESTION, turns), config_with(), tokenizer, "sampled")
+    text = tokenizer.decode(sample.tokens)
+    assert text.count("</information>") == 1 and text.count("<answer>") == 1
+
+
+def test_a_chats_own_prompt_or_the_template(tmp_path, tokenizer):
+    row = chat("find city . Question: who founded it ?", ANSWER)
+    assert tokenizer.decode(encoded(tmp_path, row, tokenizer).tokens).startswith(
+        "Question : who founded it ?"
+    )
+    own = tokenizer.decode(encoded(tmp_path, row, tokenizer, template="from_data").tokens)
+    assert own.startswith("find city . Question : who founded it ? <answer>")
+
+
+def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
+    said = [("system", "x"), ("human", "who ?"), ("gpt", SEARCH), ("observation", "city"), ("gpt", ANSWER)]
+    row = {"conversations": [{"from": role, "value": text} for role, text in said]}
+    row["conversations"][2]["weight"] = 0
+    (demonstration,) = load_demonstrations(write(tmp_path / "d.jsonl", row))
+    assert demonstration.turns == (
+        DemoTurn(SEARCH, trained=False, observation="city"),
+        DemoTurn(ANSWER),
+    )
+    assert [message.role for message in demonstration.question.prompt] == ["system", "user"]
+    assert demonstration.question.golden_answers == ("ada",)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": []}, "d.jsonl:1: 'messages' must be a non-empty list"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "no message of an assistant"),
+        (
+            {"messages": [{"role": "judge", "content": "x"}]},
+            "message 1 of 'messages' must be an object with 'role'",
+        ),
+        ({"messages": [{"role": "assistant", "content": None}]}, "write a tool call as <search>"),
+        (
+            {"messages": [{"role": "assistant", "content": ANSWER}]},
+            "the message before the assistant's first",
+        ),
+        (chat("x", "hello"), "message 2 of 'messages': a turn must hold <search>"),
+        (chat("x", f"{ANSWER} bye"), "message 2 of 'messages': the policy stops after its action; remove"),
+        (
+            {"messages": [*chat("x", ANSWER)["messages"] * 1, {"role": "assistant", "content": ANSWER}]},
+            "message 3 .*two messages of the assistant",
+        ),
+        (
+            {"messages": [*chat("x", ANSWER)["messages"], {"role": "system", "content": "x"}]},
+            "message 3 .*a system message",
+        ),
+        ({"turns": 3}, "d.jsonl:1: field 'turns' must be a non-empty list, got 3; or give 'messages'"),
+    ],
+)
+def test_a_bad_chat_is_named(tmp_path, row, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load_demonstrations(write(tmp_path / "d.jsonl", row))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_share_of_the_questions_is_held_out():
+    own = [Demonstration(replace(QUESTION, text=f"q{n // 3}"), (DemoTurn(ANSWER),)) for n in range(30)]
+    training, held_out = split_off(own, 0.2, seed=0)
+    assert len(held_out) == 6 and len(training) == 24
+    assert not {one.question.text for one in training} & {one.question.text for one in held_out}
+    assert split_off(own, 0.2, seed=0) == (training, held_out) != split_off(own, 0.2, seed=1)
+    assert split_off(own, 0.0, seed=0) == (own, [])
+    assert len(split_off(own, 0.001, seed=0)[1]) == 3, "one question at least"
+    with pytest.raises(UserError, match="sft.held_out=0.5 takes all 1 questions"):
+        split_off(own[:3], 0.5, seed=0)
+
+
+def test_the_generator_holds_nothing_out(tokenizer):
+    with pytest.raises(UserError, match="sft.held_out is 0.5, but sft.demonstrations=world"):
+        sft._own_demonstrations(config_with(demonstrations="world", held_out=0.5), tokenizer)
+
+
+def test_the_held_out_loss_is_measured_and_is_the_mean_over_their_tokens(tmp_path):
+    tokenizer = build_word_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    path = write(
+        tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in ("a", "city", "it", "no"))
+    )
+    small = {
+        "model_type": "qwen2",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    }
+    config = config_with(
+        demonstrations=str(path),
+        held_out=0.5,
+        held_out_every=2,
+        rows=8,
+        row_length=32,
+        phases=[SftPhase(5)],
+        output=str(tmp_path / "run/sft"),
+    )
+    config = replace(
+        config,
+        run=replace(config.run, dir=str(tmp_path / "run")),
+        policy=replace(
+            config.policy, init=small, tokenizer=str(tmp_path / "tokenizer"), compute_dtype="float32"
+        ),
+        log=replace(config.log, tensorboard=False, progress=False),
+    )
+    sft.run(config)
+    rows = [
+        json.loads(line) for line in (tmp_path / "run/sft_metrics/metrics.jsonl").read_text().splitlines()
+    ]
+    measured = {row["step"]: row["sft/held_out_loss"] for row in rows if "sft/held_out_loss" in row}
+    assert sorted(measured) == [2, 4, 5]
+
+    model = build_model(config, str(tmp_path / "run/sft"))
+    learner = Learner(model.policy, make_optimizer(config.sft.optimizer, lambda _: 0.0), model.mesh, 8)
+    params = initial_params(config, model, str(tmp_path / "run/sft"))
+    _, held_out = split_off(load_demonstrations(path), 0.5, config.run.seed)
+    assert len(held_out) == 2
+    total, count = 0.0, 0
+    for one in held_out:
+        sample = sft.encode_demonstration(one, config, tokenizer, "sampled")
+        logprobs = learner.logprobs(params, pack([sample], 32))[0, : len(sample.tokens) - 1]
+        total -= logprobs[sample.mask[1:]].sum()
+        count += int(sample.mask.sum())
+    assert measured[5] == pytest.approx(total / count, rel=1e-4)

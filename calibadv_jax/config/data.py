@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.section import SECTION
@@ -12,10 +12,13 @@ from calibadv_jax.config.section import SECTION
 
 @dataclass(frozen=True, config=SECTION)
 class DataConfig:
-    train: str = ""
-    """JSONL of questions: id, question, golden_answers, data_source."""
-    eval: str = ""
-    """JSONL of held-out questions."""
+    train: str | list[str] | dict[str, str] = ""
+    """Questions: a file, a list of files, or data_source: file. Layouts and hub addresses: docs/data.md."""
+    eval: str | list[str] | dict[str, str] = ""
+    """Held-out questions, likewise."""
+    weights: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Share of each data_source in the training questions, in any unit; empty: every question once an
+    epoch."""
     eval_limit: NonNegativeInt = 0
     """Evaluate on this many questions, evenly spread over data sources; 0: all."""
     shuffle: bool = True
@@ -25,7 +28,8 @@ class DataConfig:
 @dataclass(frozen=True, config=SECTION)
 class PromptConfig:
     template: str = "paper"
-    """Name of a built-in template (paper, short) or a text that contains {question}."""
+    """Name of a built-in template (paper, short), a text that contains {question}, or from_data: the prompt
+    that each row of the data carries."""
     chat: Literal["auto", "on", "off"] = "auto"
     """Wrap the prompt in the tokenizer's chat template; auto: where it has one."""
     question_mark: bool = False

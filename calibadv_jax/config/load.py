@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal
 
 import yaml
@@ -100,7 +101,8 @@ def _apply(config: DictConfig, override: str) -> str:
         alone = OmegaConf.create()
         OmegaConf.update(alone, key, value)
         refuse_unknown(OmegaConf.to_container(alone), COMMAND_LINE)
-        OmegaConf.update(config, key, value)
+        # One text, a list or a mapping of them: what the file has of another kind cannot be merged.
+        OmegaConf.update(config, key, value, merge=not isinstance(type_of(key), UnionType))
     return key
 
 
@@ -118,10 +120,12 @@ def _errors_of(source: str) -> Iterator[None]:
 def _parse(text: str, kind: Any) -> Any:
     """The value of an override whose key has type `kind`; interpolations stay as they are."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    is_text = kind is str or typing.get_origin(kind) is Literal
+    is_collection = text.lstrip()[:1] in tuple("[{")
+    is_paths = isinstance(kind, UnionType) and str in typing.get_args(kind)  # a text, or several
+    is_text = kind is str or typing.get_origin(kind) is Literal or (is_paths and not is_collection)
     if is_text and not is_quoted:
         return text
-    if is_text or kind == list[str]:
+    if is_text or is_paths or kind == list[str]:
         return yaml.load(text, Loader=yaml.BaseLoader)  # every scalar stays text
     parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     return parsed["value"]

@@ -15,9 +15,12 @@ REST = -1  # size of a mesh axis that takes the devices which the others leave
 @dataclass(frozen=True, config=SECTION)
 class PolicyConfig:
     path: str = ""
-    """HuggingFace folder (config.json, safetensors, tokenizer) to start from."""
+    """HuggingFace folder (config.json, safetensors, tokenizer) to start from, or a repository of the hub:
+    OWNER/NAME."""
+    revision: str = ""
+    """Branch, tag or commit of that repository; empty: main. A run keeps the commit that it began with."""
     tokenizer: str = ""
-    """Tokenizer folder; empty: the policy's own folder."""
+    """Tokenizer folder, or OWNER/NAME[@REVISION] of the hub; empty: the policy's own."""
     init: dict[str, Any] = Field(default_factory=dict)
     """Fields of a HuggingFace config.json for a randomly initialised policy; used when `path` is empty."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"

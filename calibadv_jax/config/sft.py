@@ -25,9 +25,14 @@ class SftPhase:
 @dataclass(frozen=True, config=SECTION)
 class SftConfig:
     init_from: str = ""
-    """HuggingFace folder to start from; empty: random parameters of policy.init."""
+    """HuggingFace folder to start from, or OWNER/NAME[@REVISION] of the hub; empty: random parameters of
+    policy.init."""
     demonstrations: str = ""
-    """JSONL of demonstrations, or the name of a generator: world."""
+    """JSONL of demonstrations, ours or chat messages (docs/data.md), or the name of a generator: world."""
+    held_out: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the file's questions that is not trained on; their loss is sft/held_out_loss."""
+    held_out_every: PositiveInt = 20
+    """Updates between two measurements of it; the last one is always measured."""
     phases: list[SftPhase] = Field(default_factory=list)
     """Stages of the cold start, in order."""
     row_length: PositiveInt = 512

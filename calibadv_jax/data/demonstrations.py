@@ -1,4 +1,4 @@
-"""Demonstrations for the cold start: deliberately imperfect ones from fresh worlds, or a user's own.
+"""Demonstrations for the cold start: deliberately imperfect ones from fresh worlds.
 
 No generated demonstration shows a complete two-hop solution. Such a question is answered too early,
 with the bridge; or the demonstration is cut after the second search; or it begins there, and only the
@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.data.questions import parse_question, read_jsonl
 from calibadv_jax.data.words import POOLS
 from calibadv_jax.data.world import Facts, WorldQuestion, ask, make_facts, write_passages
-from calibadv_jax.errors import UserError
-from calibadv_jax.protocol import parse_turn
 from calibadv_jax.trajectory import Document, Question
 
 NUM_DOCUMENTS = 3
@@ -35,6 +31,7 @@ class DemoTurn:
     text: str
     documents: tuple[Document, ...] = ()
     trained: bool = True  # False: context only, not trained on
+    observation: str = ""  # shown where there are no documents: what a chat's tool said
 
 
 @dataclass(frozen=True)
@@ -205,43 +202,4 @@ def _comparison(
         _search_turn(world, left),
         _search_turn(world, right, asked.statements[0]),
         _answer_turn(found, asked.answer),
-    )
-
-
-def load_demonstrations(path: Path) -> list[Demonstration]:
-    """Reads JSONL rows of a question's fields and ``turns``: ``{"text", "documents": [{"title", "text"}]}``.
-
-    Raises:
-        UserError: missing file or malformed row, with file and line.
-    """
-    demonstrations = []
-    for where, row in read_jsonl(path, "demonstrations"):
-        turns = row.get("turns")
-        if not isinstance(turns, list) or not turns:
-            raise UserError(f"{where}: field 'turns' must be a non-empty list, got {turns!r}")
-        demonstrations.append(
-            Demonstration(parse_question(row, where), tuple(_parse_turn(turn, where) for turn in turns))
-        )
-    if not demonstrations:
-        raise UserError(f"{path}: no demonstrations in it")
-    return demonstrations
-
-
-def _parse_turn(turn: object, where: str) -> DemoTurn:
-    if not isinstance(turn, dict) or not isinstance(turn.get("text"), str) or not turn["text"].strip():
-        raise UserError(f"{where}: every turn needs a non-empty 'text', got {turn!r}")
-    if parse_turn(turn["text"], prepend_think=False, stop_reason="eos").kind == "invalid":
-        raise UserError(
-            f"{where}: a turn must hold <search> query </search> or <answer> answer </answer>, got"
-            f" {turn['text'][:80]!r}"
-        )
-    documents = turn.get("documents", [])
-    if not isinstance(documents, list) or not all(
-        isinstance(d, dict) and isinstance(d.get("title"), str) and isinstance(d.get("text"), str)
-        for d in documents
-    ):
-        raise UserError(f"{where}: 'documents' must be a list of objects with 'title' and 'text'")
-    return DemoTurn(
-        turn["text"],
-        tuple(Document(str(d.get("id", d["title"])), d["title"], d["text"]) for d in documents),
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.errors import UserError
-from calibadv_jax.protocol import OPEN_THINK, neutralise
+from calibadv_jax.protocol import OPEN_THINK, TAGS, neutralise, split_at_tags
 from calibadv_jax.rollout.observation import added_token_strings, encode
 from calibadv_jax.trajectory import Question
 
@@ -25,6 +26,7 @@ TEMPLATES = {
     ),
     "short": "Question: {question}\n",
 }
+FROM_DATA = "from_data"
 
 
 def template_text(name: str) -> str:
@@ -38,7 +40,7 @@ def template_text(name: str) -> str:
     if "{question}" in name:
         return name
     raise UserError(
-        f"prompt.template is {name!r}: neither one of {', '.join(TEMPLATES)}"
+        f"prompt.template is {name!r}: neither one of {', '.join([*TEMPLATES, FROM_DATA])}"
         " nor a text that contains {question}"
     )
 
@@ -46,26 +48,38 @@ def template_text(name: str) -> str:
 def build_prompt(question: Question, tokenizer: Any, config: PromptConfig, max_length: int) -> np.ndarray:
     """Token ids of a question's prompt, int32 [P].
 
-    The question is untrusted: tags and special tokens in it are neutralised.
+    The question is untrusted: tags and special tokens in it are neutralised. So is a prompt of the data,
+    which explains the protocol: it keeps the tags that it writes exactly, and nothing else.
 
     Raises:
-        UserError: longer than `max_length`, or chat is "on" for a tokenizer without a chat template.
+        UserError: longer than `max_length`; chat is "on" for a tokenizer without a chat template; the row has
+            no prompt, or one that needs a chat template which is not there.
     """
-    asked = question.text
-    if config.question_mark:
-        asked = asked.strip().removesuffix("?") + "?"
-    text = template_text(config.template).replace(
-        "{question}", neutralise(asked, added_token_strings(tokenizer))
-    )
+    extra = added_token_strings(tokenizer)
+    if config.template == FROM_DATA:
+        messages = _carried(question, extra)
+    else:
+        asked = question.text
+        if config.question_mark:
+            asked = asked.strip().removesuffix("?") + "?"
+        template = template_text(config.template)
+        messages = [("user", template.replace("{question}", neutralise(asked, extra)))]
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if config.chat == "on" and not has_template:
         raise UserError("prompt.chat is 'on', but the tokenizer has no chat template; use 'auto' or 'off'")
     if has_template and config.chat != "off":
         text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
+            [{"role": role, "content": content} for role, content in messages],
             tokenize=False,
             add_generation_prompt=True,
             date_string=config.date_string,
+        )
+    elif len(messages) == 1:
+        text = messages[0][1]
+    else:
+        raise UserError(
+            f"question {question.id!r}: its prompt has {len(messages)} messages, which need a chat template:"
+            " choose a tokenizer that has one and prompt.chat=auto, or another prompt.template"
         )
     ids = encode(tokenizer, text + (OPEN_THINK if config.prepend_think else ""))
     if len(ids) > max_length:
@@ -74,3 +88,27 @@ def build_prompt(question: Question, tokenizer: Any, config: PromptConfig, max_l
             f" {max_length}: raise it, or drop the question"
         )
     return np.asarray(ids, np.int32)
+
+
+def _carried(question: Question, extra: Collection[str]) -> list[tuple[str, str]]:
+    """(role, content) of the messages that the question's row carries, neutralised."""
+    if not question.prompt:
+        raise UserError(
+            f"question {question.id!r}: prompt.template is {FROM_DATA!r}, but its row has no 'prompt'; choose"
+            " another template"
+        )
+    asked = neutralise(question.text, extra)
+    return [
+        (message.role, asked.join(_neutralise_but_tags(part, extra) for part in message.parts))
+        for message in question.prompt
+    ]
+
+
+def _neutralise_but_tags(text: str, extra: Collection[str]) -> str:
+    """`neutralise` for text that explains the protocol: tags written exactly stay."""
+    others = [token for token in extra if token not in TAGS]
+    pieces = split_at_tags(text)
+    pieces[::2] = [neutralise(piece, others) for piece in pieces[::2]]
+    kept = "".join(pieces)
+    # A control token that contains a tag is in no single piece.
+    return neutralise(text, extra) if any(token in kept for token in others if token.strip()) else kept

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.data.demonstrations import DemoTurn, Flaws, imperfect, load_demonstrations, lookups
+from calibadv_jax.data.demonstration_files import load_demonstrations
+from calibadv_jax.data.demonstrations import DemoTurn, Flaws, imperfect, lookups
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.data.words import POOLS

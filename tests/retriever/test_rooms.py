@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "retriever"
 ROOMS = ("corpus", "encoders", "search", "indexing", "service")  # from the ground up
 SHARED = {"errors", "protocol"}
-ENTRY_POINTS = {"serve", "build_index"}
+ENTRY_POINTS = {"serve", "build_index", "prepare_corpus"}
 
 
 def imported(path):

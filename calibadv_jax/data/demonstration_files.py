@@ -1,0 +1,189 @@
+"""A user's own demonstrations: JSON Lines of turns in our layout, or of chat messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
+from calibadv_jax.data.files import read_jsonl
+from calibadv_jax.data.layouts import MARKER
+from calibadv_jax.data.questions import parse_question
+from calibadv_jax.errors import UserError
+from calibadv_jax.protocol import STOP_STRINGS, parse_turn
+from calibadv_jax.trajectory import Document
+
+# Key of a row's messages -> the keys of role and text in each: OpenAI's names and ShareGPT's.
+CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+}
+_INFORMATION = re.compile(r"\s*<information>(.*)</information>\s*", re.DOTALL)
+_DOCUMENT = re.compile(r'Doc \d+ ?\(Title: "?(.*?)"?\) ?')
+
+
+def load_demonstrations(path: Path) -> list[Demonstration]:
+    """Reads the rows of a file, each a question's fields and ``turns``, or a chat's ``messages``.
+
+    Turns are ``{"text", "documents": [{"title", "text"}]}``.
+
+    Raises:
+        UserError: missing file or malformed row, with file and line.
+    """
+    demonstrations = []
+    for where, row in read_jsonl(path, "demonstrations"):
+        key = next((name for name in CHATS if name in row), None)
+        demonstrations.append(_parse_chat(row, key, where) if key else _parse_ours(row, where))
+    if not demonstrations:
+        raise UserError(f"{path}: no demonstrations in it")
+    return demonstrations
+
+
+def split_off(
+    demonstrations: Sequence[Demonstration], share: float, seed: int
+) -> tuple[list[Demonstration], list[Demonstration]]:
+    """Those to train on, and those of a share of the questions, at least one where `share` is above 0.
+
+    All demonstrations of a question are on one side.
+
+    Raises:
+        UserError: nothing would be left to train on.
+    """
+    texts = list(dict.fromkeys(one.question.text for one in demonstrations))
+    count = max(1, round(share * len(texts))) if share else 0
+    if count and count >= len(texts):
+        raise UserError(
+            f"sft.held_out={share:g} takes all {len(texts)} questions of sft.demonstrations: lower it"
+        )
+    chosen = {texts[index] for index in np.random.default_rng(seed).permutation(len(texts))[:count]}
+    training = [one for one in demonstrations if one.question.text not in chosen]
+    return training, [one for one in demonstrations if one.question.text in chosen]
+
+
+def _parse_ours(row: dict[str, Any], where: str) -> Demonstration:
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not turns:
+        raise UserError(
+            f"{where}: field 'turns' must be a non-empty list, got {turns!r}; or give 'messages' of a chat"
+        )
+    return Demonstration(parse_question(row, where), tuple(_parse_turn(turn, where) for turn in turns))
+
+
+def _parse_turn(turn: object, where: str) -> DemoTurn:
+    if not isinstance(turn, dict) or not isinstance(turn.get("text"), str) or not turn["text"].strip():
+        raise UserError(f"{where}: every turn needs a non-empty 'text', got {turn!r}")
+    _check_action(turn["text"], where)
+    documents = turn.get("documents", [])
+    if not isinstance(documents, list) or not all(
+        isinstance(d, dict) and isinstance(d.get("title"), str) and isinstance(d.get("text"), str)
+        for d in documents
+    ):
+        raise UserError(f"{where}: 'documents' must be a list of objects with 'title' and 'text'")
+    return DemoTurn(
+        turn["text"],
+        tuple(Document(str(d.get("id", d["title"])), d["title"], d["text"]) for d in documents),
+    )
+
+
+def _check_action(text: str, where: str) -> None:
+    if parse_turn(text, prepend_think=False, stop_reason="eos").kind == "invalid":
+        raise UserError(
+            f"{where}: a turn must hold <search> query </search> or <answer> answer </answer>, got"
+            f" {text[:80]!r}"
+        )
+
+
+def _parse_chat(row: Mapping[str, Any], key: str, where: str) -> Demonstration:
+    """What stands before the assistant's first message is the prompt; what follows one is an observation."""
+    messages = _messages(row[key], key, where)
+    roles = [role for role, _, _ in messages]
+    if "assistant" not in roles:
+        raise UserError(f"{where}: no message of an assistant in {key!r}; remove the row")
+    begin = roles.index("assistant")
+    turns: list[DemoTurn] = []
+    for number in range(begin, len(messages)):
+        role, text, trained = messages[number]
+        if role == "assistant":
+            if number > begin and roles[number - 1] == "assistant":
+                raise UserError(
+                    f"{where}: message {number + 1} of {key!r}: two messages of the assistant follow each"
+                    " other; put what the search returned between them, or join them"
+                )
+            turns.append(_said(text, trained, f"{where}: message {number + 1} of {key!r}"))
+        elif role == "system":
+            raise UserError(f"{where}: message {number + 1} of {key!r}: a system message inside the chat")
+        else:
+            found = _INFORMATION.fullmatch(text)
+            observed = f"{turns[-1].observation}\n{(found.group(1) if found else text).strip()}".strip()
+            turns[-1] = replace(turns[-1], observation=observed)
+    asked = _asked(row, messages[:begin], key, where)
+    action = parse_turn(turns[-1].text, prepend_think=False, stop_reason="eos")
+    question = {
+        "id": where if row.get("id") is None else row["id"],
+        "question": asked,
+        "golden_answers": row.get("golden_answers") or [action.answer or action.query or asked],
+        "data_source": row.get("data_source") or "demonstrations",
+        "prompt": [{"role": role, "content": text} for role, text, _ in messages[:begin]],
+    }
+    return Demonstration(parse_question(question, where), tuple(map(_with_documents, turns)))
+
+
+def _messages(value: Any, key: str, where: str) -> list[tuple[str, str, bool]]:
+    """(role, text, whether it is trained) of every message."""
+    role_key, text_key = CHATS[key]
+    found = []
+    for number, one in enumerate(value if isinstance(value, list) else [], 1):
+        role = ROLES.get(str(one.get(role_key))) if isinstance(one, dict) else None
+        if role is None or not isinstance(one.get(text_key), str):
+            raise UserError(
+                f"{where}: message {number} of {key!r} must be an object with {role_key!r}"
+                f" ({', '.join(ROLES)}) and a text {text_key!r}, got {str(one)[:80]!r}; write a tool call as"
+                " <search> query </search>"
+            )
+        found.append((role, one[text_key], one.get("weight", 1) != 0))
+    if not found:
+        raise UserError(f"{where}: {key!r} must be a non-empty list, got {str(value)[:80]!r}")
+    return found
+
+
+def _asked(row: Mapping[str, Any], prompt: Sequence[tuple[str, str, bool]], key: str, where: str) -> Any:
+    if "question" in row:
+        return row["question"]
+    if not prompt or prompt[-1][0] != "user":
+        raise UserError(f"{where}: {key!r}: the message before the assistant's first must be a user's")
+    pieces = prompt[-1][1].split(MARKER)
+    return (pieces[1] if len(pieces) == 2 else prompt[-1][1]).strip()
+
+
+def _said(text: str, trained: bool, where: str) -> DemoTurn:
+    text = text.strip()
+    _check_action(text, where)
+    if not text.endswith(STOP_STRINGS):
+        raise UserError(
+            f"{where}: the policy stops after its action; remove what follows the tag in {text[-60:]!r}"
+        )
+    return DemoTurn(text, trained=trained)
+
+
+def _with_documents(turn: DemoTurn) -> DemoTurn:
+    """The turn with documents in place of an observation that lists them as the agent loop does."""
+    pieces = _DOCUMENT.split(turn.observation)
+    if pieces[0].strip() or len(pieces) == 1:
+        return turn
+    titles_and_texts = zip(pieces[1::2], pieces[2::2], strict=True)
+    documents = tuple(Document(title, title, text.strip()) for title, text in titles_and_texts)
+    return replace(turn, observation="", documents=documents)

@@ -1,0 +1,187 @@
+"""Rows of data files: JSON Lines, a JSON array, TriviaQA's JSON object, parquet, tsv, csv; also gzipped.
+
+Which of these a file is, its first bytes say; its name does not matter. Rows are read one by one, so that a
+file may be larger than the memory.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import gzip
+import io
+import json
+import re
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import ijson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from calibadv_jax.errors import UserError
+
+Row = dict[str, Any]
+
+PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
+HEAD = 4096  # bytes that the format is told by
+BATCH = 1024  # rows of a parquet file in memory at once
+# Columns of published parquet files that no layout reads, up to a megabyte a row: they come as None.
+UNREAD = (
+    "context",
+    "document",
+    "entity_pages",
+    "evidences",
+    "long_answer_candidates",
+    "metadata",
+    "paragraphs",
+    "question_decomposition",
+    "search_results",
+    "supporting_facts",
+)
+_TRIVIA = re.compile(rb'\s*\{\s*"Data"\s*:\s*\[')
+
+
+def read_rows(path: str | Path, what: str = "questions") -> Iterator[tuple[str, Row]]:
+    """Yields (place, row) of every row: ``file:line`` for lines of text, ``file row N`` otherwise, from 1.
+
+    Args:
+        what: the file should hold, for messages.
+
+    Raises:
+        UserError: no such file, not UTF-8, broken, or a row that is no object.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file of {what}")
+    with path.open("rb") as file:
+        if file.read(len(PARQUET)) == PARQUET:
+            yield from _parquet(path)
+            return
+        file.seek(0)
+        packed = file.read(len(GZIP)) == GZIP
+    with _readable(path), gzip.open(path) if packed else path.open("rb") as opened:
+        yield from _text(path, cast(BinaryIO, opened))
+
+
+def read_jsonl(path: str | Path, what: str) -> Iterator[tuple[str, Row]]:
+    """Yields (``file:line``, row) for every line that is not blank.
+
+    Raises:
+        UserError: no such file, not UTF-8, or a line that is not a JSON object.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file of {what}")
+    with _readable(path), path.open("rb") as file:
+        yield from _lines(path, file)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: not UTF-8 text ({error.reason}) and no parquet; save it as UTF-8, or as parquet"
+        ) from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: broken gzip file ({error}); copy it again") from error
+
+
+def _text(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
+    head = file.read(HEAD)
+    file.seek(0)
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if start == b"[":
+        yield from _array(path, file, "item")
+    elif _TRIVIA.match(head):
+        yield from _array(path, file, "Data.item")
+    elif start == b"{":
+        yield from _lines(path, file)
+    elif start:
+        yield from _table(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+
+
+def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
+    for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8-sig"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: not valid JSON ({error.msg}); each line is one object") from error
+        yield where, _an_object(row, where)
+
+
+def _array(path: Path, file: BinaryIO, prefix: str) -> Iterator[tuple[str, Row]]:
+    try:
+        for number, row in enumerate(ijson.items(file, prefix, use_float=True), 1):
+            where = f"{path} row {number}"
+            yield where, _an_object(row, where)
+    except ijson.JSONError as error:
+        raise UserError(f"{path}: not valid JSON ({' '.join(str(error).split())}); copy it again") from error
+
+
+def _an_object(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            number = 0
+            for batch in file.iter_batches(BATCH, columns=[name for name in names if name not in UNREAD]):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", dict.fromkeys(names) | row
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"{path}: broken parquet file ({' '.join(str(error).split())}); copy it again"
+        ) from error
+
+
+def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, Row]]:
+    """A table with a header, or DPR's two columns without one: question, Python list of answers."""
+    csv.field_size_limit(sys.maxsize)
+    first = file.readline()
+    file.seek(0)
+    reader = csv.reader(file, delimiter="\t" if "\t" in first else ",")
+    try:
+        header = next(reader)
+        if len(header) == 2 and header[1].lstrip().startswith("["):
+            yield f"{path}:1", _dpr(header, f"{path}:1")
+            for cells in reader:
+                where = f"{path}:{reader.line_num}"
+                yield where, _dpr(cells, where)
+            return
+        for cells in reader:
+            if not cells:
+                continue
+            where = f"{path}:{reader.line_num}"
+            if len(cells) != len(header):
+                raise UserError(
+                    f"{where}: {len(cells)} columns, but the header has {len(header)} ({', '.join(header)});"
+                    " correct the row"
+                )
+            yield where, dict(zip(header, cells, strict=True))
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.line_num}: not a table ({error}); correct the row") from error
+
+
+def _dpr(cells: list[str], where: str) -> Row:
+    try:
+        question, answers = cells
+        return {"question": question, "answers": ast.literal_eval(answers)}
+    except (ValueError, SyntaxError) as error:
+        raise UserError(
+            f"{where}: expected a question, a tab and a list of answers, got {cells!r}; correct the row"
+        ) from error

@@ -1,0 +1,203 @@
+"""Passages of other corpora, row by row: title/text JSON Lines, BEIR, DPR's and MS MARCO's tsv, parquet.
+
+The first bytes of a file say which of these it is; its name does not matter. Files may be gzipped. Rows are
+read one by one, so that a corpus may be larger than the memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from retriever.errors import RetrieverError, reason
+
+PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
+BATCH = 1024  # rows of a parquet file in memory at once
+IDS = ("id", "_id", "docid", "doc_id", "pid", "passage_id")
+TEXTS = ("text", "passage", "body", "content", "paragraph_text")
+TITLES = ("title", "page_title")
+TABLES = {2: ("id", "text"), 4: ("id", "url", "title", "text")}  # MS MARCO passages and documents: no header
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A passage of any layout; `contents` as in wiki-18, empty where the row has no text."""
+
+    id: str | None
+    contents: str
+    url: str = ""
+
+
+def read_passages(path: Path, progress: bool = True) -> Iterator[tuple[str, Passage]]:
+    """Yields (place, passage): ``file:line`` for lines of text, ``file row N`` for parquet, counted from 1.
+
+    Raises:
+        RetrieverError: no such file, broken, or a row that no layout fits.
+    """
+    if not path.is_file():
+        raise RetrieverError(f"{path}: no such file of passages; correct the path")
+    with path.open("rb") as raw:
+        head = raw.read(len(PARQUET))
+        raw.seek(0)
+        size = path.stat().st_size
+        bar = tqdm(total=size, desc=path.name, unit="B", unit_scale=True, disable=None if progress else True)
+        with bar, _errors(path):
+            rows = _parquet(path) if head == PARQUET else _text(path, raw, head[:2] == GZIP)
+            for where, row in rows:
+                yield where, to_passage(row, where)
+                bar.update(raw.tell() - bar.n)
+
+
+def to_passage(row: Mapping[str, Any], where: str) -> Passage:
+    """A row of title and text, or of ready contents, as a passage.
+
+    Raises:
+        RetrieverError: no key for the text, or a value that is no text.
+    """
+    title, text = _string(row, TITLES, where), _string(row, TEXTS, where)
+    contents = _string(row, ("contents",), where)
+    if contents is None and text is None:
+        raise RetrieverError(
+            f"{where}: no text: expected 'contents', or one of {', '.join(map(repr, TEXTS))} and 'title'; the"
+            f" keys are {', '.join(map(str, row))}; rename the key"
+        )
+    name = next((row[key] for key in IDS if row.get(key) is not None), None)
+    if isinstance(name, bool) or not isinstance(name, str | int | None):
+        raise RetrieverError(f"{where}: the id must be a text or a number, got {name!r}; correct the row")
+    url = row.get("url")
+    return Passage(
+        None if name is None else str(name),
+        _compose(title, text, contents),
+        url if isinstance(url, str) else "",
+    )
+
+
+def _compose(title: str | None, text: str | None, contents: str | None) -> str:
+    """Title in quotes, newline, text; an empty first line where there is no title."""
+    plain = " ".join((title or "").split())
+    if contents is not None:
+        first = contents.partition("\n")[0].strip().removeprefix('"').removesuffix('"')
+        if not plain or first == plain:
+            return contents if contents.strip() else ""
+        text = contents
+    text = (text or "").strip()
+    if not text:
+        return ""
+    return f'"{plain}"\n{text}' if plain else f"\n{text}"
+
+
+def _string(row: Mapping[str, Any], keys: Iterable[str], where: str) -> str | None:
+    for key in keys:
+        value = row.get(key)
+        if isinstance(value, list) and all(isinstance(one, str) for one in value):
+            value = " ".join(one.strip() for one in value)  # sentences
+        if value is not None:
+            if not isinstance(value, str):
+                raise RetrieverError(f"{where}: key {key!r} must be text, got {value!r:.60}; correct the row")
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return None
+
+
+def _text(path: Path, raw: BinaryIO, is_packed: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    file = cast(BinaryIO, gzip.GzipFile(fileobj=raw) if is_packed else raw)
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    first = text.readline()
+    lines = _chained(first, text)
+    if first.lstrip()[:1] == "{":
+        yield from _json_lines(path, lines)
+    elif "\t" in first:
+        yield from _table(path, first, lines)
+    elif first.strip():
+        raise RetrieverError(
+            f"{path}: neither JSON Lines nor a tsv nor parquet; convert it to one JSON object a line, with"
+            " 'id', 'title' and 'text'"
+        )
+
+
+def _chained(first: str, rest: Iterable[str]) -> Iterator[str]:
+    yield first
+    yield from rest
+
+
+def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise RetrieverError(
+                f"{path}:{number}: not valid JSON ({error.msg}); each line is one object"
+            ) from error
+        if not isinstance(row, dict):
+            raise RetrieverError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
+        yield f"{path}:{number}", row
+
+
+def _table(path: Path, first: str, lines: Iterator[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """With a header as DPR's psgs_w100, whose texts are quoted; or without one and without quotes."""
+    names = first.rstrip("\r\n").split("\t")
+    if {*IDS} & {*names} and {*TEXTS} & {*names}:
+        csv.field_size_limit(sys.maxsize)
+        reader = csv.reader(lines, delimiter="\t")
+        next(reader)
+        for cells in reader:
+            yield from _row(names, cells, f"{path}:{reader.line_num}")
+        return
+    if len(names) not in TABLES:
+        raise RetrieverError(
+            f"{path}:1: {len(names)} columns; a tsv has a header with 'id', 'text' and 'title', or the two"
+            " columns of MS MARCO's passages, or the four of its documents; add a header"
+        )
+    columns = TABLES[len(names)]
+    for number, line in enumerate(lines, 1):
+        yield from _row(columns, line.rstrip("\r\n").split("\t"), f"{path}:{number}")
+
+
+def _row(names: Iterable[str], cells: list[str], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    names = list(names)
+    if cells in ([], [""]):
+        return
+    if len(cells) != len(names):
+        raise RetrieverError(
+            f"{where}: {len(cells)} columns, but the first row has {len(names)}; correct the row"
+        )
+    yield where, dict(zip(names, cells, strict=True))
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with pq.ParquetFile(path) as file:
+        wanted = {*IDS, *TITLES, *TEXTS, "contents", "url"}
+        columns = [name for name in file.schema_arrow.names if name in wanted]
+        if not columns:
+            raise RetrieverError(f"{path}: no known column among {', '.join(file.schema_arrow.names)}")
+        number = 0
+        for batch in file.iter_batches(BATCH, columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path} row {number}", row
+
+
+@contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise RetrieverError(f"{path}: not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error, pa.ArrowException) as error:
+        raise RetrieverError(f"{path}: broken file: {reason(error)}; copy it again") from error
+    except csv.Error as error:
+        raise RetrieverError(f"{path}: not a tsv ({error}); correct the file") from error

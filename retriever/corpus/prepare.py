@@ -1,0 +1,129 @@
+"""Corpora of any known layout to one of ours: streamed, checked, and complete when it appears."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from retriever.corpus import offsets
+from retriever.corpus.layouts import Passage, read_passages
+from retriever.corpus.offsets import parse_row
+from retriever.errors import RetrieverError
+
+
+@dataclass
+class Report:
+    """Passages read, written, and dropped by reason."""
+
+    read: int = 0
+    written: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def prepare_corpus(
+    inputs: Sequence[str],
+    output: Path,
+    number_ids: bool = False,
+    drop_duplicates: bool = False,
+    progress: bool = True,
+) -> Report:
+    """Writes the passages of all inputs as ``{"id", "contents"}`` (and ``"url"`` where a row has one).
+
+    The result was read once more before it gets its name: every row is well-formed and no id occurs twice.
+    What that reading found is kept beside it, so that a service need not read it again.
+
+    Args:
+        inputs: files or patterns of files.
+        number_ids: give passages their number instead of their id.
+        drop_duplicates: keep the first of passages with the same contents; about 100 bytes of memory each.
+
+    Raises:
+        RetrieverError: a file is missing or a row malformed (with its place), an id occurs twice, nothing is
+            left, or the output cannot be written.
+    """
+    if output.suffix != ".jsonl":
+        raise RetrieverError(f"{output}: the output must end in .jsonl")
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()
+    except OSError as error:
+        raise RetrieverError(
+            f"{output}: cannot be written ({error.strerror}); choose another --output"
+        ) from error
+    try:
+        report = Report()
+        with unfinished.open("w", encoding="utf-8") as file:
+            for passage in _kept(find_inputs(inputs), drop_duplicates, number_ids, report, progress):
+                row = {"id": passage.id, "contents": passage.contents} | (
+                    {"url": passage.url} if passage.url else {}
+                )
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if not report.written:
+            raise RetrieverError(
+                f"{output}: no passage is left of {report.read}; see docs/data.md for layouts"
+            )
+        found = _check(unfinished)
+        os.replace(unfinished, output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    if output.stat().st_size >= offsets.CACHED_FROM:
+        offsets.save_offsets(output, found)
+    return report
+
+
+def find_inputs(inputs: Sequence[str]) -> list[Path]:
+    """Files in the order given, those of a pattern in the order of their names.
+
+    Raises:
+        RetrieverError: a pattern matches nothing.
+    """
+    files: list[Path] = []
+    for name in inputs:
+        matches = sorted(glob.glob(name)) if glob.has_magic(name) and not Path(name).exists() else [name]
+        if not matches:
+            raise RetrieverError(f"{name}: no file matches; correct the pattern")
+        files += map(Path, matches)
+    return files
+
+
+def _kept(
+    files: Sequence[Path], drop_duplicates: bool, number_ids: bool, report: Report, progress: bool
+) -> Iterator[Passage]:
+    seen: set[bytes] = set()
+    for path in files:
+        for where, passage in read_passages(path, progress):
+            report.read += 1
+            if not passage.contents:
+                report.dropped["no text"] += 1
+                continue
+            if drop_duplicates:
+                digest = hashlib.blake2b(passage.contents.encode(), digest_size=16).digest()
+                if digest in seen:
+                    report.dropped["duplicate"] += 1
+                    continue
+                seen.add(digest)
+            if passage.id is None and not number_ids:
+                raise RetrieverError(f"{where}: no id; --number_ids gives every passage its number")
+            name = str(report.written) if number_ids else passage.id
+            report.written += 1
+            yield Passage(name, passage.contents, passage.url)
+
+
+def _check(path: Path) -> offsets.Offsets:
+    def row_at(start: int, end: int) -> dict[str, object]:
+        with path.open("rb") as file:
+            file.seek(start)
+            return parse_row(file.read(end - start), "the result")
+
+    try:
+        with path.open("rb", buffering=2**20) as lines:
+            return offsets.scan(lines, Path("the result"), row_at)
+    except RetrieverError as error:
+        raise RetrieverError(f"{error}; --number_ids gives every passage its number") from error

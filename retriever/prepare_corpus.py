@@ -1,0 +1,47 @@
+"""``python -m retriever.prepare_corpus INPUT … --output corpus.jsonl``: any known corpus to ours."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from retriever.errors import RetrieverError
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m retriever.prepare_corpus",
+        description="Converts title/text JSON Lines, BEIR, DPR and MS MARCO tsv, and parquet to the corpus"
+        " format of the service; each may be gzipped.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="files, or patterns of files in quotes")
+    add("--output", type=Path, required=True, help=".jsonl file to write")
+    add("--number_ids", action="store_true", help="give passages their number instead of their id")
+    add("--drop_duplicates", action="store_true", help="keep one of passages with the same contents")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    try:
+        # Not above: --help answers at once, and where nothing is installed.
+        from retriever.corpus.prepare import prepare_corpus
+
+        report = prepare_corpus(
+            arguments.inputs, arguments.output, arguments.number_ids, arguments.drop_duplicates
+        )
+    except RetrieverError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    dropped = "".join(f", {count} dropped ({why})" for why, count in sorted(report.dropped.items()))
+    sys.stdout.write(
+        f"{report.read} passages read{dropped}, {report.written} written to {arguments.output}\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,367 @@
+"""Question files as the field publishes them, loaded as they are."""
+
+import csv
+import gzip
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from calibadv_jax.data import files
+from calibadv_jax.data.layouts import LAYOUTS
+from calibadv_jax.data.questions import load_questions, question_row, write_questions
+from calibadv_jax.errors import UserError
+from calibadv_jax.trajectory import Message
+
+PROMPT = "Reason inside <think> and </think>. Question: {}\n"
+
+
+def verl(number, question="who?", **changes):
+    """A row of Search-R1's parquet, without the columns that came from FlashRAG."""
+    return {
+        "data_source": "nq",
+        "prompt": [{"role": "user", "content": PROMPT.format(question)}],
+        "ability": "fact-reasoning",
+        "reward_model": {"style": "rule", "ground_truth": {"target": ["me"]}},
+        "extra_info": {"split": "train", "index": number},
+    } | changes
+
+
+HOTPOT = {
+    "_id": "5a7a",
+    "question": "Which magazine was first?",
+    "answer": "Arthur's Magazine",
+    "type": "comparison",
+    "level": "medium",
+    "supporting_facts": [["Arthur's Magazine", 0]],
+    "context": [["Arthur's Magazine", ["It was American."]]],
+}
+TRIVIA = {
+    "Question": "Which lake?",
+    "QuestionId": "tc_1",
+    "QuestionSource": "http://x/",
+    "Answer": {"Value": "Como", "Aliases": ["Lake Como", "Como"], "NormalizedAliases": ["lake como"]},
+    "SearchResults": [],
+}
+MUSIQUE = {
+    "id": "2hop__1_2",
+    "paragraphs": [],
+    "question": "Who?",
+    "question_decomposition": [],
+    "answer": "Ann",
+    "answer_aliases": ["A. Berk", "Ann"],
+    "answerable": True,
+}
+NATURAL = {
+    "example_id": 55,
+    "question_text": "when was it",
+    "document_text": "It was <P> in May 1999 .",
+    "annotations": [
+        {"short_answers": [{"start_token": 4, "end_token": 6}], "yes_no_answer": "NONE"},
+        {"short_answers": [], "yes_no_answer": "YES"},
+    ],
+}
+
+
+def write(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(list(rows)))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "expected"),
+    [
+        ("q.parquet", verl(7), ("nq_train_7", "who?", ("me",), "nq")),
+        ("q.parquet", verl(7, id="test_0", question="who"), ("nq_test_0", "who", ("me",), "nq")),
+        (
+            "q.jsonl",
+            verl(7, extra_info={"index": 3, "question": "which?"}),
+            ("nq_3", "which?", ("me",), "nq"),
+        ),
+        (
+            "q.parquet",
+            verl(0, reward_model={"style": "rule", "ground_truth": "20 July"}),
+            ("nq_train_0", "who?", ("20 July",), "nq"),
+        ),
+        (
+            "nq/test.jsonl",
+            {"id": "test_0", "question": "who?", "golden_answers": ["me"]},
+            ("nq_test_0", "who?", ("me",), "nq"),
+        ),
+        (
+            "popqa/test.jsonl",
+            {"id": 4, "question": "who?", "golden_answers": ["me", 5]},
+            ("popqa_4", "who?", ("me", "5"), "popqa"),
+        ),
+        (
+            "hotpot_train_v1.1.json",
+            HOTPOT,
+            ("hotpotqa_5a7a", HOTPOT["question"], (HOTPOT["answer"],), "hotpotqa"),
+        ),
+        (
+            "distractor/train-0.parquet",
+            {k: v for k, v in HOTPOT.items() if k != "_id"}
+            | {
+                "id": "5a7a",
+                "supporting_facts": {"title": ["a"], "sent_id": [0]},
+                "context": {"title": ["a"]},
+            },
+            ("hotpotqa_5a7a", HOTPOT["question"], (HOTPOT["answer"],), "hotpotqa"),
+        ),
+        (
+            "dev.json",
+            HOTPOT | {"evidences": [["a", "b", "c"]]},
+            ("2wikimultihopqa_5a7a", HOTPOT["question"], (HOTPOT["answer"],), "2wikimultihopqa"),
+        ),
+        ("x.json", TRIVIA, ("triviaqa_tc_1", "Which lake?", ("Como", "Lake Como"), "triviaqa")),
+        (
+            "x.parquet",
+            {
+                "question": "Which lake?",
+                "question_id": "tc_1",
+                "question_source": "http://x/",
+                "answer": {"aliases": ["Lake Como"], "value": "Como", "normalized_value": "como"},
+            },
+            ("triviaqa_tc_1", "Which lake?", ("Como", "Lake Como"), "triviaqa"),
+        ),
+        ("musique_ans_v1.0_dev.jsonl", MUSIQUE, ("musique_2hop__1_2", "Who?", ("Ann", "A. Berk"), "musique")),
+        ("v1.0-simplified.jsonl", NATURAL, ("nq_55", "when was it", ("May 1999", "yes"), "nq")),
+        (
+            "full.jsonl",
+            {k: v for k, v in NATURAL.items() if k != "document_text"}
+            | {
+                "document_tokens": [
+                    {"token": t, "html_token": t == "d"} for t in [*"abc", "May", "d", "1999"]
+                ]
+            }
+            | {
+                "annotations": [
+                    {"short_answers": [{"start_token": 3, "end_token": 6}], "yes_no_answer": "YES"}
+                ]
+            },
+            ("nq_55", "when was it", ("May 1999", "yes"), "nq"),
+        ),
+        (
+            "natural.parquet",
+            {
+                "id": "797",
+                "question": {"text": "when was it", "tokens": ["when"]},
+                "annotations": {
+                    "short_answers": [{"text": ["May 1999"]}, {"text": []}],
+                    "yes_no_answer": [-1, 1],
+                },
+            },
+            ("nq_797", "when was it", ("May 1999", "yes"), "nq"),
+        ),
+        (
+            "NQ-open.dev.jsonl",
+            {"question": "when?", "answer": ["1999"]},
+            ("nq_NQ-open_0", "when?", ("1999",), "nq"),
+        ),
+        (
+            "bamboogle.parquet",
+            {"Question": "Who?", "Answer": "Ann"},
+            ("bamboogle_0", "Who?", ("Ann",), "bamboogle"),
+        ),
+        (
+            "mine.jsonl",
+            {"qid": 3, "question": "Who?", "answers": ["Ann"]},
+            ("mine_3", "Who?", ("Ann",), "mine"),
+        ),
+        (
+            "biencoder-nq-dev.json",
+            {"dataset": "nq", "question": "Who?", "answers": ["Ann"], "positive_ctxs": []},
+            ("nq_biencoder-nq-dev_0", "Who?", ("Ann",), "nq"),
+        ),
+    ],
+)
+def test_a_published_row_is_a_question(tmp_path, name, row, expected):
+    (question,) = load_questions(write(tmp_path / name, row))
+    assert (question.id, question.text, question.golden_answers, question.data_source) == expected
+
+
+def test_triviaqa_as_published(tmp_path):
+    whole = {"Data": [TRIVIA, TRIVIA | {"QuestionId": "tc_2"}], "Domain": "Web", "Version": 1.0}
+    (tmp_path / "web-train.json").write_text(json.dumps(whole, indent=4))
+    assert [one.id for one in load_questions(tmp_path / "web-train.json")] == [
+        "triviaqa_tc_1",
+        "triviaqa_tc_2",
+    ]
+
+
+def test_popqa_as_published(tmp_path):
+    text = io.StringIO()
+    table = csv.writer(text, delimiter="\t")
+    table.writerow(["id", "subj", "question", "possible_answers"])
+    table.writerow([4222362, "George Rankin", 'What is "Rankin"?', json.dumps(["politician", "pol"])])
+    (tmp_path / "popQA.tsv").write_text(text.getvalue())
+    (question,) = load_questions(tmp_path / "popQA.tsv")
+    assert (question.id, question.text) == ("popqa_4222362", 'What is "Rankin"?')
+    assert question.golden_answers == ("politician", "pol")
+
+
+def test_bamboogle_and_dprs_tables_as_published(tmp_path):
+    (tmp_path / "Bamboogle Prerelease.csv").write_text('Question,Answer\n"Who, then?",Ann\n')
+    (question,) = load_questions(tmp_path / "Bamboogle Prerelease.csv")
+    assert (question.text, question.golden_answers, question.data_source) == (
+        "Who, then?",
+        ("Ann",),
+        "bamboogle",
+    )
+    (tmp_path / "nq-test.qa.csv").write_text("who was it\t['Ann', \"B's\"]\nwhere\t['Rome']\n")
+    questions = load_questions(tmp_path / "nq-test.qa.csv")
+    assert [one.golden_answers for one in questions] == [("Ann", "B's"), ("Rome",)]
+    assert {one.data_source for one in questions} == {"nq"}
+
+
+def test_the_content_tells_the_format_and_not_the_name(tmp_path):
+    parquet = write(tmp_path / "q.parquet", verl(1), verl(2)).rename(tmp_path / "q.jsonl")
+    packed = tmp_path / "again.parquet"
+    packed.write_bytes(
+        gzip.compress(b"\xef\xbb\xbf" + b"".join(json.dumps(verl(n)).encode() + b"\n" for n in (1, 2)))
+    )
+    assert load_questions(parquet) == load_questions(packed)
+    assert len(load_questions(parquet)) == 2
+
+
+def test_ids_that_repeat_in_other_data_sets_are_told_apart(tmp_path):
+    """Search-R1's merged file has FlashRAG's ids: train_0 of NQ and train_0 of HotpotQA."""
+    rows = [verl(0, id="train_0"), verl(0, id="train_0", data_source="hotpotqa")]
+    assert [one.id for one in load_questions(write(tmp_path / "q.parquet", *rows))] == [
+        "nq_train_0",
+        "hotpotqa_train_0",
+    ]
+
+
+def test_a_rows_prompt_is_kept_cut_at_the_question_and_survives_our_layout(tmp_path):
+    system = {"role": "system", "content": "You help."}
+    rows = [verl(n, f"q{n}?", prompt=[system, *verl(n, f"q{n}?")["prompt"]]) for n in (1, 2)]
+    questions = load_questions(write(tmp_path / "q.parquet", *rows))
+    before, after = PROMPT.split("{}")
+    assert questions[0].prompt == (Message("system", ("You help.",)), Message("user", (before, after)))
+    assert questions[0].prompt[1] is questions[1].prompt[1], "the words that all rows share are kept once"
+    write_questions(tmp_path / "ours.jsonl", questions)
+    assert load_questions(tmp_path / "ours.jsonl") == questions
+    assert question_row(questions[0])["prompt"] == rows[0]["prompt"]
+
+
+def test_a_prompt_that_is_text_is_the_users(tmp_path):
+    ours = {"id": 1, "question": "who?", "golden_answers": ["me"], "data_source": "x", "prompt": "Say: who?"}
+    (question,) = load_questions(write(tmp_path / "q.jsonl", ours))
+    assert question.prompt == (Message("user", ("Say: ", "")),)
+
+
+ASKED = {"question": "x", "answer": "y"}
+POPQA = {"question": "x", "possible_answers": '["y"]'}
+TOOL, ASSISTANT = ([{"role": role, "content": "x"}] for role in ("tool", "assistant"))
+
+
+@pytest.mark.parametrize(
+    ("good", "change", "message"),
+    [
+        (
+            verl(0),
+            {"reward_model": {"ground_truth": {"target": []}}},
+            "key 'reward_model.ground_truth.target' ho",
+        ),
+        (verl(0), {"reward_model": 3}, "'reward_model' and 'extra_info' must be objects"),
+        (verl(0), {"prompt": "Who?"}, "key 'question' is missing.*exactly once; add the key"),
+        (verl(0), verl(1, "Question: x?"), "key 'question' is missing.*exactly once; add the key"),
+        (verl(0), {"question": "x", "prompt": TOOL}, "field 'prompt' must be text or.*'role' .system, user"),
+        (
+            verl(0),
+            {"question": "x", "prompt": ASSISTANT},
+            "the last message of 'prompt' is of role 'assistant'",
+        ),
+        (MUSIQUE, {"answerable": False}, "key 'answerable' is false; remove the row"),
+        (ASKED, {"answer": [True]}, "key 'answer' must be text or a list of texts, got True; correct"),
+        (ASKED, {"answer": {"a": 1}}, "key 'answer' must be text"),
+        (ASKED, {"question": " "}, "field 'question' must be a non-empty string, got ''; correct"),
+        (
+            POPQA,
+            {"possible_answers": "[no"},
+            "key 'possible_answers' must be a JSON list, got '.no'; correct",
+        ),
+    ],
+)
+@pytest.mark.parametrize(("name", "place"), [("q.jsonl", "q.jsonl:2: "), ("q.json", "q.json row 2: ")])
+def test_a_bad_row_is_named_with_its_key(tmp_path, good, change, message, name, place):
+    with pytest.raises(UserError, match=place + message) as caught:
+        load_questions(write(tmp_path / name, good, good | change))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_large_columns_of_a_parquet_file_are_known_but_not_read(tmp_path):
+    unread = {"supporting_facts": ["a"], "evidences": ["b"], "context": ["c"]}
+    row = {"id": "1", "question": "x", "answer": "y"}
+    path = write(tmp_path / "q.parquet", row | unread)
+    ((_, found),) = files.read_rows(path)
+    assert found == row | dict.fromkeys(unread)
+    assert load_questions(path)[0].data_source == "2wikimultihopqa", "their names tell the layout"
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["target", "value", "aliases", "text", "content", "role"]), inner)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=150)
+@given(layout=st.sampled_from(LAYOUTS), values=st.lists(VALUES, min_size=14, max_size=14))
+def test_whatever_a_row_holds_it_is_a_question_or_one_line(tmp_path_factory, layout, values):
+    optional = ("id", "prompt", "answer", "answer_aliases", "extra_info", "supporting_ids", "answerable")
+    row = dict(zip(sorted({*layout.keys, *optional}), values, strict=False))
+    path = tmp_path_factory.getbasetemp() / "hostile.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    try:
+        (question,) = load_questions(path)
+    except UserError as error:
+        assert str(error).startswith(f"{path}:1: ") and "\n" not in str(error)
+    else:
+        assert question.text.strip() and all(answer.strip() for answer in question.golden_answers)
+
+
+def test_rows_of_no_known_layout_are_refused_with_their_keys(tmp_path):
+    with pytest.raises(
+        UserError, match="q.jsonl:1: no known layout: the keys are text, n; give every row 'id'"
+    ):
+        load_questions(write(tmp_path / "q.jsonl", {"text": 1, "n": 2}))
+
+
+def test_a_bad_row_of_a_parquet_file_is_counted_over_its_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BATCH", 2)
+    with pytest.raises(UserError, match="q.parquet row 4: key 'answer' holds no answer"):
+        load_questions(write(tmp_path / "q.parquet", ASKED, ASKED, ASKED, {"question": "x", "answer": ""}))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PAR1 broken", "broken parquet file"),
+        (b"\x1f\x8bbroken", "broken gzip file"),
+        (b'{"a": "\xff"}\n', "not UTF-8 text"),
+        (b'[{"question": "x", "answer": "y"}, {"quest', "not valid JSON"),
+        (b"question,answer\na,b\nc\n", r":3: 1 columns, but the header has 2 \(question, answer\)"),
+        (b"who\t['a']\nwhere\t[a\n", ":2: expected a question, a tab and a list of answers"),
+    ],
+)
+def test_a_broken_file_is_one_line(tmp_path, content, message):
+    (tmp_path / "q").write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        load_questions(tmp_path / "q")
+    assert "\n" not in str(caught.value)

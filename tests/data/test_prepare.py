@@ -1,0 +1,197 @@
+"""prepare-data: what is kept, what is dropped and why, and that nothing is half-written."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from calibadv_jax import cli
+from calibadv_jax.data import prepare as module
+from calibadv_jax.data.prepare import Filters, prepare, question_key
+from calibadv_jax.data.questions import load_questions
+from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.errors import UserError
+
+
+def row(number, question, source="nq", **changes):
+    return {"id": number, "question": question, "golden_answers": ["a"], "data_source": source} | changes
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return path
+
+
+def counts(report):
+    return {values[0]: values[1:3] for values in report.rows()}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A training file with something of everything, and a test file."""
+    train = write(
+        tmp_path / "train.jsonl",
+        row(1, "Who wrote Silent Garden?"),
+        row(2, "who  wrote «silent garden»"),  # a duplicate of the first
+        row(3, "Who?", golden_answers=[]),
+        row(4, "Where is it?", "hotpotqa"),  # of the test file
+        row(5, "When " + "very " * 40 + "long ago?", "hotpotqa"),
+        row(1, "Another of this id", "hotpotqa"),
+    )
+    return train, write(tmp_path / "test.jsonl", row(9, "where is it", "hotpotqa"))
+
+
+def test_dropped_rows_are_counted_by_reason_and_source_and_shown(files, tmp_path):
+    train, test = files
+    report = prepare(str(train), tmp_path / "out.jsonl", Filters(excluded=[str(test)], max_characters=100))
+    assert [(one.id, one.text) for one in load_questions(tmp_path / "out.jsonl")] == [
+        ("1", "Who wrote Silent Garden?"),
+        ("1_2", "Another of this id"),
+    ]
+    assert report.reasons == ["duplicate", "no answer", "overlap", "too long"]
+    assert report.rows() == [
+        ["hotpotqa", 3, 1, 0, 0, 1, 1],
+        ["nq", 3, 1, 1, 1, 0, 0],
+        ["all", 6, 2, 1, 1, 1, 1],
+    ]
+    kept = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    assert kept["counts"][0] == dict(
+        zip(["data_source", "read", "written", *report.reasons], report.rows()[0], strict=True)
+    )
+    assert kept["renamed"] == 1
+    assert kept["examples"]["duplicate"] == [{"row": f"{train}:2", "question": "who  wrote «silent garden»"}]
+    assert kept["examples"]["no answer"][0]["row"] == f"{train}:3"
+    assert "golden_answers" in kept["examples"]["no answer"][0]["question"]
+
+
+def test_examples_are_few(tmp_path):
+    train = write(tmp_path / "train.jsonl", *(row(n, "Same?") for n in range(20)))
+    report = prepare(str(train), tmp_path / "out.jsonl")
+    assert len(report.examples["duplicate"]) == module.EXAMPLES and counts(report)["all"] == [20, 1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ("Who wrote it?", "who WROTE it", True),
+        ("Straße", "STRASSE", True),
+        ("ﬁsh", "fish", True),
+        ("Who wrote it?", "Who wrote that?", False),
+        ("???", "!!!", False),
+    ],
+)
+def test_questions_are_compared_by_their_words(one, other, equal):
+    assert (question_key(one) == question_key(other)) == equal
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_both_outputs_hold_the_same_with_prompts_or_without(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(module, "BATCH", 2)
+    prompts = [
+        [{"role": "system", "content": "x"}, {"role": "user", "content": f"Say: q{n}?"}] for n in range(5)
+    ]
+    rows = [row(n, f"q{n}?", prompt=prompts[n], supporting_ids=["7"]) for n in range(5)]
+    train = write(tmp_path / "train.jsonl", *rows, row(9, "no prompt?"))
+    prepare(str(train), tmp_path / f"out{suffix}")
+    assert load_questions(tmp_path / f"out{suffix}") == load_questions(train)
+    prepare(str(train), tmp_path / f"bare{suffix}", Filters(keeps_prompt=False))
+    bare = load_questions(tmp_path / f"bare{suffix}")
+    assert [one.prompt for one in bare] == [()] * 6 and bare[0].supporting_ids == ("7",)
+
+
+def test_other_peoples_parquet_becomes_ours(tmp_path):
+    rows = [
+        {
+            "data_source": "nq",
+            "prompt": [{"role": "user", "content": f"Question: q{n}?\n"}],
+            "ability": "fact-reasoning",
+            "reward_model": {"style": "rule", "ground_truth": {"target": ["a"]}},
+            "extra_info": {"split": "test", "index": 0},  # repeats, as in merged test files
+        }
+        for n in range(3)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
+    with pytest.raises(UserError, match="id 'nq_test_0' was used before"):
+        load_questions(tmp_path / "test.parquet")
+    report = prepare(str(tmp_path / "test.parquet"), tmp_path / "out.jsonl")
+    assert [one.id for one in load_questions(tmp_path / "out.jsonl")] == [
+        "nq_test_0",
+        "nq_test_0_2",
+        "nq_test_0_3",
+    ]
+    assert report.renamed == 2
+
+
+def test_a_bad_row_leaves_what_was_there_before(files, tmp_path):
+    train, _ = files
+    (tmp_path / "out.jsonl").write_text("mine")
+    with train.open("a") as file:
+        file.write("{nope\n")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(UserError, match="train.jsonl:7: not valid JSON"):
+        prepare(str(train), tmp_path / "out.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert (tmp_path / "out.jsonl").read_text() == "mine"
+
+
+def test_nothing_left_is_an_error_and_writes_nothing(files, tmp_path):
+    with pytest.raises(
+        UserError, match=r"no question is left, 6 were dropped \(no answer, other data source\)"
+    ):
+        prepare(str(files[0]), tmp_path / "out.jsonl", Filters(data_sources={"none"}))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max_tokens", "9"], "--max_tokens needs --tokenizer"),
+        (["--max_characters", "-1"], "must be at least 0"),
+        (["--output", "out.txt"], "out.txt: the output must end in .jsonl or .parquet"),
+        (["--output", "file/out.jsonl"], "file/out.jsonl: cannot be written"),
+    ],
+)
+def test_bad_arguments_are_one_line(files, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        cli.calibadv(["prepare-data", str(files[0]), "--output", "out.jsonl", *arguments])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and message in said and said.count("\n") == 1
+
+
+def test_the_command_prints_the_counts(files, tmp_path, capsys):
+    train, test = files
+    build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    filters = ["--exclude", str(test), "--max_tokens", "20", "--tokenizer", str(tmp_path / "tokenizer")]
+    call = [
+        "prepare-data",
+        str(train),
+        "--output",
+        str(tmp_path / "out.parquet"),
+        *filters,
+        "--only",
+        "hotpotqa",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        cli.calibadv(call)
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == [
+        *("data", "source", "read", "written", "no", "answer", "other", "data", "source"),
+        *("overlap", "too", "long"),
+    ]
+    assert [line.split() for line in lines[2:5]] == [
+        ["hotpotqa", "3", "1", "0", "0", "1", "1"],
+        ["nq", "3", "0", "1", "2", "0", "0"],
+        ["all", "6", "1", "1", "2", "1", "1"],
+    ]
+    assert [one.text for one in load_questions(tmp_path / "out.parquet")] == ["Another of this id"]
+
+
+def test_rows_that_name_no_data_source_get_the_one_that_is_given(tmp_path):
+    rows = [{"id": n, "question": f"q{n}", "golden_answers": ["a"] * (n > 0)} for n in range(3)]
+    report = prepare(str(write(tmp_path / "x.jsonl", *rows)), tmp_path / "out.jsonl", Filters("mine"))
+    assert counts(report) == {"mine": [3, 2], "all": [3, 2]}
+    assert [one.data_source for one in load_questions(tmp_path / "out.jsonl")] == ["mine", "mine"]

@@ -1,0 +1,184 @@
+"""Other people's corpora become ours: layouts, ids, what is dropped, and nothing half-written."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from retriever.corpus import layouts, offsets
+from retriever.corpus.passages import load_corpus, split_contents
+from retriever.corpus.prepare import prepare_corpus
+from retriever.errors import RetrieverError
+from retriever.prepare_corpus import main
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def lines(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def converted(tmp_path, content, **options):
+    """The rows of the corpus that a file of this content becomes."""
+    (tmp_path / "input").write_bytes(content)
+    prepare_corpus([str(tmp_path / "input")], tmp_path / "out.jsonl", progress=False, **options)
+    return list(load_corpus(tmp_path / "out.jsonl"))
+
+
+def parquet(path, *rows):
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (lines({"id": 7, "title": "A  b", "text": " It is. "}), ("7", '"A b"\nIt is.')),
+        (
+            lines({"_id": "d1", "title": "A", "text": "It is.", "metadata": {"x": 1}}),
+            ("d1", '"A"\nIt is.'),
+        ),  # BEIR
+        (lines({"_id": "d1", "title": "", "text": "It is."}), ("d1", "\nIt is.")),
+        (lines({"id": "0", "contents": '"A"\nIt is.'}), ("0", '"A"\nIt is.')),
+        (lines({"id": "0", "title": "A", "contents": '"A"\nIt is.'}), ("0", '"A"\nIt is.')),
+        (lines({"id": "0", "title": "A", "contents": "It is."}), ("0", '"A"\nIt is.')),
+        (lines({"pid": "m_1", "passage": "It is."}), ("m_1", "\nIt is.")),  # MS MARCO v2
+        (lines({"docid": "x", "title": "A", "text": ["It is.", "So."]}), ("x", '"A"\nIt is. So.')),
+        (b'id\ttext\ttitle\n1\t"It ""is"" so."\tA\n', ("1", '"A"\nIt "is" so.')),  # DPR psgs_w100
+        (b'0\tIt "is so.\n', ("0", '\nIt "is so.')),  # MS MARCO passages
+        (b"D1\thttp://x\tA\tIt is.\n", ("D1", '"A"\nIt is.')),  # MS MARCO documents
+        (gzip.compress(b"0\tIt is.\n"), ("0", "\nIt is.")),
+        (b"\xef\xbb\xbf" + lines({"id": 1, "title": "A", "text": "x"}), ("1", '"A"\nx')),
+    ],
+)
+def test_a_row_of_every_layout(tmp_path, content, expected):
+    (row,) = converted(tmp_path, content)
+    assert (row["id"], row["contents"]) == expected
+    title, _ = split_contents(row["contents"])
+    assert title in ("A", "A b", "")
+
+
+def test_parquet_is_read_in_batches_and_its_other_columns_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(layouts, "BATCH", 2)
+    rows = [{"_id": n, "title": f"T{n}", "text": f"x{n}", "vector": [0.5] * 3} for n in range(5)]
+    found = converted(tmp_path, parquet(tmp_path / "p", *rows))
+    assert found == [{"id": str(n), "contents": f'"T{n}"\nx{n}'} for n in range(5)]
+
+
+def test_a_url_is_kept(tmp_path):
+    (row,) = converted(tmp_path, lines({"id": 1, "title": "A", "text": "x", "url": "http://a"}))
+    assert row["url"] == "http://a"
+
+
+def test_several_files_and_patterns_in_order(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / f"part-{name}.jsonl").write_bytes(lines({"id": name, "title": "A", "text": "x"}))
+    (tmp_path / "first.tsv").write_bytes(b"0\tIt is.\n")
+    inputs = [str(tmp_path / "first.tsv"), str(tmp_path / "part-*.jsonl")]
+    prepare_corpus(inputs, tmp_path / "out.jsonl", progress=False)
+    assert [row["id"] for row in load_corpus(tmp_path / "out.jsonl")] == ["0", "a", "b"]
+
+
+def test_passages_without_text_and_duplicates_are_counted(tmp_path):
+    rows = [("1", "x"), ("2", " "), ("3", "x"), ("4", "y")]
+    (tmp_path / "in.jsonl").write_bytes(lines(*({"id": n, "title": "A", "text": text} for n, text in rows)))
+    report = prepare_corpus([str(tmp_path / "in.jsonl")], tmp_path / "out.jsonl", progress=False)
+    assert (report.read, report.written, dict(report.dropped)) == (4, 3, {"no text": 1})
+    report = prepare_corpus([str(tmp_path / "in.jsonl")], tmp_path / "out.jsonl", False, True, False)
+    assert (report.written, dict(report.dropped)) == (2, {"no text": 1, "duplicate": 1})
+    assert [row["id"] for row in load_corpus(tmp_path / "out.jsonl")] == ["1", "4"]
+
+
+def test_numbers_replace_ids_that_are_missing_or_repeat(tmp_path):
+    twice = lines({"id": "a", "text": "x"}, {"id": "a", "text": "y"})
+    with pytest.raises(RetrieverError, match="the result:2: id 'a' was used before, in line 1.*--number_ids"):
+        converted(tmp_path, twice)
+    assert [row["id"] for row in converted(tmp_path, twice, number_ids=True)] == ["0", "1"]
+    with pytest.raises(RetrieverError, match="input:1: no id; --number_ids gives every passage"):
+        converted(tmp_path, lines({"text": "x"}))
+
+
+def test_what_was_found_is_kept_for_the_service(tmp_path, monkeypatch):
+    monkeypatch.setattr(offsets, "CACHED_FROM", 1)
+    rows = converted(tmp_path, lines(*({"id": n, "text": f"x{n}"} for n in range(9))))
+
+    def fail(*_):
+        raise AssertionError("scanned again")
+
+    monkeypatch.setattr(offsets, "scan", fail)
+    assert list(load_corpus(tmp_path / "out.jsonl")) == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lines({"id": 1, "text": "x"}) + b"{nope\n", "input:2: not valid JSON"),
+        (lines({"id": 1, "text": "x"}) + b"[1]\n", "input:2: expected a JSON object, got list"),
+        (
+            lines({"id": 1, "name": "x"}),
+            "input:1: no text: expected 'contents', or one of.*the keys are id, name",
+        ),
+        (lines({"id": True, "text": "x"}), "input:1: the id must be a text or a number, got True"),
+        (lines({"id": 1, "text": 3}), "input:1: key 'text' must be text, got 3"),
+        (b"id\ttext\ttitle\n1\tx\n", "input:2: 2 columns, but the first row has 3"),
+        (b"0\tx\n1\tx\ty\n", "input:2: 3 columns, but the first row has 2"),
+        (b"a\tb\tc\n", "input:1: 3 columns; a tsv has a header"),
+        (b"plain words\n", "input: neither JSON Lines nor a tsv nor parquet"),
+        (b'{"id": 1, "text": "\xff"}\n', "input: not valid UTF-8"),
+        (b"\x1f\x8bnope", "input: broken file"),
+        (b"PAR1nope", "input: broken file"),
+        (b"", "no passage is left of 0"),
+        (lines({"id": 1, "text": " "}), "no passage is left of 1"),
+    ],
+)
+def test_a_bad_file_is_one_line_and_leaves_nothing(tmp_path, content, message):
+    (tmp_path / "out.jsonl").write_text("mine")
+    with pytest.raises(RetrieverError, match=message) as caught:
+        converted(tmp_path, content)
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["input", "out.jsonl"]
+    assert (tmp_path / "out.jsonl").read_text() == "mine"
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path):
+    (row,) = converted(tmp_path, b'{"id": 1, "text": "a\\ud800b"}\n')
+    assert row["contents"] == "\na\ufffdb"
+
+
+def test_the_command(tmp_path, capsys):
+    (tmp_path / "in.tsv").write_bytes(b"0\tIt is.\n1\t \n")
+    assert main([str(tmp_path / "in.tsv"), "--output", str(tmp_path / "out.jsonl")]) == 0
+    said = capsys.readouterr().out
+    assert said == f"2 passages read, 1 dropped (no text), 1 written to {tmp_path / 'out.jsonl'}\n"
+    for arguments, message in (
+        ([str(tmp_path / "none"), "--output", "x.jsonl"], "none: no such file of passages"),
+        ([str(tmp_path / "*.none"), "--output", str(tmp_path / "x.jsonl")], "*.none: no file matches"),
+        ([str(tmp_path / "in.tsv"), "--output", "x.txt"], "x.txt: the output must end in .jsonl"),
+        ([str(tmp_path / "in.tsv"), "--output", f"{tmp_path}/in.tsv/x.jsonl"], "cannot be written"),
+    ):
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        assert message in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_help_needs_nothing_installed():
+    call = [sys.executable, "-S", "-m", "retriever.prepare_corpus", "--help"]
+    answer = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0 and "--number_ids" in answer.stdout
+
+
+def test_real_passages_survive_every_layout(shared, tmp_path):
+    rows = list(load_corpus(shared / "data/wiki_sample/corpus.jsonl.gz", progress=False)[:300])
+    parts = [(row["id"], *split_contents(row["contents"])) for row in rows]
+    dicts = [{"_id": name, "title": title, "text": text} for name, title, text in parts]
+    tsv = "id\ttext\ttitle\n" + "".join(
+        f'{name}\t"{text.replace(chr(34), chr(34) * 2)}"\t"{title.replace(chr(34), chr(34) * 2)}"\n'
+        for name, title, text in parts
+    )
+    for content in (lines(*dicts), parquet(tmp_path / "p", *dicts), tsv.encode()):
+        assert converted(tmp_path, content) == rows
