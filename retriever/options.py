@@ -24,7 +24,10 @@ Options = TypeVar("Options", bound="DataclassInstance")
 INSTALL = "pip install 'calibadv-jax[retriever]'"  # what both commands need
 BUILT = "hashed, e5, bge, dense, bm25"  # what a corpus is indexed by
 WEB_SEARCHES = ("google", "serpapi")  # what needs no corpus
-COUNTS = ("retrieval_topk", "reranking_topk", "reranker_batch_size", "max_batch", "max_queue", "max_queries")
+COUNTS = (
+    *("retrieval_topk", "reranking_topk", "reranker_batch_size"),
+    *("max_batch", "max_queue", "max_queries", "max_connections"),
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -43,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--reranking_topk", type=int, default=3, help="documents the reranker keeps")
     add("--reranker_batch_size", type=int, default=32, help="pairs scored at once")
     add("--pages_path", type=Path, help="JSONL of rows with url, for POST /access")
-    add("--cache_path", type=Path, help="file of the result store")
+    add("--cache_path", type=Path, help="file of the result store (SQLite: for the services of one host)")
     add("--cache_mode", choices=["use", "replay"], default="use", help="replay: answer from the store only")
     add("--web_budget", type=int, default=0, help="web search: requests that may be sent in all")
     add("--web_endpoint", default="", help="web search: another address of the same API")
@@ -56,6 +59,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max_batch", type=int, default=256, help="queries of one search (default: %(default)s)")
     add("--max_queue", type=int, default=8192, help="queries that may wait (default: %(default)s)")
     add("--max_queries", type=int, default=8192, help="queries of one request (default: %(default)s)")
+    add("--max_connections", type=int, default=4096, help="at once (default: %(default)s)")
+    add(
+        "--request_seconds",
+        type=float,
+        default=30.0,
+        help="a client may take to send a request or to take its reply (default: %(default)g)",
+    )
     return parser
 
 
@@ -98,6 +108,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         raise RetrieverError(f"--web_budget is {given.web_budget}, but must be at least 1")
     if given.threads < 0:
         raise RetrieverError(f"--threads is {given.threads}, but must be at least 1, or 0 for all cores")
+    if not given.request_seconds > 0:
+        raise RetrieverError(f"--request_seconds is {given.request_seconds}, but must be above 0")
     for name in COUNTS:
         if getattr(given, name) < 1:
             raise RetrieverError(f"--{name} is {getattr(given, name)}, but must be at least 1")

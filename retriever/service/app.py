@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from retriever.corpus.pages import Pages
+from retriever.errors import RetrieverError, Unavailable
 from retriever.protocol import Searcher
 from retriever.search.rerank import Reranker
 from retriever.search.web import SearchFailed
@@ -45,7 +46,9 @@ def make_app(
     engine = Engine(searcher, depths, limits, metrics, reranker, cache)
     _add_error_replies(app)
     # The last one added is the first that sees a request.
-    app.add_middleware(BodyLimit, max_body=limits.max_body)
+    app.add_middleware(
+        BodyLimit, max_body=limits.max_body, max_bodies=limits.max_bodies, seconds=limits.request_seconds
+    )
     if token:
         app.add_middleware(RequireToken, token=token)
     app.add_middleware(Measure, metrics=metrics)
@@ -105,6 +108,14 @@ def _add_error_replies(app: FastAPI) -> None:
     @app.exception_handler(SearchFailed)
     async def not_answered(_: Request, error: SearchFailed) -> JSONResponse:
         return error_reply(error.status, str(error))
+
+    @app.exception_handler(RetrieverError)
+    async def broken(_: Request, error: RetrieverError) -> JSONResponse:
+        return error_reply(500, str(error))
+
+    @app.exception_handler(Unavailable)
+    async def away(_: Request, error: Unavailable) -> JSONResponse:
+        return error_reply(503, str(error), {"Retry-After": str(RETRY_SECONDS)})
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:

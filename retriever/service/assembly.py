@@ -59,7 +59,12 @@ def load(arguments: argparse.Namespace, report: Report = lambda _: None) -> Fast
         reranker=reranker,
         cache=cache,
         pages=pages,
-        limits=Limits(arguments.max_batch, arguments.max_queue, arguments.max_queries),
+        limits=Limits(
+            arguments.max_batch,
+            arguments.max_queue,
+            arguments.max_queries,
+            request_seconds=arguments.request_seconds,
+        ),
         token=token,
     )
 

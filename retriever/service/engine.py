@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fastapi.concurrency import run_in_threadpool
@@ -25,6 +27,8 @@ class Limits:
     max_queries: int = 8192  # queries of one request; then 422
     max_wait: float = 0.002  # seconds a search waits for others to join
     max_body: int = 16 * 2**20  # bytes of a request; then 413
+    max_bodies: int = 2**27  # bytes of all requests under way; then 503
+    request_seconds: float = 30.0  # that a client may take to send a request's body; then 408
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Engine:
         cache: ResultCache | None = None,
     ):
         self._depths, self._metrics, self._reranker, self._cache = depths, metrics, reranker, cache
+        # One thread: torch keeps buffers for each thread that calls it.
+        self._rerank_thread = ThreadPoolExecutor(1, "rerank")
         # A request that the queue can never hold would be told to come back later for ever.
         self._max_queries = min(limits.max_queries, limits.max_queue)
         self._batcher = SearchBatcher(
@@ -86,7 +92,10 @@ class Engine:
             return [one[:keep] for one in found]
         if self._reranker is None:
             return found
-        return await run_in_threadpool(self._reranker.rerank, queries, found, keep)
+        rerank = self._reranker.rerank
+        return await asyncio.get_running_loop().run_in_executor(
+            self._rerank_thread, rerank, queries, found, keep
+        )
 
     def _cut(self, queries: Sequence[str]) -> list[str]:
         """One overlong query must not cost the others of its request their answers."""

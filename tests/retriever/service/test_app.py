@@ -1,5 +1,9 @@
 """The service's contracts and errors, over a real index."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 pytest.importorskip("faiss")
@@ -8,6 +12,7 @@ pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient
 from retriever_rig import town_rows
 
+from retriever.errors import RetrieverError, Unavailable
 from retriever.service.app import make_app
 from retriever.service.engine import Depths
 
@@ -65,3 +70,57 @@ def test_health(client):
     state = client.get("/health").json()
     assert state["status"] == "ready"
     assert state["documents"] == len(ROWS)
+
+
+class Failing:
+    """A searcher whose index cannot be asked."""
+
+    def __init__(self, error):
+        self.error, self.manifest = error, {}
+
+    def search(self, queries, k):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RetrieverError("/i/index.faiss: cannot be read; build it again"), 500),
+        (Unavailable("no Qdrant"), 503),
+    ],
+)
+def test_an_error_of_the_index_keeps_its_own_message(error, status):
+    with TestClient(make_app(Failing(error), Depths(1)), raise_server_exceptions=False) as client:
+        reply = client.post("/retrieve", json={"queries": ["a"]})
+        assert (reply.status_code, reply.json()) == (status, {"error": str(error)})
+        assert reply.headers.get("retry-after") == ("1" if status == 503 else None)
+        assert f'route="/retrieve",status="{status}"' in client.get("/metrics").text
+
+
+def test_an_error_that_nobody_expected_names_its_type():
+    with TestClient(
+        make_app(Failing(ZeroDivisionError()), Depths(1)), raise_server_exceptions=False
+    ) as client:
+        reply = client.post("/retrieve", json={"queries": ["a"]})
+        assert reply.status_code == 500 and reply.json()["error"].startswith(
+            "ZeroDivisionError in the service"
+        )
+        assert 'route="/retrieve",status="500"' in client.get("/metrics").text
+
+
+def test_the_reranker_runs_in_one_thread(towns):
+    """torch keeps buffers for each thread that calls it."""
+    threads = set()
+
+    class Reranker:
+        def rerank(self, queries, found, k):
+            threads.add(threading.get_ident())
+            time.sleep(0.05)
+            return [one[:k] for one in found]
+
+    body = {"queries": ["port elton"], "topk_retrieval": 2, "topk_rerank": 1}
+    app = make_app(towns, Depths(2), reranker=Reranker())
+    with TestClient(app) as client, ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda _: client.post("/retrieve", json=body), range(12)))
+    assert {reply.status_code for reply in replies} == {200}
+    assert len(threads) == 1
