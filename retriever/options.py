@@ -24,6 +24,10 @@ Options = TypeVar("Options", bound="DataclassInstance")
 INSTALL = "pip install 'calibadv-jax[retriever]'"  # what both commands need
 BUILT = "hashed, e5, bge, dense, bm25"  # what a corpus is indexed by
 WEB_SEARCHES = ("google", "serpapi")  # what needs no corpus
+BUILD = (
+    *("kind", "factory", "search", "embeddings", "embedding_dtype", "shard_rows", "devices"),
+    *("qdrant_url", "qdrant_collection"),
+)
 COUNTS = (
     *("retrieval_topk", "reranking_topk", "reranker_batch_size"),
     *("max_batch", "max_queue", "max_queries", "max_connections"),
@@ -37,10 +41,14 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", type=Path, help="YAML file of options; the command line wins")
     add_source(parser, f"{BUILT}, or {', '.join(WEB_SEARCHES)}", name="", is_required=False)
-    add("--build_if_missing", action="store_true", help="build the index first")
+    add(
+        "--build_if_missing", action="store_true", help="build the index first, by the options of the builder"
+    )
+    add_build(parser)
     add("--retrieval_topk", type=int, default=3, help="documents where a request names none")
     add("--faiss_gpu", action="store_true", help="spread the index over all GPUs in fp16")
     add("--mmap", action="store_true", help="read the index from disk as it is needed")
+    add("--skip_checksum", action="store_true", help="do not read the index's files first to compare them")
     add("--engine", default="", choices=["", "faiss", "jax"], help="what searches a flat index")
     add("--reranker_model", default="", help="folder or hub name of a cross-encoder")
     add("--reranking_topk", type=int, default=3, help="documents the reranker keeps")
@@ -80,6 +88,30 @@ def add_source(parser: argparse.ArgumentParser, names: str, name: str, is_requir
     add("--retriever_model", default="", help="folder or hub name of the encoder's model")
 
 
+def add_build(parser: argparse.ArgumentParser) -> None:
+    """What the builder can be told: the fields of `indexing.options.BuildOptions`, which has the defaults."""
+    group = parser.add_argument_group("building an index")
+    add = group.add_argument
+    add("--kind", help="faiss, jax or qdrant (default: faiss)")
+    add("--factory", help="FAISS factory string (default: Flat)")
+    add(
+        "--search",
+        help="search parameters kept in the index, such as nprobe=32 (FAISS) or hnsw_ef=128 (Qdrant)",
+    )
+    add("--embeddings", type=Path, help="folder of the vectors, kept for further indexes")
+    add("--embedding_dtype", help="float32 or float16 (default: float32)")
+    add("--shard_rows", type=int, help="passages a file of vectors (default: 262144)")
+    add("--devices", help="encode with a process each, such as cuda:0,cuda:1 (default: one process)")
+    add("--qdrant_url", help="server (default: embedded in the index's folder)")
+    add("--qdrant_collection", help="collection to make (default: passages)")
+    group.set_defaults(**dict.fromkeys(BUILD))
+
+
+def given_build(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Those options of the builder that were given."""
+    return {name: value for name in BUILD if (value := getattr(arguments, name)) is not None}
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Options of the file, if one is given, under those of the command line.
 
@@ -104,6 +136,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(given, name):
             what = f"--retriever_name {given.retriever_name}" if given.retriever_name else "an index"
             raise RetrieverError(f"--{name}: has no meaning for {what}; leave it out")
+    if not given.build_if_missing and (extra := next(iter(given_build(given)), None)):
+        raise RetrieverError(f"--{extra}: only a build takes it; add --build_if_missing, or leave it out")
     if given.web_budget < 0:
         raise RetrieverError(f"--web_budget is {given.web_budget}, but must be at least 1")
     if given.threads < 0:

@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.threads:
             # Read when numpy, FAISS and torch are loaded: nothing above imports them.
             for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-                os.environ.setdefault(name, str(arguments.threads))
+                os.environ[name] = str(arguments.threads)
         for package in ("fastapi", "uvicorn", "prometheus_client", "scipy"):
             require(package, INSTALL)
         from retriever.service.server import run

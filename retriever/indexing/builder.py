@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ from retriever.errors import RetrieverError
 from retriever.indexing.bm25 import write_bm25
 from retriever.indexing.embeddings import Embeddings, embed
 from retriever.indexing.faiss import make_empty, write_faiss
+from retriever.indexing.locking import locked
 from retriever.indexing.options import BuildOptions
 from retriever.indexing.qdrant import check_server, write_qdrant
 from retriever.protocol import Encoder
-from retriever.search.manifest import BM25, INDEX_FILE, MANIFEST, write_manifest
+from retriever.search.manifest import BM25, INDEX_FILE, MANIFEST, checksums, write_manifest
 
 
 def build_index(
@@ -27,22 +30,31 @@ def build_index(
             memory or disk; embeddings started with other settings.
     """
     options = options or BuildOptions()
+    options.check()
+    with locked(folder):
+        _build(corpus, folder, options, progress)
+
+
+def _build(corpus: Corpus, folder: Path, options: BuildOptions, progress: bool) -> None:
     if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not (folder / MANIFEST).is_file():
         raise RetrieverError(f"{folder}: exists and is not an index; choose another --index_path")
-    options.check()
     unfinished = folder.with_name(folder.name + ".unfinished")
     source = {"corpus_sha256": corpus.sha256, "documents": len(corpus)}
     if options.retriever_name == BM25:
         _empty(unfinished)
-        write_bm25(corpus, unfinished / BM25, progress)
+        with writing(unfinished):
+            write_bm25(corpus, unfinished / BM25, progress)
         _finish(folder, unfinished, source | {"kind": BM25, "encoder": BM25, "factory": BM25})
         return
     shards = options.embeddings or folder.with_name(folder.name + ".embeddings")
-    embeddings = embed(
-        corpus, shards, options, progress, before=lambda encoder: _check_factory(encoder, options)
-    )
+    with locked(shards), writing(shards):
+        embeddings = embed(
+            corpus, shards, options, progress, before=lambda encoder: _check_factory(encoder, options)
+        )
     _empty(unfinished)
-    _finish(folder, unfinished, source | _write(unfinished, embeddings, options, progress))
+    with writing(unfinished):
+        manifest = _write(unfinished, embeddings, options, progress)
+    _finish(folder, unfinished, source | manifest)
     if options.embeddings is None:
         shutil.rmtree(shards)
 
@@ -74,12 +86,31 @@ def _check_factory(encoder: Encoder, options: BuildOptions) -> None:
         make_empty(encoder.dimension, options.factory, options.search)
 
 
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """While files are written: what the disk refuses becomes one RetrieverError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise RetrieverError(
+            f"{folder}: cannot be written ({error.strerror or error}); make room there, then give the same"
+            " command again: what was encoded is kept"
+        ) from error
+
+
+def _files(folder: Path, kind: str) -> Iterator[Path]:
+    """Those that do not change while they are served; embedded Qdrant's own do."""
+    return folder.glob("*") if kind == "qdrant" else folder.rglob("*")
+
+
 def _empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def _finish(folder: Path, unfinished: Path, manifest: dict[str, Any]) -> None:
-    write_manifest(unfinished, manifest)
+    with writing(unfinished):
+        sums = checksums(unfinished, _files(unfinished, manifest["kind"]))
+        write_manifest(unfinished, manifest | {"checksums": sums})
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)

@@ -23,6 +23,7 @@ class BuildOptions:
     embeddings: Path | None = None  # folder of the shards, kept; None: beside the index, then removed
     embedding_dtype: str = "float32"  # of the shards, one of DTYPES
     shard_rows: int = 2**18
+    devices: str = ""  # such as cuda:0,cuda:1 or cpu,cpu: a process each encodes; empty: this process
     qdrant_url: str = ""  # empty: embedded, in the index's folder
     qdrant_collection: str = "passages"
 
@@ -33,6 +34,10 @@ class BuildOptions:
         if self.embedding_dtype not in DTYPES:
             raise RetrieverError(
                 f"--embedding_dtype {self.embedding_dtype!r}: choose from {', '.join(DTYPES)}"
+            )
+        if self.devices and self.retriever_name in ("hashed", BM25):
+            raise RetrieverError(
+                f"--devices {self.devices}: {self.retriever_name} has no network; leave it out"
             )
         if self.shard_rows < 1:
             raise RetrieverError(f"--shard_rows {self.shard_rows}: must be 1 or more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 from retriever.errors import RetrieverError
@@ -77,4 +78,17 @@ def require_memory(need: int, what: str, alternatives: str, available: int | Non
         raise RetrieverError(
             f"{what}: needs {need / 2**30:,.1f} GiB of memory and {free / 2**30:,.1f} GiB are available;"
             f" {alternatives}"
+        )
+
+
+def require_disk(folder: Path, need: int, what: str, alternatives: str) -> None:
+    """Call before hours of work, not after.
+
+    Raises:
+        RetrieverError: `need` bytes are not free where the folder lies, with both numbers.
+    """
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise RetrieverError(
+            f"{folder}: {what} {need:,} bytes and the disk has {free:,} free; {alternatives}"
         )

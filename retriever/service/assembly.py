@@ -6,17 +6,19 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 
 from retriever.corpus.pages import Pages
 from retriever.corpus.passages import load_corpus
+from retriever.errors import RetrieverError
 from retriever.indexing.builder import build_index
 from retriever.indexing.options import BuildOptions
-from retriever.options import WEB_SEARCHES, read_token, select
+from retriever.options import WEB_SEARCHES, given_build, read_token, select
 from retriever.protocol import Searcher
 from retriever.search.index import Index
-from retriever.search.manifest import is_index
+from retriever.search.manifest import is_index, read_manifest
 from retriever.search.opening import IndexOptions, open_index
 from retriever.search.rerank import Reranker
 from retriever.search.web import Budget, WebSearch
@@ -77,9 +79,24 @@ def load_index(arguments: argparse.Namespace, report: Report) -> Index:
     """
     report(f"reading the corpus {arguments.corpus_path}")
     corpus = load_corpus(arguments.corpus_path)
-    if arguments.build_if_missing and not is_index(arguments.index_path):
-        report(f"building the index {arguments.index_path} over {len(corpus):,} passages")
+    if arguments.build_if_missing:
         name, model = arguments.retriever_name or BuildOptions.retriever_name, arguments.retriever_model
-        build_index(corpus, arguments.index_path, BuildOptions(name, model))
+        options = BuildOptions(name, model, **given_build(arguments))
+        if not is_index(arguments.index_path):
+            report(f"building the index {arguments.index_path} over {len(corpus):,} passages")
+            build_index(corpus, arguments.index_path, options)
+        elif arguments.index_path.is_dir():
+            _check_same(arguments, read_manifest(arguments.index_path))
     report(f"loading the index {arguments.index_path} over {len(corpus):,} passages")
     return open_index(arguments.index_path, corpus, select(IndexOptions, arguments))
+
+
+def _check_same(arguments: argparse.Namespace, manifest: dict[str, Any]) -> None:
+    """An index that is there must be the one that the options would build."""
+    for name in ("kind", "factory"):
+        asked, built = getattr(arguments, name), manifest.get(name, "faiss")
+        if asked is not None and asked != built:
+            raise RetrieverError(
+                f"--{name} {asked}: {arguments.index_path} was built with {built}; leave the option out, or"
+                " choose another --index_path"
+            )

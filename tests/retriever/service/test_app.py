@@ -1,5 +1,7 @@
 """The service's contracts and errors, over a real index."""
 
+import re
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -124,3 +126,24 @@ def test_the_reranker_runs_in_one_thread(towns):
         replies = list(pool.map(lambda _: client.post("/retrieve", json=body), range(12)))
     assert {reply.status_code for reply in replies} == {200}
     assert len(threads) == 1
+
+
+def test_the_page_of_the_routes_loads_nothing_from_elsewhere(client):
+    """A cluster's nodes reach no CDN: every script and style comes from the service itself."""
+    pytest.importorskip("fastapi_offline")
+    page = client.get("/docs").text
+    addresses = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert len(addresses) >= 2 and all(address.startswith("/") for address in addresses)
+    assert "http://" not in page and "https://" not in page
+    for address in addresses:
+        reply = client.get(address)
+        assert reply.status_code == 200 and len(reply.content) > 100
+    assert "/retrieve" in client.get("/openapi.json").json()["paths"]
+
+
+def test_without_the_page_s_package_it_says_so(towns, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastapi_offline", None)
+    with TestClient(make_app(towns, Depths(2))) as client:
+        reply = client.get("/docs")
+        assert reply.status_code == 404 and "pip install fastapi-offline" in reply.json()["error"]
+        assert client.get("/openapi.json").status_code == 200
