@@ -31,4 +31,4 @@ class RetrieverConfig:
     start_timeout: PositiveFloat = 600.0
     """Seconds a child service may take to become ready."""
     threads: NonNegativeInt = 1
-    """Threads of one search of a child service, which shares the machine with the trainer; 0: all cores."""
+    """Cores that a child service uses, which shares the machine with the trainer; 0: all."""

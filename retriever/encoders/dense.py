@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,28 +54,39 @@ class DenseEncoder:
         self._check_pooling()
         self.dimension = int(self._model.get_embedding_dimension())
         self._pool: Any = None  # of `spread`
-        self._lock = threading.Lock()  # the tokenizer must not be used by two threads at once
+        self._spare = [self._model]  # a tokenizer must not be used by two threads at once
 
     def encode_passages(self, rows: Sequence[Row]) -> np.ndarray:
         texts = [row["contents"] for row in rows]
-        return self._encode(texts, self._model.encode_document, self._recipe.passage_prefix)
+        return self._encode(texts, "encode_document", self._recipe.passage_prefix)
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
-        return self._encode(list(queries), self._model.encode_query, self._recipe.query_prefix)
+        return self._encode(list(queries), "encode_query", self._recipe.query_prefix)
 
     def save(self, folder: Path) -> None:
         np.save(folder / PROBE_FILE, probe(self))
 
-    def _encode(self, texts: list[str], encode: Any, prefix: str) -> np.ndarray:
+    def _encode(self, texts: list[str], encode: str, prefix: str) -> np.ndarray:
         # Without a prefix of ours, encode_query and encode_document take the one in the model's folder.
         options: dict[str, Any] = {"prompt": prefix} if self._recipe.pooling else {}
         if self._pool is not None:
             options |= {"pool": self._pool, "chunk_size": CHUNK}
-        with self._lock:
-            vectors = encode(
+        model = self._take()
+        try:
+            vectors = getattr(model, encode)(
                 texts, batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False, **options
             )
+        finally:
+            self._spare.append(model)
         return np.asarray(vectors, np.float32).reshape(len(texts), self.dimension)
+
+    def _take(self) -> Any:
+        """A model that no other thread uses; copies share the weights."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            weights = itertools.chain(self._model.parameters(), self._model.buffers())
+            return copy.deepcopy(self._model, {id(one): one for one in weights})
 
     def _check_pooling(self) -> None:
         from sentence_transformers.sentence_transformer.modules import Pooling

@@ -30,6 +30,7 @@ class IndexOptions:
     engine: str = ""  # faiss or jax for a flat index; empty: as it was built
     faiss_gpu: bool = False
     mmap: bool = False
+    threads: int = 0  # cores to use; 0: all
     skip_checksum: bool = False  # a large file on a slow disk takes minutes to read
 
     def refuse(self, names: tuple[str, ...], what: str) -> None:
@@ -122,7 +123,7 @@ def _check_files(folder: Path, manifest: dict[str, Any], options: IndexOptions) 
 
 def _open_vectors(path: Path, encoder: Encoder, engine: str, options: IndexOptions) -> Ranker:
     if engine == "faiss":
-        return Dense(encoder, FaissVectors(path, options.mmap, options.faiss_gpu))
+        return Dense(encoder, FaissVectors(path, options.mmap, options.faiss_gpu, options.threads))
     if engine != "jax":
         raise RetrieverError(f"--engine {engine!r} is unknown; available are faiss and jax")
     options.refuse(("faiss_gpu", "mmap"), "the JAX engine")

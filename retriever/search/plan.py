@@ -26,6 +26,17 @@ def available_memory() -> int:
     return max(0, free)
 
 
+def available_cores() -> int:
+    """Of the machine, or of the container where that has fewer."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = CGROUP / "cpu.max"
+    if limit.is_file():
+        quota, period = limit.read_text().split()
+        if quota.isdigit():
+            cores = min(cores, -(-int(quota) // int(period)))
+    return max(1, cores)
+
+
 def vector_bytes(documents: int, dimension: int, factory: str) -> int:
     """Bytes of a FAISS index of this factory string in memory, and within 1 % on disk.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from retriever.protocol import Searcher
 from retriever.search.index import Index
 from retriever.search.manifest import is_index, read_manifest
 from retriever.search.opening import IndexOptions, open_index
+from retriever.search.plan import available_cores
 from retriever.search.rerank import Reranker
 from retriever.search.web import Budget, WebSearch
 from retriever.service.app import make_app
@@ -66,9 +68,17 @@ def load(arguments: argparse.Namespace, report: Report = lambda _: None) -> Fast
             arguments.max_queue,
             arguments.max_queries,
             request_seconds=arguments.request_seconds,
+            workers=_workers(arguments, searcher),
         ),
         token=token,
     )
+
+
+def _workers(arguments: argparse.Namespace, searcher: Searcher) -> int:
+    """Searches at once: one a core, but one for the web, where equal queries are to be paid for once."""
+    if isinstance(searcher, WebSearch):
+        return 1
+    return arguments.threads or max(1, available_cores() // int(os.environ.get("OMP_NUM_THREADS") or 1))
 
 
 def load_index(arguments: argparse.Namespace, report: Report) -> Index:

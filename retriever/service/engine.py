@@ -26,6 +26,7 @@ class Limits:
     max_queue: int = 8192  # queries that wait; then 503
     max_queries: int = 8192  # queries of one request; then 422
     max_wait: float = 0.002  # seconds a search waits for others to join
+    workers: int = 1  # searches at the same time
     max_body: int = 16 * 2**20  # bytes of a request; then 413
     max_bodies: int = 2**27  # bytes of all requests under way; then 503
     request_seconds: float = 30.0  # that a client may take to send a request's body; then 408
@@ -66,6 +67,7 @@ class Engine:
             limits.max_queue,
             limits.max_wait,
             metrics.batch.observe,
+            limits.workers,
         )
         metrics.queue.set_function(lambda: self._batcher.queued)
 

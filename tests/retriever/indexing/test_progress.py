@@ -1,6 +1,5 @@
 """What a long build tells: how fast it is and how long it will take."""
 
-import io
 import json
 import re
 
@@ -22,15 +21,12 @@ class Stopped(Exception):
 
 
 @pytest.fixture
-def log(monkeypatch):
-    stream = io.StringIO()
-    monkeypatch.setattr(progress.sys, "stderr", stream)
+def often(monkeypatch):
     monkeypatch.setattr(progress, "LOG_SECONDS", 1e-9)
     monkeypatch.setattr(embeddings, "BLOCK", 4)
-    return stream
 
 
-def test_a_log_has_lines_with_rate_and_time_left(tmp_path, log, monkeypatch):
+def test_a_log_has_lines_with_rate_and_time_left(tmp_path, often, monkeypatch, capsys):
     path = tmp_path / "c.jsonl"
     path.write_text("".join(json.dumps({"id": i, "contents": f"text {i}"}) + "\n" for i in range(40)))
     corpus, encode, calls = load_corpus(path), HashedEncoder.encode_passages, []
@@ -45,17 +41,17 @@ def test_a_log_has_lines_with_rate_and_time_left(tmp_path, log, monkeypatch):
     with pytest.raises(Stopped):
         build_index(corpus, tmp_path / "i", BuildOptions(shard_rows=8))
     monkeypatch.setattr(HashedEncoder, "encode_passages", encode)
-    log.seek(0)
-    log.truncate()
+    capsys.readouterr()
     build_index(corpus, tmp_path / "i", BuildOptions(shard_rows=8))
-    assert "\r" not in log.getvalue()
-    found = [re.fullmatch(LINE, line) for line in log.getvalue().splitlines() if line.startswith("encode")]
+    log = capsys.readouterr().err
+    assert "\r" not in log
+    found = [re.fullmatch(LINE, line) for line in log.splitlines() if line.startswith("encode")]
     counts = [int(one[1]) for one in found if one]
     assert counts and counts[0] >= 16 and counts == sorted(counts)  # two shards were there
-    assert any(line.startswith("index: ") for line in log.getvalue().splitlines())
+    assert any(line.startswith("index: ") for line in log.splitlines())
 
 
-def test_the_rate_is_that_of_this_start(log):
+def test_the_rate_is_that_of_this_start(often):
     with progress.progress_bar(1000, "encode", done=900) as bar:
         bar.update(50)
         state = bar.format_dict
