@@ -26,7 +26,8 @@ BUILT = "hashed, e5, bge, dense, bm25"  # what a corpus is indexed by
 WEB_SEARCHES = ("google", "serpapi")  # what needs no corpus
 BUILD = (
     *("kind", "factory", "search", "embeddings", "embedding_dtype", "shard_rows", "devices"),
-    *("qdrant_url", "qdrant_collection"),
+    *("qdrant_url", "qdrant_collection", "qdrant_shards", "qdrant_replicas", "qdrant_on_disk"),
+    *("qdrant_quantization", "qdrant_parallel"),
 )
 COUNTS = (
     *("retrieval_topk", "reranking_topk", "reranker_batch_size"),
@@ -50,6 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--mmap", action="store_true", help="read the index from disk as it is needed")
     add("--skip_checksum", action="store_true", help="do not read the index's files first to compare them")
     add("--engine", default="", choices=["", "faiss", "jax"], help="what searches a flat index")
+    add("--qdrant_search", default="", help="such as hnsw_ef=128,oversampling=2; or exact=true")
+    add("--qdrant_text", default="contents", help="field of a collection's payload that holds the text")
     add("--reranker_model", default="", help="folder or hub name of a cross-encoder")
     add("--reranking_topk", type=int, default=3, help="documents the reranker keeps")
     add("--reranker_batch_size", type=int, default=32, help="pairs scored at once")
@@ -104,6 +107,11 @@ def add_build(parser: argparse.ArgumentParser) -> None:
     add("--devices", help="encode with a process each, such as cuda:0,cuda:1 (default: one process)")
     add("--qdrant_url", help="server (default: embedded in the index's folder)")
     add("--qdrant_collection", help="collection to make (default: passages)")
+    add("--qdrant_shards", type=int, help="of the collection (default: 1)")
+    add("--qdrant_replicas", type=int, help="copies of each shard (default: 1)")
+    add("--qdrant_on_disk", action="store_true", help="full vectors stay on disk")
+    add("--qdrant_quantization", help="int8 or binary codes in memory (default: none)")
+    add("--qdrant_parallel", type=int, help="requests of the upload at once (default: 4)")
     group.set_defaults(**dict.fromkeys(BUILD))
 
 
@@ -123,7 +131,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if given.config is not None:
         parser.set_defaults(**_read_options(given.config, parser))
         given = parser.parse_args(argv)
-    if given.retriever_name in WEB_SEARCHES:
+    if is_collection(given):
+        needed = ["qdrant_collection", "retriever_name"]
+        unused = ["corpus_path", "web_budget", "web_endpoint"]
+    elif given.retriever_name in WEB_SEARCHES:
         needed = ["cache_path", "web_budget"]
         unused = ["corpus_path", "index_path", "retriever_model"]
     else:
@@ -136,7 +147,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(given, name):
             what = f"--retriever_name {given.retriever_name}" if given.retriever_name else "an index"
             raise RetrieverError(f"--{name}: has no meaning for {what}; leave it out")
-    if not given.build_if_missing and (extra := next(iter(given_build(given)), None)):
+    if (
+        not given.build_if_missing
+        and not is_collection(given)
+        and (extra := next(iter(given_build(given)), None))
+    ):
         raise RetrieverError(f"--{extra}: only a build takes it; add --build_if_missing, or leave it out")
     if given.web_budget < 0:
         raise RetrieverError(f"--web_budget is {given.web_budget}, but must be at least 1")
@@ -148,6 +163,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(given, name) < 1:
             raise RetrieverError(f"--{name} is {getattr(given, name)}, but must be at least 1")
     return given
+
+
+def is_collection(arguments: argparse.Namespace) -> bool:
+    """Whether a Qdrant collection is to be served as it is, without an index's folder."""
+    return bool(arguments.qdrant_url) and not arguments.index_path
 
 
 def select(kind: type[Options], arguments: argparse.Namespace) -> Options:

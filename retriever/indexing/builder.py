@@ -49,17 +49,19 @@ def _build(corpus: Corpus, folder: Path, options: BuildOptions, progress: bool) 
     shards = options.embeddings or folder.with_name(folder.name + ".embeddings")
     with locked(shards), writing(shards):
         embeddings = embed(
-            corpus, shards, options, progress, before=lambda encoder: _check_factory(encoder, options)
+            corpus, shards, options, progress, before=lambda encoder: _check_factory(encoder, options, shards)
         )
     _empty(unfinished)
     with writing(unfinished):
-        manifest = _write(unfinished, embeddings, options, progress)
+        manifest = _write(unfinished, corpus, embeddings, options, progress)
     _finish(folder, unfinished, source | manifest)
     if options.embeddings is None:
         shutil.rmtree(shards)
 
 
-def _write(folder: Path, embeddings: Embeddings, options: BuildOptions, progress: bool) -> dict[str, Any]:
+def _write(
+    folder: Path, corpus: Corpus, embeddings: Embeddings, options: BuildOptions, progress: bool
+) -> dict[str, Any]:
     """The kind's files; its part of the manifest."""
     encoder = embeddings.encoder
     encoder.save(folder)
@@ -71,17 +73,17 @@ def _write(folder: Path, embeddings: Embeddings, options: BuildOptions, progress
         "factory": options.factory,
     }
     if options.kind == "qdrant":
-        write_qdrant(folder, options.qdrant_url, options.qdrant_collection, embeddings, progress)
-        where = {"url": options.qdrant_url, "collection": options.qdrant_collection}
+        write_qdrant(folder, corpus, embeddings, options, progress)
+        where = {"url": options.qdrant_url, "collection": options.qdrant_collection, "search": options.search}
         return manifest | where | {"factory": "qdrant"}
     write_faiss(folder / INDEX_FILE, embeddings, options.factory, options.search, progress)
     return manifest | {"bytes": (folder / INDEX_FILE).stat().st_size}
 
 
-def _check_factory(encoder: Encoder, options: BuildOptions) -> None:
+def _check_factory(encoder: Encoder, options: BuildOptions, shards: Path) -> None:
     """Before hours of encoding, not after."""
     if options.kind == "qdrant":
-        check_server(options.qdrant_url, options.qdrant_collection)
+        check_server(options, shards)
     else:
         make_empty(encoder.dimension, options.factory, options.search)
 

@@ -30,6 +30,7 @@ class IndexOptions:
     engine: str = ""  # faiss or jax for a flat index; empty: as it was built
     faiss_gpu: bool = False
     mmap: bool = False
+    qdrant_search: str = ""  # as for `search.qdrant.search_params`; empty: as it was built
     threads: int = 0  # cores to use; 0: all
     skip_checksum: bool = False  # a large file on a slow disk takes minutes to read
 
@@ -55,6 +56,8 @@ def open_index(path: Path, corpus: Corpus, options: IndexOptions = IndexOptions(
     manifest = read_manifest(path)
     _check_source(path, manifest, corpus, options)
     kind = manifest.get("kind", "faiss")
+    if kind != "qdrant":
+        options.refuse(("qdrant_search",), f"an index of kind {kind}")
     if kind == BM25:
         options.refuse(("faiss_gpu", "engine", "retriever_model"), BM25)
         ranker: Ranker = Bm25(path / BM25, options.mmap, not options.skip_checksum)
@@ -63,7 +66,9 @@ def open_index(path: Path, corpus: Corpus, options: IndexOptions = IndexOptions(
         options.refuse(("faiss_gpu", "engine", "mmap"), "Qdrant")
         encoder = _load_encoder(path, manifest, options)
         _check_files(path, manifest, options)
-        vectors = QdrantVectors(path, manifest["url"], manifest["collection"])
+        vectors = QdrantVectors(
+            path, manifest["url"], manifest["collection"], options.qdrant_search or manifest.get("search", "")
+        )
         _check_dimension(str(path), vectors.dimension, encoder)
         ranker = Dense(encoder, vectors)
     else:

@@ -16,8 +16,9 @@ from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError
 from retriever.indexing.builder import build_index
 from retriever.indexing.options import BuildOptions
-from retriever.options import WEB_SEARCHES, given_build, read_token, select
+from retriever.options import WEB_SEARCHES, given_build, is_collection, read_token, select
 from retriever.protocol import Searcher
+from retriever.search.collection import Collection, CollectionOptions
 from retriever.search.index import Index
 from retriever.search.manifest import is_index, read_manifest
 from retriever.search.opening import IndexOptions, open_index
@@ -44,6 +45,9 @@ def load(arguments: argparse.Namespace, report: Report = lambda _: None) -> Fast
     if arguments.retriever_name in WEB_SEARCHES:
         budget = Budget(Path(f"{arguments.cache_path}.budget"), arguments.web_budget)
         searcher = WebSearch(arguments.retriever_name, budget, arguments.web_endpoint)
+    elif is_collection(arguments):
+        report(f"opening the collection {arguments.qdrant_collection}")
+        searcher = Collection(select(CollectionOptions, arguments))
     else:
         searcher = load_index(arguments, report)
     reranker = None

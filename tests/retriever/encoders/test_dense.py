@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,6 +121,20 @@ def test_vectors_have_length_one_and_do_not_depend_on_their_batch(corpus, encode
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
     np.testing.assert_allclose(vectors[2:3], encoder.encode_passages(corpus[2:3]), atol=1e-5)
     assert encoder.encode_passages([]).shape == (0, 384)
+
+
+def test_threads_encode_at_once_with_one_set_of_weights(corpus, encoder):
+    """A tokenizer must not be used by two threads at once: each has its own, and the weights are shared."""
+    queries = [[f"{question} {n}" for question in QUESTIONS[: 1 + n % 6]] for n in range(24)]
+    alone = [encoder.encode_queries(batch) for batch in queries]
+    with ThreadPoolExecutor(4) as pool:
+        for expected, found in zip(alone, pool.map(encoder.encode_queries, queries), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+    models = encoder._spare
+    assert 1 < len(models) <= 4
+    weights = [[one.data_ptr() for one in model.parameters()] for model in models]
+    assert all(one == weights[0] for one in weights)
+    assert len({id(model.tokenizer) for model in models}) == len(models)
 
 
 def test_vectors_are_the_mean_over_the_words_of_the_network(encoder):
