@@ -1,9 +1,9 @@
 """FAISS on GPUs: a flat index as one fp16 shard a device, filled from the memory map; memory checked first.
 
-FAISS' own cloner puts a whole float32 matrix and its fp16 copy onto the device at once: 97 GB for 21 million
-vectors of 768, where the fp16 index itself takes 32 GB. `GpuIndexFlat.add` on an empty index reserves the
-fp16 bytes once and converts what comes in pages of 256 MB (faiss/gpu/GpuIndexFlat.cu, GpuIndex.cu), so each
-device's rows are added in one call from the memory-mapped file.
+FAISS' own cloner puts a whole float32 matrix and two fp16 copies onto the device at once: 129 GB for 21
+million vectors of 768, where the fp16 index itself takes 32 GB. `GpuIndexFlat.add` on an empty index reserves
+the fp16 bytes once and converts what comes in pages of 256 MB (faiss/gpu/GpuIndexFlat.cu, GpuIndex.cu), so
+each device's rows are added in one call from the memory-mapped file.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def to_gpus(
     try:
         if ON_GPU[kind] == "Flat":
             matrix = vectors()
-            shards = plan_shards(*matrix.shape, free, str(path))
+            documents, dimension = matrix.shape
+            shards = plan_shards(documents, dimension, free, str(path))
             resources = [faiss.StandardGpuResources() for _ in free]
 
             def make_shard(device: int) -> Any:
