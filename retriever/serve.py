@@ -38,6 +38,7 @@ def _one_thread_an_operation(is_asked: bool) -> None:
         if is_asked or name not in os.environ:
             os.environ[name] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the search of a large index has several threads
 
 
 if __name__ == "__main__":

@@ -153,8 +153,7 @@ def _is_hub_there(model: str) -> bool:
         RetrieverError: it does not answer, and the model is not in the cache.
     """
     hub = require("huggingface_hub", INSTALL)
-    from huggingface_hub import constants
-
+    constants = require("huggingface_hub.constants", INSTALL)
     try:
         if not constants.HF_HUB_OFFLINE:
             httpx.head(constants.ENDPOINT, timeout=HUB_SECONDS)

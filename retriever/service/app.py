@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -79,19 +81,18 @@ def make_app(
 
 def _make_fastapi() -> FastAPI:
     """With a page at /docs whose scripts come from here: a cluster's nodes reach no CDN."""
-    try:
-        from fastapi_offline import FastAPIOffline
-    except ImportError:
-        app = FastAPI(title=TITLE, docs_url=None, redoc_url=None)
+    if importlib.util.find_spec("fastapi_offline") is not None:
+        offline: FastAPI = importlib.import_module("fastapi_offline").FastAPIOffline(
+            title=TITLE, redoc_url=None
+        )
+        return offline
+    app = FastAPI(title=TITLE, docs_url=None, redoc_url=None)
 
-        @app.get("/docs", include_in_schema=False)
-        async def docs() -> JSONResponse:
-            return error_reply(
-                404, "the page needs pip install fastapi-offline; /openapi.json has its content"
-            )
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> JSONResponse:
+        return error_reply(404, "the page needs pip install fastapi-offline; /openapi.json has its content")
 
-        return app
-    return FastAPIOffline(title=TITLE, redoc_url=None)
+    return app
 
 
 def _add_error_replies(app: FastAPI) -> None:

@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "retriever.md").read_text(encoding="utf-8")
 ROWS = 21_015_324
 EXAMPLE = re.compile(
-    r"```bash\ncat > corpus.jsonl <<'EOF'\n(.*?)EOF\npython -m retriever.serve (.*?) &\ncurl .*?-d '(.*?)'\n```"
-    r"\n\n```json\n(.*?)```",
+    r"```bash\ncat > corpus.jsonl <<'EOF'\n(.*?)EOF\npython -m retriever.serve (.*?) &\ncurl .*?-d '(.*?)'\n"
+    r"```\n\n```json\n(.*?)```",
     re.DOTALL,
 )
 
