@@ -66,7 +66,7 @@ def write_faiss(path: Path, embeddings: Embeddings, factory: str, search: str, p
     with progress_bar(count, "index", progress) as bar:
         if factory == "Flat":
             with path.open("wb") as file:
-                file.write(_flat_header(faiss, index, count))
+                file.write(flat_header(faiss, index, count))
                 for shard in embeddings.shards():
                     np.asarray(shard, np.float32).tofile(file)
                     bar.update(len(shard))
@@ -89,7 +89,7 @@ def write_faiss(path: Path, embeddings: Embeddings, factory: str, search: str, p
         raise OSError(errno.EIO, faiss_reason(error)) from error
 
 
-def _flat_header(faiss: Any, empty: Any, count: int) -> bytes:
+def flat_header(faiss: Any, empty: Any, count: int) -> bytes:
     """That of an empty index with the counts filled in."""
     head = bytearray(faiss.serialize_index(empty).tobytes())
     struct.pack_into("<q", head, 8, count)
