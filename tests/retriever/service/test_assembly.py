@@ -15,6 +15,8 @@ from retriever_rig import served
 from retriever.errors import RetrieverError
 from retriever.options import parse
 from retriever.search.manifest import MANIFEST
+from retriever.search.web import Budget, WebSearch
+from retriever.service import assembly
 from retriever.service.assembly import load, load_index
 
 
@@ -70,6 +72,22 @@ def test_limits_reach_the_service(files):
     with served(load(parse(arguments))) as address, socket.create_connection(address) as connection:
         connection.sendall(b"POST /retrieve HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\n{")
         assert b" 408 " in connection.recv(1000)
+
+
+def test_a_search_a_core_but_one_for_the_web(files, tmp_path, monkeypatch):
+    """Equal queries of one search are paid for once; those of two searches would be paid for twice."""
+    monkeypatch.setattr(assembly, "available_cores", lambda: 6)
+    monkeypatch.setenv("GOOGLE_API_KEY", "k")
+    monkeypatch.setenv("GOOGLE_CSE_ID", "c")
+    paths = ["--corpus_path", str(files[0]), "--index_path", str(files[1])]
+    web = WebSearch("google", Budget(tmp_path / "budget", 1))
+    for threads, variable, expected in ((0, "1", 6), (0, "2", 3), (0, "99", 1), (4, "1", 4), (4, "2", 4)):
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+        arguments = parse([*paths, "--threads", str(threads)])
+        assert assembly._workers(arguments, None) == expected
+        assert assembly._workers(arguments, web) == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert assembly._workers(parse(paths), None) == 6
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan"])
