@@ -79,14 +79,14 @@ def test_shards_find_what_one_index_finds_in_corpus_order(devices, k):
     [
         ("Flat", True),
         ("IVF4,Flat", True),
-        ("IVF4,PQ4", True),
+        ("IVF4,PQ4x4", True),
         ("IVF4,SQ8", True),
         ("SQfp16", False),
         ("SQ8", False),
-        ("PQ4", False),
+        ("PQ4x4", False),
         ("HNSW8", False),
         ("PCA8,Flat", False),
-        ("OPQ4,IVF4,PQ4", False),
+        ("OPQ4,IVF4,PQ4x4", False),
     ],
 )
 def test_what_would_stay_on_the_cpu_is_refused(tmp_path, factory, allowed):

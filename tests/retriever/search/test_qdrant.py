@@ -113,6 +113,7 @@ def test_collections_of_another_kind(tmp_path, encoder, size, message):
         Collection(CollectionOptions(str(tmp_path), "c", "e5"))
 
 
+@pytest.mark.filterwarnings("ignore:Local mode performs exact")
 def test_a_build_uploads_each_row_as_payload(tmp_path, corpus, encoder):
     """So that the collection is served without corpus and index folder afterwards."""
     options = BuildOptions(kind="qdrant", qdrant_url=str(tmp_path / "db"), shard_rows=20, search="hnsw_ef=64")
