@@ -23,7 +23,7 @@ from calibadv_jax.snapshots.publish import SnapshotStore
 
 
 @contextmanager
-def open_services(config: Config, model_folder: Path) -> Iterator[tuple[str, list[str]]]:
+def open_services(config: Config, model_folder: Path) -> Iterator[tuple[str | list[str], list[str]]]:
     """URLs of the retriever and of the vLLM workers (none where sampler.name is jax).
 
     Those that the config does not name are started here, and end with the block; their output goes to the

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from retriever.errors import RetrieverError, require
-from retriever.options import BUILT, INSTALL, add_source, select
+from retriever.options import BUILT, INSTALL, add_build, add_source, given_build
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -16,16 +15,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m retriever.build_index",
         description="Builds an index of a corpus; started again after a stop, it goes on.",
     )
-    add = parser.add_argument
     add_source(parser, BUILT, name="hashed", is_required=True)
-    add("--kind", default="faiss", help="faiss, jax or qdrant (default: %(default)s)")
-    add("--factory", default="Flat", help="FAISS factory string (default: %(default)s)")
-    add("--search", default="", help="FAISS search parameters kept in the index, such as nprobe=32")
-    add("--embeddings", type=Path, help="folder of the vectors, kept for further indexes")
-    add("--embedding_dtype", default="float32", help="float32 or float16 (default: %(default)s)")
-    add("--shard_rows", type=int, default=2**18, help="passages a file of vectors (default: %(default)s)")
-    add("--qdrant_url", default="", help="server; empty: embedded in the index's folder")
-    add("--qdrant_collection", default="passages", help="collection to make (default: %(default)s)")
+    add_build(parser)
     return parser.parse_args(argv)
 
 
@@ -39,7 +30,11 @@ def main(argv: list[str] | None = None) -> int:
         from retriever.indexing.options import BuildOptions
 
         corpus = load_corpus(arguments.corpus_path)
-        build_index(corpus, arguments.index_path, select(BuildOptions, arguments))
+        build_index(
+            corpus,
+            arguments.index_path,
+            BuildOptions(arguments.retriever_name, arguments.retriever_model, **given_build(arguments)),
+        )
     except RetrieverError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -12,6 +12,10 @@ class RetrieverError(Exception):
     """One line that names the file, option or value, and how to fix it."""
 
 
+class Unavailable(RetrieverError):
+    """Another service does not answer now; the same call may succeed later."""
+
+
 def require(module: str, advice: str) -> Any:
     """An optional package's module.
 

@@ -24,7 +24,15 @@ Options = TypeVar("Options", bound="DataclassInstance")
 INSTALL = "pip install 'calibadv-jax[retriever]'"  # what both commands need
 BUILT = "hashed, e5, bge, dense, bm25"  # what a corpus is indexed by
 WEB_SEARCHES = ("google", "serpapi")  # what needs no corpus
-COUNTS = ("retrieval_topk", "reranking_topk", "reranker_batch_size", "max_batch", "max_queue", "max_queries")
+BUILD = (
+    *("kind", "factory", "search", "embeddings", "embedding_dtype", "shard_rows", "devices"),
+    *("qdrant_url", "qdrant_collection", "qdrant_shards", "qdrant_replicas", "qdrant_on_disk"),
+    *("qdrant_quantization", "qdrant_parallel"),
+)
+COUNTS = (
+    *("retrieval_topk", "reranking_topk", "reranker_batch_size"),
+    *("max_batch", "max_queue", "max_queries", "max_connections"),
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,16 +42,22 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", type=Path, help="YAML file of options; the command line wins")
     add_source(parser, f"{BUILT}, or {', '.join(WEB_SEARCHES)}", name="", is_required=False)
-    add("--build_if_missing", action="store_true", help="build the index first")
+    add(
+        "--build_if_missing", action="store_true", help="build the index first, by the options of the builder"
+    )
+    add_build(parser)
     add("--retrieval_topk", type=int, default=3, help="documents where a request names none")
-    add("--faiss_gpu", action="store_true", help="spread the index over all GPUs in fp16")
+    add("--faiss_gpu", action="store_true", help="spread the index over all GPUs, Flat in fp16")
     add("--mmap", action="store_true", help="read the index from disk as it is needed")
+    add("--skip_checksum", action="store_true", help="do not read the index's files first to compare them")
     add("--engine", default="", choices=["", "faiss", "jax"], help="what searches a flat index")
+    add("--qdrant_search", default="", help="such as hnsw_ef=128,oversampling=2; or exact=true")
+    add("--qdrant_text", default="contents", help="field of a collection's payload that holds the text")
     add("--reranker_model", default="", help="folder or hub name of a cross-encoder")
     add("--reranking_topk", type=int, default=3, help="documents the reranker keeps")
     add("--reranker_batch_size", type=int, default=32, help="pairs scored at once")
     add("--pages_path", type=Path, help="JSONL of rows with url, for POST /access")
-    add("--cache_path", type=Path, help="file of the result store")
+    add("--cache_path", type=Path, help="file of the result store (SQLite: for the services of one host)")
     add("--cache_mode", choices=["use", "replay"], default="use", help="replay: answer from the store only")
     add("--web_budget", type=int, default=0, help="web search: requests that may be sent in all")
     add("--web_endpoint", default="", help="web search: another address of the same API")
@@ -52,10 +66,17 @@ def make_parser() -> argparse.ArgumentParser:
     add("--token_file", type=Path, help="clients must send its content; or set RETRIEVER_TOKEN")
     add("--port_file", type=Path, help="written with the port once the service is ready")
     add("--parent_pid", type=int, help="stop when this process has ended")
-    add("--threads", type=int, default=0, help="threads of one search; 0: all cores (default: %(default)s)")
+    add("--threads", type=int, default=0, help="cores to use; 0: all (default: %(default)s)")
     add("--max_batch", type=int, default=256, help="queries of one search (default: %(default)s)")
     add("--max_queue", type=int, default=8192, help="queries that may wait (default: %(default)s)")
     add("--max_queries", type=int, default=8192, help="queries of one request (default: %(default)s)")
+    add("--max_connections", type=int, default=4096, help="at once (default: %(default)s)")
+    add(
+        "--request_seconds",
+        type=float,
+        default=30.0,
+        help="a client may take to send a request or to take its reply (default: %(default)g)",
+    )
     return parser
 
 
@@ -70,6 +91,35 @@ def add_source(parser: argparse.ArgumentParser, names: str, name: str, is_requir
     add("--retriever_model", default="", help="folder or hub name of the encoder's model")
 
 
+def add_build(parser: argparse.ArgumentParser) -> None:
+    """What the builder can be told: the fields of `indexing.options.BuildOptions`, which has the defaults."""
+    group = parser.add_argument_group("building an index")
+    add = group.add_argument
+    add("--kind", help="faiss, jax or qdrant (default: faiss)")
+    add("--factory", help="FAISS factory string (default: Flat)")
+    add(
+        "--search",
+        help="search parameters kept in the index, such as nprobe=32 (FAISS) or hnsw_ef=128 (Qdrant)",
+    )
+    add("--embeddings", type=Path, help="folder of the vectors, kept for further indexes")
+    add("--embedding_dtype", help="float32 or float16 (default: float32)")
+    add("--shard_rows", type=int, help="passages a file of vectors (default: 262144)")
+    add("--devices", help="encode with a process each, such as cuda:0,cuda:1 (default: one process)")
+    add("--qdrant_url", help="server (default: embedded in the index's folder)")
+    add("--qdrant_collection", help="collection to make (default: passages)")
+    add("--qdrant_shards", type=int, help="of the collection (default: 1)")
+    add("--qdrant_replicas", type=int, help="copies of each shard (default: 1)")
+    add("--qdrant_on_disk", action="store_true", help="full vectors stay on disk")
+    add("--qdrant_quantization", help="int8 or binary codes in memory (default: none)")
+    add("--qdrant_parallel", type=int, help="requests of the upload at once (default: 4)")
+    group.set_defaults(**dict.fromkeys(BUILD))
+
+
+def given_build(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Those options of the builder that were given."""
+    return {name: value for name in BUILD if (value := getattr(arguments, name)) is not None}
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Options of the file, if one is given, under those of the command line.
 
@@ -81,7 +131,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if given.config is not None:
         parser.set_defaults(**_read_options(given.config, parser))
         given = parser.parse_args(argv)
-    if given.retriever_name in WEB_SEARCHES:
+    if is_collection(given):
+        needed = ["qdrant_collection", "retriever_name"]
+        unused = ["corpus_path", "web_budget", "web_endpoint"]
+    elif given.retriever_name in WEB_SEARCHES:
         needed = ["cache_path", "web_budget"]
         unused = ["corpus_path", "index_path", "retriever_model"]
     else:
@@ -94,14 +147,27 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(given, name):
             what = f"--retriever_name {given.retriever_name}" if given.retriever_name else "an index"
             raise RetrieverError(f"--{name}: has no meaning for {what}; leave it out")
+    if (
+        not given.build_if_missing
+        and not is_collection(given)
+        and (extra := next(iter(given_build(given)), None))
+    ):
+        raise RetrieverError(f"--{extra}: only a build takes it; add --build_if_missing, or leave it out")
     if given.web_budget < 0:
         raise RetrieverError(f"--web_budget is {given.web_budget}, but must be at least 1")
     if given.threads < 0:
         raise RetrieverError(f"--threads is {given.threads}, but must be at least 1, or 0 for all cores")
+    if not given.request_seconds > 0:
+        raise RetrieverError(f"--request_seconds is {given.request_seconds}, but must be above 0")
     for name in COUNTS:
         if getattr(given, name) < 1:
             raise RetrieverError(f"--{name} is {getattr(given, name)}, but must be at least 1")
     return given
+
+
+def is_collection(arguments: argparse.Namespace) -> bool:
+    """Whether a Qdrant collection is to be served as it is, without an index's folder."""
+    return bool(arguments.qdrant_url) and not arguments.index_path
 
 
 def select(kind: type[Options], arguments: argparse.Namespace) -> Options:

@@ -13,8 +13,8 @@ from calibadv_jax.config.section import SECTION
 @dataclass(frozen=True, config=SECTION)
 class EvaluateConfig:
     policy: str = ""
-    """Policy to evaluate: a HuggingFace folder, OWNER/NAME[@REVISION] of the hub, a run, its checkpoints, one of
-    them or a snapshot; empty: the newest checkpoint of run.dir, or policy.path where there is none."""
+    """Policy to evaluate: a HuggingFace folder, OWNER/NAME[@REVISION] of the hub, a run, its checkpoints, one
+    of them or a snapshot; empty: the newest checkpoint of run.dir, or policy.path where there is none."""
     method: Literal["agent", "direct", "chain_of_thought", "rag", "empty_retriever", "random_documents"] = (
         "agent"
     )

@@ -10,9 +10,11 @@ from calibadv_jax.config.section import SECTION
 
 @dataclass(frozen=True, config=SECTION)
 class RetrieverConfig:
-    url: str = ""
-    """Base URL of a running service; empty: start one as a child process from `corpus` and `index`.
-    The environment variable RETRIEVER_TOKEN is the token of a service that asks for one."""
+    url: str | list[str] = ""
+    """Base URL of a running service, or a list of several that serve the same index: each query goes to one
+    that is free, and those that fail are left out until they answer again. Empty: start a service as a child
+    process from `corpus` and `index`. The environment variable RETRIEVER_TOKEN is the token of services that
+    ask for one."""
     corpus: str = ""
     """JSONL (or .jsonl.gz) of {"id", "contents"} rows, for the child service."""
     index: str = ""
@@ -37,7 +39,7 @@ class RetrieverConfig:
     start_timeout: PositiveFloat = 600.0
     """Seconds a child service may take to become ready."""
     threads: NonNegativeInt = 1
-    """Threads of one search of a child service, which shares the machine with the trainer; 0: all cores."""
+    """Cores that a child service uses, which shares the machine with the trainer; 0: all."""
 
     @model_validator(mode="after")
     def _reranker_has_an_effect(self) -> RetrieverConfig:

@@ -27,7 +27,8 @@ from tenacity import (
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.services.child_process import ChildService
-from calibadv_jax.services.http_client import Reply, Unreachable, open_session, post
+from calibadv_jax.services.http_client import Reply, Unreachable, open_session
+from calibadv_jax.services.replicas import AWAY, Replicas
 from calibadv_jax.trajectory import Document
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
@@ -35,6 +36,7 @@ MAX_BATCH = 256  # queries in one request
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubles up to LAST_PAUSE
 LAST_PAUSE = 10.0
 BAD_REPLIES = 3  # answers against the contract after which a query has failed
+SAME = ("corpus_sha256", "encoder", "model")  # of services that answer alike
 PROBE = "test"  # a query that no service can object to
 TOKEN_VARIABLE = "RETRIEVER_TOKEN"  # the service's own; a config would be written to the run folder
 
@@ -42,7 +44,6 @@ Outcome = list[Document] | RequestFailed  # of one query
 
 _REFUSALS = (400, 413, 422)  # of the query; asking again changes nothing
 _WRONG_ADDRESS = (403, 404, 405)
-_AWAY = (408, 425, 429, 502, 503, 504)  # it says itself that a later attempt may succeed
 
 
 class BadReply(Exception):
@@ -70,19 +71,21 @@ class _Batch:
 
 
 class RetrieverClient:
-    """Implements `interfaces.Retriever` over ``POST /retrieve``.
+    """Implements `interfaces.Retriever` over ``POST /retrieve``, of one service or several.
 
     The contract is Search-R1's, or where documents are reranked that of the CalibAdv authors.
-    One request is under way at a time; queries that come meanwhile share the next one. While the service is
-    away a search waits, for `config.patience` seconds.
+    One request is under way at each service at a time; queries that come meanwhile share the next one. While
+    all services are away a search waits, for `config.patience` seconds.
     """
 
-    def __init__(self, config: RetrieverConfig, url: str):
-        self.config, self.url = config, url.rstrip("/")
+    def __init__(self, config: RetrieverConfig, url: str | Sequence[str]):
+        self.config = config
+        self.urls = [one.rstrip("/") for one in ([url] if isinstance(url, str) else url)]
+        self.url = ", ".join(self.urls)  # in messages
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: aiohttp.ClientSession | None = None
         self._batch: _Batch | None = None  # still takes queries
-        self._turn = asyncio.Lock()  # of the request that is under way
+        self._replicas: Replicas | None = None  # of the running event loop, as the connections
         self._has_answered = False
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
@@ -97,7 +100,7 @@ class RetrieverClient:
         if loop is not self._loop:  # connections belong to the loop that opened them
             token = os.environ.get(TOKEN_VARIABLE, "").strip()
             self._loop, self._http = loop, open_session(self.config.timeout, token)
-            self._batch, self._turn = None, asyncio.Lock()
+            self._batch, self._replicas = None, Replicas(self._http, self.urls)
         batch = self._batch
         is_full = batch is not None and len(batch.queries) + len(queries) > MAX_BATCH
         if batch is None or is_full or batch.outcomes.done():
@@ -114,16 +117,27 @@ class RetrieverClient:
         return found
 
     def health(self) -> dict[str, Any]:
-        """What the service reports about itself on ``GET /health``; empty where it has no such route.
+        """What the services report about themselves on ``GET /health``; empty where they have no such route.
 
         Raises:
-            UserError: it cannot be reached.
+            UserError: one cannot be reached, or they serve different indexes.
         """
+        states = [self._health_of(url) for url in self.urls]
+        for url, state in zip(self.urls, states, strict=True):
+            for name in SAME:
+                if state.get(name) != states[0].get(name):
+                    raise UserError(
+                        f"retriever.url: {url} has {name} {state.get(name)!r} and {self.urls[0]}"
+                        f" {states[0].get(name)!r}; name services of one index"
+                    )
+        return states[0]
+
+    def _health_of(self, url: str) -> dict[str, Any]:
         try:
-            response = httpx.get(f"{self.url}/health", timeout=self.config.timeout, trust_env=False)
+            response = httpx.get(f"{url}/health", timeout=self.config.timeout, trust_env=False)
         except httpx.HTTPError as error:
             raise UserError(
-                f"retriever {self.url}: cannot be reached ({type(error).__name__}); start it with"
+                f"retriever {url}: cannot be reached ({type(error).__name__}); start it with"
                 " scripts/launch_retriever.sh or set retriever.url"
             ) from error
         is_json = response.headers.get("content-type", "").startswith("application/json")
@@ -158,7 +172,8 @@ class RetrieverClient:
     async def close(self) -> None:
         """Closes the connections of the running event loop."""
         if self._loop is asyncio.get_running_loop():
-            assert self._http is not None
+            assert self._http is not None and self._replicas is not None
+            await self._replicas.close()
             await self._http.close()
             self._loop = None
 
@@ -184,7 +199,8 @@ class RetrieverClient:
 
     async def _send(self, queries: list[str]) -> list[Outcome]:
         await asyncio.sleep(BATCH_WINDOW)
-        async with self._turn:
+        assert self._replicas is not None
+        async with self._replicas.turn():
             if self._batch is not None and self._batch.queries is queries:
                 self._batch = None
         return await self._answer(queries)
@@ -248,23 +264,22 @@ class RetrieverClient:
         return min(max(growing(state), asked), max(left, 0.0))
 
     async def _request(self, queries: list[str]) -> list[list[Document]]:
-        assert self._http is not None
+        assert self._replicas is not None
         body = {"queries": queries, "return_scores": True} | self._depths
         try:
-            async with self._turn:
-                reply = await post(self._http, f"{self.url}/retrieve", json=body)
+            url, reply = await self._replicas.post("/retrieve", body)
         except Unreachable as error:
             raise Away(str(error)) from error
         said = f"status {reply.status}: {_excerpt(reply.body)}"
         if reply.status == 401:
             raise UserError(
-                f"retriever {self.url}: asks for a token; set the environment variable {TOKEN_VARIABLE} to it"
+                f"retriever {url}: asks for a token; set the environment variable {TOKEN_VARIABLE} to it"
             )
         if reply.status in _WRONG_ADDRESS:
-            raise UserError(f"retriever {self.url}: {said}; set retriever.url to a retrieval service")
+            raise UserError(f"retriever {url}: {said}; set retriever.url to a retrieval service")
         if reply.status in _REFUSALS:
-            raise QueryRefused(f"retriever {self.url}: {said}")
-        if reply.status in _AWAY:
+            raise QueryRefused(f"retriever {url}: {said}")
+        if reply.status in AWAY:
             raise Away(said, reply.retry_after)
         if reply.status != 200:
             raise BadReply(said)
@@ -356,8 +371,8 @@ class RetrieverProcess(ChildService):
 
 
 @contextmanager
-def open_retriever(config: RetrieverConfig, log_path: Path) -> Iterator[str]:
-    """Base URL of a retrieval service: `config.url`, or a child process that ends with the block.
+def open_retriever(config: RetrieverConfig, log_path: Path) -> Iterator[str | list[str]]:
+    """Base URLs of retrieval services: `config.url`, or of a child process that ends with the block.
 
     Raises:
         UserError: neither is configured, the running service cannot be reached or is another one than the

@@ -7,13 +7,14 @@ bytes offsets[i] to offsets[i + 1]. One file, renamed into place, is complete or
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from retriever.protocol import Row
 VERSION = 1
 HEADER = 4096
 CACHED_FROM = 16 * 2**20  # bytes; a smaller corpus is scanned in less than a second
+MAX_LINE = 16 * 2**20  # bytes of a row; a longer one would cost several times as much memory
 PROBES, PROBE = 64, 4096  # parts of the file that its fingerprint reads, and bytes of each
 
 
@@ -32,6 +34,23 @@ class Offsets:
 
     starts: np.ndarray
     sha256: str
+
+
+def read_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """The file's lines, each with its end.
+
+    Raises:
+        RetrieverError: a line longer than MAX_LINE, which is not read to its end.
+    """
+    for number in itertools.count(1):
+        line = file.readline(MAX_LINE + 1)
+        if not line:
+            return
+        if len(line) > MAX_LINE:
+            raise RetrieverError(
+                f"{path}:{number}: longer than {MAX_LINE:,} bytes; cut the passage into several, one a line"
+            )
+        yield line
 
 
 def parse_row(line: bytes, where: str) -> Row:
@@ -47,6 +66,8 @@ def parse_row(line: bytes, where: str) -> Row:
     except json.JSONDecodeError as error:
         problem = f"not valid JSON ({error.msg}); each line is one object" if line.strip() else "empty row"
         raise RetrieverError(f"{where}: {problem}; correct or remove the line") from error
+    except RecursionError as error:
+        raise RetrieverError(f"{where}: nested too deeply; remove the field that is") from error
     if not isinstance(row, dict) or not isinstance(row.get("contents"), str) or not row["contents"].strip():
         raise RetrieverError(f"{where}: expected an object with a non-empty string 'contents'")
     if isinstance(row.get("id"), bool) or not isinstance(row.get("id"), str | int):

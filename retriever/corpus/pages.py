@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from retriever.corpus.offsets import read_lines
 from retriever.errors import RetrieverError
 
 
@@ -23,7 +24,7 @@ class Pages:
         self._start: dict[str, int] = {}
         offset = 0
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(read_lines(file, path), 1):
                 if line.strip():
                     self._start[self._url(line, number)] = offset
                 offset += len(line)
@@ -44,7 +45,7 @@ class Pages:
     def _url(self, line: bytes, number: int) -> str:
         try:
             url = json.loads(line)["url"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RetrieverError(f"{self.path}:{number}: expected a JSON object with 'url'") from error
         if not isinstance(url, str):
             raise RetrieverError(f"{self.path}:{number}: field 'url' must be a string, got {url!r}")

@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from retriever.corpus import offsets
-from retriever.corpus.offsets import parse_row
+from retriever.corpus.offsets import parse_row, read_lines
 from retriever.errors import RetrieverError
 from retriever.protocol import Row
 
@@ -74,7 +74,8 @@ def load_corpus(path: Path, progress: bool = True) -> Corpus:
         raise RetrieverError(f"{path}: no such corpus; set --corpus_path to a .jsonl or .jsonl.gz file")
     if path.suffix == ".gz":
         packed = _unpack(path)
-        found = offsets.scan(io.BytesIO(packed), path, lambda a, b: parse_row(packed[a:b], str(path)))
+        lines = read_lines(io.BytesIO(packed), path)
+        found = offsets.scan(lines, path, lambda a, b: parse_row(packed[a:b], str(path)))
         return Corpus(path, packed, found.starts, found.sha256)
     size = path.stat().st_size
     if not size:
@@ -93,7 +94,7 @@ def _lines(path: Path, size: int, progress: bool) -> Iterator[bytes]:
     """Reads the file rather than the mapping, whose pages would all count as this process's memory."""
     bar = tqdm(total=size, desc="corpus", unit="B", unit_scale=True, disable=None if progress else True)
     with path.open("rb", buffering=2**20) as file, bar:
-        for line in file:
+        for line in read_lines(file, path):
             yield line
             bar.update(len(line))
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tqdm import tqdm
-
 from retriever.corpus.passages import Corpus
 from retriever.encoders.words import K1, B, words
 from retriever.errors import require
+from retriever.indexing.progress import progress_bar
 from retriever.search.bm25 import INSTALL
 from retriever.search.plan import bm25_bytes, require_memory
 
@@ -27,8 +26,10 @@ def write_bm25(corpus: Corpus, folder: Path, progress: bool) -> None:
     )
     vocabulary: dict[str, int] = {}
     ids = []
-    for row in tqdm(corpus, desc="words", unit="passage", disable=None if progress else True, leave=False):
-        ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words(row["contents"])])
+    with progress_bar(len(corpus), "words", progress) as bar:
+        for row in corpus:
+            ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words(row["contents"])])
+            bar.update()
     index = bm25s.BM25(k1=K1, b=B, method="lucene", backend="numpy")
     index.index((ids, vocabulary), show_progress=progress and sys.stderr.isatty())
     index.save(str(folder), show_progress=False)

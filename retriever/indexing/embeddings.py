@@ -8,16 +8,18 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
-from tqdm import tqdm
 
 from retriever.corpus.passages import Corpus
+from retriever.encoders.dense import spread
 from retriever.encoders.factory import load_encoder, make_encoder
 from retriever.errors import RetrieverError
 from retriever.indexing.options import BuildOptions
+from retriever.indexing.progress import progress_bar
 from retriever.protocol import Encoder
+from retriever.search.plan import require_disk
 
 SETTINGS = "settings.json"
 BLOCK = 2048  # passages encoded at once
@@ -80,7 +82,9 @@ def embed(
         _begin(folder, settings, encoder)
     dtype = np.dtype(options.embedding_dtype)
     _require_disk(folder, len(corpus), options.shard_rows, encoder.dimension * dtype.itemsize)
-    _encode(corpus, encoder, folder, options.shard_rows, dtype, progress)
+    devices = options.devices.split(",") if options.devices else []
+    with spread(encoder, devices):
+        _encode(corpus, encoder, folder, options, BLOCK * max(1, 4 * len(devices)), progress)
     return Embeddings(folder, encoder, len(corpus), options.shard_rows)
 
 
@@ -111,26 +115,33 @@ def _resume(folder: Path, settings: dict[str, Any]) -> Encoder:
 
 
 def _encode(
-    corpus: Corpus, encoder: Encoder, folder: Path, shard_rows: int, dtype: np.dtype, progress: bool
+    corpus: Corpus, encoder: Encoder, folder: Path, options: BuildOptions, block: int, progress: bool
 ) -> None:
-    silent = None if progress else True
-    with tqdm(total=len(corpus), desc="encode", unit="passage", disable=silent, leave=False) as bar:
-        for start in range(0, len(corpus), shard_rows):
-            stop = min(start + shard_rows, len(corpus))
-            path = shard_path(folder, start, shard_rows)
-            if path.is_file():
-                bar.update(stop - start)
-                continue
+    rows, dtype = options.shard_rows, np.dtype(options.embedding_dtype)
+    todo = [
+        (start, min(start + rows, len(corpus)))
+        for start in range(0, len(corpus), rows)
+        if not shard_path(folder, start, rows).is_file()
+    ]
+    done = len(corpus) - sum(stop - start for start, stop in todo)
+    with progress_bar(len(corpus), "encode", progress, done) as bar:
+        for start, stop in todo:
+            path = shard_path(folder, start, rows)
             unfinished = path.with_name(path.name + ".unfinished")
-            shape = (stop - start, encoder.dimension)
-            shard = np.lib.format.open_memmap(unfinished, mode="w+", dtype=dtype, shape=shape)
-            for first in range(start, stop, BLOCK):
-                last = min(first + BLOCK, stop)
-                shard[first - start : last - start] = encoder.encode_passages(corpus[first:last])
-                bar.update(last - first)
-            shard.flush()
-            del shard
+            # Written, not mapped: on a full disk a mapping ends the process without a word.
+            with unfinished.open("wb") as file:
+                _write_header(file, (stop - start, encoder.dimension), dtype)
+                for first in range(start, stop, block):
+                    last = min(first + block, stop)
+                    file.write(encoder.encode_passages(corpus[first:last]).astype(dtype).data)
+                    bar.update(last - first)
             os.replace(unfinished, path)
+
+
+def _write_header(file: BinaryIO, shape: tuple[int, int], dtype: np.dtype) -> None:
+    """That of a .npy file."""
+    descr = np.lib.format.dtype_to_descr(dtype)
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
 
 
 def shard_path(folder: Path, start: int, shard_rows: int) -> Path:
@@ -144,10 +155,5 @@ def _require_disk(folder: Path, documents: int, shard_rows: int, vector_bytes: i
         for start in range(0, documents, shard_rows)
         if not shard_path(folder, start, shard_rows).is_file()
     )
-    need = missing * vector_bytes
-    free = shutil.disk_usage(folder).free
-    if need > free:
-        raise RetrieverError(
-            f"{folder}: the vectors need {need:,} bytes and the disk has {free:,} free; use another"
-            " --embeddings folder or --embedding_dtype float16"
-        )
+    alternatives = "use another --embeddings folder or --embedding_dtype float16"
+    require_disk(folder, missing * vector_bytes, "the vectors need", alternatives)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from retriever.errors import RetrieverError, require
 from retriever.indexing.embeddings import Embeddings
+from retriever.indexing.progress import progress_bar
 from retriever.search.faiss import INSTALL, faiss_reason
-from retriever.search.plan import require_memory, vector_bytes
+from retriever.search.plan import require_disk, require_memory, vector_bytes
 
 TRAINING = 262_144  # vectors at most
 
@@ -53,23 +54,24 @@ def write_faiss(path: Path, embeddings: Embeddings, factory: str, search: str, p
     """Trains, fills and writes an index; a flat one without holding it in memory.
 
     Raises:
-        RetrieverError: as `make_empty`; too large for the memory; or too few passages to train on.
+        RetrieverError: as `make_empty`; too large for the memory or the disk; or too few passages to train
+            on.
+        OSError: the disk is full.
     """
     faiss = require("faiss", INSTALL)
     count, dimension = embeddings.documents, embeddings.encoder.dimension
     index = make_empty(dimension, factory, search)
-    bar = tqdm(total=count, desc="index", unit="passage", disable=None if progress else True, leave=False)
-    with bar:
+    size = vector_bytes(count, dimension, factory)
+    require_disk(path.parent, size, "the index needs", "choose a smaller --factory or another --index_path")
+    with progress_bar(count, "index", progress) as bar:
         if factory == "Flat":
             with path.open("wb") as file:
-                file.write(_flat_header(faiss, index, count))
+                file.write(flat_header(faiss, index, count))
                 for shard in embeddings.shards():
                     np.asarray(shard, np.float32).tofile(file)
                     bar.update(len(shard))
             return
-        require_memory(
-            vector_bytes(count, dimension, factory), f"factory {factory}", "use IVF…,PQ… or SQfp16"
-        )
+        require_memory(size, f"factory {factory}", "use IVF…,PQ… or SQfp16")
         try:
             if not index.is_trained:
                 index.train(embeddings.sample(TRAINING))
@@ -81,10 +83,13 @@ def write_faiss(path: Path, embeddings: Embeddings, factory: str, search: str, p
         for shard in embeddings.shards():
             index.add(np.asarray(shard, np.float32))
             bar.update(len(shard))
-    faiss.write_index(index, str(path))
+    try:
+        faiss.write_index(index, str(path))
+    except RuntimeError as error:
+        raise OSError(errno.EIO, faiss_reason(error)) from error
 
 
-def _flat_header(faiss: Any, empty: Any, count: int) -> bytes:
+def flat_header(faiss: Any, empty: Any, count: int) -> bytes:
     """That of an empty index with the counts filled in."""
     head = bytearray(faiss.serialize_index(empty).tobytes())
     struct.pack_into("<q", head, 8, count)

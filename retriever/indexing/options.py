@@ -7,8 +7,10 @@ from pathlib import Path
 
 from retriever.errors import RetrieverError
 from retriever.search.manifest import BM25, KINDS
+from retriever.search.qdrant import search_params
 
 DTYPES = ("float32", "float16")
+QUANTIZATIONS = ("", "int8", "binary")
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,14 @@ class BuildOptions:
     embeddings: Path | None = None  # folder of the shards, kept; None: beside the index, then removed
     embedding_dtype: str = "float32"  # of the shards, one of DTYPES
     shard_rows: int = 2**18
+    devices: str = ""  # such as cuda:0,cuda:1 or cpu,cpu: a process each encodes; empty: this process
     qdrant_url: str = ""  # empty: embedded, in the index's folder
     qdrant_collection: str = "passages"
+    qdrant_shards: int = 1  # of the collection; a multiple of the cluster's nodes spreads it evenly
+    qdrant_replicas: int = 1  # copies of each shard
+    qdrant_on_disk: bool = False  # full vectors stay on disk
+    qdrant_quantization: str = ""  # int8 or binary codes in memory; empty: none
+    qdrant_parallel: int = 4  # requests of the upload at once
 
     def check(self) -> None:
         """Raises RetrieverError where a value is unknown or two do not go together."""
@@ -33,6 +41,17 @@ class BuildOptions:
         if self.embedding_dtype not in DTYPES:
             raise RetrieverError(
                 f"--embedding_dtype {self.embedding_dtype!r}: choose from {', '.join(DTYPES)}"
+            )
+        for name in ("qdrant_shards", "qdrant_replicas", "qdrant_parallel"):
+            if getattr(self, name) < 1:
+                raise RetrieverError(f"--{name} {getattr(self, name)}: must be 1 or more")
+        if self.qdrant_quantization not in QUANTIZATIONS:
+            raise RetrieverError(f"--qdrant_quantization {self.qdrant_quantization!r}: choose int8 or binary")
+        if self.kind == "qdrant":
+            search_params(self.search)
+        if self.devices and self.retriever_name in ("hashed", BM25):
+            raise RetrieverError(
+                f"--devices {self.devices}: {self.retriever_name} has no network; leave it out"
             )
         if self.shard_rows < 1:
             raise RetrieverError(f"--shard_rows {self.shard_rows}: must be 1 or more")

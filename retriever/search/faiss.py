@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from retriever.errors import REASON_LENGTH, RetrieverError, require
-from retriever.search.plan import require_memory
+from retriever.search.gpu import to_gpus
+from retriever.search.plan import available_cores, require_memory
 from retriever.search.ties import search_in_corpus_order
 
 FLAT, FLAT_HEADER = b"IxFI", 45  # inner product; bytes before the vectors
+LARGE = 2**28  # bytes from which a search of all vectors takes several threads
 HEAD = struct.Struct("<4siqqqbi")  # type, dimension, documents, two unused, is trained, metric
 INSTALL = "pip install faiss-cpu (or faiss-gpu on CUDA)"
 LESS = (
@@ -78,8 +81,12 @@ def map_flat(path: Path) -> np.ndarray:
 class FaissVectors:
     """Vectors of a FAISS file, ranked by inner product."""
 
-    def __init__(self, path: Path, mmap: bool = False, gpu: bool = False):
+    def __init__(self, path: Path, mmap: bool = False, gpu: bool = False, threads: int = 0):
         """Reads the file.
+
+        Args:
+            threads: that one search of a large exhaustive index takes, 0 for all cores; other searches take
+                those of OMP_NUM_THREADS, and callers may search in several threads at once.
 
         Raises:
             RetrieverError: as `read_header`; too large for the memory; cut off; or no GPU for it.
@@ -87,25 +94,32 @@ class FaissVectors:
         faiss = require("faiss", INSTALL)
         header = read_header(path)
         self.dimension, self.documents = header.dimension, header.documents
-        # A flat index on its way to the GPUs need not fit into the host's memory.
-        is_mapped = mmap or (gpu and header.kind == FLAT)
-        if not is_mapped:
-            require_memory(path.stat().st_size, str(path), LESS)
-        try:
-            self._index = faiss.read_index(str(path), _map_flag(faiss, header.kind) if is_mapped else 0)
-        except RuntimeError as error:
-            raise RetrieverError(
-                f"{path}: FAISS cannot read it ({faiss_reason(error)}); it was cut off or comes from a newer"
-                " FAISS: download or build it again, or upgrade FAISS"
-            ) from error
         if gpu:
-            self._index = _to_gpus(faiss, self._index, path)
+            self._index, self._held = to_gpus(
+                faiss, header.kind, path, lambda: map_flat(path), lambda: _read(faiss, path, mmap)
+            )
+        else:
+            self._index = _read(faiss, path, mmap)
+        self._searcher: ThreadPoolExecutor | None = None
+        if not gpu and path.stat().st_size >= LARGE and _is_exhaustive(header):
+            # One search at a time reads the whole matrix with all threads: several would only share the
+            # memory's speed, and a single query would wait for one core. OpenMP keeps a pool a caller.
+            count = threads or available_cores()
+            self._searcher = ThreadPoolExecutor(1, "faiss", lambda: faiss.omp_set_num_threads(count))
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """float32 [Q, D] -> float32 [Q, k] and int64 [Q, k], -1 where an approximate index found no more;
         best first, ties in corpus order."""
         vectors = np.ascontiguousarray(vectors, np.float32)
-        return search_in_corpus_order(lambda count: self._index.search(vectors, count), k, self.documents)
+        search = self._index.search
+        if (searcher := self._searcher) is not None:
+            search = lambda *arguments: searcher.submit(self._index.search, *arguments).result()  # noqa: E731
+        return search_in_corpus_order(lambda count: search(vectors, count), k, self.documents)
+
+
+def _is_exhaustive(header: Header) -> bool:
+    """Whether each search reads all vectors: Flat, SQ and PQ do, inverted lists and graphs do not."""
+    return header.kind[:2] == b"Ix" and header.kind != b"IxPT"
 
 
 def _map_flag(faiss: Any, kind: bytes) -> int:
@@ -116,21 +130,15 @@ def _map_flag(faiss: Any, kind: bytes) -> int:
     return int(faiss.IO_FLAG_MMAP if kind[:2] == b"Iw" or kind == b"IxPT" else faiss.IO_FLAG_MMAP_IFC)
 
 
-def _to_gpus(faiss: Any, index: Any, path: Path) -> Any:
-    if not hasattr(faiss, "GpuMultipleClonerOptions") or faiss.get_num_gpus() == 0:
-        raise RetrieverError(
-            "--faiss_gpu: this FAISS has no GPU support or sees no GPU; pip install faiss-gpu in place of"
-            " faiss-cpu and check CUDA_VISIBLE_DEVICES, or leave --faiss_gpu out"
-        )
-    options = faiss.GpuMultipleClonerOptions()
-    options.shard = True
-    options.useFloat16 = True
+def _read(faiss: Any, path: Path, mmap: bool) -> Any:
+    if not mmap:
+        require_memory(path.stat().st_size, str(path), LESS)
     try:
-        return faiss.index_cpu_to_all_gpus(index, co=options)
+        return faiss.read_index(str(path), _map_flag(faiss, read_header(path).kind) if mmap else 0)
     except RuntimeError as error:
         raise RetrieverError(
-            f"--faiss_gpu: {path} cannot be put onto {faiss.get_num_gpus()} GPUs ({faiss_reason(error)});"
-            " take more GPUs, or factory Flat, IVF…,Flat or IVF…,PQ…"
+            f"{path}: FAISS cannot read it ({faiss_reason(error)}); it was cut off or comes from a newer"
+            " FAISS: download or build it again, or upgrade FAISS"
         ) from error
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ MANIFEST = "manifest.json"
 INDEX_FILE = "index.faiss"
 BM25 = "bm25"  # a folder, a kind, and a --retriever_name
 KINDS = ("faiss", "jax", "qdrant")  # of vectors
+BLOCK = 16 * 2**20  # bytes read at once for a checksum
 AGAIN = "build it again with python -m retriever.build_index"
 
 
@@ -40,5 +43,32 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Marks the folder's index as complete."""
+    """Marks the folder's index as complete; it is written last."""
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+
+
+def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
+    """CRC-32 of files, by their names within the folder."""
+    return {str(file.relative_to(folder)): _checksum(file) for file in sorted(files) if file.is_file()}
+
+
+def check_files(folder: Path, manifest: dict[str, Any]) -> None:
+    """Reads the index's files from beginning to end: FAISS takes random bytes for vectors.
+
+    Raises:
+        RetrieverError: one of them is not what was built.
+    """
+    for name, expected in manifest.get("checksums", {}).items():  # absent in manifests of earlier versions
+        if _checksum(folder / name) != expected:
+            raise RetrieverError(f"{folder / name}: damaged (its checksum is not the manifest's); {AGAIN}")
+
+
+def _checksum(path: Path) -> str:
+    value = 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK):
+                value = zlib.crc32(block, value)
+    except OSError as error:
+        raise RetrieverError(f"{path}: cannot be read ({error.strerror}); {AGAIN}") from error
+    return f"{value:08x}"

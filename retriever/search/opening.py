@@ -15,7 +15,7 @@ from retriever.search.bm25 import Bm25
 from retriever.search.faiss import FLAT, FaissVectors, map_flat, read_header
 from retriever.search.index import Dense, Index
 from retriever.search.jax import JaxVectors
-from retriever.search.manifest import AGAIN, BM25, INDEX_FILE, read_manifest
+from retriever.search.manifest import AGAIN, BM25, INDEX_FILE, check_files, read_manifest
 from retriever.search.qdrant import QdrantVectors
 
 LEAST_COSINE = 0.5  # of a bare file's first vector: built in fp16, or with passages cut elsewhere, it is less
@@ -30,6 +30,9 @@ class IndexOptions:
     engine: str = ""  # faiss or jax for a flat index; empty: as it was built
     faiss_gpu: bool = False
     mmap: bool = False
+    qdrant_search: str = ""  # as for `search.qdrant.search_params`; empty: as it was built
+    threads: int = 0  # cores to use; 0: all
+    skip_checksum: bool = False  # a large file on a slow disk takes minutes to read
 
     def refuse(self, names: tuple[str, ...], what: str) -> None:
         """Raises RetrieverError where one of these options is set."""
@@ -53,20 +56,28 @@ def open_index(path: Path, corpus: Corpus, options: IndexOptions = IndexOptions(
     manifest = read_manifest(path)
     _check_source(path, manifest, corpus, options)
     kind = manifest.get("kind", "faiss")
+    if kind != "qdrant":
+        options.refuse(("qdrant_search",), f"an index of kind {kind}")
     if kind == BM25:
         options.refuse(("faiss_gpu", "engine", "retriever_model"), BM25)
-        ranker: Ranker = Bm25(path / BM25, options.mmap)
+        ranker: Ranker = Bm25(path / BM25, options.mmap, not options.skip_checksum)
+        _check_files(path, manifest, options)
     elif kind == "qdrant":
         options.refuse(("faiss_gpu", "engine", "mmap"), "Qdrant")
         encoder = _load_encoder(path, manifest, options)
-        vectors = QdrantVectors(path, manifest["url"], manifest["collection"])
+        _check_files(path, manifest, options)
+        vectors = QdrantVectors(
+            path, manifest["url"], manifest["collection"], options.qdrant_search or manifest.get("search", "")
+        )
         _check_dimension(str(path), vectors.dimension, encoder)
         ranker = Dense(encoder, vectors)
     else:
         kind = options.engine or kind
         _check_size(path / INDEX_FILE, manifest)
         encoder = _load_encoder(path, manifest, options)
-        ranker = _open_vectors(path / INDEX_FILE, corpus, encoder, kind, options)
+        _check_header(path / INDEX_FILE, corpus, encoder)
+        _check_files(path, manifest, options)
+        ranker = _open_vectors(path / INDEX_FILE, encoder, kind, options)
         manifest = manifest | {"kind": kind}
     _check_count(str(path), ranker.documents, corpus)
     return Index(corpus, ranker, manifest)
@@ -82,7 +93,8 @@ def _open_file(path: Path, corpus: Corpus, options: IndexOptions) -> Index:
     header = read_header(path)
     _check_count(str(path), header.documents, corpus)
     encoder = make_encoder(name, options.retriever_model, corpus)
-    ranker = _open_vectors(path, corpus, encoder, engine, options)
+    _check_header(path, corpus, encoder)
+    ranker = _open_vectors(path, encoder, engine, options)
     if header.kind == FLAT:
         likeness = cosine(map_flat(path)[0], encoder.encode_passages(corpus[:1])[0])
         if likeness < LEAST_COSINE:
@@ -103,12 +115,20 @@ def _open_file(path: Path, corpus: Corpus, options: IndexOptions) -> Index:
     return Index(corpus, ranker, manifest)
 
 
-def _open_vectors(path: Path, corpus: Corpus, encoder: Encoder, engine: str, options: IndexOptions) -> Ranker:
+def _check_header(path: Path, corpus: Corpus, encoder: Encoder) -> None:
     header = read_header(path)
     _check_count(str(path), header.documents, corpus)
     _check_dimension(str(path), header.dimension, encoder)
+
+
+def _check_files(folder: Path, manifest: dict[str, Any], options: IndexOptions) -> None:
+    if not options.skip_checksum:
+        check_files(folder, manifest)
+
+
+def _open_vectors(path: Path, encoder: Encoder, engine: str, options: IndexOptions) -> Ranker:
     if engine == "faiss":
-        return Dense(encoder, FaissVectors(path, options.mmap, options.faiss_gpu))
+        return Dense(encoder, FaissVectors(path, options.mmap, options.faiss_gpu, options.threads))
     if engine != "jax":
         raise RetrieverError(f"--engine {engine!r} is unknown; available are faiss and jax")
     options.refuse(("faiss_gpu", "mmap"), "the JAX engine")

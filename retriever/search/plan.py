@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 from retriever.errors import RetrieverError
@@ -23,6 +24,17 @@ def available_memory() -> int:
     if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
         free = min(free, int(limit.read_text()) - int(used.read_text()))
     return max(0, free)
+
+
+def available_cores() -> int:
+    """Of the machine, or of the container where that has fewer."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = CGROUP / "cpu.max"
+    if limit.is_file():
+        quota, period = limit.read_text().split()
+        if quota.isdigit():
+            cores = min(cores, -(-int(quota) // int(period)))
+    return max(1, cores)
 
 
 def vector_bytes(documents: int, dimension: int, factory: str) -> int:
@@ -77,4 +89,17 @@ def require_memory(need: int, what: str, alternatives: str, available: int | Non
         raise RetrieverError(
             f"{what}: needs {need / 2**30:,.1f} GiB of memory and {free / 2**30:,.1f} GiB are available;"
             f" {alternatives}"
+        )
+
+
+def require_disk(folder: Path, need: int, what: str, alternatives: str) -> None:
+    """Call before hours of work, not after.
+
+    Raises:
+        RetrieverError: `need` bytes are not free where the folder lies, with both numbers.
+    """
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise RetrieverError(
+            f"{folder}: {what} {need:,} bytes and the disk has {free:,} free; {alternatives}"
         )

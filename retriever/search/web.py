@@ -201,9 +201,9 @@ def _rows(items: Sequence[dict[str, Any]]) -> Found:
     return [
         (
             {
-                "id": str(item["link"]),
+                "id": _line(item["link"]),
                 "contents": f'"{_line(item.get("title"))}"\n{_line(item.get("snippet"))}',
-                "url": str(item["link"]),
+                "url": _line(item["link"]),
             },
             1.0 / rank,
         )
@@ -212,8 +212,9 @@ def _rows(items: Sequence[dict[str, Any]]) -> Found:
 
 
 def _line(text: Any) -> str:
-    """On one line: the first line of a passage is its title."""
-    return " ".join(str(text or "").split())
+    """On one line: the first line of a passage is its title. Half a surrogate pair becomes U+FFFD."""
+    whole = str(text or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return " ".join(whole.split())
 
 
 def _problem(reply: Any) -> str:

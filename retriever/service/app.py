@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from retriever.corpus.pages import Pages
+from retriever.errors import RetrieverError, Unavailable
 from retriever.protocol import Searcher
 from retriever.search.rerank import Reranker
 from retriever.search.web import SearchFailed
@@ -22,6 +25,7 @@ from retriever.service.engine import Depths, Engine, Limits, Refused
 from retriever.service.metrics import Metrics
 from retriever.service.middleware import BodyLimit, Measure, RequireToken
 
+TITLE = "calibadv retriever"
 RETRY_SECONDS = 1  # what a refused client is told to wait
 
 
@@ -40,12 +44,14 @@ def make_app(
     Args:
         token: where not empty, every route but /health asks for ``Authorization: Bearer <token>``.
     """
-    app = FastAPI(title="calibadv retriever")
+    app = _make_fastapi()
     metrics, limits = Metrics(), limits or Limits()
     engine = Engine(searcher, depths, limits, metrics, reranker, cache)
     _add_error_replies(app)
     # The last one added is the first that sees a request.
-    app.add_middleware(BodyLimit, max_body=limits.max_body)
+    app.add_middleware(
+        BodyLimit, max_body=limits.max_body, max_bodies=limits.max_bodies, seconds=limits.request_seconds
+    )
     if token:
         app.add_middleware(RequireToken, token=token)
     app.add_middleware(Measure, metrics=metrics)
@@ -69,6 +75,22 @@ def make_app(
             return error_reply(404, "no pages are loaded; start the service with --pages_path")
         rows = await run_in_threadpool(lambda: [pages.access(url) for url in request.urls])
         return JSONResponse({"result": rows})
+
+    return app
+
+
+def _make_fastapi() -> FastAPI:
+    """With a page at /docs whose scripts come from here: a cluster's nodes reach no CDN."""
+    if importlib.util.find_spec("fastapi_offline") is not None:
+        offline: FastAPI = importlib.import_module("fastapi_offline").FastAPIOffline(
+            title=TITLE, redoc_url=None
+        )
+        return offline
+    app = FastAPI(title=TITLE, docs_url=None, redoc_url=None)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> JSONResponse:
+        return error_reply(404, "the page needs pip install fastapi-offline; /openapi.json has its content")
 
     return app
 
@@ -105,6 +127,14 @@ def _add_error_replies(app: FastAPI) -> None:
     @app.exception_handler(SearchFailed)
     async def not_answered(_: Request, error: SearchFailed) -> JSONResponse:
         return error_reply(error.status, str(error))
+
+    @app.exception_handler(RetrieverError)
+    async def broken(_: Request, error: RetrieverError) -> JSONResponse:
+        return error_reply(500, str(error))
+
+    @app.exception_handler(Unavailable)
+    async def away(_: Request, error: Unavailable) -> JSONResponse:
+        return error_reply(503, str(error), {"Retry-After": str(RETRY_SECONDS)})
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:

@@ -13,6 +13,9 @@ from retriever.protocol import Found
 Search = Callable[[Sequence[str], int], Sequence[Found | Exception]]
 
 
+WORTH_IT = 8  # queries for which a further search begins beside those under way
+
+
 class Overloaded(Exception):
     """More queries wait than the queue may hold."""
 
@@ -25,15 +28,17 @@ class _Waiting:
 
 
 class SearchBatcher:
-    """One search at a time, in a thread; what arrives meanwhile forms the next one.
+    """Searches in threads; what arrives while they are under way forms the next ones.
 
     Args:
         search: (queries, k) -> the k best of each, or why that query has none; releases the GIL for its
-            heavy part.
+            heavy part. With more than one worker, several threads call it at once.
         max_batch: queries of one search.
         max_queue: queries that may wait; more are refused.
         max_wait: seconds a search waits for others to join.
         on_batch: called with the number of queries of every search.
+        workers: searches at the same time. A second one begins only when WORTH_IT queries wait: a small
+            batch costs several times as much computation a query as a large one.
     """
 
     def __init__(
@@ -43,13 +48,15 @@ class SearchBatcher:
         max_queue: int = 8192,
         max_wait: float = 0.002,
         on_batch: Callable[[int], object] = lambda _: None,
+        workers: int = 1,
     ):
         self._search, self._on_batch = search, on_batch
-        self.max_batch, self.max_queue, self.max_wait = max_batch, max_queue, max_wait
+        self.max_batch, self.max_queue, self.max_wait, self.workers = max_batch, max_queue, max_wait, workers
         self._queue: deque[_Waiting] = deque()
-        self._worker: asyncio.Task[None] | None = None
-        # Always the same thread: torch and OpenMP keep buffers and workers for each calling thread.
-        self._thread = ThreadPoolExecutor(1, "search")
+        self._timer: asyncio.TimerHandle | None = None  # of the next searches
+        self._searches: set[asyncio.Task[None]] = set()
+        # Always the same threads: torch and OpenMP keep buffers and workers for each calling thread.
+        self._threads = ThreadPoolExecutor(workers, "search")
 
     @property
     def queued(self) -> int:
@@ -67,8 +74,7 @@ class SearchBatcher:
         loop = asyncio.get_running_loop()
         waiting = [_Waiting(query, k, loop.create_future()) for query in queries]
         self._queue += waiting
-        if self._worker is None or self._worker.done():
-            self._worker = loop.create_task(self._work())
+        self._schedule()
         try:
             return list(await asyncio.gather(*(one.future for one in waiting), return_exceptions=True))
         except BaseException:
@@ -76,38 +82,58 @@ class SearchBatcher:
                 one.future.cancel()
             raise
 
-    async def _work(self) -> None:
+    def _schedule(self) -> None:
+        """Begins searches soon, where one may begin: others may join until then."""
+        if self._timer is None and self._may_begin():
+            wait = 0.0 if len(self._queue) >= self.max_batch else self.max_wait
+            self._timer = asyncio.get_running_loop().call_later(wait, self._begin)
+
+    def _may_begin(self) -> bool:
+        if not self._searches:
+            return bool(self._queue)
+        return len(self._searches) < self.workers and len(self._queue) >= WORTH_IT
+
+    def _begin(self) -> None:
+        self._timer = None
+        while self._may_begin():
+            searches = max(1, min(self.workers - len(self._searches), len(self._queue) // WORTH_IT))
+            batch = self._next_batch(min(self.max_batch, -(-len(self._queue) // searches)))
+            if batch:
+                search = asyncio.get_running_loop().create_task(self._run(batch))
+                self._searches.add(search)
+                search.add_done_callback(self._end)
+
+    def _end(self, search: asyncio.Task[None]) -> None:
+        self._searches.discard(search)
+        self._schedule()
+
+    async def _run(self, batch: list[_Waiting]) -> None:
+        self._on_batch(len(batch))
+        queries = [one.query for one in batch]
         loop = asyncio.get_running_loop()
-        while self._queue:
-            if len(self._queue) < self.max_batch:
-                await asyncio.sleep(self.max_wait)
-            batch = self._next_batch()
-            if not batch:
+        try:
+            found = await loop.run_in_executor(self._threads, self._search, queries, batch[0].k)
+        except Exception as error:  # handed to every caller; the next batch is searched nevertheless
+            for one in batch:
+                if not one.future.done():
+                    one.future.set_exception(error)
+            return
+        for one, result in zip(batch, found, strict=True):
+            if one.future.done():
                 continue
-            self._on_batch(len(batch))
-            try:
-                queries = [one.query for one in batch]
-                found = await loop.run_in_executor(self._thread, self._search, queries, batch[0].k)
-            except Exception as error:  # handed to every caller; the next batch is searched nevertheless
-                for one in batch:
-                    if not one.future.done():
-                        one.future.set_exception(error)
-                continue
-            for one, result in zip(batch, found, strict=True):
-                if one.future.done():
-                    continue
-                if isinstance(result, Exception):
-                    one.future.set_exception(result)
-                else:
-                    one.future.set_result(result)
+            if isinstance(result, Exception):
+                one.future.set_exception(result)
+            else:
+                one.future.set_result(result)
 
-    def _next_batch(self) -> list[_Waiting]:
-        """The longest-waiting queries that ask for the same k; those whose client has gone are dropped.
+    def _next_batch(self, size: int) -> list[_Waiting]:
+        """At most `size` of the longest-waiting queries that ask for the same k.
 
-        One k a search: an approximate index may rank the first five of ten differently from five of five.
+        Those whose client has gone are dropped. One k a search: an approximate index may rank the first five
+        of ten differently from five of five.
         """
         batch: list[_Waiting] = []
-        while self._queue and len(batch) < self.max_batch:
+        while self._queue and len(batch) < size:
             if self._queue[0].future.done():
                 self._queue.popleft()
             elif batch and self._queue[0].k != batch[0].k:

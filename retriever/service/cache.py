@@ -6,12 +6,15 @@ import hashlib
 import json
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from retriever.errors import RetrieverError
 from retriever.protocol import Found
+
+WAIT = 30.0  # seconds for another process of this host that writes
 
 CacheMode = Literal["use", "replay"]
 
@@ -22,6 +25,8 @@ class NotRecorded(Exception):
 
 class ResultCache:
     """Content-addressed store: hash of query, depth and index identity -> documents and scores.
+
+    A SQLite file in WAL mode: several processes of one host may share it, several hosts may not.
 
     Args:
         identity: of index and reranker; results of another one are never mixed in.
@@ -39,7 +44,7 @@ class ResultCache:
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._store = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._store = sqlite3.connect(path, WAIT, check_same_thread=False, isolation_level=None)
             self._store.execute("PRAGMA journal_mode=WAL")
             self._store.execute("PRAGMA synchronous=NORMAL")
             self._store.execute("CREATE TABLE IF NOT EXISTS results (key BLOB PRIMARY KEY, found TEXT)")
@@ -66,15 +71,36 @@ class ResultCache:
         return known
 
     def store(self, queries: Sequence[str], k: int, found: Sequence[Found]) -> None:
-        """Keeps the results of queries."""
+        """Keeps the results of queries, all or none.
+
+        Raises:
+            RetrieverError: they cannot be written; what was stored before remains.
+        """
         rows = [
-            (self._key(query, k), json.dumps(one, ensure_ascii=False))
+            # ASCII: SQLite takes UTF-8 only, which has no half of a surrogate pair.
+            (self._key(query, k), json.dumps(one))
             for query, one in zip(queries, found, strict=True)
         ]
-        with self._lock:
-            self._store.execute("BEGIN")
-            self._store.executemany("INSERT OR IGNORE INTO results VALUES (?, ?)", rows)
+        try:
+            with self._lock, self._transaction() as store:
+                store.executemany("INSERT OR IGNORE INTO results VALUES (?, ?)", rows)
+        except sqlite3.Error as error:
+            raise RetrieverError(
+                f"{self.path}: results cannot be stored ({error}); make room there, or choose another"
+                " --cache_path"
+            ) from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Another process that writes is waited for; whatever fails leaves no transaction open."""
+        self._store.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._store
             self._store.execute("COMMIT")
+        except BaseException:
+            if self._store.in_transaction:
+                self._store.execute("ROLLBACK")
+            raise
 
     def close(self) -> None:
         self._store.close()

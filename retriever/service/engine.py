@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fastapi.concurrency import run_in_threadpool
@@ -24,7 +26,10 @@ class Limits:
     max_queue: int = 8192  # queries that wait; then 503
     max_queries: int = 8192  # queries of one request; then 422
     max_wait: float = 0.002  # seconds a search waits for others to join
+    workers: int = 1  # searches at the same time
     max_body: int = 16 * 2**20  # bytes of a request; then 413
+    max_bodies: int = 2**27  # bytes of all requests under way; then 503
+    request_seconds: float = 30.0  # that a client may take to send a request's body; then 408
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Engine:
         cache: ResultCache | None = None,
     ):
         self._depths, self._metrics, self._reranker, self._cache = depths, metrics, reranker, cache
+        # One thread: torch keeps buffers for each thread that calls it.
+        self._rerank_thread = ThreadPoolExecutor(1, "rerank")
         # A request that the queue can never hold would be told to come back later for ever.
         self._max_queries = min(limits.max_queries, limits.max_queue)
         self._batcher = SearchBatcher(
@@ -60,6 +67,7 @@ class Engine:
             limits.max_queue,
             limits.max_wait,
             metrics.batch.observe,
+            limits.workers,
         )
         metrics.queue.set_function(lambda: self._batcher.queued)
 
@@ -87,7 +95,10 @@ class Engine:
         if self._reranker is None:
             return found
         self._metrics.reranked.inc(len(queries))
-        return await run_in_threadpool(self._reranker.rerank, queries, found, keep)
+        rerank = self._reranker.rerank
+        return await asyncio.get_running_loop().run_in_executor(
+            self._rerank_thread, rerank, queries, found, keep
+        )
 
     def _cut(self, queries: Sequence[str]) -> list[str]:
         """One overlong query must not cost the others of its request their answers."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from typing import Any
+
+from starlette.responses import Response
 
 from retriever.service.contracts import error_reply
 from retriever.service.metrics import Metrics
@@ -57,38 +60,76 @@ class RequireToken:
         return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.token)
 
 
-class BodyLimit:
-    """ASGI middleware: a request body beyond `max_body` bytes is answered with 413, not read to its end."""
+class Disconnected(Exception):
+    """The client has gone while its body was read."""
 
-    def __init__(self, app: Any, max_body: int):
-        self.app, self.max_body = app, max_body
+
+class BodyLimit:
+    """ASGI middleware: bounds what requests' bodies take of memory and time.
+
+    A body beyond `max_body` bytes is answered with 413 and one that takes longer than `seconds` with 408;
+    neither is read to its end. Where the bodies of all requests under way would pass `max_bodies` bytes,
+    the one that is coming in gets 503.
+    """
+
+    def __init__(self, app: Any, max_body: int, max_bodies: int = 2**27, seconds: float = 30.0):
+        self.app, self.max_body, self.max_bodies, self.seconds = app, max_body, max_bodies, seconds
+        self._held = 0  # bytes, of all requests under way
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        complete = more = declared.isdigit() and int(declared) <= self.max_body
-        parts, size = [], 0
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            complete = size <= self.max_body
-            more = complete and message.get("more_body", False)
-        if not complete:
-            message = f"the body is larger than {self.max_body} bytes; send fewer queries at once"
-            await error_reply(413, message)(scope, receive, send)
+        body = bytearray()  # grows in place, however small the parts
+        try:
+            refusal = await self._read(body, scope, receive)
+            if refusal is None:
+                await self.app(scope, _replay(bytes(body), receive), send)
+            else:
+                await refusal(scope, receive, send)
+        except Disconnected:
             return
-        body: bytes | None = b"".join(parts)
+        finally:
+            self._held -= len(body)
 
-        async def replay() -> Any:
-            nonlocal body
-            if body is None:
-                return await receive()
-            whole, body = body, None
-            return {"type": "http.request", "body": whole, "more_body": False}
+    async def _read(self, body: bytearray, scope: Any, receive: Any) -> Response | None:
+        """Reads the request's body; what to answer where it is not taken."""
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        is_number = declared.isdigit() and len(declared) < 20
+        expected = int(declared) if is_number else self.max_body + 1
+        more = True
+        try:
+            async with asyncio.timeout(self.seconds):
+                while more and max(expected, len(body)) <= self.max_body and self._held <= self.max_bodies:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Disconnected
+                    part = message.get("body", b"")
+                    body += part
+                    self._held += len(part)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            text = f"the body took longer than {self.seconds:g} s; send it faster, or raise --request_seconds"
+            return error_reply(408, text, {"Connection": "close"})
+        if max(expected, len(body)) > self.max_body:
+            text = f"the body is larger than {self.max_body} bytes; send fewer queries at once"
+            return error_reply(413, text)
+        if self._held > self.max_bodies:
+            text = "the requests under way take all the memory they may; try again later"
+            return error_reply(503, text, {"Retry-After": "1"})
+        return None
 
-        await self.app(scope, replay, send)
+
+def _replay(body: bytes, receive: Any) -> Any:
+    """An ASGI receive that gives the whole body, and then what `receive` gives."""
+    whole: bytes | None = body
+
+    async def replay() -> Any:
+        nonlocal whole
+        if whole is None:
+            return await receive()
+        message = {"type": "http.request", "body": whole, "more_body": False}
+        whole = None
+        return message
+
+    return replay

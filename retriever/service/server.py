@@ -12,6 +12,7 @@ import uvicorn
 
 from retriever.errors import RetrieverError
 from retriever.service.assembly import load
+from retriever.service.connections import allowed_connections, bounded_protocol
 from retriever.service.loading import Loading
 
 
@@ -25,7 +26,9 @@ def listen(host: str, port: int) -> socket.socket:
         RetrieverError: the port is taken.
     """
     try:
-        listener = socket.create_server((host, port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        both = host == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         raise RetrieverError(
             f"--port {port}: {host} does not give it ({error.strerror}); choose another"
@@ -43,7 +46,9 @@ def run(arguments: argparse.Namespace) -> None:
     listener = listen(arguments.host, arguments.port)
     port = listener.getsockname()[1]
     loading = Loading(lambda report: load(arguments, report))
-    server = uvicorn.Server(uvicorn.Config(loading, log_level="warning", access_log=False, lifespan="off"))
+    protocol = bounded_protocol(allowed_connections(arguments.max_connections), arguments.request_seconds)
+    config = uvicorn.Config(loading, http=protocol, log_level="warning", access_log=False, lifespan="off")
+    server = uvicorn.Server(config)
 
     async def watch() -> None:
         try:
@@ -51,7 +56,8 @@ def run(arguments: argparse.Namespace) -> None:
         except BaseException:
             server.should_exit = True
             raise
-        sys.stdout.write(f"ready on http://{arguments.host}:{port}\n")
+        host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+        sys.stdout.write(f"ready on http://{host}:{port}\n")
         sys.stdout.flush()
         if arguments.port_file:
             unfinished = arguments.port_file.with_suffix(".unfinished")

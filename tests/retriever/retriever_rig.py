@@ -1,6 +1,8 @@
 """Passages, and a searcher that counts."""
 
+import threading
 import time
+from contextlib import contextmanager
 
 NAMES = [f"{a} {b}" for a in ("ada", "bo", "cy", "di") for b in ("almson", "berkson", "carlson", "dorn")]
 TOWNS = {
@@ -29,3 +31,23 @@ class Counting:
         self.batches.append((len(queries), k))
         time.sleep(self.seconds)
         return self.index.search(queries, k)
+
+
+@contextmanager
+def served(app, max_connections=100, seconds=30.0):
+    """(host, port) of a server over a real socket, with the service's own limits of connections."""
+    import uvicorn
+
+    from retriever.service.connections import bounded_protocol
+    from retriever.service.server import listen
+
+    with listen("127.0.0.1", 0) as listener:
+        protocol = bounded_protocol(max_connections, seconds)
+        server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_level="error", lifespan="off"))
+        thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
+        thread.start()
+        try:
+            yield listener.getsockname()
+        finally:
+            server.should_exit = True
+            thread.join()

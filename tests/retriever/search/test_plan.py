@@ -38,3 +38,12 @@ def test_memory_of_a_container_counts(tmp_path, monkeypatch):
     assert plan.available_memory() > 2**20
     (tmp_path / "memory.max").write_text("5000\n")
     assert plan.available_memory() == 4000
+
+
+def test_cores_of_a_container_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(plan, "CGROUP", tmp_path)
+    assert plan.available_cores() == 8
+    for text, cores in (("max 100000", 8), ("250000 100000", 3), ("20000 100000", 1), ("9900000 100000", 8)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert plan.available_cores() == cores

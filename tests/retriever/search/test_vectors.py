@@ -1,5 +1,6 @@
 """Indexes of vectors against a brute-force search: ids and order; ties in corpus order."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ import faiss
 from retriever.errors import RetrieverError
 from retriever.indexing.embeddings import Embeddings
 from retriever.indexing.faiss import make_empty, write_faiss
+from retriever.search import faiss as faiss_module
 from retriever.search import plan
 from retriever.search.bm25 import top_k
 from retriever.search.faiss import FaissVectors, map_flat, read_header
@@ -178,3 +180,23 @@ def test_what_does_not_fit_is_refused_with_numbers_and_alternatives(tmp_path, em
     write_faiss(tmp_path / "again", embeddings, "Flat", "", progress=False)  # streamed, not held
     with pytest.raises(RetrieverError, match="factory IVF16,Flat: needs"):
         write_faiss(tmp_path / "again", embeddings, "IVF16,Flat", "", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("factory", "is_exhaustive"), [("Flat", True), ("SQ8", True), ("IVF16,Flat", False), ("HNSW16", False)]
+)
+def test_only_a_large_exhaustive_index_searches_with_several_threads(
+    tmp_path, embeddings, vectors, queries, monkeypatch, factory, is_exhaustive
+):
+    """In a thread of its own, one search at a time; what it finds is the same."""
+    path = built(tmp_path, embeddings, factory, "nprobe=16" if "IVF" in factory else "")
+    small = FaissVectors(path, threads=2)
+    assert small._searcher is None
+    monkeypatch.setattr(faiss_module, "LARGE", path.stat().st_size)
+    large = FaissVectors(path, threads=2)
+    assert (large._searcher is not None) == is_exhaustive
+    with ThreadPoolExecutor(4) as pool:
+        for _, ids in pool.map(lambda _: large.nearest(queries, 5), range(8)):
+            assert ids.tolist() == small.nearest(queries, 5)[1].tolist()
+    if is_exhaustive:
+        assert large._searcher.submit(faiss.omp_get_max_threads).result() == 2

@@ -84,6 +84,18 @@ def test_results_come_as_passages_in_the_webs_order(api, budget, provider, sent)
     assert "secret-GOOGLE_API_KEY" not in json.dumps(search.manifest)
 
 
+def test_half_a_surrogate_pair_in_a_snippet_is_answered_and_kept(api, budget, tmp_path):
+    items = [{"title": "half \ud800", "link": "https://e.org/\udfff", "snippet": "whole \U0001f600"}]
+    api.replies["q"] = [(200, {"items": items})]
+    search = WebSearch("google", budget, api.url)
+    store = ResultCache(tmp_path / "store", search.manifest, "use")
+    with TestClient(make_app(search, Depths(1), cache=store)) as client:
+        replies = [client.post("/retrieve", json={"queries": ["q"]}) for _ in range(2)]
+    ((row,),) = replies[0].json()["result"]
+    assert row["contents"] == '"half \ufffd"\nwhole \U0001f600' and row["url"] == "https://e.org/\ufffd"
+    assert replies[1].json() == replies[0].json() and len(api.asked) == 1
+
+
 def test_no_results_are_no_error(api, budget):
     api.replies = {
         "g": [(200, {"searchInformation": {}})],

@@ -1,5 +1,11 @@
 """The service's contracts and errors, over a real index."""
 
+import re
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 pytest.importorskip("faiss")
@@ -8,6 +14,7 @@ pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient
 from retriever_rig import town_rows
 
+from retriever.errors import RetrieverError, Unavailable
 from retriever.service.app import make_app
 from retriever.service.engine import Depths
 
@@ -65,3 +72,78 @@ def test_health(client):
     state = client.get("/health").json()
     assert state["status"] == "ready"
     assert state["documents"] == len(ROWS)
+
+
+class Failing:
+    """A searcher whose index cannot be asked."""
+
+    def __init__(self, error):
+        self.error, self.manifest = error, {}
+
+    def search(self, queries, k):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RetrieverError("/i/index.faiss: cannot be read; build it again"), 500),
+        (Unavailable("no Qdrant"), 503),
+    ],
+)
+def test_an_error_of_the_index_keeps_its_own_message(error, status):
+    with TestClient(make_app(Failing(error), Depths(1)), raise_server_exceptions=False) as client:
+        reply = client.post("/retrieve", json={"queries": ["a"]})
+        assert (reply.status_code, reply.json()) == (status, {"error": str(error)})
+        assert reply.headers.get("retry-after") == ("1" if status == 503 else None)
+        assert f'route="/retrieve",status="{status}"' in client.get("/metrics").text
+
+
+def test_an_error_that_nobody_expected_names_its_type():
+    with TestClient(
+        make_app(Failing(ZeroDivisionError()), Depths(1)), raise_server_exceptions=False
+    ) as client:
+        reply = client.post("/retrieve", json={"queries": ["a"]})
+        assert reply.status_code == 500 and reply.json()["error"].startswith(
+            "ZeroDivisionError in the service"
+        )
+        assert 'route="/retrieve",status="500"' in client.get("/metrics").text
+
+
+def test_the_reranker_runs_in_one_thread(towns):
+    """torch keeps buffers for each thread that calls it."""
+    threads = set()
+
+    class Reranker:
+        def rerank(self, queries, found, k):
+            threads.add(threading.get_ident())
+            time.sleep(0.05)
+            return [one[:k] for one in found]
+
+    body = {"queries": ["port elton"], "topk_retrieval": 2, "topk_rerank": 1}
+    app = make_app(towns, Depths(2), reranker=Reranker())
+    with TestClient(app) as client, ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda _: client.post("/retrieve", json=body), range(12)))
+    assert {reply.status_code for reply in replies} == {200}
+    assert len(threads) == 1
+
+
+def test_the_page_of_the_routes_loads_nothing_from_elsewhere(client):
+    """A cluster's nodes reach no CDN: every script and style comes from the service itself."""
+    pytest.importorskip("fastapi_offline")
+    page = client.get("/docs").text
+    addresses = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert len(addresses) >= 2 and all(address.startswith("/") for address in addresses)
+    assert "http://" not in page and "https://" not in page
+    for address in addresses:
+        reply = client.get(address)
+        assert reply.status_code == 200 and len(reply.content) > 100
+    assert "/retrieve" in client.get("/openapi.json").json()["paths"]
+
+
+def test_without_the_page_s_package_it_says_so(towns, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastapi_offline", None)
+    with TestClient(make_app(towns, Depths(2))) as client:
+        reply = client.get("/docs")
+        assert reply.status_code == 404 and "pip install fastapi-offline" in reply.json()["error"]
+        assert client.get("/openapi.json").status_code == 200

@@ -1,5 +1,8 @@
 """A run is repeated from the store, exactly."""
 
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("faiss")
@@ -42,3 +45,64 @@ def test_a_damaged_or_missing_store_is_refused(index, tmp_path):
     path.write_bytes(b"no database at all, but long enough to look like a file" * 50)
     with pytest.raises(RetrieverError, match="not a result store"):
         ResultCache(path, index.manifest, "use")
+
+
+def one(name):
+    return [({"id": name, "contents": f"text of {name}"}, 1.0)]
+
+
+def test_a_failed_insert_is_one_line_and_loses_nothing(tmp_path):
+    """A full disk: SQLite's own error, here by a limit of its own."""
+    store = ResultCache(tmp_path / "s", {}, "use")
+    store.store(["a"], 1, [one("a")])
+    (pages,) = store._store.execute("PRAGMA page_count").fetchone()
+    store._store.execute(f"PRAGMA max_page_count = {pages}")
+    large = [({"id": "b", "contents": "x" * 100_000}, 1.0)]
+    for _ in range(2):
+        with pytest.raises(
+            RetrieverError, match="results cannot be stored .*full.*choose another --cache_path"
+        ):
+            store.store(["b"], 1, [large])
+    assert store.look_up(["a", "b"], 1) == [one("a"), None]
+    store._store.execute("PRAGMA max_page_count = 1000000")
+    store.store(["b"], 1, [large])
+    assert store.look_up(["b"], 1) == [large]
+
+
+def test_half_a_surrogate_pair_is_kept(tmp_path):
+    store = ResultCache(tmp_path / "s", {}, "use")
+    store.store(["q"], 1, [one("half \ud800 of it")])
+    store.store(["r"], 1, [one("Zürich 日本")])
+    assert store.look_up(["q", "r"], 1) == [one("half \ud800 of it"), one("Zürich 日本")]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from retriever.service.cache import ResultCache
+store = ResultCache(Path(sys.argv[1]), {}, "use")
+print("open", flush=True)
+sys.stdin.readline()
+for n in range(300):
+    name = f"{sys.argv[2]} {n}"
+    store.store([name, "shared"], 1, [[({"id": name}, 1.0)], [({"id": "shared"}, 1.0)]])
+    assert store.look_up([name], 1) == [[({"id": name}, 1.0)]]
+"""
+
+
+def test_two_processes_share_a_store(tmp_path):
+    """Both write at the same time: none is told that the store is locked, and nothing is lost."""
+    path = tmp_path / "s"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    writers = [subprocess.Popen([*command, name], **pipes) for name in "ab"]
+    for writer in writers:
+        assert writer.stdout.readline() == "open\n"
+    for writer in writers:
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    for writer in writers:
+        _, said = writer.communicate(timeout=60)
+        assert writer.returncode == 0, said
+    kept = ResultCache(path, {}, "replay").look_up([f"{name} {n}" for name in "ab" for n in range(300)], 1)
+    assert [found[0][0]["id"] for found in kept] == [f"{name} {n}" for name in "ab" for n in range(300)]

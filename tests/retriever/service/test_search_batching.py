@@ -1,6 +1,8 @@
 """Queries that wait together share one search, and get their own results."""
 
 import asyncio
+import threading
+import time
 
 import pytest
 
@@ -83,3 +85,61 @@ def test_a_client_that_has_gone_is_not_searched_for(index):
 
     asyncio.run(run())
     assert len(counting.batches) == 2
+
+
+def together(index, workers, *bursts):
+    """Searches under way at once and sizes of all, for bursts of queries 10 ms apart."""
+    lock, under_way, most, sizes = threading.Lock(), 0, 0, []
+
+    def search(queries, k):
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+            sizes.append(len(queries))
+        time.sleep(0.1)
+        with lock:
+            under_way -= 1
+        return index.search(queries, k)
+
+    async def run():
+        batcher = SearchBatcher(search, workers=workers)
+        tasks = []
+        for burst in bursts:
+            names = [NAMES[n % len(NAMES)] for n in range(burst)]
+            tasks += [(name, asyncio.create_task(batcher.submit([name], 1))) for name in names]
+            await asyncio.sleep(0.01)
+        for name, task in tasks:
+            ((found,),) = await task
+            assert name in found[0]["contents"]
+
+    asyncio.run(run())
+    return most, sizes
+
+
+@pytest.mark.parametrize(
+    ("workers", "bursts", "most", "sizes"),
+    [
+        (1, (64,), 1, [64]),
+        (2, (64,), 2, [32, 32]),
+        (4, (64,), 4, [16] * 4),
+        (4, (10,), 1, [10]),  # not worth two
+        (4, (1, 7), 1, [1, 7]),  # seven wait for the one under way
+        (4, (1, 8), 2, [1, 8]),  # eight do not
+        (2, (1, 8, 8), 2, [1, 8, 8]),
+    ],
+)
+def test_further_searches_begin_where_enough_queries_wait(index, workers, bursts, most, sizes):
+    assert together(index, workers, *bursts) == (most, sizes)
+
+
+def test_a_large_request_keeps_every_worker_busy(index):
+    counting = Counting(index, seconds=0.01)
+
+    async def run():
+        batcher = SearchBatcher(counting.search, max_batch=32, workers=2)
+        return await batcher.submit(NAMES * 20, 1)
+
+    found = asyncio.run(run())
+    assert [one[0][0]["contents"].split('"')[1] for one in found] == NAMES * 20
+    assert [size for size, _ in counting.batches] == [32] * 10

@@ -62,3 +62,21 @@ def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
         assert set(outcomes) <= {200, "refused"}, outcomes
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::", "localhost"])
+def test_addresses_of_both_families(host):
+    if ":" in host and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    with listen(host, 0) as listener:
+        socket.create_connection(("::1" if host == "::" else host, listener.getsockname()[1])).close()
+        if host == "::":  # of both families at once
+            socket.create_connection(("127.0.0.1", listener.getsockname()[1])).close()
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True

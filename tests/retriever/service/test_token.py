@@ -1,5 +1,7 @@
 """A service with a token asks for it everywhere but at /health."""
 
+from importlib.util import find_spec
+
 import pytest
 
 pytest.importorskip("faiss")
@@ -26,7 +28,7 @@ def client(index):
         ("POST", "/retrieve", 200),
         ("POST", "/access", 404),  # no pages are loaded
         ("GET", "/metrics", 200),
-        ("GET", "/docs", 200),
+        ("GET", "/docs", 200 if find_spec("fastapi_offline") else 404),
         ("GET", "/openapi.json", 200),
         ("GET", "/nothing", 404),
         ("GET", "/health/", 307),  # not /health itself: starlette would redirect

@@ -1,0 +1,87 @@
+"""Connections that cost little: so many at most, and none that keeps the service waiting for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+SPARE_FILES = 128  # descriptors left for the index, the store and the log
+BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+    b"connection: close\r\ncontent-length: %d\r\n\r\n%s"
+)
+BUSY_TEXT = (
+    b'{"error": "all connections are in use; try again later, or start with a larger --max_connections"}'
+)
+
+
+def allowed_connections(asked: int) -> int:
+    """As many as the process may have files open for; its soft limit is raised to the hard one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return asked if hard == resource.RLIM_INFINITY else max(1, min(asked, hard - SPARE_FILES))
+
+
+def bounded_protocol(max_connections: int, seconds: float) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP protocol with limits.
+
+    Beyond `max_connections` a new connection takes the place of the one that has waited longest without a
+    request; where all have one, it gets 503.
+
+    Args:
+        seconds: a client may take so long to send a request's head, and to take up a reply; then its
+            connection is closed. `BodyLimit` times the body between them.
+    """
+
+    turns = itertools.count()  # not the time: connections of one round of the loop may have the same
+
+    class Bounded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._turn = next(turns)
+            self._deadline = self.loop.call_later(seconds, self.transport.abort)
+            if len(self.connections) > max_connections:
+                self._make_room()
+
+        def _make_room(self) -> None:
+            others = [one for one in self.connections if one is not self and not one.transport.is_closing()]
+            if len(others) < max_connections:
+                return
+            if waiting := [one for one in others if one.is_waiting()]:
+                min(waiting, key=lambda one: one._turn).transport.abort()
+            else:
+                self.transport.write(BUSY % (len(BUSY_TEXT), BUSY_TEXT))
+                self.transport.close()
+
+        def is_waiting(self) -> bool:
+            """Whether no request is under way."""
+            return self.cycle is None or self.cycle.response_complete
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            super().data_received(data)
+            if not self.is_waiting():
+                self._turn = next(turns)
+                self._deadline.cancel()
+            elif self._deadline.cancelled():  # the first part of the next request
+                self._deadline = self.loop.call_later(seconds, self.transport.abort)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._deadline.cancel()
+            self._deadline = self.loop.call_later(seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._deadline.cancel()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._deadline.cancel()
+            super().connection_lost(exc)
+
+    return Bounded

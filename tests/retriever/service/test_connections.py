@@ -1,0 +1,196 @@
+"""Idle, slow and too many connections over real sockets: the service answers the others."""
+
+import asyncio
+import resource
+import socket
+import time
+
+import pytest
+
+pytest.importorskip("faiss")
+pytest.importorskip("fastapi")
+
+from retriever_rig import served
+
+from retriever.service.app import make_app
+from retriever.service.connections import SPARE_FILES, allowed_connections
+from retriever.service.engine import Depths, Limits
+from retriever.service.middleware import BodyLimit
+
+BODY = b'{"queries": ["ada almson"], "topk": 1}'
+HEAD = b"POST /retrieve HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+
+
+LENGTH = len(BODY)
+
+
+def request(length=LENGTH):
+    return HEAD % length + b"\r\n"
+
+
+def read(connection):
+    """All that comes until the server has closed, or until a whole reply is there."""
+    data = b""
+    connection.settimeout(20)
+    while True:
+        try:
+            part = connection.recv(65536)
+        except ConnectionResetError:
+            return data
+        data += part
+        head, found, rest = data.partition(b"\r\n\r\n")
+        lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+        if not part or (found and lengths and len(rest) >= int(lengths[0][15:])):
+            return data
+
+
+def ask(address):
+    with socket.create_connection(address) as connection:
+        connection.sendall(request() + BODY)
+        return read(connection)
+
+
+def test_idle_connections_beyond_the_bound_make_room(index):
+    with served(make_app(index, Depths(1)), max_connections=20) as address:
+        idle = [socket.create_connection(address) for _ in range(60)]
+        assert b" 200 OK" in ask(address)
+        time.sleep(0.1)
+        closed = [connection for connection in idle if is_closed(connection)]
+        assert len(closed) == 41  # of 61 the twenty newest stay
+        assert closed == idle[:41]  # those that waited longest
+        for connection in idle[41:]:
+            connection.sendall(request() + BODY)
+            assert b" 200 OK" in read(connection)
+        for connection in idle:
+            connection.close()
+
+
+def is_closed(connection):
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+    finally:
+        connection.setblocking(True)
+
+
+def test_where_every_connection_has_a_request_the_next_is_told_to_come_back(index):
+    with served(make_app(index, Depths(1)), max_connections=3) as address:
+        busy = [socket.create_connection(address) for _ in range(3)]
+        for connection in busy:
+            connection.sendall(request() + BODY[:10])
+        time.sleep(0.2)
+        refused = ask(address)
+        assert b" 503 " in refused and b"retry-after: 1" in refused and b"--max_connections" in refused
+        for connection in busy:
+            connection.sendall(BODY[10:])
+            assert b" 200 OK" in read(connection)
+            connection.close()
+
+
+def test_a_head_that_does_not_end_is_cut_off(index):
+    """Also the second request's of a connection, whose first one the server had answered."""
+    with served(make_app(index, Depths(1)), seconds=0.5) as address:
+        for first in (b"", request() + BODY):
+            with socket.create_connection(address) as connection:
+                if first:
+                    connection.sendall(first)
+                    assert b" 200 OK" in read(connection)
+                begun = time.monotonic()
+                connection.sendall(b"POST /retr")
+                for _ in range(100):  # a byte now and then must not keep it open
+                    time.sleep(0.05)
+                    try:
+                        connection.sendall(b"i")
+                    except OSError:
+                        break
+                assert 0.4 < time.monotonic() - begun < 3
+
+
+def test_a_search_that_takes_long_is_not_cut_off(index):
+    class Slow:
+        manifest = index.manifest
+
+        def search(self, queries, k):
+            time.sleep(1.0)
+            return index.search(queries, k)
+
+    limits = Limits(request_seconds=0.3)
+    with served(make_app(Slow(), Depths(1), limits=limits), seconds=0.3) as address:
+        assert b" 200 OK" in ask(address)
+
+
+def test_a_body_that_comes_too_slowly_is_408(index):
+    limits = Limits(request_seconds=0.5)
+    with served(make_app(index, Depths(1), limits=limits), seconds=0.5) as address:
+        with socket.create_connection(address) as slow:
+            slow.sendall(request())
+            begun = time.monotonic()
+            for byte in BODY[:5]:
+                slow.sendall(bytes([byte]))
+                time.sleep(0.05)
+            reply = read(slow)
+            assert b" 408 " in reply and b"--request_seconds" in reply and b"connection: close" in reply
+            assert time.monotonic() - begun < 3
+        assert b" 200 OK" in ask(address)
+
+
+def test_a_reply_that_is_not_taken_up_is_given_up(index):
+    """16 MB do not fit into the buffers of the sockets."""
+
+    async def app(scope, receive, send):
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(64):
+            await send({"type": "http.response.body", "body": b"x" * 2**18, "more_body": True})
+
+    with served(app, seconds=0.5) as address, socket.create_connection(address) as connection:
+        connection.sendall(request() + BODY)
+        time.sleep(1.5)
+        taken = 0
+        with pytest.raises(ConnectionResetError):
+            while True:
+                part = connection.recv(2**20)
+                taken += len(part)
+                if not part:
+                    raise ConnectionResetError
+        assert taken < 64 * 2**18
+
+
+def test_bodies_of_all_requests_together_are_bounded(index):
+    limits = Limits(max_body=2**20, max_bodies=2**20)
+    with served(make_app(index, Depths(1), limits=limits)) as address:
+        half = socket.create_connection(address)
+        half.sendall(request(2**20 - 100) + b" " * 700_000)
+        time.sleep(0.2)
+        with socket.create_connection(address) as second:
+            second.sendall(request(500_000) + BODY + b" " * (500_000 - len(BODY)))
+            refused = read(second)
+            assert b" 503 " in refused and b"retry-after: 1" in refused
+        half.close()
+        time.sleep(0.2)
+        with socket.create_connection(address) as third:  # what was held is given back
+            third.sendall(request(500_000) + BODY + b" " * (500_000 - len(BODY)))
+            assert b" 200 OK" in read(third)
+
+
+@pytest.mark.parametrize("declared", [b"9" * 5000, b"-1", b"1e3"])
+def test_a_length_that_is_no_number_is_not_taken(declared):
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "headers": [(b"content-length", declared)]}
+    asyncio.run(BodyLimit(None, 100)(scope, None, send))
+    assert sent[0]["status"] == 413
+
+
+def test_connections_leave_descriptors_for_files():
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert allowed_connections(10) == 10
+    assert allowed_connections(10**9) == (10**9 if hard == resource.RLIM_INFINITY else hard - SPARE_FILES)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard

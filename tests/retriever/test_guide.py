@@ -1,0 +1,65 @@
+"""docs/retriever.md: its first example gives what it says, its options exist, its arithmetic is right."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("faiss")
+pytest.importorskip("fastapi")
+
+from fastapi.testclient import TestClient
+
+from retriever.options import make_parser, parse
+from retriever.search.gpu import NORM_BYTES, WORKSPACE
+from retriever.search.plan import vector_bytes
+from retriever.service.assembly import load
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "retriever.md").read_text(encoding="utf-8")
+ROWS = 21_015_324
+EXAMPLE = re.compile(
+    r"```bash\ncat > corpus.jsonl <<'EOF'\n(.*?)EOF\npython -m retriever.serve (.*?) &\ncurl .*?-d '(.*?)'\n"
+    r"```\n\n```json\n(.*?)```",
+    re.DOTALL,
+)
+
+
+def test_the_first_example_gives_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    corpus, command, body, said = EXAMPLE.search(TEXT).groups()
+    Path("corpus.jsonl").write_text(corpus)
+    with TestClient(load(parse(shlex.split(command)))) as client:
+        header = {"content-type": "application/json"}
+        reply = client.post("/retrieve", content=body, headers=header).json()
+    (((found,),), ((told,),)) = reply["result"], json.loads(said)["result"]
+    assert found["document"] == told["document"]
+    assert found["score"] == pytest.approx(told["score"], rel=1e-4)
+
+
+def test_options_that_it_names_exist():
+    known = set(make_parser()._option_string_actions)
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", TEXT))
+    assert len(named) > 25
+    assert named - known == {"--retry", "--retry-all-errors", "--output"}  # of curl and scripts/download.py
+
+
+@pytest.mark.parametrize(
+    ("what", "size"),
+    [
+        ("CPU, Flat", vector_bytes(ROWS, 768, "Flat")),
+        ("SQ8`", vector_bytes(ROWS, 768, "SQ8")),
+        ("IVF4096,PQ64`", vector_bytes(ROWS, 768, "IVF4096,PQ64")),
+        ("HNSW32`", vector_bytes(ROWS, 768, "HNSW32")),
+        ("one GPU of 80 GB", ROWS * (2 * 768 + NORM_BYTES) + WORKSPACE),
+        ("four GPUs", ROWS // 4 * (2 * 768 + NORM_BYTES) + WORKSPACE),
+        ("Qdrant, float32", ROWS * 768 * 4 * 1.5),
+        ("Qdrant, `int8`", ROWS * 768 * 1.5),
+        ("Qdrant, three nodes", ROWS * 768 * 1.5 * 2 / 3),
+    ],
+)
+def test_its_arithmetic_is_that_of_the_service(what, size):
+    (row,) = [line for line in TEXT.splitlines() if line.startswith("|") and what in line.split("|")[1]]
+    assert row.split("|")[2].split()[0] == f"{size / 1e9:.1f}"

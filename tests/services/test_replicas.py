@@ -1,0 +1,248 @@
+"""Several services for one trainer: shared out, one may die, none loses a query."""
+
+import asyncio
+import json
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from calibadv_jax.config import RetrieverConfig, load_config
+from calibadv_jax.errors import RequestFailed, UserError
+from calibadv_jax.services import replicas, retriever_client
+from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
+
+
+class Service:
+    """A server on loopback that says its own name as the document; `status` and `seconds` can be changed."""
+
+    def __init__(self, name, port=0, **manifest):
+        self.name, self.status, self.seconds, self.health = name, 200, 0.0, 200
+        self.is_stopped = False
+        self.asked, self.under_way, self.most, self.checks = [], 0, 0, 0
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self):
+                queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+                service.asked += queries
+                service.under_way += 1
+                service.most = max(service.most, service.under_way)
+                time.sleep(service.seconds)
+                service.under_way -= 1
+                rows = [[{"document": {"id": service.name, "contents": q}, "score": 1.0}] for q in queries]
+                self.reply(service.status, {"result": rows})
+
+            def do_GET(self):
+                service.checks += 1
+                self.reply(service.health, {"status": "ready", **manifest})
+
+            def reply(self, status, content):
+                if service.is_stopped:  # also for connections that are open
+                    self.close_connection = True
+                    return
+                data = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.http.daemon_threads = True
+        self.port = self.http.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def stop(self):
+        self.is_stopped = True
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def services(monkeypatch):
+    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(retriever_client, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
+    made = [Service("a"), Service("b"), Service("c")]
+    yield made
+    for service in made:
+        service.stop()
+
+
+@contextmanager
+def client_of(*services, **config):
+    config = {"timeout": 5.0, "patience": 20.0} | config
+    client = RetrieverClient(RetrieverConfig(**config), [service.url for service in services])
+    with asyncio.Runner() as runner:
+        try:
+            yield client, runner.run
+        finally:
+            runner.run(client.close())
+
+
+async def ask(client, count, first=0):
+    """Who answered each of so many queries."""
+    found = await asyncio.gather(*(client.search([f"q{first + n}"]) for n in range(count)))
+    assert [one[0][0].title for one in found] == [f"q{first + n}" for n in range(count)]
+    return [one[0][0].id for one in found]
+
+
+def test_queries_are_shared_out_one_request_at_each(services):
+    for service in services:
+        service.seconds = 0.05
+    with client_of(*services) as (client, run):
+        answered = run(ask(client, 48))
+    for service in services:
+        assert 12 <= answered.count(service.name) <= 20
+        assert service.most == 1
+
+
+def test_the_one_that_is_free_is_asked(services):
+    services[0].seconds = 1.0
+    services[1].seconds = services[2].seconds = 0.02
+    with client_of(*services) as (client, run):
+        answered = run(ask(client, 60))
+    assert answered.count("a") <= 8 and answered.count("b") >= 16 and answered.count("c") >= 16
+
+
+@pytest.mark.parametrize("status", [502, 503, 429])
+def test_one_that_says_it_is_away_is_left_out_and_comes_back(services, status):
+    a, b, c = services
+    a.status, a.health = status, 503
+    with client_of(*services) as (client, run):
+        assert "a" not in run(ask(client, 24))
+        asked = len(a.asked)
+        assert asked <= 4  # one request
+        run(asyncio.sleep(0.4))
+        assert a.checks >= 2  # asked for its health meanwhile
+        assert "a" not in run(ask(client, 24, 100)) and len(a.asked) == asked
+        a.status, a.health = 200, 200
+        deadline = time.monotonic() + 20
+        while "a" not in run(ask(client, 12, 200)):
+            assert time.monotonic() < deadline
+    assert b.most == c.most == 1
+
+
+def test_one_that_dies_in_mid_run_loses_no_query_and_may_come_back(services):
+    a, b, c = services
+    for service in services:
+        service.seconds = 0.02
+
+    async def kill():
+        tasks = asyncio.create_task(ask(client, 80))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(a.stop)
+        return await tasks
+
+    with client_of(*services) as (client, run):
+        answered = run(kill())
+        assert 4 <= answered.count("a") <= 40
+        assert "a" not in run(ask(client, 12, 100))
+        services[0] = again = Service("a", a.port)
+        deadline = time.monotonic() + 20
+        while not again.asked:
+            run(ask(client, 12, 200))
+            assert time.monotonic() < deadline
+
+
+def test_one_that_hangs_delays_its_queries_and_loses_none(services):
+    services[0].seconds = 2.0
+    services[0].health = 503
+    with client_of(*services, timeout=0.3) as (client, run):
+        answered = run(ask(client, 24))
+    assert set(answered) == {"b", "c"}
+
+
+def test_all_away_is_patience_and_then_an_error(services):
+    for service in services:
+        service.status = service.health = 503
+    reason = pytest.raises(RequestFailed, match="no answer for 0.5 s .status 503")
+    with client_of(*services, patience=0.5) as (client, run), reason:
+        run(ask(client, 1))
+    with client_of(*services) as (client, run):
+
+        async def recover():
+            waiting = asyncio.create_task(ask(client, 8))
+            await asyncio.sleep(0.4)
+            assert not waiting.done()
+            for service in services:
+                service.status = service.health = 200
+            return await waiting
+
+        assert len(run(recover())) == 8
+
+
+def test_an_error_names_the_service_that_made_it(services):
+    services[0].status = 401
+    reason = pytest.raises(UserError, match=f"retriever {services[0].url}: asks for a token")
+    with client_of(services[0], services[0]) as (client, run), reason:
+        run(ask(client, 1))
+
+
+def test_services_must_serve_one_index():
+    made = [Service("a", corpus_sha256="1"), Service("b", corpus_sha256="1"), Service("c", corpus_sha256="2")]
+    try:
+        urls = [service.url for service in made]
+        assert RetrieverClient(RetrieverConfig(), urls[:2]).health()["corpus_sha256"] == "1"
+        with pytest.raises(
+            UserError, match=f"{urls[2]} has corpus_sha256 '2' and {urls[0]} '1'; name services"
+        ):
+            RetrieverClient(RetrieverConfig(), urls).health()
+        with pytest.raises(UserError, match="retriever http://127.0.0.1:9: cannot be reached"):
+            RetrieverClient(RetrieverConfig(), [urls[0], "http://127.0.0.1:9"]).health()
+    finally:
+        for service in made:
+            service.stop()
+
+
+def test_urls_are_one_or_a_list(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("retriever: {url: [http://a:1, http://b:2]}\n")
+    assert load_config(path).retriever.url == ["http://a:1", "http://b:2"]
+    path.write_text("retriever: {url: http://a:1}\n")
+    assert load_config(path).retriever.url == "http://a:1"
+    given = load_config(path, ["retriever.url=[http://a:1,http://b:2]"])
+    assert given.retriever.url == ["http://a:1", "http://b:2"]
+    assert load_config(path, ["retriever.url=http://c:3"]).retriever.url == "http://c:3"
+
+
+@pytest.mark.slow
+def test_real_services_one_of_them_killed(tmp_path):
+    """Two services over one index; SIGKILL in mid-run; every query gets the documents it would have got."""
+    pytest.importorskip("faiss")
+    pytest.importorskip("fastapi")
+    corpus = tmp_path / "corpus.jsonl"
+    rows = [{"id": str(n), "contents": f'"Person {n}"\nlives in town {n % 9}.'} for n in range(200)]
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = RetrieverConfig(corpus=str(corpus), index=str(tmp_path / "index"), topk=2, patience=20.0)
+    with ExitStack() as stack:
+        first = stack.enter_context(RetrieverProcess(config, tmp_path / "1.txt"))
+        second = stack.enter_context(RetrieverProcess(config, tmp_path / "2.txt"))
+        client = RetrieverClient(config, [first.url, second.url])
+        assert client.health()["documents"] == 200
+
+        async def run():
+            async def one(number):
+                await asyncio.sleep(0.01 * number)
+                ((best, _),) = await client.search([f"person {number}"])
+                return best.id
+
+            tasks = [asyncio.create_task(one(number)) for number in range(200)]
+            await asyncio.sleep(0.7)
+            first.process.kill()
+            found = await asyncio.gather(*tasks)
+            await client.close()
+            return found
+
+        assert asyncio.run(run()) == [str(number) for number in range(200)]
