@@ -27,6 +27,7 @@ LINE_WIDTH = 1.8
 LINE = 15  # height of a curve's name
 # Where an axis may be cut: above values that are SPIKE times the percentile USUAL.
 USUAL, SPIKE = 95, 2.0
+LEAST_SPAN = 0.02  # of an axis, as a share of the value in its middle
 # Told apart by dash pattern, by name and by colour; the colours by people who confuse red and green too.
 COLOURS = ("#0060ae", "#b45309", "#007a5e", "#86389b", "#6b5c05", "#be185d", "#0f6f80", "#555b66")
 DASHES: tuple[Any, ...] = (
@@ -232,6 +233,9 @@ def _limits(all_axes: Sequence[Axes], chart: Chart) -> None:
             ("axes fraction", "axes fraction"),
             -12,
         )
+    middle = (low + high) / 2
+    least = abs(middle) * LEAST_SPAN / 2  # narrower, and its numbers of four digits would all be the same
+    low, high = min(low, middle - least), max(high, middle + least)
     all_axes[0].set_ylim(low, high if high > low else low + 1)
     if chart.limit is not None and low <= chart.limit <= high:
         for axes in all_axes:

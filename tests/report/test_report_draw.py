@@ -81,6 +81,15 @@ def test_the_axis_starts_at_zero_unless_values_are_negative():
     assert draw(chart_of({"": [-5.0, 6.0]}), ["x"])[0].axes[0].get_ylim()[0] < -5
 
 
+def test_the_numbers_of_an_axis_differ():
+    figure, _ = draw(chart_of({"": [1.0, 1.000001]}, from_zero=False), ["x"])
+    figure.canvas.draw()
+    low, high = figure.axes[0].get_ylim()
+    shown = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert low <= 0.991 and high >= 1.009
+    assert len(set(shown)) == len(shown) >= 3
+
+
 def test_panels_share_their_axes():
     figure, places = draw(chart_of({"a": [1.0] * 5}, {"a": [3.0] * 9}, by_series=False), ["x", "y"])
     assert {axes.get_ylim() for axes in figure.axes} == {figure.axes[0].get_ylim()}
