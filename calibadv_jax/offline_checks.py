@@ -19,18 +19,21 @@ from calibadv_jax.data.questions import load_questions
 from calibadv_jax.errors import UserError
 from calibadv_jax.memory import estimate_memory, memory_line
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
-from calibadv_jax.rollout.prompts import template_text
+from calibadv_jax.rollout.prompts import FROM_DATA, template_text
 from calibadv_jax.snapshots.huggingface import read_hf_config
 
 
 def check_prompt(config: Config) -> list[str]:
     """The template, and whether the longest trajectory that the limits allow fits."""
-    text, rollout = template_text(config.prompt.template), config.rollout
+    rollout = config.rollout
     searches = rollout.max_searches * (rollout.max_turn_length + rollout.max_observation_length)
     longest = rollout.max_prompt_length + searches + rollout.max_turn_length
     room = f"the longest trajectory has {longest} tokens, and rollout.max_length is {rollout.max_length}"
     if longest > rollout.max_length:
         room += ": one that is longer ends without an answer"
+    if config.prompt.template == FROM_DATA:
+        return ["the prompt that each row of the data carries", room]
+    text = template_text(config.prompt.template)
     return [f"template of {len(text)} characters, {text.count('<answer>')} answer tags", room]
 
 
@@ -38,11 +41,13 @@ def check_question_files(config: Config) -> list[str]:
     """Those that are here."""
     lines = []
     for key in ("train", "eval"):
-        path = getattr(config.data, key)
-        if path and Path(path).is_file():
-            lines.append(f"data.{key}: {len(load_questions(path))} questions in {path}")
+        sources = getattr(config.data, key)
+        files = list(sources.values()) if isinstance(sources, dict) else sources
+        files = [files] if isinstance(files, str) else files
+        if any(files) and all(Path(file).is_file() for file in files):
+            lines.append(f"data.{key}: {len(load_questions(sources))} questions in {', '.join(files)}")
         else:
-            lines.append(f"data.{key}: {path or 'none'} is not here: not checked")
+            lines.append(f"data.{key}: {', '.join(files) or 'none'} is not here: not checked")
     return lines
 
 

@@ -295,3 +295,10 @@ def test_a_policy_that_cannot_be_used_replaces_nothing(run, monkeypatch):
 def test_the_output_is_a_json_file():
     with pytest.raises(ValueError, match=r"output is 'scores.jsonl': it must end in .json"):
         EvaluateConfig(output="scores.jsonl")
+
+
+def test_several_files_are_one_evaluation(run):
+    run.questions = {"a.jsonl": QUESTIONS[:4], "b.jsonl": QUESTIONS[4:]}
+    report, _ = run()
+    assert list(report.means["0"]) == ["all", "average", "a", "b"]
+    assert [row["id"] for row in rows(run)] == [question.id for question in QUESTIONS]

@@ -163,6 +163,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/lr", "-", "learning rate of the step's first update"),
         Metric("actor/updates", "updates", "optimizer updates of the step"),
         Metric("actor/skipped", "share", "updates left out because their gradient was not finite"),
+        Metric("actor/row_fill", "share", "of the packed rows that holds tokens"),
         Metric(
             "actor/computed_share", "share", "of the loss's weights, those of samples that could change it"
         ),
@@ -193,9 +194,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "eval": (
         Metric(
-            "eval/<temperature>/<data source>/<metric>",
+            "eval/<data source>/<metric>/<temperature>",
             "as named",
-            "evaluation every evaluate.every steps: f1, em, cover_em, format, searches, trajectories, failed",
+            "evaluation every evaluate.every steps: f1, em, cover_em, format, answered, searches, tokens, failed;"
+            " temperature: greedy or temperature_T",
         ),
     ),
     "cold start": (

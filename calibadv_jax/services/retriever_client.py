@@ -36,7 +36,7 @@ MAX_BATCH = 256  # queries in one request
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubles up to LAST_PAUSE
 LAST_PAUSE = 10.0
 BAD_REPLIES = 3  # answers against the contract after which a query has failed
-SAME = ("corpus_sha256", "encoder", "model")  # of services that answer alike
+SAME = ("corpus_sha256", "encoder", "model", "reranker")  # of services that answer alike
 PROBE = "test"  # a query that no service can object to
 TOKEN_VARIABLE = "RETRIEVER_TOKEN"  # the service's own; a config would be written to the run folder
 
