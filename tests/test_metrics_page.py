@@ -51,8 +51,9 @@ class EventfulRollouts(ScriptedRollouts):
         super().load(version, params)
         self.logprobs = {"worker": np.zeros(14, np.float32)}
 
-    def collect(self, questions, *_, **__):
-        return [write_group(number, question, 1) for number, question in enumerate(questions)]
+    def collect(self, questions, name, seed, complete, **_):
+        for number, question in enumerate(questions):
+            complete(write_group(number, question, 1))
 
 
 def logged(path):
@@ -133,8 +134,8 @@ def test_names_and_the_authors_names():
     assert authors_names("actor/loss") == []
     assert find("critic/score/max") == find("reward/max") is not None
     assert find("rollout/failed/retriever").unit == "trajectories"
-    assert find("eval/1/nq/f1") is not None
-    assert find("eval/1/nq") is find("reward/means") is None
+    assert find("eval/nq/f1/greedy") is not None
+    assert find("eval/nq/f1") is find("reward/means") is None
 
 
 def test_the_page_is_up_to_date():

@@ -196,8 +196,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "eval/<data source>/<metric>/<temperature>",
             "as named",
-            "evaluation every evaluate.every steps: f1, em, cover_em, format, answered, searches, tokens, failed;"
-            " temperature: greedy or temperature_T",
+            "evaluation every evaluate.every steps: f1, em, cover_em, format, answered, searches, tokens,"
+            " failed; temperature: greedy or temperature_T",
         ),
     ),
     "cold start": (

@@ -76,7 +76,7 @@ def test_every_command_is_one(line):
     else:
         assert words[0] == "calibadv" and words[1] in cli.COMMANDS
         parsed = cli.parse(f"calibadv {words[1]}", "", words[2:])
-        assert load_config(ROOT / parsed.config, parsed.overrides).data.eval
+        assert load_config([ROOT / file for file in parsed.configs], parsed.overrides).data.eval
 
 
 def test_lines_wrap_outside_of_code_and_tables():
