@@ -12,6 +12,7 @@ from calibadv_jax import doctor
 from calibadv_jax.config import Config, load_config
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.errors import UserError
+from calibadv_jax.memory import estimate_memory
 from calibadv_jax.policy.architecture import architecture_from_hf
 
 SHAPE = {
@@ -177,7 +178,7 @@ def test_a_retriever_that_does_not_answer_is_told(config, routes, message):
         doctor.check_retriever(replace(config, retriever=replace(config.retriever, timeout=0.3)))
 
 
-def estimate(shards=1, batch_shards=1, **sections):
+def estimate(data=1, fsdp=1, tensor=1, **sections):
     plain = Config()
     values = {
         "learner": {"microbatch_rows": 4, "row_length": 128},
@@ -189,8 +190,10 @@ def estimate(shards=1, batch_shards=1, **sections):
         name: replace(getattr(plain, name), **(values.get(name, {}) | sections.get(name, {})))
         for name in values.keys() | sections.keys()
     }
-    return doctor.estimate_memory(
-        replace(plain, **changed), architecture_from_hf(SHAPE), shards, batch_shards
+    return estimate_memory(
+        replace(plain, **changed),
+        architecture_from_hf(SHAPE),
+        {"data": data, "fsdp": fsdp, "tensor": tensor},
     )
 
 
@@ -215,7 +218,7 @@ def test_memory_by_purpose():
 
 
 def test_memory_is_shared_by_the_devices():
-    one, many = estimate(), estimate(shards=4, batch_shards=2)
+    one, many = estimate(), estimate(fsdp=2, tensor=2)
     assert {name: one[name] / many[name] for name in one} == {
         "parameters": 4,
         "optimizer": 4,

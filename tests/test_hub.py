@@ -111,7 +111,7 @@ def test_a_cold_start_begins_with_a_repository_and_keeps_its_commit(hub, tmp_pat
         row_length=256,
         output=str(tmp_path / "run/sft"),
     )
-    sft.run(replace(config, sft=cold, log=replace(config.log, tensorboard=False, progress=False)))
+    sft.run(replace(config, sft=cold, log=replace(config.log, backends=[], progress=False)))
     assert (tmp_path / "run/sft/model.safetensors").is_file()
     hub.add("owner/policy", policy_folder, **{"README.md": b"new"})
     assert find_folder(config, "owner/policy")[0].name == first

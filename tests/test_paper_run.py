@@ -13,6 +13,8 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -72,7 +74,7 @@ OVERLAY = {  # the paper's run in small: same mesh, advantage, loss and retrieva
         "optimizer": {"lr": 1.0e-3, "decay_updates": 0},
     },
     "checkpoint": {"every": 0, "snapshot_dtype": "float32"},
-    "log": {"tensorboard": False},
+    "log": {"backends": [], "rollouts": "jsonl"},
 }
 
 
@@ -118,6 +120,32 @@ def write(path, rows):
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
+def write_search_r1(path, rows):
+    """The layout of Search-R1's and the CalibAdv authors' preprocessing."""
+    pq.write_table(
+        pa.Table.from_pylist(
+            [
+                {
+                    "data_source": row["data_source"],
+                    "prompt": [{"role": "user", "content": f"Answer the question: {row['question']}"}],
+                    "ability": "fact-reasoning",
+                    "reward_model": {"style": "rule", "ground_truth": {"target": row["golden_answers"]}},
+                    "extra_info": {"split": "train", "index": number},
+                    "question": row["question"],
+                    "golden_answers": row["golden_answers"],
+                }
+                for number, row in enumerate(rows)
+            ]
+        ),
+        path,
+    )
+
+
+def write_flashrag(path, rows):
+    names = ("id", "question", "golden_answers")
+    write(path, [{name: row[name] for name in names} for row in rows])
+
+
 def pick(data):
     """Training questions (half of them with yes or no for an answer), test questions, and their passages."""
     train, test = read(data / "train.jsonl"), read(data / "test.jsonl")
@@ -151,8 +179,9 @@ def run(command, *arguments):
 @pytest.mark.slow
 def test_the_papers_config_trains_and_evaluates_on_real_data_with_a_reranker(shared, tmp_path):
     train, test, passages = pick(shared / "data/wiki_sample")
-    write(tmp_path / "train.jsonl", train)
-    write(tmp_path / "test.jsonl", test)
+    write_search_r1(tmp_path / "train.parquet", train)
+    for source in SOURCES:
+        write_flashrag(tmp_path / f"{source}.jsonl", [row for row in test if row["data_source"] == source])
     write(tmp_path / "corpus.jsonl", passages)
     texts = [row["contents"] for row in passages]
     write_policy(tmp_path / "policy", [*texts, " yes no" * 50])
@@ -160,7 +189,10 @@ def test_the_papers_config_trains_and_evaluates_on_real_data_with_a_reranker(sha
     overlay = OVERLAY | {
         "run": {"dir": str(tmp_path / "run")},
         "policy": OVERLAY["policy"] | {"path": str(tmp_path / "policy")},
-        "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "test.jsonl")},
+        "data": {
+            "train": str(tmp_path / "train.parquet"),
+            "eval": {source: str(tmp_path / f"{source}.jsonl") for source in sorted(SOURCES)},
+        },
     }
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(overlay))
     service = RetrieverConfig(
@@ -182,7 +214,9 @@ def test_the_papers_config_trains_and_evaluates_on_real_data_with_a_reranker(sha
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     assert any(row["reward/mean"] > 0 for row in rows)
-    trajectories = [one for step in (1, 2, 3) for one in read(tmp_path / f"run/rollouts/step_{step}.jsonl")]
+    trajectories = [
+        one for step in (1, 2, 3) for one in read(tmp_path / f"run/rollouts/step_{step}.jsonl")[1:]
+    ]
     assert len(trajectories) == 3 * 6 * 5
     searches = [turn for one in trajectories for turn in one["turns"] if turn.get("documents")]
     assert len(searches) > 40 and all(len(turn["documents"]) == 3 for turn in searches)
@@ -191,7 +225,7 @@ def test_the_papers_config_trains_and_evaluates_on_real_data_with_a_reranker(sha
     }
     assert in_training == len(searches), "every search of the trainer is reranked, once"
 
-    report = json.loads((tmp_path / "run/evaluation.json").read_text())["0"]
-    assert report.keys() == SOURCES | {"all"}
+    report = json.loads((tmp_path / "run/evaluation.json").read_text())["scores"]["0"]
+    assert report.keys() == SOURCES | {"all", "average"}
     # Greedily this policy always searches: four searches, and a fifth in the last turn, which has none.
     assert report["all"]["searches"] == 5 and in_evaluation == 4 * len(test) == 84

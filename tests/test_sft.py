@@ -253,7 +253,7 @@ def test_the_held_out_loss_is_measured_and_is_the_mean_over_their_tokens(tmp_pat
         policy=replace(
             config.policy, init=small, tokenizer=str(tmp_path / "tokenizer"), compute_dtype="float32"
         ),
-        log=replace(config.log, tensorboard=False, progress=False),
+        log=replace(config.log, backends=[], progress=False),
     )
     sft.run(config)
     rows = [

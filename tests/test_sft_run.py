@@ -36,7 +36,7 @@ def started(tmp_path_factory):
         plain,
         run=replace(plain.run, dir=str(folder), seed=3),
         policy=replace(plain.policy, init=SHAPE, tokenizer=str(folder / "tokenizer")),
-        log=replace(plain.log, tensorboard=False, progress=False),
+        log=replace(plain.log, backends=[], progress=False),
         sft=replace(
             plain.sft,
             demonstrations="world",
@@ -79,22 +79,22 @@ def test_phases_of_one_kind_see_other_demonstrations(started):
 def test_another_seed_sees_other_demonstrations(started):
     config, folder, batches = started
     tokenizer = build_word_tokenizer()
-    same = next(sft._batches(config, PHASES[0], tokenizer, seed=3))
+    same = next(sft._batches(config, PHASES[0], (), tokenizer, seed=3))
     np.testing.assert_array_equal(same.tokens, batches[0].tokens)
-    assert not np.array_equal(next(sft._batches(config, PHASES[0], tokenizer, 4)).tokens, same.tokens)
+    assert not np.array_equal(next(sft._batches(config, PHASES[0], (), tokenizer, 4)).tokens, same.tokens)
 
 
 def test_no_demonstration_is_lost_between_two_batches(started):
     """All that was drawn is trained, in the order in which it was drawn."""
     config, _, _ = started
     tokenizer = build_word_tokenizer()
-    drawn = sft._demonstrations(config, PHASES[0], 7)
+    drawn = sft._demonstrations(config, PHASES[0], (), 7)
     expected = [
         sft.encode_demonstration(demonstration, config, tokenizer, "sampled").tokens.tobytes()
         for demonstration in itertools.islice(drawn, 400)
     ]
     seen = []
-    for batch in itertools.islice(sft._batches(config, PHASES[0], tokenizer, 7), 3):
+    for batch in itertools.islice(sft._batches(config, PHASES[0], (), tokenizer, 7), 3):
         pieces = [
             (row, segment)
             for row in range(len(batch.tokens))

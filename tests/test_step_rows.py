@@ -26,11 +26,11 @@ class Counting(ScriptedRollouts):
 def test_every_part_of_a_step_reports(tmp_path, monkeypatch):
     evaluated = []
 
-    def evaluate(config, rollouts):
+    def validate(config, rollouts):
         evaluated.append(rollouts.loaded[-1][0])
         return {"0": {"all": {"f1": 0.25}}}
 
-    monkeypatch.setattr(train, "evaluate", evaluate)
+    monkeypatch.setattr(train, "validate", validate)
     config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
     config = replace(config, evaluate=replace(config.evaluate, every=2))
     rollouts, console = Counting(), Console(progress=False)
@@ -58,5 +58,5 @@ def test_every_part_of_a_step_reports(tmp_path, monkeypatch):
     assert [row["rollout/workers_lost"] for row in (first, second)] == [2.0, 4.0]
     # Evaluated is the policy that the step made, once it was published.
     assert evaluated == [2]
-    assert "eval/0/all/f1" not in first and second["eval/0/all/f1"] == 0.25
+    assert "eval/all/f1/greedy" not in first and second["eval/all/f1/greedy"] == 0.25
     assert "timing_s/evaluate" in second

@@ -53,7 +53,8 @@ def test_it_says_what_it_loads_and_then_hands_over():
             assert "not ready yet: reading the corpus" in early.json()["error"]
             go_on.set()
             await waiting
-            assert (await client.get("/health")).json() == {"status": "ready", "documents": 0}
+            ready = (await client.get("/health")).json()
+            assert ready == {"status": "ready", "documents": 0, "reranker": ""}
             assert (await client.post("/retrieve", json={"queries": ["q"]})).json() == {"result": [[]]}
 
     asyncio.run(ask())
