@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def run(config: Config) -> None:
     ):
         for number, phase in enumerate(sft.phases):
             batches = _batches(config, phase, training, model.tokenizer, config.run.seed + number)
-            for batch in (next(batches) for _ in range(phase.steps)):
+            for batch in _made_ahead(batches, phase.steps):
                 begun = time.monotonic()
                 rate = float(schedule(step))
                 state, metrics = learner.update(state, batch, negative_log_likelihood)
@@ -93,6 +94,17 @@ def run(config: Config) -> None:
     hub.write_pins(folder, model.pins)
     save_folder(state["params"], model.hf_config, output, config.policy.param_dtype, model.tokenizer_folder)
     console.note(f"cold start written to {output}")
+
+
+def _made_ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+    """The next `count` batches, each made by another thread while the one before is trained."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, batches)
+        for left in reversed(range(count)):
+            batch = coming.result()
+            if left:
+                coming = thread.submit(next, batches)
+            yield batch
 
 
 def _own_demonstrations(config: Config, tokenizer: Any) -> tuple[list[Demonstration], Batch | None]:

@@ -6,12 +6,14 @@ machine for a TPU's.
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+LENGTH = 384  # of a row; no other size of these programs
 ROOT = Path(__file__).resolve().parent.parent
 LIBTPU = Path(sys.prefix) / "libtpu"  # where scripts/test.sh puts it
 
@@ -29,12 +31,24 @@ def compile_all() -> None:
     from benchmarks.ahead_of_time import programs
 
     arguments = argparse.Namespace(
-        topology="v5e:2x4", shape="tiny", fsdp=4, tensor=2, length=256, rows=1, slots=8, remat="full"
+        platform="tpu",
+        topology="v5e:2x4",
+        attention=None,
+        shape="tiny",
+        fsdp=4,
+        tensor=2,
+        length=LENGTH,
+        rows=1,
+        slots=8,
+        remat="full",
     )
     compiled = {name: program.compile() for name, program in programs(arguments).items()}
     assert sorted(compiled) == ["decode", "log-probabilities", "prefill", "update"]
     for name, program in compiled.items():
         assert "all-reduce" in program.as_text(), f"{name} is not sharded"
+    for name in ("update", "log-probabilities"):
+        text = compiled[name].as_text()
+        assert "splash" in text and not re.search(rf"\[(\d+,)*{LENGTH},{LENGTH}\]", text), name
     # float32 parameters and two moments, an eighth of them on each device, and what the tiling pads.
     held = compiled["update"].memory_analysis().argument_size_in_bytes
     assert held < 3 * 4 * 508_992 / 4, f"{held} bytes of arguments on one device"
