@@ -7,7 +7,7 @@ import json
 import pytest
 
 from calibadv_jax import cli
-from calibadv_jax.data.demonstrations import load_demonstrations
+from calibadv_jax.data.demonstration_files import load_demonstrations
 from calibadv_jax.trajectory import Document
 
 pa = pytest.importorskip("pyarrow")

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from calibadv_jax.data.demonstrations import DemoTurn, load_demonstrations
+from calibadv_jax.data.demonstration_files import load_demonstrations
+from calibadv_jax.data.demonstrations import DemoTurn
 from calibadv_jax.errors import UserError
 from calibadv_jax.trajectory import Document, Question
 
