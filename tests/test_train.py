@@ -191,7 +191,7 @@ def test_chain_from_cold_start_to_export(tmp_path):
 @pytest.mark.slow
 def test_sigterm_saves_the_last_step_and_the_next_start_continues(tmp_path):
     """As SLURM, Kubernetes and spot machines stop a run; the rows equal those of an undisturbed one."""
-    overrides = [*SMALL, "learner.steps=30", "checkpoint.every=100", "mesh.fsdp=1"]
+    overrides = [*SMALL, "learner.steps=14", "checkpoint.every=100", "mesh.fsdp=1"]
     whole = load_config(ROOT / "configs/quickstart.yaml", [*overrides, f"run.dir={tmp_path}/whole"])
     write_world(whole.world)
     command = [sys.executable, "-m", "calibadv_jax.train", "--config", "configs/quickstart.yaml", *overrides]
@@ -209,13 +209,13 @@ def test_sigterm_saves_the_last_step_and_the_next_start_continues(tmp_path):
         running.terminate()
         assert running.wait(120) == 143
     stopped = len(rows(tmp_path / "parts"))
-    assert 3 <= stopped < 30
+    assert 3 <= stopped < 14
     log = (tmp_path / "log").read_text()
     assert log.splitlines()[-1] == f"checkpoint saved at step {stopped}", log
     again = subprocess.run(parts, cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 0 and f"resuming from step {stopped}" in again.stderr
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
-    assert len(list((tmp_path / "parts/rollouts").iterdir())) == 30
+    assert len(list((tmp_path / "parts/rollouts").iterdir())) == 14
 
 
 @pytest.mark.slow

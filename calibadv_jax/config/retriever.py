@@ -7,6 +7,8 @@ from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.section import SECTION
 
+NO_RETRIEVER = "http://no-retriever.invalid"  # the url of what never searches: no service is opened or asked
+
 
 @dataclass(frozen=True, config=SECTION)
 class RetrieverConfig:

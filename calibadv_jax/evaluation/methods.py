@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from calibadv_jax.config import Config
+from calibadv_jax.config.retriever import NO_RETRIEVER
 from calibadv_jax.interfaces import Retriever
 from calibadv_jax.seeds import random_state
 from calibadv_jax.trajectory import Document, Question
@@ -15,7 +16,6 @@ _ANSWER = (
     " <answer> Beijing </answer>."
 )
 MAX_DRAWS = 8  # other questions whose documents are tried, before a search shows fewer than it found
-NO_RETRIEVER = "http://no-retriever.invalid"  # for methods that never search: no service is opened
 
 
 @dataclass(frozen=True)

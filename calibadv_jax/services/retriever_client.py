@@ -25,6 +25,7 @@ from tenacity import (
 )
 
 from calibadv_jax.config import RetrieverConfig
+from calibadv_jax.config.retriever import NO_RETRIEVER
 from calibadv_jax.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.services.child_process import ChildService
 from calibadv_jax.services.http_client import Reply, Unreachable, open_session
@@ -379,8 +380,9 @@ def open_retriever(config: RetrieverConfig, log_path: Path) -> Iterator[str | li
             config asks for, or the child does not become ready.
     """
     if config.url:
-        client = RetrieverClient(config, config.url)
-        client.check_reranker(client.health())
+        if config.url != NO_RETRIEVER:
+            client = RetrieverClient(config, config.url)
+            client.check_reranker(client.health())
         yield config.url
         return
     if not config.corpus:

@@ -66,7 +66,7 @@ def test_the_report_of_both(trained, grpo, page, tmp_path):
     assert end.value.code == 0
     page.goto((tmp_path / "report.html").as_uri())
     keys = page.locator("figure").evaluate_all("all => all.map((one) => one.id)")
-    assert {"entropy", "phases", "lengths"} & set(keys) and len(keys) > 10
+    assert {"lengths", "endings", "phases", "tokens_per_second"} <= set(keys)
     text = page.inner_text("body")
     assert "calibadv" in text and "grpo" in text
 
