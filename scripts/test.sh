@@ -72,7 +72,7 @@ run_pytest() { # "no tests collected" is a pass only where the caller chose the 
   local status=0 marker="$1"
   shift
   echo "== pytest: $marker"
-  python -m pytest -n 2 --dist loadfile --durations 10 -m "$marker" "$@" || status=$?
+  python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10 -m "$marker" "$@" || status=$?
   [[ $status == 0 || ($status == 5 && $# -gt 0) ]] || exit "$status"
 }
 

@@ -34,7 +34,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SLOW_TIMEOUT = 1800  # seconds: vLLM alone needs minutes to start where other work holds the machine
 
 
+LONGEST = ("test_kill.py", "test_train.py", "test_vllm.py")  # first: no core waits for them at the end
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT))
