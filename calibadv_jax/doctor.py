@@ -30,7 +30,7 @@ from calibadv_jax.protocol import TAGS
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.sampler.vllm_worker import require_vllm
-from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
+from calibadv_jax.services.retriever_client import RetrieverClient, check_running, open_retriever
 from calibadv_jax.trajectory import Document
 
 
@@ -63,8 +63,7 @@ def check_inputs(config: Config) -> None:
     if config.evaluate.every:
         check_fit(load_questions(config.data.eval), {}, config.prompt.template)
     if config.retriever.url:
-        retriever = RetrieverClient(config.retriever, config.retriever.url)
-        retriever.check_reranker(retriever.health())
+        check_running(config.retriever)
     if config.sampler.urls:
         check_sampler(config)
 

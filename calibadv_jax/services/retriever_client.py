@@ -371,6 +371,16 @@ class RetrieverProcess(ChildService):
         super().__init__("the retriever", command, log_path, config.start_timeout, "retriever.start_timeout")
 
 
+def check_running(config: RetrieverConfig) -> None:
+    """Asks the services of `config.url` whether they are there and rerank as the config says.
+
+    Raises:
+        UserError: one cannot be reached, or is another one than the config asks for.
+    """
+    client = RetrieverClient(config, config.url)
+    client.check_reranker(client.health())
+
+
 @contextmanager
 def open_retriever(config: RetrieverConfig, log_path: Path) -> Iterator[str | list[str]]:
     """Base URLs of retrieval services: `config.url`, or of a child process that ends with the block.
@@ -381,8 +391,7 @@ def open_retriever(config: RetrieverConfig, log_path: Path) -> Iterator[str | li
     """
     if config.url:
         if config.url != NO_RETRIEVER:
-            client = RetrieverClient(config, config.url)
-            client.check_reranker(client.health())
+            check_running(config)
         yield config.url
         return
     if not config.corpus:
