@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from calibadv_jax.config import Config
+from scripts.generated_page import write_or_check
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 HEADER = """# Configuration
@@ -102,14 +103,7 @@ def page() -> str:
 
 
 def main() -> int:
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
-            sys.stderr.write(f"{PAGE.name} is out of date; run: python -m scripts.document_config\n")
-            return 1
-        return 0
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check(PAGE, page(), "scripts.document_config")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from calibadv_jax.metrics.registry import SECTIONS, Metric, authors_names
+from scripts.generated_page import write_or_check
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEADER = """# Metrics
@@ -71,14 +72,7 @@ def cells(metric: Metric) -> list[str]:
 
 
 def main() -> int:
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
-            sys.stderr.write(f"{PAGE.name} is out of date; run: python -m scripts.document_metrics\n")
-            return 1
-        return 0
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check(PAGE, page(), "scripts.document_metrics")
 
 
 if __name__ == "__main__":

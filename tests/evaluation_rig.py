@@ -6,6 +6,8 @@ import dataclasses
 from contextlib import contextmanager
 from pathlib import Path
 
+from tiny_policy import Letters
+
 from calibadv_jax import evaluate
 from calibadv_jax.config import Config, PromptConfig
 from calibadv_jax.data.questions import write_questions
@@ -22,21 +24,6 @@ SEARCH, ANSWER = "<think>t</think><search>{}</search>", "<think>t</think><answer
 
 class Stopped(Exception):
     """The evaluation is interrupted."""
-
-
-class Letters:
-    """A tokenizer of one token a letter."""
-
-    eos_token_id, all_special_tokens, chat_template = -1, (), None
-
-    def encode(self, text, add_special_tokens):
-        return [ord(letter) for letter in text]
-
-    def decode(self, ids, **_):
-        return "".join(map(chr, ids))
-
-    def get_added_vocab(self):
-        return {}
 
 
 class Scripted:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from unittest.mock import MagicMock
 
 import pytest
+from tiny_policy import Letters
 
 from calibadv_jax import ask, cli
 from calibadv_jax.config import Config, PromptConfig, RolloutConfig
@@ -14,21 +15,6 @@ from calibadv_jax.model import find_policy
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.trajectory import Document, Question
-
-
-class Letters:
-    """A tokenizer of one token a letter."""
-
-    eos_token_id, all_special_tokens, chat_template = -1, (), None
-
-    def encode(self, text, add_special_tokens):
-        return [ord(letter) for letter in text]
-
-    def decode(self, ids, **_):
-        return "".join(map(chr, ids))
-
-    def get_added_vocab(self):
-        return {}
 
 
 class Script:

@@ -8,6 +8,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny_policy
 from evaluation_rig import QUESTIONS, Stopped
 
 from calibadv_jax import model
@@ -34,18 +35,7 @@ from calibadv_jax.snapshots.publish import SnapshotStore
 
 pytestmark = pytest.mark.slow
 
-SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 398,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-}
+SHAPE = tiny_policy.SHAPE | {"eos_token_id": 1}
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from hub_rig import serve_hub, use_hub
+from tiny_policy import SHAPE
 
 from calibadv_jax import hub as hub_client
 from calibadv_jax import sft
@@ -24,17 +25,6 @@ from calibadv_jax.snapshots.huggingface import save_folder
 from calibadv_jax.trajectory import Question
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 398,
-    "tie_word_embeddings": True,
-}
 QUESTIONS = [Question("1", "Who?", ("Ann",), "test")]
 
 

@@ -3,24 +3,13 @@
 import json
 
 import pytest
+from tiny_policy import SHAPE
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.model import Model, build_model
-
-SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 398,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.mark.parametrize(("generation", "expected"), [(None, [1, 5]), ({"eos_token_id": [9, 5]}, [1, 5, 9])])
