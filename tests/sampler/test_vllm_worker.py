@@ -26,6 +26,8 @@ if act == "ends":
 
 class Handler(BaseHTTPRequestHandler):
     def answer(self):
+        # Read to its end: a connection closed before that may be reset, which is another error.
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if act == "hangs up" and self.command == "POST":
             self.connection.close()
             return
