@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv-test and runs linter, type checker, fast tests, slow tests. Arguments go to pytest:
 #   scripts/test.sh tests/metrics -k writer
-#   scripts/test.sh --fast              # without the slow tests: those with vLLM or with several processes
+#   scripts/test.sh --fast              # without those marked medium or slow: what to run while you work
 # PYTHON names the Python to use, VENV another folder for the environment.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -94,6 +94,9 @@ if [[ "$fast" == false ]]; then
   ensure_browser
 fi
 export PATH="$venv/bin:$PATH"
+# Many tests and the programs they start compile the same computations: each is compiled once.
+export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$venv/jax_cache}"
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 echo "== versions"
 python --version
@@ -104,5 +107,9 @@ ruff check .
 ruff format --check .
 echo "== mypy"
 mypy
-run_pytest "not slow" "$@"
-[[ "$fast" == true ]] || run_pytest "slow" "$@"
+if [[ "$fast" == true ]]; then
+  run_pytest "not medium and not slow" "$@"
+else
+  run_pytest "not slow" "$@"
+  run_pytest "slow" "$@"
+fi

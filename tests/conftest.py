@@ -32,9 +32,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 SLOW_TIMEOUT = 1800  # seconds: vLLM alone needs minutes to start where other work holds the machine
+# First: no core waits for them at the end.
+LONGEST = {f"test_{name}.py" for name in ("kill", "train", "train_vllm", "vllm", "vllm_stops")}
 
 
-LONGEST = ("test_kill.py", "test_train.py", "test_vllm.py")  # first: no core waits for them at the end
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="fuzz tests try all their cases (minutes more)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
+
+
+@pytest.fixture
+def all_cases(request: pytest.FixtureRequest) -> bool:
+    """Whether a fuzz test shall try all its cases, not only those for which every change can wait."""
+    return bool(request.config.getoption("--all-cases"))
 
 
 @pytest.fixture

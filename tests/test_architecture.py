@@ -191,6 +191,7 @@ def test_no_file_hides_a_module_of_python(package):
     assert not {path.stem for path in (ROOT / package).iterdir()} & sys.stdlib_module_names
 
 
+@pytest.mark.medium
 def test_python_m_runs_a_command():
     call = [sys.executable, "-m", "calibadv_jax.train", "--config", "nowhere.yaml"]
     answer = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -141,6 +141,7 @@ def test_a_defect_keeps_its_traceback(config_file):
         cli.main("train", run, ["--config", str(config_file)])
 
 
+@pytest.mark.medium
 def test_the_console_script_checks_the_config_before_it_imports_the_command(config_file):
     """In a process of its own: what it has imported after a mistake, and that a command does run."""
     program = (

@@ -16,6 +16,8 @@ from calibadv_jax.stopping import Stop
 from calibadv_jax.train import train
 from calibadv_jax.trainer import Trainer
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture
 def small_disk(tmp_path):

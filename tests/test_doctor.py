@@ -164,6 +164,7 @@ def test_every_worker_is_asked_what_it_serves(config):
             check(first, second)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("routes", "message"),
     [

@@ -82,6 +82,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path, policy_folder)
     assert [pin.commit for pin in build_model(elsewhere, "owner/policy").pins] == [second]
 
 
+@pytest.mark.medium
 def test_a_cold_start_begins_with_a_repository_and_keeps_its_commit(hub, tmp_path, policy_folder):
     first = hub.add("owner/policy", policy_folder)
     row = {

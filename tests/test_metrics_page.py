@@ -25,6 +25,8 @@ from calibadv_jax.trainer import Trainer
 from calibadv_jax.trajectory import Document
 from scripts import document_metrics
 
+pytestmark = pytest.mark.medium
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

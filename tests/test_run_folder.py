@@ -90,6 +90,7 @@ def test_other_files_beside_the_configs_and_one_that_is_gone_disturb_nothing(run
     assert names == ["0.yaml", "2.yaml", "3.yaml", "notes.yaml"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "override",
     [

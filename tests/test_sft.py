@@ -19,6 +19,8 @@ from calibadv_jax.learner.optimizer import make_optimizer
 from calibadv_jax.model import build_model, initial_params
 from calibadv_jax.trajectory import Document, Question
 
+pytestmark = pytest.mark.medium
+
 QUESTION = Question("1", "who wrote silent garden ?", ("ada",), "test")
 
 

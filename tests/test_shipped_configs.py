@@ -61,6 +61,7 @@ def test_every_config_passes_the_offline_doctor(path, tmp_path, monkeypatch, cap
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_overlay_changes_its_one_key(model, overlay):

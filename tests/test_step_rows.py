@@ -4,12 +4,15 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from trainer_rig import QUESTIONS, ScriptedRollouts, make_config, make_model
 
 from calibadv_jax import train
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.stopping import Stop
 from calibadv_jax.trainer import Trainer
+
+pytestmark = pytest.mark.medium
 
 
 class Counting(ScriptedRollouts):

@@ -27,6 +27,8 @@ from calibadv_jax.stopping import Stop
 from calibadv_jax.train import services, train
 from calibadv_jax.trainer import Trainer
 
+pytestmark = pytest.mark.medium
+
 MODEL = make_model()
 UNTIMED = ("timing_s/", "perf/")
 

@@ -321,6 +321,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.medium
 @settings(max_examples=150)
 @given(layout=st.sampled_from(LAYOUTS), values=st.lists(VALUES, min_size=14, max_size=14))
 def test_whatever_a_row_holds_it_is_a_question_or_one_line(tmp_path_factory, layout, values):

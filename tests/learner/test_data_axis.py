@@ -13,6 +13,8 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture(scope="module")
 def policy():

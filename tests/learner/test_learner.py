@@ -16,6 +16,8 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 
+pytestmark = pytest.mark.medium
+
 VOCAB = 40
 
 

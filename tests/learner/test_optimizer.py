@@ -58,6 +58,7 @@ def adamw(config, gradients, rates):
 GRADIENTS = [tree(1, 100.0), tree(2, 0.01), tree(3, 1.0)]  # far above, below and near the norm
 
 
+@pytest.mark.medium
 def test_adamw_clips_decays_matrices_and_keeps_its_moments():
     config = OptimizerConfig(
         lr=0.1, schedule="constant", beta1=0.8, beta2=0.9, weight_decay=0.05, max_grad_norm=2.0

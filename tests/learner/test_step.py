@@ -16,6 +16,8 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 
+pytestmark = pytest.mark.medium
+
 VOCAB, ROW = 40, 32
 PLAIN = {on_policy: policy_gradient(LossConfig(), on_policy) for on_policy in (False, True)}
 

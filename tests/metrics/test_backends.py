@@ -59,6 +59,7 @@ def test_no_backend_writes_nothing(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.medium
 def test_mlflow_continues_its_run(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())

@@ -56,6 +56,7 @@ CASES = [(kernel, *shape) for kernel in ("xla", "blockwise 7", "blockwise 16") f
 CASES += [("splash", 101, (4, 2)), ("triton", 3, (3, 3)), ("triton", 101, (4, 2))]  # slow to interpret
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("kernel", "length", "heads"), CASES)
 def test_values_are_those_of_the_formula(kernel, heads, length):
     if length == 3:
@@ -67,6 +68,7 @@ def test_values_are_those_of_the_formula(kernel, heads, length):
     np.testing.assert_allclose(found, reference(q, k, v, segments), atol=2e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "xla"])
 def test_gradients_are_those_of_the_plain_kernel(kernel):
     q, k, v, segments = rows(7, 101)
@@ -83,6 +85,7 @@ def test_gradients_are_those_of_the_plain_kernel(kernel):
         np.testing.assert_allclose(one, other, atol=5e-5)
 
 
+@pytest.mark.medium
 def test_half_precision_keeps_its_dtype_and_its_values():
     q, k, v, segments = rows(3, 64)
     halves = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
@@ -93,6 +96,7 @@ def test_half_precision_keeps_its_dtype_and_its_values():
         np.testing.assert_allclose(np.asarray(found, np.float32), exact, atol=0.03)
 
 
+@pytest.mark.medium
 def test_blocks_of_other_segments_are_not_visited():
     """NaN values there would show, however well they are masked."""
     q, k, v, _ = rows(5, 64)
@@ -102,6 +106,7 @@ def test_blocks_of_other_segments_are_not_visited():
     assert np.isnan(found[:, :32]).all() and np.isfinite(found[:, 32:]).all()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("kernel", "tensor"), [("xla", 1), ("xla", 2), ("xla", 4), ("splash", 4)])
 def test_a_mesh_computes_the_same_also_with_fewer_key_value_heads_than_devices(kernel, tensor, monkeypatch):
     """Gradients too. Splash is interpreted; the XLA kernel works in blocks."""

@@ -80,6 +80,7 @@ def test_a_token_sees_nothing_of_the_future(forward, params):
     assert np.abs(before[:, 10:] - after[:, 10:]).min(axis=-1).max() > 0
 
 
+@pytest.mark.medium
 def test_rematerialised_chunked_attention_equals_plain(forward, params):
     """The chunk does not divide the row, so that its padding is exercised too."""
     other = Policy(ARCHITECTURE, Numerics(attention_chunk=10, remat="full"))

@@ -155,6 +155,7 @@ def test_every_figure_is_a_png(tmp_path, capsys):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "figures").iterdir())
 
 
+@pytest.mark.medium
 @pytest.mark.timeout(120)
 def test_many_long_runs_fit_into_five_megabytes(tmp_path):
     folders = []

@@ -79,6 +79,7 @@ def test_a_corpus_needs_no_optional_package(tmp_path):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, env=dict(os.environ))
 
 
+@pytest.mark.medium
 def test_threads_win_over_the_environment(tmp_path):
     """Two searches at once then take a thread each. Left out, the environment's number stays."""
     code = "import os, sys; from retriever import serve; sys.argv = ['serve', *sys.argv[1:]]\n"

@@ -270,5 +270,7 @@ def test_a_thousand_hostile_trajectories(byte_tokenizer):
 
 
 @pytest.mark.slow
-def test_nine_thousand_more(byte_tokenizer):
-    assert run_steps(range(10, 100), byte_tokenizer)["trajectories"] == 9000
+def test_more_hostile_trajectories(byte_tokenizer, all_cases):
+    """2,000 more; 9,000 more with --all-cases."""
+    steps = 90 if all_cases else 20
+    assert run_steps(range(10, 10 + steps), byte_tokenizer)["trajectories"] == 100 * steps

@@ -81,6 +81,7 @@ def launch(tmp_path):
         process.stderr.close()
 
 
+@pytest.mark.medium
 def test_a_restart_that_fails_is_tried_again(launch, tmp_path):
     process, url = launch("dies", "ends", "hangs up", "refuses", "ends", "serves")
     deadline = time.monotonic() + 60
@@ -106,6 +107,7 @@ def test_a_first_start_that_fails_ends_the_launcher(launch, tmp_path):
     assert not (tmp_path / "port").exists()
 
 
+@pytest.mark.medium
 def test_restarts_come_to_an_end(launch):
     process, _ = launch("dies", "hangs up", "ends", restarts=3)
     assert process.wait(60) == 1

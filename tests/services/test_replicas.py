@@ -116,6 +116,7 @@ def test_the_one_that_is_free_is_asked(services):
     assert answered.count("a") <= 8 and answered.count("b") >= 16 and answered.count("c") >= 16
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("status", [502, 503, 429])
 def test_one_that_says_it_is_away_is_left_out_and_comes_back(services, status):
     a, b, c = services

@@ -19,6 +19,8 @@ pytest.importorskip("sentence_transformers")
 
 from rerank_rig import tiny_cross_encoder
 
+pytestmark = pytest.mark.medium
+
 NAMES = [f"{first} {last}" for first in ("ada", "bo", "cy", "di") for last in ("almson", "berkson", "dorn")]
 RERANKED = {"retrieval_topk": 6, "rerank_topk": 2}
 

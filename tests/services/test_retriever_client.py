@@ -171,6 +171,7 @@ def search_all(url, *queries):
     return asyncio.run(run())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("status", [408, 425, 429, 502, 503, 504])
 def test_a_service_that_is_away_is_asked_again_for_as_long_as_the_patience_lasts(server, status):
     url, replies, requests = server
@@ -184,6 +185,7 @@ def test_a_service_that_is_away_is_asked_again_for_as_long_as_the_patience_lasts
     assert 0.5 <= time.monotonic() - begun < 3
 
 
+@pytest.mark.medium
 def test_a_service_may_say_how_long_to_wait(server):
     url, replies, requests = server
     later = {"Retry-After": "1"}

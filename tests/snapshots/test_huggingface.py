@@ -63,6 +63,7 @@ def policy_of(folder, **numerics):
     return Policy(architecture_from_hf(read_hf_config(folder)), Numerics(**numerics))
 
 
+@pytest.mark.medium
 def test_logits_equal_transformers(upstream):
     """100 tokens: beyond the 64 that Llama's scaled rotary embeddings were made for."""
     import torch

@@ -170,6 +170,7 @@ def test_the_tensors_are_those_of_the_published_model(upstream, exported):
     assert biases == TENSORS[config["model_type"]]
 
 
+@pytest.mark.medium
 def test_transformers_gives_the_logits_of_the_original(upstream, exported):
     import torch
     from transformers import AutoModelForCausalLM

@@ -45,6 +45,7 @@ def test_the_manifest_says_what_the_snapshot_holds(tiny, tmp_path):
     }
 
 
+@pytest.mark.medium
 def test_parameters_come_back_in_compute_precision_and_sharding(tiny, tmp_path):
     """Published from one mesh in bfloat16, loaded on another."""
     first, second = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2)), make_mesh(MeshConfig(2, 2, 2))

@@ -138,6 +138,7 @@ def checkpoint(request, tmp_path_factory):
     return request.param, folder, model
 
 
+@pytest.mark.medium
 def test_a_published_layout_gives_the_logits_of_transformers(checkpoint):
     import torch
 

@@ -123,6 +123,7 @@ def test_vectors_have_length_one_and_do_not_depend_on_their_batch(corpus, encode
     assert encoder.encode_passages([]).shape == (0, 384)
 
 
+@pytest.mark.medium
 def test_threads_encode_at_once_with_one_set_of_weights(corpus, encoder):
     """A tokenizer must not be used by two threads at once: each has its own, and the weights are shared."""
     queries = [[f"{question} {n}" for question in QUESTIONS[: 1 + n % 6]] for n in range(24)]

@@ -46,6 +46,7 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("options", "size", "where"),
     [

@@ -74,6 +74,7 @@ def test_shards_find_what_one_index_finds_in_corpus_order(devices, k):
     assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("factory", "allowed"),
     [

@@ -10,6 +10,7 @@ import faiss
 from retriever.search import plan
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "factory",
     ["Flat", "SQ8", "SQfp16", "PQ8x4", "IVF16,Flat", "IVF16,PQ8x4", "HNSW16", "PCA8,Flat", "IVF16_HNSW8,SQ4"],

@@ -138,6 +138,7 @@ def test_a_body_that_comes_too_slowly_is_408(index):
         assert b" 200 OK" in ask(address)
 
 
+@pytest.mark.medium
 def test_a_reply_that_is_not_taken_up_is_given_up(index):
     """16 MB do not fit into the buffers of the sockets."""
 

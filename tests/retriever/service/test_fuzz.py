@@ -43,6 +43,7 @@ def fuzz(client, examples):
     ask_bytes()
 
 
+@pytest.mark.medium
 def test_no_request_makes_the_service_fail(index):
     with TestClient(make_app(index, Depths(2)), raise_server_exceptions=False) as client:
         lone = client.post("/retrieve", content=b'{"queries": ["\\ud800"]}')
@@ -51,6 +52,7 @@ def test_no_request_makes_the_service_fail(index):
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests_do_not_make_it_fail(index):
+def test_many_requests_do_not_make_it_fail(index, all_cases):
+    """Some thousand; ten thousand with --all-cases."""
     with TestClient(make_app(index, Depths(2)), raise_server_exceptions=False) as client:
-        fuzz(client, 8000)
+        fuzz(client, 8000 if all_cases else 1500)

@@ -72,6 +72,7 @@ def test_what_cannot_be_loaded_ends_the_service(tmp_path):
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.medium
 def test_a_stop_while_loading_does_not_wait_for_it(tmp_path):
     """Building over so many passages takes far longer than the test waits."""
     rows = (json.dumps({"id": str(n), "contents": f'"T {n}"\nword{n} ' * 20}) for n in range(200_000))

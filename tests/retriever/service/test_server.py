@@ -25,6 +25,7 @@ def test_connections_send_at_once():
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+@pytest.mark.medium
 def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
     corpus, folder = files
     port_file = tmp_path / "port"
