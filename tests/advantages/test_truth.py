@@ -34,6 +34,7 @@ def first(build):
     wrong = [
         turn(think="one", documents=["x1", "x4"], num_tokens=4),  # half of it silver, none supporting
         turn(think="two", documents=["p1", "x5", "x6", "x7"], num_tokens=2),  # a quarter
+        turn("invalid", think="no action", num_tokens=9),  # no search
         turn(think="three", documents=["p1"], num_tokens=3),  # seen before
         turn("answer", num_tokens=2),
     ]
@@ -137,6 +138,7 @@ def test_the_best_credit_there_is(build):
     ones += ("search/auc", "blame/good_spared", "blame/good_softened", "blame/spared_good_share")
     assert {found[name] for name in ones} == {1.0}
     assert found["blame/useless_spared"] == found["blame/useless_softened"] == 0
+    assert found["blame/good_blamed"] == 1 / 2  # by GRPO, although nothing is left of it
 
 
 def test_questions_without_supporting_passages_are_left_out(first, second, build):

@@ -10,11 +10,14 @@ import pytest
 from record_rig import keep, make_config, make_groups, scored, unknown
 
 from calibadv_jax import cli
+from calibadv_jax.advantages.registry import compute_advantages
 from calibadv_jax.advantages.truth import MEASURES
 from calibadv_jax.audit import credit_again
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.replay import kept_config
+from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.seeds import random_state
 
 # The first question of the rig has the supporting passage d1, and silver d1 … d4; the second one has none.
 # Its six searches: d1 is found by the first one of the best trajectory and of the wrong one. The wrong one's
@@ -56,6 +59,7 @@ def test_the_table_of_a_run(tmp_path, capsys):
         ("silver/precision", "0.250"),
         ("search/good_share", "0.333"),
         ("search/precision", "0.500"),
+        ("search/recall", "1.000"),
         ("blame/good_blamed", "0.500"),
         ("blame/useless_spared", "0.111"),
         ("blame/spared_good_share", "0.600"),
@@ -120,14 +124,39 @@ def test_windows(tmp_path, capsys):
     assert [line.split()[0] for line in out.splitlines()[-3:]] == ["1-2", "3-3", "5-5"]
 
 
+def test_every_step_has_its_own_settings(tmp_path, capsys):
+    """Those of a run may change where it is resumed."""
+    keep(tmp_path, make_config(), step=1)
+    keep(tmp_path, with_advantage(correctness="max"), step=2)
+    call(tmp_path, "--output", tmp_path / "audit.json", capsys=capsys)
+    steps = json.loads((tmp_path / "audit.json").read_text())["runs"][0]["settings"][0]["true"]["steps"]
+    assert [one["blame/good_spared"] for one in steps] == pytest.approx([0.5, 1])
+
+
+def test_a_run_with_shuffled_rewards_is_shuffled_as_it_was(tmp_path, capsys):
+    """With the seed of the step, which after a rollback is not the run's."""
+    config = make_config()
+    config = replace(config, reward=replace(config.reward, shuffle=True))
+    groups = make_groups()
+    score_groups(groups, config.reward, False, random_state(11, 6, "reward"))
+    credits = compute_advantages(groups, config.advantage).credits
+    RolloutWriter(tmp_path, config, 7).write(7, groups, credits, unknown(groups), 11)
+    status, _, err = call(tmp_path, capsys=capsys)
+    assert status == 0 and "another advantage" not in err
+
+
 def test_several_runs_and_their_mean(tmp_path, capsys):
     keep(tmp_path / "a", make_config())
     keep(tmp_path / "b=c", with_advantage(correctness="max"))  # a folder, for all its name
-    status, out, _ = call(tmp_path / "a", tmp_path / "b=c", capsys=capsys)
+    file = tmp_path / "audit.json"
+    status, out, _ = call(tmp_path / "a", tmp_path / "b=c", "--output", file, capsys=capsys)
     assert status == 0
     first, second, mean = rows(out, "blame/good_spared")
     assert (value(first[0]), value(second[0])) == (0.5, 1.0)
-    assert mean[0].startswith("0.750 [0.500, 1.000] (")
+    totals = [run["settings"][0]["control"]["total"] for run in json.loads(file.read_text())["runs"]]
+    a, b = (total["blame/good_spared"] for total in totals)
+    assert first[0] == f"0.500 ({a:.3f})" and second[0] == f"1.000 ({b:.3f})"
+    assert mean[0] == f"0.750 [0.500, 1.000] ({(a + b) / 2:.3f})"
     assert "mean of 2 runs [lowest, highest] (mean of the controls)" in out
 
 
