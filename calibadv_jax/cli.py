@@ -44,6 +44,7 @@ TOOLS: dict[str, str] = {
     "inspect": "A page of a run's trajectories: tokens by advantage, and why each turn got its own.",
     "ask": "Asks a policy a question, and shows what it searches and reads.",
     "replay": "Reward, advantages and loss of a kept step once more, or with other settings.",
+    "audit": "Measures the credit of a run against the truth, where its questions name their passages.",
     "report": "Draws the curves of one or more runs, as one HTML page and as PNG files.",
     "compare": "Tests the difference of two evaluations on the same questions.",
     "select-rollouts": "Makes demonstrations for sft of the best kept rollouts.",

@@ -1,0 +1,215 @@
+"""Credit against the truth, where questions name their supporting passages.
+
+A search is truly good where it shows a supporting passage that no earlier turn of its trajectory showed;
+every other search is truly useless. Searches are the search turns before a trajectory's last sampled turn,
+which CalibAdv treats as its answer turn. Blame is negative advantage × sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import rankdata
+
+from calibadv_jax.advantages.credit import GroupCredit, answer_mass, last_sampled_turn
+from calibadv_jax.trajectory import Trajectory
+
+GROUP = np.dtype(
+    [
+        ("trajectories", np.int64),  # that were finished
+        ("supporting", np.int64),  # passages of the question
+        ("silver", np.int64),  # documents
+        ("silver_hits", np.int64),  # of these, supporting ones
+        ("seen", np.int64),  # distinct documents that the group's trajectories saw
+        ("seen_hits", np.int64),
+        ("positive_before", np.float64),  # answer mass, see credit.answer_mass
+        ("negative_before", np.float64),
+        ("positive_after", np.float64),
+        ("negative_after", np.float64),
+    ]
+)
+SEARCH = np.dtype(
+    [
+        ("good", np.bool_),
+        ("judged", np.bool_),  # the group has silver documents, and the trajectory keeps to the format
+        ("correctness", np.float64),
+        ("raw", np.float64),  # advantage before any calibration: GRPO's
+        ("advantage", np.float64),
+        ("tokens", np.int64),  # sampled ones
+    ]
+)
+
+MEASURES = {
+    "silver/group_share": "groups that have a silver set",
+    "silver/size": "documents of a silver set",
+    "silver/precision": "silver documents that are supporting",
+    "silver/recall": "supporting passages that are silver",
+    "silver/seen_precision": "the same groups: documents seen that are supporting",
+    "silver/seen_recall": "the same groups: supporting passages that were seen",
+    "search/good_share": "searches that are truly good",
+    "search/judged_share": "searches that are judged",
+    "search/judged_good_share": "judged searches that are truly good",
+    "search/precision": "judged, correctness > 0: truly good",
+    "search/recall": "judged, truly good: correctness > 0",
+    "search/agreement": "judged: correctness > 0 agrees with the truth",
+    "search/auc": "judged: area under the ROC curve of correctness",
+    "blame/good_blamed": "truly good searches that GRPO blames",
+    "blame/good_share": "blamed searches that are truly good",
+    "blame/good_softened": "truly good ones blamed: made smaller",
+    "blame/useless_softened": "useless ones blamed: made smaller",
+    "blame/good_spared": "blame on truly good ones that is taken away",
+    "blame/useless_spared": "blame on useless ones that is taken away",
+    "blame/spared_good_share": "blame taken away that lay on truly good ones",
+    "answer/ratio_before": "answer turns: blame / praise under GRPO",
+    "answer/ratio_after": "answer turns: blame / praise as calibrated",
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of the groups whose question names supporting passages."""
+
+    groups: np.ndarray  # GROUP [number of groups]
+    searches: np.ndarray  # SEARCH [number of searches]
+
+
+def truly_good(trajectory: Trajectory) -> list[bool]:
+    """Whether each turn shows a supporting passage that no earlier turn showed, length K."""
+    missing = set(trajectory.question.supporting_ids)
+    good = []
+    for turn in trajectory.turns:
+        found = missing & {document.id for document in turn.documents}
+        missing -= found
+        good.append(bool(found))
+    return good
+
+
+def gather(credits: Sequence[GroupCredit]) -> Evidence:
+    """The evidence of a step, in the order of its groups; those without supporting passages are left out."""
+    known = [credit for credit in credits if credit.group.question.supporting_ids]
+    groups = np.array([_group(credit) for credit in known], GROUP)
+    searches = np.array([search for credit in known for search in _searches(credit)], SEARCH)
+    return Evidence(groups, searches)
+
+
+def join(parts: Iterable[Evidence]) -> Evidence:
+    """The evidence of several steps, at least one."""
+    groups, searches = zip(*((part.groups, part.searches) for part in parts), strict=True)
+    return Evidence(np.concatenate(groups), np.concatenate(searches))
+
+
+def measure(evidence: Evidence) -> dict[str, float]:
+    """MEASURES, after the numbers of groups, trajectories, searches and blamed searches.
+
+    Silver documents: means over the groups that have some. Searches: shares of searches; auc is the chance
+    that a truly good one has the larger correctness, ties counting half. Blame: of the searches with negative
+    raw advantage. What would be a mean, share or ratio of nothing is left out.
+    """
+    searches = evidence.searches
+    counts = {
+        "groups": len(evidence.groups),
+        "trajectories": int(evidence.groups["trajectories"].sum()),
+        "searches": len(searches),
+        "blamed": int((searches["raw"] < 0).sum()),
+    }
+    parts = _silver(evidence.groups), _judgements(searches), _blame(searches), _answers(evidence.groups)
+    return counts | {name: value for part in parts for name, value in part.items()}
+
+
+def _group(credit: GroupCredit) -> tuple[float, ...]:
+    members = credit.group.trajectories
+    supporting = set(credit.group.question.supporting_ids)
+    seen = {document.id for one in members for turn in one.turns for document in turn.documents}
+    return (
+        len(members),
+        len(supporting),
+        len(credit.silver),
+        len(supporting & credit.silver.keys()),
+        len(seen),
+        len(supporting & seen),
+        *answer_mass(credit.group, credit.raw.tolist()),
+        *answer_mass(credit.group, credit.answer_advantages()),
+    )
+
+
+def _searches(credit: GroupCredit) -> list[tuple[float, ...]]:
+    rows: list[tuple[float, ...]] = []
+    for position, trajectory in enumerate(credit.group.trajectories):
+        good = truly_good(trajectory)
+        judged = bool(credit.silver) and trajectory.format_valid
+        for index in range(last_sampled_turn(trajectory) or 0):
+            turn = trajectory.turns[index]
+            if turn.kind == "search":
+                correctness = credit.correctness[position][index]
+                advantages = credit.raw[position], credit.turns[position][index]
+                rows.append((good[index], judged, correctness, *advantages, len(turn.token_ids)))
+    return rows
+
+
+def _share(name: str, values: np.ndarray) -> dict[str, float]:
+    return {name: float(np.mean(values))} if len(values) else {}
+
+
+def _ratio(name: str, part: float, whole: float) -> dict[str, float]:
+    return {name: part / whole} if whole > 0 else {}
+
+
+def _silver(groups: np.ndarray) -> dict[str, float]:
+    some = groups[groups["silver"] > 0]
+    return (
+        _share("silver/group_share", groups["silver"] > 0)
+        | _share("silver/size", some["silver"])
+        | _share("silver/precision", some["silver_hits"] / some["silver"])
+        | _share("silver/recall", some["silver_hits"] / some["supporting"])
+        | _share("silver/seen_precision", some["seen_hits"] / some["seen"])
+        | _share("silver/seen_recall", some["seen_hits"] / some["supporting"])
+    )
+
+
+def _judgements(searches: np.ndarray) -> dict[str, float]:
+    judged = searches[searches["judged"]]
+    good, called = judged["good"], judged["correctness"] > 0
+    return (
+        _share("search/good_share", searches["good"])
+        | _share("search/judged_share", searches["judged"])
+        | _share("search/judged_good_share", good)
+        | _share("search/precision", good[called])
+        | _share("search/recall", called[good])
+        | _share("search/agreement", good == called)
+        | _auc("search/auc", good, judged["correctness"])
+    )
+
+
+def _auc(name: str, good: np.ndarray, scores: np.ndarray) -> dict[str, float]:
+    """Mann-Whitney U of the good ones over the number of pairs."""
+    num_good = int(good.sum())
+    num_pairs = num_good * (len(good) - num_good)
+    u = float(rankdata(scores)[good].sum()) - num_good * (num_good + 1) / 2
+    return _ratio(name, u, num_pairs)
+
+
+def _blame(searches: np.ndarray) -> dict[str, float]:
+    blamed = searches[searches["raw"] < 0]
+    good = blamed["good"]
+    softened = blamed["advantage"] > blamed["raw"]
+    before = -blamed["raw"] * blamed["tokens"]
+    spared = before + blamed["advantage"] * blamed["tokens"]
+    return (
+        _share("blame/good_blamed", searches["raw"][searches["good"]] < 0)
+        | _share("blame/good_share", good)
+        | _share("blame/good_softened", softened[good])
+        | _share("blame/useless_softened", softened[~good])
+        | _ratio("blame/good_spared", float(spared[good].sum()), float(before[good].sum()))
+        | _ratio("blame/useless_spared", float(spared[~good].sum()), float(before[~good].sum()))
+        | _ratio("blame/spared_good_share", float(spared[good].sum()), float(spared.sum()))
+    )
+
+
+def _answers(groups: np.ndarray) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for when in ("before", "after"):
+        positive, negative = (float(groups[f"{sign}_{when}"].sum()) for sign in ("positive", "negative"))
+        found |= _ratio(f"answer/ratio_{when}", negative, positive)
+    return found

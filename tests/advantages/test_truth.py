@@ -1,0 +1,164 @@
+"""Credit against the truth, worked out by hand on a few groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.advantages.truth import MEASURES, gather, join, measure, truly_good
+from calibadv_jax.config import AdvantageConfig
+
+CENTRED = AdvantageConfig(normalize_std=False)  # advantages are thirds
+
+
+def about(group, *supporting):
+    """The group, of a question with these supporting passages."""
+    group.question = replace(group.question, supporting_ids=supporting)
+    for one in group.trajectories:
+        one.question = group.question
+    return group
+
+
+@pytest.fixture
+def first(build):
+    """Scores 1, 0, 0: raw advantages 2/3, -1/3, -1/3. Silver: p1, x1, p2, x2, x3. Nobody sees p4."""
+    turn = build.turn
+    right = [
+        turn(think="look for it", documents=["p1", "x1"]),
+        turn(think="look for it", documents=["p2", "x2", "x3"]),  # repeats a think: correctness 0
+        turn("answer", num_tokens=3),
+    ]
+    wrong = [
+        turn(think="one", documents=["x1", "x4"], num_tokens=4),  # half of it silver, none supporting
+        turn(think="two", documents=["p1", "x5", "x6", "x7"], num_tokens=2),  # a quarter
+        turn("invalid", think="no action", num_tokens=9),  # no search
+        turn(think="three", documents=["p1"], num_tokens=3),  # seen before
+        turn("answer", num_tokens=2),
+    ]
+    invalid = [turn(think="four", documents=["p2", "p3"], num_tokens=6), turn("answer")]
+    group = build.group((1.0, True, right), (0.0, True, wrong), (0.0, False, invalid))
+    return about(group, "p1", "p2", "p3", "p4")
+
+
+@pytest.fixture
+def second(build):
+    """No silver; the second search is the last sampled turn, and the second trajectory failed."""
+    searches = [build.turn(think="five", documents=["q1"]), build.turn(think="six", documents=["q2"])]
+    group = build.group((0.0, True, searches), (0.0, True, searches), question_id="r")
+    group.trajectories[1].error = "retriever: gone"
+    return about(group, "q1", "q2")
+
+
+def measured(*groups, config=CENTRED):
+    return measure(gather(compute_advantages(groups, config).credits))
+
+
+def test_a_search_is_truly_good_where_it_shows_a_new_supporting_passage(build):
+    shown = [["x"], ["p1", "x"], ["p1"], [], ["p1", "p2"], ["p2", "p1"]]
+    (trajectory,) = about(
+        build.group((1.0, True, [build.turn(documents=one) for one in shown])), "p1", "p2", "p3"
+    ).trajectories
+    assert truly_good(trajectory) == [False, True, False, False, True, False]
+
+
+def test_by_hand(first, second):
+    found = measured(first, second)
+    assert {name: found[name] for name in found if name not in MEASURES} == {
+        "groups": 2,
+        "trajectories": 4,  # without the one that failed
+        "searches": 7,  # 2 + 3 + 1, and the first one of the second group
+        "blamed": 4,
+    }
+    assert {name: found[name] for name in MEASURES} == pytest.approx(
+        {
+            "silver/group_share": 1 / 2,
+            "silver/size": 5,
+            "silver/precision": 2 / 5,
+            "silver/recall": 2 / 4,
+            "silver/seen_precision": 3 / 10,  # p1, p2, p3 of these and x1 … x7
+            "silver/seen_recall": 3 / 4,
+            "search/good_share": 5 / 7,
+            "search/judged_share": 5 / 7,
+            "search/judged_good_share": 3 / 5,
+            # Judged: good ones have correctness 1, 0 and 1/4, useless ones 1/2 and 0.
+            "search/precision": 2 / 3,
+            "search/recall": 2 / 3,
+            "search/agreement": 3 / 5,
+            "search/auc": (1 + 1 + 0 + 0.5 + 0 + 1) / 6,
+            # Blamed are four, in thirds × tokens: good 2 and 6, useless 4 and 3.
+            "blame/good_blamed": 2 / 5,
+            "blame/good_share": 2 / 4,
+            "blame/good_softened": 1 / 2,
+            "blame/useless_softened": 1 / 2,
+            "blame/good_spared": (2 / 4) / (2 + 6),
+            "blame/useless_spared": (4 / 2) / (4 + 3),
+            "blame/spared_good_share": 0.5 / (0.5 + 2),
+            "answer/ratio_before": (2 + 1) / (2 * 3),
+            "answer/ratio_after": 1,
+        },
+        rel=1e-12,
+    )
+
+
+def test_other_settings_of_the_calibration(first):
+    largest = measured(first, config=replace(CENTRED, correctness="max"))
+    assert largest["blame/good_spared"] == pytest.approx(2 / (2 + 6))
+    assert largest["blame/useless_spared"] == pytest.approx(4 / (4 + 3))
+    twice = measured(first, config=replace(CENTRED, target_ratio=2.0))
+    assert (twice["answer/ratio_before"], twice["answer/ratio_after"]) == pytest.approx((0.5, 2))
+    hard = measured(first, config=replace(CENTRED, soft_penalty=False))
+    assert hard["search/precision"] == pytest.approx(2 / 3)  # it is judged all the same
+    assert hard["blame/good_spared"] == hard["blame/useless_spared"] == hard["blame/good_softened"] == 0
+    assert "blame/spared_good_share" not in hard  # nothing is taken away
+
+
+def test_grpo_blames_and_spares_nothing(first):
+    found = measured(first, config=replace(CENTRED, name="grpo"))
+    assert found["silver/group_share"] == found["search/judged_share"] == found["blame/good_spared"] == 0
+    assert found["blame/good_blamed"] == 2 / 4
+    missing = set(MEASURES) - found.keys()
+    assert missing == {name for name in MEASURES if name.startswith(("silver/", "search/"))} - {
+        "silver/group_share", "search/good_share", "search/judged_share",
+    } | {"blame/spared_good_share"}  # fmt: skip
+
+
+def test_the_best_credit_there_is(build):
+    """All good ones are called good and spared whole, no useless one is."""
+    winner = [build.turn(think="a", documents=["p1"]), build.turn("answer")]
+    loser = [
+        build.turn(think="b", documents=["x1"]),
+        build.turn(think="c", documents=["p1"], num_tokens=5),
+        build.turn("answer"),
+    ]
+    found = measured(about(build.group((1.0, True, winner), (0.0, True, loser)), "p1"))
+    ones = ("silver/precision", "silver/recall", "search/precision", "search/recall", "search/agreement")
+    ones += ("search/auc", "blame/good_spared", "blame/good_softened", "blame/spared_good_share")
+    assert {found[name] for name in ones} == {1.0}
+    assert found["blame/useless_spared"] == found["blame/useless_softened"] == 0
+    assert found["blame/good_blamed"] == 1 / 2  # by GRPO, although nothing is left of it
+
+
+def test_questions_without_supporting_passages_are_left_out(first, second, build):
+    unknown = build.group((1.0, True, [build.turn(documents=["x"]), build.turn("answer")]), question_id="u")
+    assert measured(unknown, first, second) == measured(first, second)
+    assert measured(unknown) == {"groups": 0, "trajectories": 0, "searches": 0, "blamed": 0}
+
+
+def test_steps_are_pooled(first, second):
+    """A share over two steps is over all of their searches, not the mean of two shares."""
+    parts = [gather(compute_advantages([group], CENTRED).credits) for group in (first, second)]
+    assert measure(join(parts)) == measured(first, second)
+    assert measure(parts[0])["search/good_share"] == 4 / 6 and measure(parts[1])["search/good_share"] == 1
+
+
+def test_a_search_that_ends_its_trajectory_is_no_search(build):
+    """The rebalance takes all of it, which would look as if the soft penalty had."""
+    lost = [build.turn(think="a", documents=["x"]), build.turn(think="b", documents=["p1"])]
+    won = [build.turn(think="c", documents=["p1"]), build.turn("answer")]
+    group = about(build.group((0.0, True, lost), (1.0, True, won)), "p1")
+    evidence = gather(compute_advantages([group], CENTRED).credits)
+    np.testing.assert_array_equal(evidence.searches["good"], [False, True])
+    assert measure(evidence)["blame/good_blamed"] == 0

@@ -1,0 +1,263 @@
+"""``calibadv audit``: kept steps against the truth, under other settings and with shuffled rewards."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from record_rig import keep, make_config, make_groups, scored, unknown
+
+from calibadv_jax import cli
+from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.advantages.truth import MEASURES
+from calibadv_jax.audit import credit_again
+from calibadv_jax.record.reader import find_step, read_step
+from calibadv_jax.record.writer import RolloutWriter
+from calibadv_jax.replay import kept_config
+from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.seeds import random_state
+
+# The first question of the rig has the supporting passage d1, and silver d1 … d4; the second one has none.
+# Its six searches: d1 is found by the first one of the best trajectory and of the wrong one. The wrong one's
+# four, of three tokens each, have correctness 1/2, 0, 1/3 and 0.
+GOOD_SPARED, USELESS_SPARED = 1 / 2, (1 / 3) / 3
+
+
+def call(*arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.calibadv(["audit", *map(str, arguments)])
+    return stop.value.code, *capsys.readouterr()
+
+
+def rows(out, measure):
+    """The cells of a measure in each of the tables that were printed: "value (control)", with ranges."""
+    lines = [line for line in out.splitlines() if line.startswith(f"{measure} ")]
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()][1:] for line in lines]
+
+
+def value(cell):
+    return float(cell.partition(" ")[0])
+
+
+def with_advantage(**changes):
+    config = make_config()
+    return replace(config, advantage=replace(config.advantage, **changes))
+
+
+def test_the_table_of_a_run(tmp_path, capsys):
+    keep(tmp_path, make_config())
+    status, out, err = call(tmp_path, capsys=capsys)
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0] == "in brackets: the control, with the rewards of each step shuffled (seed 0)"
+    assert lines[2] == f"{tmp_path}: 1 kept steps, 1 groups, 3 trajectories, 6 searches"
+    ((cell, meaning),) = rows(out, "blame/good_spared")
+    assert value(cell) == GOOD_SPARED and meaning == MEASURES["blame/good_spared"]
+    for name, expected in (
+        ("silver/precision", "0.250"),
+        ("search/good_share", "0.333"),
+        ("search/precision", "0.500"),
+        ("search/recall", "1.000"),
+        ("blame/good_blamed", "0.500"),
+        ("blame/useless_spared", "0.111"),
+        ("blame/spared_good_share", "0.600"),
+    ):
+        assert rows(out, name)[0][0].startswith(f"{expected} ("), name
+    assert f"{tmp_path} over training, settings: of the run" in lines
+    assert lines[-1].split()[0] == "7-7" and lines[-1].split()[9] == "0.500"
+    assert err == f"warning: {tmp_path}: 1 of 2 groups name no supporting passages and are left out\n"
+
+
+def test_other_settings_stand_beside_the_runs_own(tmp_path, capsys):
+    keep(tmp_path, make_config())
+    _, out, _ = call("advantage.correctness=max", tmp_path, "reward.answer=em", capsys=capsys)
+    assert "correctness=max reward.answer=em" in out.splitlines()[3]
+    ((own, changed, _),) = rows(out, "blame/useless_spared")
+    assert (value(own), value(changed)) == (0.111, 0.333)
+    assert "over training, settings: advantage.correctness=max reward.answer=em" in out
+    assert out.splitlines()[-1].split()[9] == "1.000"  # of the changed settings
+
+
+def test_a_sweep_is_a_column_a_value(tmp_path, capsys):
+    keep(tmp_path, make_config())
+    arguments = ["--sweep", "advantage.target_ratio=0.5,2", "--sweep", "advantage.soft_penalty=false"]
+    _, out, _ = call(tmp_path, *arguments, capsys=capsys)
+    headers = out.splitlines()[3].split()
+    assert headers == ["measure", "run", "target_ratio=0.5", "target_ratio=2", "soft_penalty=false"]
+    assert [value(cell) for cell in rows(out, "answer/ratio_after")[0]] == [1, 0.5, 2, 1]
+    assert [value(cell) for cell in rows(out, "blame/good_spared")[0]] == [0.5, 0.5, 0.5, 0]
+    _, out, _ = call(tmp_path, "advantage.correctness=max", *arguments[:2], capsys=capsys)
+    assert out.splitlines()[1] == "the columns of --sweep: on top of advantage.correctness=max"
+    assert [value(cell) for cell in rows(out, "blame/good_spared")[0]] == [0.5, 1, 1, 1]
+
+
+def test_the_file_holds_every_step(tmp_path, capsys):
+    for step in (1, 2, 12):
+        keep(tmp_path / "run", make_config(rollouts="jsonl"), step=step)
+    changed = "advantage.correctness=max"
+    call(tmp_path / "run", changed, "--output", tmp_path / "audit.json", "--seed", 4, capsys=capsys)
+    found = json.loads((tmp_path / "audit.json").read_text())
+    assert (found["seed"], found["window"]) == (4, 10)
+    (run,) = found["runs"]
+    assert run["run"] == str(tmp_path / "run")
+    own, other = run["settings"]
+    assert (own["name"], own["overrides"]) == ("run", [])
+    assert (other["name"], other["overrides"]) == ("correctness=max", [changed])
+    assert [one["step"] for one in own["true"]["steps"]] == [1, 2, 12]
+    assert [(one["first"], one["last"], one["groups"]) for one in own["true"]["windows"]] == [
+        (1, 2, 2), (12, 12, 1),
+    ]  # fmt: skip
+    assert own["true"]["total"]["groups"] == own["control"]["total"]["groups"] == 3
+    for part in (own["true"]["total"], own["true"]["windows"][0], own["true"]["steps"][2]):
+        assert part["blame/good_spared"] == pytest.approx(GOOD_SPARED)
+        assert part["blame/useless_spared"] == pytest.approx(USELESS_SPARED)
+    assert other["true"]["steps"][0]["blame/good_spared"] == 1
+    assert own["control"]["steps"] != own["true"]["steps"]
+
+
+def test_windows(tmp_path, capsys):
+    for step in (1, 2, 3, 5):
+        keep(tmp_path, make_config(), step=step)
+    _, out, _ = call(tmp_path, "--window", 2, capsys=capsys)
+    assert [line.split()[0] for line in out.splitlines()[-3:]] == ["1-2", "3-3", "5-5"]
+
+
+def test_every_step_has_its_own_settings(tmp_path, capsys):
+    """Those of a run may change where it is resumed."""
+    keep(tmp_path, make_config(), step=1)
+    keep(tmp_path, with_advantage(correctness="max"), step=2)
+    call(tmp_path, "--output", tmp_path / "audit.json", capsys=capsys)
+    steps = json.loads((tmp_path / "audit.json").read_text())["runs"][0]["settings"][0]["true"]["steps"]
+    assert [one["blame/good_spared"] for one in steps] == pytest.approx([0.5, 1])
+
+
+def test_a_run_with_shuffled_rewards_is_shuffled_as_it_was(tmp_path, capsys):
+    """With the seed of the step, which after a rollback is not the run's."""
+    config = make_config()
+    config = replace(config, reward=replace(config.reward, shuffle=True))
+    groups = make_groups()
+    score_groups(groups, config.reward, False, random_state(14, 6, "reward"))
+    credits = compute_advantages(groups, config.advantage).credits
+    RolloutWriter(tmp_path, config, 7).write(7, groups, credits, unknown(groups), 14)
+    status, _, err = call(tmp_path, capsys=capsys)
+    assert status == 0 and "another advantage" not in err
+
+
+def test_several_runs_and_their_mean(tmp_path, capsys):
+    keep(tmp_path / "a", make_config())
+    keep(tmp_path / "b=c", with_advantage(correctness="max"))  # a folder, for all its name
+    file = tmp_path / "audit.json"
+    status, out, _ = call(tmp_path / "a", tmp_path / "b=c", "--output", file, "--seed", 3, capsys=capsys)
+    assert status == 0
+    first, second, mean = rows(out, "blame/good_spared")
+    # With seed 3 the reward falls on the trajectory without a turn: there is no silver, nothing is spared.
+    controls = [run["settings"][0]["control"]["total"] for run in json.loads(file.read_text())["runs"]]
+    assert [one["blame/good_spared"] for one in controls] == [0, 0]
+    assert (first[0], second[0]) == ("0.500 (0.000)", "1.000 (0.000)")
+    assert mean[0] == "0.750 [0.500, 1.000] (0.000)"
+    assert "mean of 2 runs [lowest, highest] (mean of the controls)" in out
+
+
+def test_the_control_permutes_rewards_over_the_step(tmp_path):
+    keep(tmp_path, make_config())
+    kept = read_step(find_step(tmp_path, 7))
+    config = kept_config(kept, "step")
+    seen = set()
+    for seed in range(20):
+        credits = credit_again(kept, config, seed)
+        scores = [[one.answer_score for one in credit.group.trajectories] for credit in credits]
+        assert sorted(sum(scores, [])) == [0, 0, 0, 0, 1]
+        seen.add(str(scores))
+        again = credit_again(kept, config, seed)
+        assert [one.answer_score for credit in again for one in credit.group.trajectories] == sum(scores, [])
+    assert {"[[1.0, 0.0, 0.0], [0.0, 0.0]]", "[[0.0, 0.0, 0.0], [0.0, 1.0]]"} <= seen
+    assert [one.answer_score for group in kept.groups for one in group.trajectories] == [1, 0, 0, 0, 0, 0]
+
+
+def test_what_the_control_measures(tmp_path, capsys):
+    """The reward of 1 falls on one of five: two of the other group, the best, the wrong, the empty one.
+
+    Then there is silver in 0, 0, 1, 1, 0 groups, and of the two good searches 0, 0, 1, 1, 2 are blamed.
+    """
+    for step in range(1, 41):
+        keep(tmp_path, make_config(), step=step)
+    call(tmp_path, "--output", tmp_path / "audit.json", capsys=capsys)
+    own = json.loads((tmp_path / "audit.json").read_text())["runs"][0]["settings"][0]
+    true, control = own["true"]["total"], own["control"]["total"]
+    assert true["search/good_share"] == control["search/good_share"]
+    assert true["silver/group_share"] == 1 and 0.25 < control["silver/group_share"] < 0.55
+    assert true["blame/good_blamed"] == 0.5 and 0.25 < control["blame/good_blamed"] < 0.55
+    assert {one["blame/good_blamed"] for one in own["control"]["steps"]} == {0, 0.5, 1}
+
+
+def test_warnings(tmp_path, capsys):
+    keep(tmp_path / "grpo", with_advantage(name="grpo"))
+    keep(tmp_path / "kept", make_config())
+    groups, result = scored(make_config())
+    result.credits[0].turns[1][0] *= 1 + 2**-52  # the last bit
+    RolloutWriter(tmp_path / "other", make_config(), 7).write(7, groups, result.credits, unknown(groups), 3)
+    for name, words, overrides in (
+        ("grpo", "grpo judges no search; advantage.name=calibadv shows", []),
+        ("kept", "", []),
+        ("grpo", "", ["advantage.name=calibadv"]),
+        ("other", "1 of 12 turns get another advantage than was kept", []),
+    ):
+        _, out, err = call(tmp_path / name, *overrides, capsys=capsys)
+        assert words in err and len(err.splitlines()) == 1 + bool(words)
+        if overrides:  # what CalibAdv would have made of what GRPO trained
+            assert [value(cell) for cell in rows(out, "blame/good_spared")[0][:2]] == [0, 0.5]
+
+
+def write(folder, supporting):
+    """The rig's step with other supporting passages of its first question."""
+    config, groups = make_config(), make_groups()
+    _, result = scored(config)
+    groups[0].question = replace(groups[0].question, supporting_ids=supporting)
+    for one in groups[0].trajectories:
+        one.question = groups[0].question
+    RolloutWriter(folder, config, 7).write(7, groups, result.credits, unknown(groups), 3)
+
+
+def test_passages_of_another_corpus_are_a_warning(tmp_path, capsys):
+    write(tmp_path, ("wiki-1",))
+    status, out, err = call(tmp_path, capsys=capsys)
+    assert status == 0 and "no search ever showed a supporting passage" in err
+    assert rows(out, "search/good_share")[0][0].startswith("0.000 (")
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    good, empty, blind, torn = (tmp_path / name for name in ("good", "empty", "blind", "torn"))
+    keep(good, make_config())
+    empty.mkdir()
+    write(blind, ())
+    keep(torn, make_config())
+    path = find_step(torn, 7)
+    path.write_bytes(path.read_bytes()[:-9])
+    for arguments, words in (
+        ([empty], f"{empty}: no trajectories are kept there; a run with log.rollouts=parquet keeps them"),
+        ([blind], f"{blind}: none of its questions names supporting passages (supporting_ids); audit a run"),
+        ([torn], f"{path}: cannot be read"),
+        ([good, torn], f"{path}: cannot be read"),
+        ([tmp_path / "none"], "none: no such folder of a run"),
+        ([good, good], "good: is named twice"),
+        (["advantage.correctness=max"], "no run among advantage.correctness=max"),
+        ([good, "learner.steps=3"], "learner.steps=3: changes no credit of a kept step"),
+        ([good, "--sweep", "rollout.group_size=3,4"], "rollout.group_size=3: changes no credit"),
+        ([good, "advantage.lambda=2"], "unknown key 'advantage.lambda'"),
+        ([good, "advantage.target_ratio=0"], "advantage.target_ratio: must be greater than 0"),
+        ([good, "--sweep", "advantage.correctness"], "write it as key.path=VALUE,VALUE"),
+        ([good, "--sweep", "advantage.target_ratio=1,,2"], "write it as key.path=VALUE,VALUE"),
+        ([good, "--window", "0"], "--window must be at least 1, got 0"),
+        ([good, "--output", tmp_path / "no/a.json"], "no: no such folder; make it, or change --output"),
+    ):
+        status, out, err = call(*arguments, capsys=capsys)
+        assert (status, out) == (2, ""), arguments
+        (error,) = (line for line in err.splitlines() if not line.startswith("warning: "))
+        assert error.startswith("error: ") and words in error, arguments
+
+
+def test_every_measure_is_explained():
+    page = (Path(__file__).parents[2] / "docs/audit.md").read_text(encoding="utf-8")
+    assert [name for name in MEASURES if f"`{name}`" not in page] == []
