@@ -16,10 +16,10 @@ from flax import nnx
 from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy import attention, rotary
 from calibadv_jax.policy.architecture import Architecture
-from calibadv_jax.policy.sharding import constrain
+from calibadv_jax.policy.sharding import constrain, pin_rows
 
 Params = dict[str, Any]
-Cache = list[tuple[jax.Array, jax.Array]]  # per layer: keys and values [S, K, T, H]
+Cache = tuple[jax.Array, jax.Array]  # keys and values of all layers [L, S, K, T, H]
 
 UNROLLED_LAYERS = 4  # so few layers are unrolled: faster, and they compile as fast as a loop
 
@@ -131,19 +131,23 @@ class Block(nnx.Module):
         cos: jax.Array,
         sin: jax.Array,
         positions: jax.Array,
-        layer: tuple[jax.Array, jax.Array],
+        cache: Cache,
+        layer: jax.Array,
         slots: jax.Array | None,
         columns: jax.Array,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        window: int,
+    ) -> tuple[jax.Array, Cache]:
         q, k, v = self.attn.project(self.attn_norm(x), cos, sin)
         rows = jnp.arange(x.shape[0]) if slots is None else slots
+        # One head a write: the cache then keeps its layout, and no layer of it is copied for the products.
+        at = layer, rows[:, None, None], jnp.arange(k.shape[2]), columns[:, :, None]
         keys, values = (
-            old.at[rows[:, None], :, columns].set(new.astype(old.dtype), mode="drop")
-            for old, new in zip(layer, (k, v), strict=True)
+            old.at[at].set(new.astype(old.dtype), mode="drop") for old, new in zip(cache, (k, v), strict=True)
         )
-        seen = (keys, values) if slots is None else (keys[slots], values[slots])
-        x = x + self.attn.output(attention.cached_attention(q, *seen, positions).astype(x.dtype))
-        return x + self.mlp(self.mlp_norm(x)), (keys, values)
+        k, v = (jax.lax.dynamic_index_in_dim(held, layer, keepdims=False) for held in (keys, values))
+        k, v = (held[:, :, :window] if slots is None else held[slots, :, :window] for held in (k, v))
+        x = pin_rows(x + self.attn.output(attention.cached_attention(q, k, v, positions).astype(x.dtype)))
+        return pin_rows(x + self.mlp(self.mlp_norm(x))), (keys, values)
 
 
 class Decoder(nnx.Module):
@@ -191,25 +195,30 @@ class Decoder(nnx.Module):
         valid: jax.Array,
         cache: Cache,
         slots: jax.Array | None = None,
+        window: int | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Appends tokens [B, n] at `positions` to cache rows and returns their hidden states [B, n, D].
 
         Args:
             valid: bool [B, n]; invalid tokens are not written and their output is meaningless.
             slots: int32 [B], the cache row of each batch row; None: row b is slot b.
+            window: columns that are read; every valid position is below it. None: all.
         """
-        length = cache[0][0].shape[2]
+        num_layers, _, _, length, _ = cache[0].shape
         columns = jnp.where(valid, positions, length)  # out of range: the write is dropped
-        x = self._embedded(tokens)
+        x = pin_rows(self._embedded(tokens))
         cos, sin = self._rotary(positions)
         graph, stack = nnx.split(self.layers)
-        updated: Cache = []
-        # Unrolled: a scan would copy each layer's cache in and out at every token.
-        for index, layer in enumerate(cache):
-            block = nnx.merge(graph, jax.tree.map(lambda p, i=index: p[i], stack))
-            x, layer = block.cached(x, cos, sin, positions, layer, slots, columns)
-            updated.append(layer)
-        return self.final_norm(x), updated
+
+        # The cache is carried whole and written in place; a scan over its layers would copy each of them.
+        def layer(carry: tuple[jax.Array, Cache], inputs: Any) -> tuple[tuple[jax.Array, Cache], None]:
+            (x, cache), (params, index) = carry, inputs
+            block = nnx.merge(graph, params)
+            return block.cached(x, cos, sin, positions, cache, index, slots, columns, window or length), None
+
+        unroll = num_layers <= UNROLLED_LAYERS
+        (x, cache), _ = jax.lax.scan(layer, (x, cache), (stack, jnp.arange(num_layers)), unroll=unroll)
+        return self.final_norm(x), cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 [..., V]; the products are of the compute dtype, their sums stay float32."""
@@ -252,6 +261,6 @@ class Policy:
     def empty_cache(self, slots: int, length: int) -> Cache:
         """Zeroed keys and values for `slots` rows of `length` tokens."""
         a = self.architecture
-        shape = (slots, a.num_kv_heads, length, a.head_dim)
+        shape = (a.num_layers, slots, a.num_kv_heads, length, a.head_dim)
         dtype = self.numerics.compute_dtype
-        return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(a.num_layers)]
+        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
