@@ -19,7 +19,8 @@ from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.sharding import constrain, pin_rows
 
 Params = dict[str, Any]
-Cache = tuple[jax.Array, jax.Array]  # keys and values of all layers [L, S, K, T, H]
+Stack = tuple[jax.Array, jax.Array]  # keys and values of successive layers [L, S, K, T, H]
+Cache = list[Stack]  # all layers in one stack; few layers, which are unrolled, in a stack each
 
 UNROLLED_LAYERS = 4  # so few layers are unrolled: faster, and they compile as fast as a loop
 
@@ -131,18 +132,18 @@ class Block(nnx.Module):
         cos: jax.Array,
         sin: jax.Array,
         positions: jax.Array,
-        cache: Cache,
+        stack: Stack,
         layer: jax.Array,
         slots: jax.Array | None,
         columns: jax.Array,
         window: int,
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[jax.Array, Stack]:
         q, k, v = self.attn.project(self.attn_norm(x), cos, sin)
         rows = jnp.arange(x.shape[0]) if slots is None else slots
         # One head a write: the cache then keeps its layout, and no layer of it is copied for the products.
         at = layer, rows[:, None, None], jnp.arange(k.shape[2]), columns[:, :, None]
         keys, values = (
-            old.at[at].set(new.astype(old.dtype), mode="drop") for old, new in zip(cache, (k, v), strict=True)
+            old.at[at].set(new.astype(old.dtype), mode="drop") for old, new in zip(stack, (k, v), strict=True)
         )
         k, v = (jax.lax.dynamic_index_in_dim(held, layer, keepdims=False) for held in (keys, values))
         k, v = (held[:, :, :window] if slots is None else held[slots, :, :window] for held in (k, v))
@@ -204,21 +205,27 @@ class Decoder(nnx.Module):
             slots: int32 [B], the cache row of each batch row; None: row b is slot b.
             window: columns that are read; every valid position is below it. None: all.
         """
-        num_layers, _, _, length, _ = cache[0].shape
+        length = cache[0][0].shape[3]
         columns = jnp.where(valid, positions, length)  # out of range: the write is dropped
         x = pin_rows(self._embedded(tokens))
         cos, sin = self._rotary(positions)
-        graph, stack = nnx.split(self.layers)
+        graph, params = nnx.split(self.layers)
 
-        # The cache is carried whole and written in place; a scan over its layers would copy each of them.
-        def layer(carry: tuple[jax.Array, Cache], inputs: Any) -> tuple[tuple[jax.Array, Cache], None]:
-            (x, cache), (params, index) = carry, inputs
+        # A stack is carried whole and written in place; a scan over its layers would copy each of them.
+        def layer(carry: tuple[jax.Array, Stack], inputs: Any) -> tuple[tuple[jax.Array, Stack], None]:
+            (x, stack), (params, index) = carry, inputs
             block = nnx.merge(graph, params)
-            return block.cached(x, cos, sin, positions, cache, index, slots, columns, window or length), None
+            return block.cached(x, cos, sin, positions, stack, index, slots, columns, window or length), None
 
-        unroll = num_layers <= UNROLLED_LAYERS
-        (x, cache), _ = jax.lax.scan(layer, (x, cache), (stack, jnp.arange(num_layers)), unroll=unroll)
-        return self.final_norm(x), cache
+        updated: Cache = []
+        first = 0
+        for stack in cache:
+            count = stack[0].shape[0]
+            of_stack = jax.tree.map(lambda p, at=first, end=first + count: p[at:end], params)
+            (x, stack), _ = jax.lax.scan(layer, (x, stack), (of_stack, jnp.arange(count)), unroll=count == 1)
+            updated.append(stack)
+            first += count
+        return self.final_norm(x), updated
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 [..., V]; the products are of the compute dtype, their sums stay float32."""
@@ -261,6 +268,8 @@ class Policy:
     def empty_cache(self, slots: int, length: int) -> Cache:
         """Zeroed keys and values for `slots` rows of `length` tokens."""
         a = self.architecture
-        shape = (a.num_layers, slots, a.num_kv_heads, length, a.head_dim)
         dtype = self.numerics.compute_dtype
-        return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        # The products of an unrolled layer read its own array; of a common one they would read a copy.
+        stacks = [1] * a.num_layers if a.num_layers <= UNROLLED_LAYERS else [a.num_layers]
+        shapes = [(count, slots, a.num_kv_heads, length, a.head_dim) for count in stacks]
+        return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes]

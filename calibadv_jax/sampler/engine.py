@@ -47,7 +47,7 @@ class CacheEngine:
         self.held: list[list[int]] = [[] for _ in range(self.slots)]
         self._windows = _halvings(max_length)
         self._params: Params | None = None
-        self._cache: Cache | None = None  # [groups, L, rows, K, T, H]
+        self._cache: Cache | None = None  # leaves [groups, L, rows, K, T, H]
         # A copy even where the precision is the same: the learner donates its parameters at the next update.
         self._cast = jax.jit(
             lambda params: jax.tree.map(
