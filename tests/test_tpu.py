@@ -49,6 +49,14 @@ def compile_all() -> None:
     for name in ("update", "log-probabilities"):
         text = compiled[name].as_text()
         assert "splash" in text and not re.search(rf"\[(\d+,)*{LENGTH},{LENGTH}\]", text), name
+    # Prefill gathers weights over fsdp; what it sums, over pairs of the tensor axis, is a device's own rows.
+    sums = [
+        line
+        for line in compiled["prefill"].as_text().splitlines()
+        if re.search(r" all-reduce(-start)?\(", line)
+    ]
+    assert sums and all(re.search(r"replica_groups=(\[4,2\]<=\[8\]|\{\{0,1\},)", line) for line in sums), sums
+    assert "all-gather" in compiled["prefill"].as_text()
     # float32 parameters and two moments, an eighth of them on each device, and what the tiling pads.
     held = compiled["update"].memory_analysis().argument_size_in_bytes
     assert held < 3 * 4 * 508_992 / 4, f"{held} bytes of arguments on one device"

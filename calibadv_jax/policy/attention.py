@@ -16,6 +16,7 @@ from calibadv_jax.policy.sharding import RULES, axis_size
 
 Kernel = Literal["xla", "splash", "triton", "cudnn"]
 KERNELS: dict[str, Kernel] = {"tpu": "splash", "gpu": "triton"}  # of a backend; "xla" where none is named
+SCORE_BYTES = 2**28  # of float32 scores at once, on each device, in attention to a KV cache
 Local = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -102,6 +103,8 @@ def _packed_mask(segment_ids: jax.Array) -> jax.Array:
 def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
     """Attention of new tokens to a KV cache whose column is the position.
 
+    So many rows at a time that their scores fit into SCORE_BYTES.
+
     Args:
         q: [B, n, N, H] at `positions` int32 [B, n].
         k, v: [B, K, T, H], the new tokens already written.
@@ -109,6 +112,18 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Ar
     Returns:
         [B, n, N, H].
     """
+    batch, num_new, num_heads, _ = q.shape
+    at_once = max(1, SCORE_BYTES // (4 * num_new * num_heads * k.shape[2]))
+    if batch <= at_once:
+        return _cached_rows(q, k, v, positions)
+
+    def one_row(row: tuple[jax.Array, ...]) -> jax.Array:
+        return _cached_rows(*(x[None] for x in row))[0]
+
+    return jax.lax.map(one_row, (q, k, v, positions), batch_size=at_once)
+
+
+def _cached_rows(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
     batch, num_new, num_heads, head_dim = q.shape
     num_kv = k.shape[1]
     grouped = q.reshape(batch, num_new, num_kv, num_heads // num_kv, head_dim)

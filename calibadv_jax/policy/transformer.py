@@ -16,10 +16,11 @@ from flax import nnx
 from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy import attention, rotary
 from calibadv_jax.policy.architecture import Architecture
-from calibadv_jax.policy.sharding import constrain
+from calibadv_jax.policy.sharding import constrain, pin_rows
 
 Params = dict[str, Any]
-Cache = list[tuple[jax.Array, jax.Array]]  # per layer: keys and values [S, K, T, H]
+Stack = tuple[jax.Array, jax.Array]  # keys and values of successive layers [L, S, K, T, H]
+Cache = list[Stack]  # all layers in one stack; few layers, which are unrolled, in a stack each
 
 UNROLLED_LAYERS = 4  # so few layers are unrolled: faster, and they compile as fast as a loop
 
@@ -131,19 +132,23 @@ class Block(nnx.Module):
         cos: jax.Array,
         sin: jax.Array,
         positions: jax.Array,
-        layer: tuple[jax.Array, jax.Array],
+        stack: Stack,
+        layer: jax.Array,
         slots: jax.Array | None,
         columns: jax.Array,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        window: int,
+    ) -> tuple[jax.Array, Stack]:
         q, k, v = self.attn.project(self.attn_norm(x), cos, sin)
         rows = jnp.arange(x.shape[0]) if slots is None else slots
+        # One head a write: the cache then keeps its layout, and no layer of it is copied for the products.
+        at = layer, rows[:, None, None], jnp.arange(k.shape[2]), columns[:, :, None]
         keys, values = (
-            old.at[rows[:, None], :, columns].set(new.astype(old.dtype), mode="drop")
-            for old, new in zip(layer, (k, v), strict=True)
+            old.at[at].set(new.astype(old.dtype), mode="drop") for old, new in zip(stack, (k, v), strict=True)
         )
-        seen = (keys, values) if slots is None else (keys[slots], values[slots])
-        x = x + self.attn.output(attention.cached_attention(q, *seen, positions).astype(x.dtype))
-        return x + self.mlp(self.mlp_norm(x)), (keys, values)
+        k, v = (jax.lax.dynamic_index_in_dim(held, layer, keepdims=False) for held in (keys, values))
+        k, v = (held[:, :, :window] if slots is None else held[slots, :, :window] for held in (k, v))
+        x = pin_rows(x + self.attn.output(attention.cached_attention(q, k, v, positions).astype(x.dtype)))
+        return pin_rows(x + self.mlp(self.mlp_norm(x))), (keys, values)
 
 
 class Decoder(nnx.Module):
@@ -191,24 +196,35 @@ class Decoder(nnx.Module):
         valid: jax.Array,
         cache: Cache,
         slots: jax.Array | None = None,
+        window: int | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Appends tokens [B, n] at `positions` to cache rows and returns their hidden states [B, n, D].
 
         Args:
             valid: bool [B, n]; invalid tokens are not written and their output is meaningless.
             slots: int32 [B], the cache row of each batch row; None: row b is slot b.
+            window: columns that are read; every valid position is below it. None: all.
         """
-        length = cache[0][0].shape[2]
+        length = cache[0][0].shape[3]
         columns = jnp.where(valid, positions, length)  # out of range: the write is dropped
-        x = self._embedded(tokens)
+        x = pin_rows(self._embedded(tokens))
         cos, sin = self._rotary(positions)
-        graph, stack = nnx.split(self.layers)
+        graph, params = nnx.split(self.layers)
+
+        # A stack is carried whole and written in place; a scan over its layers would copy each of them.
+        def layer(carry: tuple[jax.Array, Stack], inputs: Any) -> tuple[tuple[jax.Array, Stack], None]:
+            (x, stack), (params, index) = carry, inputs
+            block = nnx.merge(graph, params)
+            return block.cached(x, cos, sin, positions, stack, index, slots, columns, window or length), None
+
         updated: Cache = []
-        # Unrolled: a scan would copy each layer's cache in and out at every token.
-        for index, layer in enumerate(cache):
-            block = nnx.merge(graph, jax.tree.map(lambda p, i=index: p[i], stack))
-            x, layer = block.cached(x, cos, sin, positions, layer, slots, columns)
-            updated.append(layer)
+        first = 0
+        for stack in cache:
+            count = stack[0].shape[0]
+            of_stack = jax.tree.map(lambda p, at=first, end=first + count: p[at:end], params)
+            (x, stack), _ = jax.lax.scan(layer, (x, stack), (of_stack, jnp.arange(count)), unroll=count == 1)
+            updated.append(stack)
+            first += count
         return self.final_norm(x), updated
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -252,6 +268,8 @@ class Policy:
     def empty_cache(self, slots: int, length: int) -> Cache:
         """Zeroed keys and values for `slots` rows of `length` tokens."""
         a = self.architecture
-        shape = (slots, a.num_kv_heads, length, a.head_dim)
         dtype = self.numerics.compute_dtype
-        return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(a.num_layers)]
+        # The products of an unrolled layer read its own array; of a common one they would read a copy.
+        stacks = [1] * a.num_layers if a.num_layers <= UNROLLED_LAYERS else [a.num_layers]
+        shapes = [(count, slots, a.num_kv_heads, length, a.head_dim) for count in stacks]
+        return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes]

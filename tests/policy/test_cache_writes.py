@@ -27,7 +27,7 @@ def test_an_invalid_token_is_not_written():
     tokens, positions = np.array([[1, 2, 3]]), np.array([[4, 5, 6]])
     valid, slots = np.array([[True, True, False]]), np.array([2])
     decode = jax.jit(lambda params, *args: policy.merge(params).decode(*args))
-    _, ((keys, values),) = decode(params, tokens, positions, valid, policy.empty_cache(3, 9), slots)
-    for array in (keys, values):  # [S, K, T, H]
-        written = np.argwhere(np.asarray(array).any(axis=(1, 3)))
+    _, (stack,) = decode(params, tokens, positions, valid, policy.empty_cache(3, 9), slots)
+    for array in stack:  # [L, S, K, T, H]
+        written = np.argwhere(np.asarray(array)[0].any(axis=(1, 3)))
         assert written.tolist() == [[2, 4], [2, 5]]

@@ -122,7 +122,7 @@ def test_decoding_with_a_cache_equals_packed_rows(policy, forward, params):
         hidden, cache = decode(params, token, at, np.ones((2, 1), bool), cache, slots)
         wanted = np.take_along_axis(np.asarray(expected), at[..., None], 1)
         np.testing.assert_allclose(logits(params, hidden), wanted, atol=1e-4)
-    assert all(not np.asarray(part)[1].any() for layer in cache for part in layer)
+    assert all(not np.asarray(part)[:, 1].any() for stack in cache for part in stack)
 
 
 def test_eight_devices_equal_one(policy, forward, params):

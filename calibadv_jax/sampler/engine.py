@@ -1,0 +1,280 @@
+"""The KV cache of the embedded sampler and the programs that fill it and decode from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from calibadv_jax.policy.sharding import RULES, param_shardings, placed_params, replicated
+from calibadv_jax.policy.transformer import Cache, Params, Policy
+from calibadv_jax.sampler.sampling import sample_tokens
+
+MIN_WINDOW = 1024  # columns; to read fewer saves less than another program costs to compile
+
+
+class CacheEngine:
+    """Slots of a KV cache on a mesh. Every call has one of a few static shapes.
+
+    The slots lie in groups, one for every device of the mesh's batch axes: slot s is row s % rows of group
+    s // rows, and each group is worked on by the device that holds it. Only a window of the columns is read,
+    as narrow as the longest row allows, so that a token costs what its context is long.
+
+    Args:
+        slots: at least so many; rounded up to a multiple of the groups.
+        max_length: tokens of the longest row.
+        prefill_chunk: tokens of a row that one prefill call takes.
+        decode_chunk: tokens of a row that one decode call makes.
+
+    Attributes:
+        held: token ids that the cache holds of each slot. `fill` writes here; whoever calls `decode` adds
+            what it has decoded, and clears a slot, between calls, that another session takes.
+    """
+
+    def __init__(
+        self, policy: Policy, mesh: Mesh, slots: int, max_length: int, prefill_chunk: int, decode_chunk: int
+    ):
+        self.policy, self.mesh, self.max_length = policy, mesh, max_length
+        self.prefill_chunk, self.decode_chunk = prefill_chunk, decode_chunk
+        self._groups = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._rows = -(-slots // self._groups)
+        self.slots = self._groups * self._rows
+        self.held: list[list[int]] = [[] for _ in range(self.slots)]
+        self._windows = _halvings(max_length)
+        self._params: Params | None = None
+        self._cache: Cache | None = None  # leaves [groups, L, rows, K, T, H]
+        # A copy even where the precision is the same: the learner donates its parameters at the next update.
+        self._cast = jax.jit(
+            lambda params: jax.tree.map(
+                lambda leaf: jnp.array(leaf, policy.numerics.compute_dtype, copy=True), params
+            ),
+            out_shardings=param_shardings(policy.abstract_params, mesh),
+        )
+        self._prefill = jax.jit(self._prefill_rows, donate_argnums=1, static_argnums=6)
+        self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
+
+    def load(self, params: Params) -> None:
+        """Takes a copy of the parameters in the policy's `compute_dtype`; what the cache holds is void."""
+        self._params = self._cast(params)
+        self.forget()
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._params is not None
+
+    def forget(self) -> None:
+        """Nothing that the cache holds is used again."""
+        for row in self.held:
+            row.clear()
+
+    def drop(self) -> None:
+        """After a failed call: its donated cache is lost."""
+        self._cache = None
+
+    def fill(self, contexts: dict[int, list[int]]) -> None:
+        """Brings all but the last token of the context of every slot into the cache; what is there stays."""
+        if self._cache is None:
+            self._cache = jax.jit(self._empty_cache, out_shardings=self._cache_sharding())()
+            self.forget()
+        pending: dict[int, list[int]] = {}
+        for slot, context in contexts.items():
+            kept = _common_prefix(self.held[slot], context[:-1])
+            del self.held[slot][kept:]
+            if kept < len(context) - 1:
+                pending[slot] = context[kept:-1]
+        while pending:
+            pending = self._fill_once(pending)
+
+    def _fill_once(self, pending: dict[int, list[int]]) -> dict[int, list[int]]:
+        """One prefill call for all pending rows; returns what is left of them."""
+        widest = min(max(len(tokens) for tokens in pending.values()), self.prefill_chunk)
+        width = next(width for width in self._widths() if width >= widest)
+        groups = [range(first, first + self._rows) for first in range(0, self.slots, self._rows)]
+        wanted = max(sum(slot in pending for slot in group) for group in groups)
+        count = next(rows for rows in self._row_counts() if rows >= wanted)
+        whole = count == self._rows  # row b of a group is its slot b: no gather of the cache
+        tokens = np.zeros((self._groups, count, width), np.int32)
+        index, starts, counts = (np.zeros((self._groups, count), np.int32) for _ in range(3))
+        for number, group in enumerate(groups):
+            # Rows beyond the pending ones write nothing; an unused slot keeps them harmless.
+            chosen = group if whole else sorted(group, key=lambda slot: slot not in pending)[:count]
+            for row, slot in enumerate(chosen):
+                block, at = pending.get(slot, [])[:width], (number, row)
+                tokens[number, row, : len(block)] = block
+                index[at], starts[at], counts[at] = slot - group.start, len(self.held[slot]), len(block)
+                self.held[slot].extend(block)
+        self._cache = self._prefill(
+            self._params,
+            self._cache,
+            *self.put(tokens, starts, counts),
+            None if whole else self.put(index)[0],
+            self._window(np.where(counts > 0, starts + counts, 0)),
+        )
+        return {slot: rest[width:] for slot, rest in pending.items() if len(rest) > width}
+
+    def decode(
+        self, rows: tuple[np.ndarray, ...], pause: jax.Array, filtered: bool
+    ) -> tuple[np.ndarray, ...]:
+        """Decodes in every slot until it has paused, run out, or made `decode_chunk` tokens.
+
+        Args:
+            rows: of each slot the last token, its position, tokens it may make (0: none), seed, temperature,
+                top_p, top_k.
+            pause: bool [V], tokens after which a slot pauses.
+            filtered: whether any slot has top_p or top_k.
+
+        Returns:
+            tokens int32 [S, decode_chunk], log-probabilities float32 [S, decode_chunk], counts int32 [S].
+        """
+        _, positions, remaining, *_ = rows
+        window = self._window(positions + np.minimum(remaining, self.decode_chunk))
+        self._cache, *made = self._decode(self._params, self._cache, self.put(*rows), pause, filtered, window)
+        return tuple(jax.device_get(made))
+
+    def lower(self) -> dict[str, jax.stages.Lowered]:
+        """Prefill and decoding of all slots, for compiling ahead of time, as `Learner.lower_update`."""
+        whole, slots = replicated(self.mesh), self.slots
+        policy = self.policy
+        params = placed_params(policy.abstract_params, self.mesh, policy.numerics.compute_dtype)
+        cache = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._cache_sharding()),
+            jax.eval_shape(self._empty_cache),
+        )
+
+        def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+        tokens = of(np.int32, self._groups, self._rows, self.prefill_chunk)
+        counts = of(np.int32, self._groups, self._rows)
+        dtypes = (np.int32, np.int32, np.int32, np.uint32, np.float32, np.float32, np.int32)
+        rows = tuple(of(dtype, slots) for dtype in dtypes)
+        pause = of(np.bool_, policy.architecture.vocab_size)
+        with jax.set_mesh(self.mesh):
+            return {
+                "prefill": self._prefill.lower(params, cache, tokens, counts, counts, None, self.max_length),
+                "decode": self._decode.lower(params, cache, rows, pause, False, self.max_length),
+            }
+
+    def put(self, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
+        return jax.device_put(arrays, replicated(self.mesh))
+
+    def _cache_sharding(self) -> NamedSharding:
+        fits = self.policy.architecture.num_kv_heads % self.mesh.shape["tensor"] == 0
+        return NamedSharding(self.mesh, P(RULES["batch"], None, None, RULES["kv_heads"] if fits else None))
+
+    def _empty_cache(self) -> Cache:
+        one = self.policy.empty_cache(self._rows, self.max_length)
+        return jax.tree.map(lambda leaf: jnp.zeros((self._groups, *leaf.shape), leaf.dtype), one)
+
+    def _widths(self) -> list[int]:
+        full = self.prefill_chunk
+        return sorted({max(1, full // 4), full})
+
+    def _row_counts(self) -> list[int]:
+        return sorted({max(1, self._rows // 8), self._rows})
+
+    def _window(self, columns: np.ndarray) -> int:
+        """The narrowest window over the cache that holds the most columns of a row."""
+        return next(window for window in self._windows if window >= columns.max())
+
+    def _prefill_rows(
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: jax.Array,
+        starts: jax.Array,
+        counts: jax.Array,
+        slots: jax.Array | None,
+        window: int,
+    ) -> Cache:
+        """tokens [groups, B, W]: the first counts [groups, B] of a row are written from column starts on."""
+        offsets = jnp.arange(tokens.shape[-1])
+        positions = starts[..., None] + offsets
+        valid = offsets < counts[..., None]
+        return self._append(params, cache, tokens, positions, valid, slots, window)[1]
+
+    def _append(
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: jax.Array,
+        positions: jax.Array,
+        valid: jax.Array,
+        slots: jax.Array | None,
+        window: int,
+    ) -> tuple[jax.Array, Cache]:
+        """`Decoder.decode` for every group by the devices that hold it; all arrays [groups, ...]."""
+        decoder = self.policy.merge(params)
+
+        def of_a_group(
+            tokens: jax.Array, positions: jax.Array, valid: jax.Array, cache: Cache, slots: jax.Array | None
+        ) -> tuple[jax.Array, Cache]:
+            return decoder.decode(tokens, positions, valid, cache, slots, window)
+
+        each = jax.vmap(of_a_group, (0, 0, 0, 0, None if slots is None else 0), spmd_axis_name=RULES["batch"])
+        return each(tokens, positions, valid, cache, slots)
+
+    def _decode_rows(
+        self,
+        params: Params,
+        cache: Cache,
+        rows: tuple[jax.Array, ...],
+        pause: jax.Array,
+        filtered: bool,
+        window: int,
+    ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+        """As `decode`; returns the cache too."""
+        chunk = self.decode_chunk
+        last, positions, remaining, seeds, temperatures, top_p, top_k = rows
+        decoder = self.policy.merge(params)
+        num_rows = last.shape[0]
+
+        def running(carry: Any) -> jax.Array:
+            return (carry[0] < chunk) & jnp.any(carry[3])
+
+        def one_token(carry: Any) -> Any:
+            step, cache, last, live, tokens, logprobs, counts = carry
+            at = positions + counts
+            token, position, valid = (x.reshape(self._groups, self._rows, 1) for x in (last, at, live))
+            hidden, cache = self._append(params, cache, token, position, valid, None, window)
+            chosen, chosen_logprobs = sample_tokens(
+                decoder.logits(hidden.reshape(num_rows, -1)), seeds, at, temperatures, top_p, top_k, filtered
+            )
+            last = jnp.where(live, chosen, last)
+            tokens = tokens.at[:, step].set(jnp.where(live, chosen, 0))
+            logprobs = logprobs.at[:, step].set(jnp.where(live, chosen_logprobs, 0.0))
+            counts = counts + live.astype(jnp.int32)
+            live = live & ~pause[chosen] & (counts < remaining)
+            return step + 1, cache, last, live, tokens, logprobs, counts
+
+        start = (
+            jnp.int32(0),
+            cache,
+            last,
+            remaining > 0,
+            jnp.zeros((num_rows, chunk), jnp.int32),
+            jnp.zeros((num_rows, chunk), jnp.float32),
+            jnp.zeros(num_rows, jnp.int32),
+        )
+        _, cache, _, _, tokens, logprobs, counts = jax.lax.while_loop(running, one_token, start)
+        return cache, tokens, logprobs, counts
+
+
+def _halvings(length: int) -> list[int]:
+    """Widths of the windows over a cache, ascending: `length` and its halves down to MIN_WINDOW."""
+    widths = [length]
+    while widths[0] >= 2 * MIN_WINDOW:
+        widths.insert(0, -(-widths[0] // 2))
+    return widths
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    shared = min(len(left), len(right))
+    if list(left[:shared]) == list(right[:shared]):
+        return shared
+    return next(index for index in range(shared) if left[index] != right[index])

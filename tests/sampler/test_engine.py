@@ -1,0 +1,115 @@
+"""Windows over the KV cache, groups of slots on a mesh, layers in a loop: all sample the same tokens."""
+
+import asyncio
+
+import jax
+import numpy as np
+import pytest
+from test_jax_sampler import CharTokenizer
+
+from calibadv_jax.config import MeshConfig, SamplerConfig
+from calibadv_jax.interfaces import SamplingParams
+from calibadv_jax.policy import attention
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import UNROLLED_LAYERS, Numerics, Policy
+from calibadv_jax.sampler import engine
+from calibadv_jax.sampler.jax_sampler import JaxSampler
+from calibadv_jax.sampler.stopping import StopRule
+
+LENGTH = 64
+SLOTS = 16
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": len(CharTokenizer.pieces),
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": UNROLLED_LAYERS + 1,  # in one stack
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return Policy(architecture_from_hf(CONFIG), Numerics())
+
+
+@pytest.fixture(scope="module")
+def params(policy):
+    return jax.jit(policy.init)(jax.random.key(5))
+
+
+def sample(policy, params, mesh):
+    """Twenty sessions of three turns over sixteen slots: most prefills take a few rows of some groups."""
+    devices = jax.devices()[: mesh.data * mesh.fsdp * mesh.tensor]
+    config = SamplerConfig(slots=SLOTS, decode_chunk=4, prefill_chunk=8)
+    stops = StopRule(CharTokenizer(), CharTokenizer.eos_token_id)
+    sampler = JaxSampler(policy, stops, config, make_mesh(mesh, devices), LENGTH)
+    asyncio.run(sampler.load(1, params))
+
+    async def session(number):
+        rng = np.random.default_rng(number)
+        context, found = rng.integers(0, 14, 3 + number % 7).tolist(), []
+        for turn in range(3):
+            sampling = SamplingParams(1 + (number + turn) % 6, 1.0, seed=number)
+            done = await sampler.generate(context, sampling, str(number))
+            found.append((done.token_ids, done.logprobs))
+            context = [*context, *done.token_ids, *rng.integers(0, 14, 2 + number % 11).tolist()]
+        sampler.release(str(number))
+        return found
+
+    async def every_session():
+        return await asyncio.gather(*map(session, range(20)))
+
+    return sampler, asyncio.run(every_session())
+
+
+@pytest.fixture(scope="module")
+def expected(policy, params):
+    return sample(policy, params, MeshConfig(1, 1, 1))[1]
+
+
+def check(found, expected):
+    for session, wanted in zip(found, expected, strict=True):
+        for (tokens, logprobs), (wanted_tokens, wanted_logprobs) in zip(session, wanted, strict=True):
+            assert tokens == wanted_tokens
+            np.testing.assert_allclose(logprobs, wanted_logprobs, atol=1e-4)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("mesh", [MeshConfig(2, 4, 1), MeshConfig(1, 4, 2), MeshConfig(1, 2, 4)], ids=str)
+def test_rows_are_split_over_the_devices_and_stay_there(policy, params, expected, mesh):
+    sampler, found = sample(policy, params, mesh)
+    check(found, expected)
+    groups = mesh.data * mesh.fsdp
+    for keys, _ in sampler._engine._cache:
+        heads = 2 // mesh.tensor if mesh.tensor <= 2 else 2
+        shapes = {shard.data.shape for shard in keys.addressable_shards}
+        assert shapes == {(1, CONFIG["num_hidden_layers"], SLOTS // groups, heads, LENGTH, 8)}
+
+
+@pytest.mark.medium
+def test_a_window_shows_all_that_is_there(policy, params, expected, monkeypatch):
+    monkeypatch.setattr(engine, "MIN_WINDOW", 8)
+    asked = []
+    window = engine.CacheEngine._window
+    monkeypatch.setattr(
+        engine.CacheEngine, "_window", lambda self, columns: asked.append(window(self, columns)) or asked[-1]
+    )
+    check(sample(policy, params, MeshConfig(1, 1, 1))[1], expected)
+    assert {8, 16, 32, 64} == set(asked)
+
+
+@pytest.mark.medium
+def test_scores_of_some_rows_at_a_time_are_the_same(policy, params, expected, monkeypatch):
+    monkeypatch.setattr(attention, "SCORE_BYTES", 3 * 4 * 8 * 4 * LENGTH)  # three rows of a prefill
+    check(sample(policy, params, MeshConfig(1, 1, 1))[1], expected)
+
+
+def test_windows_are_halvings():
+    assert engine._halvings(16384) == [1024, 2048, 4096, 8192, 16384]
+    assert engine._halvings(5000) == [1250, 2500, 5000]
+    assert engine._halvings(320) == [320]
