@@ -78,15 +78,19 @@ def test_rewards_are_shuffled_as_they_were(tmp_path):
     """With the seed of the step, which after a rollback is not the run's."""
     config = make_config()
     config = replace(config, reward=replace(config.reward, shuffle=True))
-    groups = make_groups()
-    score_groups(groups, config.reward, False, random_state(11, 6, "reward"))
+
+    def scores(groups):
+        return [t.answer_score for group in groups for t in group.trajectories]
+
+    groups, of_the_run = make_groups(), make_groups()
+    score_groups(groups, config.reward, False, random_state(14, 6, "reward"))
+    score_groups(of_the_run, config.reward, False, random_state(config.run.seed, 6, "reward"))
+    assert scores(groups) != scores(of_the_run)
     result = compute_advantages(groups, config.advantage)
-    RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 11)
+    RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 14)
     kept = read_step(find_step(tmp_path, 7))
     found = replay_step(kept, kept_config(kept, "step"))
-    assert [t.answer_score for g in found.groups for t in g.trajectories] == [
-        t.answer_score for g in groups for t in g.trajectories
-    ]
+    assert scores(found.groups) == scores(groups)
     equal, total = equal_turns(kept.credits, found.advantages.credits)
     assert equal == total
 
