@@ -19,17 +19,14 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.advantages.credit import GroupCredit
-from calibadv_jax.advantages.registry import compute_advantages
 from calibadv_jax.advantages.truth import MEASURES, Evidence, gather, join, measure
 from calibadv_jax.config import Config
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.record.reader import KeptStep, find_step, read_step
 from calibadv_jax.record.schema import kept_steps
-from calibadv_jax.replay import equal_turns, kept_config
-from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.replay import equal_turns, kept_config, score_again
 from calibadv_jax.seeds import random_state
-from calibadv_jax.trajectory import Group
 
 SECTIONS = ("reward.", "advantage.")  # of the config: the rest changes no credit of a kept step
 OVER_TRAINING = (  # columns of the second table
@@ -230,20 +227,11 @@ def credit_again(kept: KeptStep, config: Config, control: int | None = None) -> 
     Args:
         control: seed with which rewards are permuted over the step's trajectories, as reward.shuffle does.
     """
-    groups = [
-        Group(
-            group.question,
-            [dataclasses.replace(one, metrics=dict(one.metrics)) for one in group.trajectories],
-        )
-        for group in kept.groups
-    ]
     rng = random_state(int(kept.metadata["seed"]), kept.step - 1, "reward")
-    reward = config.reward
     if control is not None:
         rng = random_state(control, kept.step - 1, "audit")
-        reward = dataclasses.replace(reward, shuffle=True)
-    score_groups(groups, reward, config.prompt.prepend_think, rng)
-    return compute_advantages(groups, config.advantage).credits
+        config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, shuffle=True))
+    return score_again(kept, config, rng)[1].credits
 
 
 def windows(evidence: Mapping[int, Evidence], size: int) -> Iterator[tuple[int, int, Evidence]]:

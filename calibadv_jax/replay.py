@@ -11,7 +11,6 @@ them apart and else the sampler's. So the loss is that of the policy before the 
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -106,11 +105,8 @@ def kept_config(kept: KeptStep, name: str, overrides: Sequence[str] = ()) -> Con
 
 def replay(kept: KeptStep, config: Config) -> Replay:
     """Reward, advantages and loss of a kept step under a config; the step itself stays as it is."""
-    groups = copy.deepcopy(kept.groups)
     begun, seed = kept.step - 1, int(kept.metadata["seed"])
-    rng = random_state(seed, begun, "reward")
-    score_groups(groups, config.reward, config.prompt.prepend_think, rng)
-    advantages = compute_advantages(groups, config.advantage)
+    groups, advantages = score_again(kept, config, random_state(seed, begun, "reward"))
     metrics = trajectory_metrics(groups, begun) | advantages.metrics
     samples = kept_samples(groups, advantages, kept)
     if samples:
@@ -120,6 +116,25 @@ def replay(kept: KeptStep, config: Config) -> Replay:
         _, learned = learn(KeptPolicy(), {}, samples, config.learner, config.loss, loss, rng)
         metrics |= learned
     return Replay(groups, advantages, metrics)
+
+
+def score_again(
+    kept: KeptStep, config: Config, rng: np.random.Generator
+) -> tuple[list[Group], AdvantageResult]:
+    """Copies of a kept step's groups with rewards under a config, and their advantages.
+
+    Args:
+        rng: of `reward.shuffle`.
+    """
+    groups = [
+        Group(
+            group.question,
+            [dataclasses.replace(one, metrics=dict(one.metrics)) for one in group.trajectories],
+        )
+        for group in kept.groups
+    ]
+    score_groups(groups, config.reward, config.prompt.prepend_think, rng)
+    return groups, compute_advantages(groups, config.advantage)
 
 
 def kept_samples(groups: Sequence[Group], advantages: AdvantageResult, kept: KeptStep) -> list[Sample]:

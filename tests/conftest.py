@@ -55,7 +55,7 @@ def _fixed_seeds() -> None:
 
 @pytest.fixture
 def all_cases(request: pytest.FixtureRequest) -> bool:
-    """Whether a fuzz test shall try all its cases, not only those for which every change can wait."""
+    """True with --all-cases: a fuzz test tries all its cases. Otherwise it tries a part of them."""
     return bool(request.config.getoption("--all-cases"))
 
 

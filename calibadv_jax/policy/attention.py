@@ -103,7 +103,7 @@ def _packed_mask(segment_ids: jax.Array) -> jax.Array:
 def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
     """Attention of new tokens to a KV cache whose column is the position.
 
-    So many rows at a time that their scores fit into SCORE_BYTES.
+    Takes only as many rows at a time as have SCORE_BYTES of scores together, at least one.
 
     Args:
         q: [B, n, N, H] at `positions` int32 [B, n].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from calibadv_jax.policy.sharding import RULES, param_shardings, placed_params, replicated
-from calibadv_jax.policy.transformer import Cache, Params, Policy
+from calibadv_jax.policy.transformer import Cache, Decoder, Params, Policy
 from calibadv_jax.sampler.sampling import sample_tokens
 
-MIN_WINDOW = 1024  # columns; to read fewer saves less than another program costs to compile
+MIN_WINDOW = 1024  # columns; every window is a program to compile, so that short rows have one
 
 
 class CacheEngine:
@@ -87,8 +88,9 @@ class CacheEngine:
             del self.held[slot][kept:]
             if kept < len(context) - 1:
                 pending[slot] = context[kept:-1]
-        while pending:
-            pending = self._fill_once(pending)
+        with jax.set_mesh(self.mesh):
+            while pending:
+                pending = self._fill_once(pending)
 
     def _fill_once(self, pending: dict[int, list[int]]) -> dict[int, list[int]]:
         """One prefill call for all pending rows; returns what is left of them."""
@@ -111,8 +113,8 @@ class CacheEngine:
         self._cache = self._prefill(
             self._params,
             self._cache,
-            *self.put(tokens, starts, counts),
-            None if whole else self.put(index)[0],
+            *self._put(tokens, starts, counts),
+            None if whole else self._put(index)[0],
             self._window(np.where(counts > 0, starts + counts, 0)),
         )
         return {slot: rest[width:] for slot, rest in pending.items() if len(rest) > width}
@@ -133,7 +135,10 @@ class CacheEngine:
         """
         _, positions, remaining, *_ = rows
         window = self._window(positions + np.minimum(remaining, self.decode_chunk))
-        self._cache, *made = self._decode(self._params, self._cache, self.put(*rows), pause, filtered, window)
+        with jax.set_mesh(self.mesh):
+            self._cache, *made = self._decode(
+                self._params, self._cache, self._put(*rows), pause, filtered, window
+            )
         return tuple(jax.device_get(made))
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
@@ -160,7 +165,7 @@ class CacheEngine:
                 "decode": self._decode.lower(params, cache, rows, pause, False, self.max_length),
             }
 
-    def put(self, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
+    def _put(self, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
         return jax.device_put(arrays, replicated(self.mesh))
 
     def _cache_sharding(self) -> NamedSharding:
@@ -196,11 +201,12 @@ class CacheEngine:
         offsets = jnp.arange(tokens.shape[-1])
         positions = starts[..., None] + offsets
         valid = offsets < counts[..., None]
-        return self._append(params, cache, tokens, positions, valid, slots, window)[1]
+        decoder = self.policy.merge(params)
+        return self._append(decoder, cache, tokens, positions, valid, slots, window)[1]
 
+    @staticmethod
     def _append(
-        self,
-        params: Params,
+        decoder: Decoder,
         cache: Cache,
         tokens: jax.Array,
         positions: jax.Array,
@@ -209,15 +215,8 @@ class CacheEngine:
         window: int,
     ) -> tuple[jax.Array, Cache]:
         """`Decoder.decode` for every group by the devices that hold it; all arrays [groups, ...]."""
-        decoder = self.policy.merge(params)
-
-        def of_a_group(
-            tokens: jax.Array, positions: jax.Array, valid: jax.Array, cache: Cache, slots: jax.Array | None
-        ) -> tuple[jax.Array, Cache]:
-            return decoder.decode(tokens, positions, valid, cache, slots, window)
-
-        each = jax.vmap(of_a_group, (0, 0, 0, 0, None if slots is None else 0), spmd_axis_name=RULES["batch"])
-        return each(tokens, positions, valid, cache, slots)
+        append = partial(decoder.decode, window=window)
+        return jax.vmap(append, spmd_axis_name=RULES["batch"])(tokens, positions, valid, cache, slots)
 
     def _decode_rows(
         self,
@@ -241,7 +240,7 @@ class CacheEngine:
             step, cache, last, live, tokens, logprobs, counts = carry
             at = positions + counts
             token, position, valid = (x.reshape(self._groups, self._rows, 1) for x in (last, at, live))
-            hidden, cache = self._append(params, cache, token, position, valid, None, window)
+            hidden, cache = self._append(decoder, cache, token, position, valid, None, window)
             chosen, chosen_logprobs = sample_tokens(
                 decoder.logits(hidden.reshape(num_rows, -1)), seeds, at, temperatures, top_p, top_k, filtered
             )

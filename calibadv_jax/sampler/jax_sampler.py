@@ -171,9 +171,8 @@ class JaxSampler:
 
     def _advance(self, requests: dict[int, _Request]) -> dict[int, StopReason]:
         """Prefills what is new in every row, decodes one chunk, and says which rows ended."""
-        with jax.set_mesh(self.mesh):
-            self._engine.fill({slot: request.everything for slot, request in requests.items()})
-            self._chunk(requests)
+        self._engine.fill({slot: request.everything for slot, request in requests.items()})
+        self._chunk(requests)
         reasons = {slot: self._ended(request) for slot, request in requests.items()}
         return {slot: reason for slot, reason in reasons.items() if reason is not None}
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from test_jax_sampler import CharTokenizer
+from tiny_policy import SHAPE
 
 from calibadv_jax.config import MeshConfig, SamplerConfig
 from calibadv_jax.interfaces import SamplingParams
@@ -19,16 +20,12 @@ from calibadv_jax.sampler.stopping import StopRule
 
 LENGTH = 64
 SLOTS = 16
-CONFIG = {
-    "model_type": "qwen3",
+CONFIG = SHAPE | {
     "vocab_size": len(CharTokenizer.pieces),
-    "hidden_size": 16,
-    "intermediate_size": 32,
     "num_hidden_layers": UNROLLED_LAYERS + 1,  # in one stack
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "tie_word_embeddings": True,
 }
 
 
