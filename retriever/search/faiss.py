@@ -6,6 +6,7 @@ import re
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from retriever.search.ties import search_in_corpus_order
 
 FLAT, FLAT_HEADER = b"IxFI", 45  # inner product; bytes before the vectors
 LARGE = 2**28  # bytes from which a search of all vectors takes several threads
+MULTIPLIED = 4  # queries from which one matrix product is faster than a pass over the vectors a query
 HEAD = struct.Struct("<4siqqqbi")  # type, dimension, documents, two unused, is trained, metric
 INSTALL = "pip install faiss-cpu (or faiss-gpu on CUDA)"
 LESS = (
@@ -94,6 +96,9 @@ class FaissVectors:
         faiss = require("faiss", INSTALL)
         header = read_header(path)
         self.dimension, self.documents = header.dimension, header.documents
+        multiply_sooner(faiss, self.dimension)
+        self._faiss = faiss
+        self._rescored = header.kind == FLAT and not gpu
         if gpu:
             self._index, self._held = to_gpus(
                 faiss, header.kind, path, lambda: map_flat(path), lambda: _read(faiss, path, mmap)
@@ -111,10 +116,32 @@ class FaissVectors:
         """float32 [Q, D] -> float32 [Q, k] and int64 [Q, k], -1 where an approximate index found no more;
         best first, ties in corpus order."""
         vectors = np.ascontiguousarray(vectors, np.float32)
-        search = self._index.search
-        if (searcher := self._searcher) is not None:
-            search = lambda *arguments: searcher.submit(self._index.search, *arguments).result()  # noqa: E731
-        return search_in_corpus_order(lambda count: search(vectors, count), k, self.documents)
+        if self._searcher is None:
+            return search_in_corpus_order(partial(self._search, vectors), k, self.documents)
+        searching = partial(self._searcher.submit, self._search, vectors)
+        return search_in_corpus_order(lambda count: searching(count).result(), k, self.documents)
+
+    def _search(self, vectors: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Scores float32 [Q, count] and rows int64 [Q, count], best first."""
+        scores, ids = self._index.search(vectors, count)
+        if not self._rescored:
+            return scores, ids
+        # A matrix product rounds equal vectors differently, and a query differently in another batch.
+        queries, found, rows = map(self._faiss.swig_ptr, (vectors, scores, ids))
+        self._index.compute_distance_subset(len(vectors), queries, count, found, rows)
+        order = np.argsort(-scores, axis=1, kind="stable")
+        return np.take_along_axis(scores, order, 1), np.take_along_axis(ids, order, 1)
+
+
+def multiply_sooner(faiss: Any, dimension: int) -> None:
+    """Lets this process search all vectors for MULTIPLIED queries or more by one matrix product.
+
+    FAISS 1.15 does so from 128,000 / dimension queries, which suits many threads and small vectors. Below
+    it reads the whole matrix once a query: up to 10 times the time (docs/benchmarks.md). Until 1.14 its
+    limit was a number of queries (facebookresearch/faiss#5022).
+    """
+    counts_queries = tuple(int(part) for part in faiss.__version__.split(".")[:2]) < (1, 15)
+    faiss.cvar.distance_compute_blas_threshold = MULTIPLIED * (1 if counts_queries else dimension)
 
 
 def _is_exhaustive(header: Header) -> bool:

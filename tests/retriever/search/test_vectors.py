@@ -73,6 +73,24 @@ def test_flat_equals_brute_force(tmp_path, embeddings, vectors, queries, mmap, k
     assert ids.tolist() == expected.tolist()
 
 
+def test_a_query_finds_the_same_with_the_same_scores_alone_and_among_others(tmp_path, embeddings, queries):
+    """A matrix product, which several queries share, rounds otherwise than a pass for one query."""
+    index = FaissVectors(built(tmp_path, embeddings))
+    scores, ids = index.nearest(queries, 10)
+    for number, query in enumerate(queries):
+        alone_scores, alone_ids = index.nearest(query[None], 10)
+        assert alone_scores.tolist() == scores[number : number + 1].tolist()
+        assert alone_ids.tolist() == ids[number : number + 1].tolist()
+
+
+@pytest.mark.parametrize(("version", "limit"), [("1.12.0", 4), ("1.14.1", 4), ("1.15.1", 4 * DIMENSION)])
+def test_four_queries_share_one_matrix_product(version, limit):
+    """Until 1.14 the limit was a number of queries, from 1.15 on of their elements."""
+    stand_in = SimpleNamespace(__version__=version, cvar=SimpleNamespace())
+    faiss_module.multiply_sooner(stand_in, DIMENSION)
+    assert stand_in.cvar.distance_compute_blas_threshold == limit
+
+
 @pytest.mark.parametrize("k", [1, 3, 10, 150, 1000])
 def test_jax_equals_brute_force(vectors, queries, k):
     scores, ids = JaxVectors(vectors, "test").nearest(queries, k)
