@@ -19,7 +19,9 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -67,13 +69,15 @@ def simulate(delays: np.ndarray, update: float, staleness: int, steps: int) -> t
     def begin(number: int, _: Question) -> Future[Group]:
         return pool.submit(rollout, number)
 
-    def questions() -> list[Question]:
-        first = len(seconds)
-        seconds.extend(rng.choice(delays).tolist())
-        return [Question(str(number), "?", ("x",), "simulation") for number in range(first, len(seconds))]
+    def questions() -> Iterator[Question]:
+        for number in count():
+            if number == len(seconds):
+                seconds.extend(rng.choice(delays).tolist())
+            yield Question(str(number), "?", ("x",), "simulation")
 
-    stream = RolloutStream(begin, questions, per_step, staleness)
-    waited, stale, warm_up = 0.0, [], 3
+    stream = RolloutStream(begin, questions(), per_step, staleness, max_failed_share=0.0)
+    waited, warm_up = 0.0, 3
+    stale: list[int] = []
     begun = time.monotonic()
     for number in range(steps + warm_up):
         if number == warm_up:

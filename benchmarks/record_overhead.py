@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -71,7 +71,8 @@ def measure_training(quickstart: Path, output: Path, steps: int) -> dict[str, fl
     overrides += [f"retriever.corpus={quickstart}/world/corpus.jsonl"]
     overrides += [f"data.{name}={quickstart}/world/{name}.jsonl" for name in ("train", "eval")]
     times: dict[int, dict[str, float]] = {}
-    train.RolloutWriter, train.MetricsWriter = alternating(times)  # type: ignore[misc]
+    rollouts, metrics = alternating(times)
+    vars(train).update(RolloutWriter=rollouts, MetricsWriter=metrics)
     train.run(load_config(CONFIG, overrides))
     kept = {step: one for step, one in times.items() if step > WARM_UP}
     written = [one for step, one in kept.items() if step % 2 == 0]
@@ -115,11 +116,13 @@ def paper_step(config: Config, seed: int = 0) -> list[Group]:
     return groups
 
 
-def measure_paper(kind: str, groups: list[Group], config: Config) -> dict[str, float]:
+def measure_paper(kind: Literal["parquet", "jsonl"], groups: list[Group], config: Config) -> dict[str, float]:
     """Seconds (of Parquet the least of three) and bytes of one write."""
     config = dataclasses.replace(config, log=dataclasses.replace(config.log, rollouts=kind))
     credits = compute_advantages(groups, config.advantage).credits
-    learner = [[one.logprobs for one in group.trajectories] for group in groups]
+    learner: list[list[np.ndarray | None]] = [
+        [one.logprobs for one in group.trajectories] for group in groups
+    ]
     with tempfile.TemporaryDirectory() as folder:
         writer = RolloutWriter(Path(folder), config, 1)
         seconds, told = [], {}
@@ -145,9 +148,10 @@ def main(argv: list[str] | None = None) -> None:
             parser.error("--quickstart needs --output")
         folders = arguments.quickstart.absolute(), arguments.output.absolute()
         report["quickstart"] = measure_training(*folders, arguments.steps)
-    config = load_config("configs/paper.yaml", ["policy.path=none", "data.train=none", "data.eval=none"])
+    config = load_config("configs/paper/qwen2.5-3b.yaml", ["policy.path=none", "data.train=none", "data.eval=none"])
     groups = paper_step(config)
-    for kind in ("parquet", "jsonl"):
+    kinds: tuple[Literal["parquet", "jsonl"], ...] = ("parquet", "jsonl")
+    for kind in kinds:
         report[f"paper-sized step, {kind}"] = measure_paper(kind, groups, config)
     write: Callable[[str], object] = sys.stdout.write
     for part, values in report.items():

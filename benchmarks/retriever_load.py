@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from pydantic import BaseModel
 
 from retriever.corpus.passages import load_corpus, split_contents
 from retriever.encoders.dense import DenseEncoder
+from retriever.search.index import Dense, Index
 from retriever.search.opening import open_index
 from retriever.search.plan import available_cores
 
@@ -58,7 +59,7 @@ class Request(BaseModel):
 
 def plain_encoder(index: Any) -> Callable[[list[str]], np.ndarray]:
     """Queries to float32 [Q, D], as Search-R1's server does it; an encoder without weights as it is."""
-    encoder = index._ranker.encoder
+    encoder = ranker(index).encoder
     if not isinstance(encoder, DenseEncoder):
         return encoder.encode_queries
     import torch
@@ -83,7 +84,7 @@ def serve_plain(arguments: argparse.Namespace) -> None:
 
     corpus = load_corpus(arguments.corpus_path)
     index = open_index(arguments.index_path, corpus)
-    encode, vectors = plain_encoder(index), index._ranker._vectors
+    encode, vectors = plain_encoder(index), ranker(index)._vectors
     app = FastAPI()
 
     @app.post("/retrieve")
@@ -99,10 +100,17 @@ def serve_plain(arguments: argparse.Namespace) -> None:
     uvicorn.run(app, port=arguments.port, log_level="warning", access_log=False)
 
 
+def ranker(index: Index) -> Dense:
+    """Encoder and vectors of an index that has them."""
+    if not isinstance(index._ranker, Dense):
+        raise SystemExit("--index_path: this benchmark is for encoders, not for BM25")
+    return index._ranker
+
+
 def encoder_bound(arguments: argparse.Namespace, queries: list[str]) -> list[str]:
     """Queries/s of the service's encoder alone: each size in one thread, and in a thread a core."""
     cores = available_cores()
-    encoder = open_index(arguments.index_path, load_corpus(arguments.corpus_path))._ranker.encoder
+    encoder = ranker(open_index(arguments.index_path, load_corpus(arguments.corpus_path))).encoder
     lines = []
     for size in (1, 8, 16, 32, 64):
         rates = []
@@ -239,18 +247,25 @@ def compare(
 
 @contextmanager
 def beside(command: str) -> Iterator[None]:
-    """Runs a command over and over, in a process group of its own."""
+    """Runs a command over and over, in a process group of its own.
+
+    Raises:
+        SystemExit: the command failed, so that nothing ran beside the load.
+    """
     if not command:
         yield
         return
-    loop = f"while true; do {command}; done"
+    loop = f"while {command}; do :; done"
     options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(["bash", "-c", loop], start_new_session=True, **options)
     try:
         time.sleep(20)  # imports and compiles
         yield
+        if process.poll() is not None:
+            raise SystemExit(f"--beside: {command!r} failed; run it alone to see why")
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -118,8 +118,10 @@ class FaissVectors:
         vectors = np.ascontiguousarray(vectors, np.float32)
         if self._searcher is None:
             return search_in_corpus_order(partial(self._search, vectors), k, self.documents)
-        searching = partial(self._searcher.submit, self._search, vectors)
-        return search_in_corpus_order(lambda count: searching(count).result(), k, self.documents)
+        submit = self._searcher.submit
+        return search_in_corpus_order(
+            lambda count: submit(self._search, vectors, count).result(), k, self.documents
+        )
 
     def _search(self, vectors: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Scores float32 [Q, count] and rows int64 [Q, count], best first."""
