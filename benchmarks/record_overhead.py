@@ -38,6 +38,7 @@ from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.trajectory import Document, Group
 
 CONFIG = "configs/quickstart.yaml"
+PAPER = "configs/paper/qwen2.5-3b.yaml"
 WARM_UP = 4  # steps that compile
 VOCABULARY, PASSAGE_WORDS = 150_000, 100
 
@@ -148,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
             parser.error("--quickstart needs --output")
         folders = arguments.quickstart.absolute(), arguments.output.absolute()
         report["quickstart"] = measure_training(*folders, arguments.steps)
-    config = load_config("configs/paper/qwen2.5-3b.yaml", ["policy.path=none", "data.train=none", "data.eval=none"])
+    config = load_config(PAPER, ["policy.path=none", "data.train=none", "data.eval=none"])
     groups = paper_step(config)
     kinds: tuple[Literal["parquet", "jsonl"], ...] = ("parquet", "jsonl")
     for kind in kinds:
