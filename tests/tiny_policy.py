@@ -1,4 +1,4 @@
-"""The shape of a tiny policy with the word tokenizer, and a tokenizer of letters."""
+"""Shapes of tiny policies, and a tokenizer of letters."""
 
 SHAPE = {
     "model_type": "qwen3",
@@ -10,6 +10,20 @@ SHAPE = {
     "head_dim": 16,
     "vocab_size": 398,
     "tie_word_embeddings": True,
+}
+WIDER = SHAPE | {  # two layers, and several heads for a key-value head
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+LLAMA3 = {  # rotary frequencies that are scaled, as in Llama 3.1 and later
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from tiny_policy import LLAMA3
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.policy.architecture import RopeScaling, architecture_from_hf
@@ -15,13 +16,6 @@ BASE = {
     "intermediate_size": 24,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
 }
 
 

@@ -4,23 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_policy import WIDER
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import batch_sharding, make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "tie_word_embeddings": True,
-}
+CONFIG = WIDER | {"vocab_size": 64}
 ARCHITECTURE = architecture_from_hf(CONFIG)
 LENGTH = 24
 

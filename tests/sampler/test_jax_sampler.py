@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_policy import WIDER
 
 from calibadv_jax.config import MeshConfig, SamplerConfig
 from calibadv_jax.interfaces import SamplingParams
@@ -37,18 +38,7 @@ class CharTokenizer:
 
 @pytest.fixture(scope="module")
 def policy():
-    config = {
-        "model_type": "qwen3",
-        "vocab_size": 19,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "tie_word_embeddings": True,
-    }
-    return Policy(architecture_from_hf(config), Numerics())
+    return Policy(architecture_from_hf(WIDER | {"vocab_size": 19}), Numerics())
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny_policy import LLAMA3
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
@@ -33,13 +34,6 @@ SHAPE = {
     "head_dim": 32,
     "max_position_embeddings": MAX_LENGTH,
     "eos_token_id": 1,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},

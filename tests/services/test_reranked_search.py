@@ -1,6 +1,5 @@
 """The trainer's side of reranking: what it asks for, what it understands, and what it refuses."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -18,6 +17,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("sentence_transformers")
 
 from rerank_rig import tiny_cross_encoder
+from search_rig import search
 
 pytestmark = pytest.mark.medium
 
@@ -51,18 +51,6 @@ def bare(child, tmp_path_factory):
         yield process.url
 
 
-def search(url, *queries, **config):
-    client = RetrieverClient(RetrieverConfig(url=url, patience=5.0, **config), url)
-
-    async def run():
-        try:
-            return await client.search(queries)
-        finally:
-            await client.close()
-
-    return asyncio.run(run())
-
-
 def test_the_trainer_gets_what_the_services_own_reranker_thinks_best(service, child):
     from retriever.corpus.passages import load_corpus
     from retriever.search.opening import open_index
@@ -71,13 +59,13 @@ def test_the_trainer_gets_what_the_services_own_reranker_thinks_best(service, ch
     queries = ["ada almson", "bo dorn"]
     found = open_index(Path(child.index), load_corpus(Path(child.corpus))).search(queries, 6)
     expected = Reranker(child.reranker).rerank(queries, found, 2)
-    documents = search(service, *queries, **RERANKED)
+    documents = search(service, queries, timeout=10.0, **RERANKED)
     assert [[one.id for one in each] for each in documents] == [
         [row["id"] for row, _ in each] for each in expected
     ]
     assert [one.score for one in documents[0]] == pytest.approx([score for _, score in expected[0]], abs=1e-4)
     assert documents[0][0].title in NAMES and documents[0][0].text.endswith("knows ada.")
-    plain = search(service, *queries, topk=2)
+    plain = search(service, queries, timeout=10.0, topk=2)
     assert [[one.id for one in each] for each in plain] != [[one.id for one in each] for each in documents]
     assert [[one.id for one in each] for each in plain] == [
         [row["id"] for row, _ in each[:2]] for each in found
@@ -104,7 +92,7 @@ def test_a_reranker_that_is_asked_for_and_absent_is_one_line(bare):
     with pytest.raises(UserError, match="has no reranker, but retriever.rerank_topk is 2; start it with"):
         check_inputs(Config(retriever=config))
     with pytest.raises(UserError, match="no reranker is loaded.*retrieval_topk=6 and rerank_topk=2"):
-        search(bare, "ada", **RERANKED)
+        search(bare, ["ada"], timeout=10.0, **RERANKED)
 
 
 def test_a_reranker_without_effect_is_one_line(service):

@@ -10,6 +10,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from search_rig import search
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.errors import QueryRefused, RequestFailed, UserError
@@ -66,18 +67,6 @@ def server(monkeypatch):
 
 def ok(body):
     return 200, good(body)
-
-
-def search(url, queries, **config):
-    client = RetrieverClient(RetrieverConfig(**({"timeout": 2.0, "patience": 5.0} | config)), url)
-
-    async def run():
-        try:
-            return await client.search(queries)
-        finally:
-            await client.close()
-
-    return asyncio.run(run())
 
 
 def test_a_query_that_comes_whenever_is_answered(server):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny_policy import LLAMA3
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.errors import UserError
@@ -25,13 +26,6 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
 }
 MODELS = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
