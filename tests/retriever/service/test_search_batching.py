@@ -142,4 +142,6 @@ def test_a_large_request_keeps_every_worker_busy(index):
 
     found = asyncio.run(run())
     assert [one[0][0]["contents"].split('"')[1] for one in found] == NAMES * 20
-    assert [size for size, _ in counting.batches] == [32] * 10
+    sizes = [size for size, _ in counting.batches]
+    assert sizes[:9] == [32] * 9
+    assert sizes[9:] in ([32], [16, 16])  # workers that end at the same moment share what is left
