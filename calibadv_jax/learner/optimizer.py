@@ -9,6 +9,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from calibadv_jax.config import OptimizerConfig
+from calibadv_jax.policy.sharding import constrain
 
 
 def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
@@ -28,11 +29,12 @@ def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Clips the global gradient norm, then AdamW or Muon.
 
-    Muon orthogonalises the stacked layer matrices; embeddings, head, norms and biases get AdamW.
+    Muon orthogonalises the stacked layer matrices, each device those of some layers; embeddings, head, norms
+    and biases get AdamW.
     """
     if config.name == "muon":
         ratio = config.adam_lr / config.lr if config.adam_lr else 1.0
-        rule = muon(
+        orthogonalise = muon(
             schedule,
             beta=config.beta1,
             adam_b1=config.beta1,
@@ -41,6 +43,10 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
             weight_decay=config.weight_decay,
             adam_weight_decay=config.weight_decay,
             muon_weight_dimension_numbers=_muon_dimensions,
+        )
+        rule = optax.GradientTransformation(
+            orthogonalise.init,
+            lambda updates, *more: orthogonalise.update(_by_layers(updates), *more),
         )
     else:
         rule = optax.adamw(
@@ -51,6 +57,13 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
 
 def _is_matrix(path: Any) -> bool:
     return path[0].key == "layers" and path[-1].key == "kernel"
+
+
+def _by_layers(gradients: Any) -> Any:
+    """Stacked kernels are split by layers over the devices, which would all compute the same otherwise."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: constrain(leaf, "stack") if _is_matrix(path) else leaf, gradients
+    )
 
 
 def _muon_dimensions(params: Any) -> Any:

@@ -23,6 +23,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "length": None,
     "activation": None,
     "layers": None,
+    "stack": MESH_AXES,  # layers too, where each is worked on by itself
     "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",

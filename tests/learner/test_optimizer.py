@@ -7,8 +7,9 @@ import numpy as np
 import optax
 import pytest
 
-from calibadv_jax.config import OptimizerConfig
+from calibadv_jax.config import MeshConfig, OptimizerConfig
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.policy.sharding import make_mesh, replicated
 
 SHAPES = {
     "embed": {"embedding": (4, 3)},
@@ -75,6 +76,30 @@ def test_muon_takes_every_layer_for_a_matrix_of_its_own():
     one, other = after(config, [tree(1)])[1], after(config, [changed])[1]
     np.testing.assert_allclose(one[1], other[1], atol=1e-6)
     assert np.abs(one[0] - other[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("sizes", [MeshConfig(8, 1, 1), MeshConfig(2, 2, 2)], ids=str)
+def test_the_devices_share_the_layers_that_muon_orthogonalises(sizes):
+    """By the floating-point operations that XLA counts for one device; the result is the same."""
+    optimizer = make_optimizer(OptimizerConfig(name="muon"), optax.constant_schedule(0.1))
+    rng = np.random.default_rng(0)
+    gradients = {"layers": {"kernel": rng.normal(size=(16, 32, 64)).astype(np.float32)}}
+
+    def of_one_device(devices):
+        mesh = make_mesh(devices, jax.devices()[: devices.data * devices.fsdp * devices.tensor])
+        placed = jax.device_put(gradients, replicated(mesh))
+
+        def update(gradients):
+            return optimizer.update(gradients, optimizer.init(gradients), gradients)[0]
+
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(update, out_shardings=replicated(mesh)).lower(placed).compile()
+            return compiled.cost_analysis()["flops"], compiled(placed)["layers"]["kernel"]
+
+    whole, expected = of_one_device(MeshConfig(1, 1, 1))
+    part, found = of_one_device(sizes)
+    assert part < whole / 6
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
