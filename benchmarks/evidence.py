@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -151,19 +152,14 @@ class Harness:
 
     def run(self) -> None:
         """All cold starts first, each on as many cores as there are workers; then the runs."""
-        workers = [threading.Thread(target=self._work, args=(index,)) for index in range(self.num_workers)]
-        try:
-            for seed in self._missing():
-                self._make_cold(seed)
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-        finally:  # after a signal: the trainers save their state
-            self.stop()
-            for worker in workers:
-                if worker.is_alive():
-                    worker.join()
+        with ThreadPoolExecutor(self.num_workers) as workers:
+            try:
+                for seed in self._missing():
+                    self._make_cold(seed)
+                for done in [workers.submit(self._work, index) for index in range(self.num_workers)]:
+                    done.result()
+            finally:  # after a signal: the trainers save their state
+                self.stop()
 
     def stop(self) -> None:
         """Ends what runs, in order, and begins nothing more."""
