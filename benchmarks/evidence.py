@@ -41,11 +41,13 @@ from benchmarks.evidence_arms import (
 )
 from benchmarks.evidence_report import write_short
 from benchmarks.evidence_results import evaluated_step, held_out_f1
+from calibadv_jax.config import load_config
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import duration, table
 from calibadv_jax.report.evaluations import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "configs/quickstart.yaml"
 WAIT_SECONDS = 5.0  # between looks at a cold start that somebody else makes
 COMMON = ["evaluate.temperatures=[1.0]", "log.backends=[]"]  # of every command
 
@@ -296,9 +298,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--lr", default=NEAR[0], help="learning rate of lambda, remedies and short (%(default)s)"
     )
-    parser.add_argument("--steps", type=int, metavar="N", help=f"default: {STEPS}; short: {SHORT_STEPS}")
-    parser.add_argument("--workers", type=int, metavar="N", help="runs at a time; default: 1; short: 2")
-    parser.add_argument("--config", default="configs/quickstart.yaml", metavar="FILE", help="%(default)s")
+    parser.add_argument("--steps", type=_count, metavar="N", help=f"default: {STEPS}; short: {SHORT_STEPS}")
+    parser.add_argument("--workers", type=_count, metavar="N", help="runs at a time; default: 1; short: 2")
+    parser.add_argument("--config", type=Path, default=CONFIG, metavar="FILE", help="%(default)s")
     parser.add_argument("--list", action="store_true", help="show the runs in their order, and stop")
     arguments = parser.parse_args(argv)
     is_short = arguments.part == "short"
@@ -309,8 +311,25 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments.seeds = given or list(SHORT_SEEDS if is_short else SEEDS)
     arguments.steps = arguments.steps or (SHORT_STEPS if is_short else STEPS)
     arguments.workers = arguments.workers or (2 if is_short else 1)
-    arguments.output = arguments.output.resolve()
+    # The commands run in another folder.
+    arguments.output, arguments.config = arguments.output.resolve(), str(arguments.config.resolve())
     return arguments
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
+    return int(text)
+
+
+def check(jobs: Sequence[Job], config: str) -> None:
+    """Finds a bad config or learning rate before hours of runs.
+
+    Raises:
+        UserError: as `load_config`.
+    """
+    for arm in dict.fromkeys(job.arm for job in jobs):
+        load_config(config, arm.overrides())
 
 
 def list_runs(output: Path, jobs: Sequence[Job]) -> str:
@@ -339,6 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.list:
         sys.stdout.write(list_runs(arguments.output, jobs) + "\n")
         return 0
+    check(jobs, arguments.config)
     if arguments.part == "short" and importlib.util.find_spec("matplotlib") is None:
         raise UserError("matplotlib is not installed; pip install 'calibadv-jax[report]'")
     for number in (signal.SIGTERM, signal.SIGINT):
