@@ -18,6 +18,7 @@ from calibadv_jax.report.runs import Run
 WINDOW = 10  # steps of the running means that define a collapse
 LEAST_SHARE = 0.5  # of the earlier maximum of the reward, below which it has collapsed
 LEAST_FORMAT = 0.5
+REACH = 10  # steps before and after, whose values of other runs make the range
 PATIENCE = 3  # steps in a row outside the range that make a warning, as guards.patience
 CONFIDENCE = 0.95
 
@@ -135,15 +136,33 @@ def first_departure(values: Values, others: Sequence[Values]) -> Departure | Non
     """The first time that a quantity is outside the range of other runs for PATIENCE steps in a row.
 
     Args:
-        others: the same quantity of other runs; their range is from the smallest to the largest value at any
-            step of any of them.
+        others: the same quantity of other runs; see `ranges`.
     """
-    low = min(value for one in others for value in one.values())
-    high = max(value for one in others for value in one.values())
     streak = {"below": 0, "above": 0}
+    found = ranges(list(values), others)
     for step, value in sorted(values.items()):
+        low, high = found.get(step, (-math.inf, math.inf))
         for side, is_outside in (("below", value < low), ("above", value > high)):
             streak[side] = streak[side] + 1 if is_outside else 0
             if streak[side] == PATIENCE:
                 return Departure(step, side)
     return None
+
+
+def ranges(steps: Sequence[int], others: Sequence[Values]) -> dict[int, Interval]:
+    """Smallest and largest value of any of the runs within REACH steps of each step that has some near.
+
+    Not over all steps: entropy, say, falls in every training.
+    """
+    lows: Values = {}
+    highs: Values = {}
+    for one in others:
+        for step, value in one.items():
+            lows[step] = min(value, lows.get(step, value))
+            highs[step] = max(value, highs.get(step, value))
+    near = {step: [other for other in lows if abs(other - step) <= REACH] for step in steps}
+    return {
+        step: (min(lows[other] for other in some), max(highs[other] for other in some))
+        for step, some in near.items()
+        if some
+    }

@@ -13,6 +13,7 @@ from benchmarks.evidence_measures import (
     LEAST_SHARE,
     PATIENCE,
     QUANTITIES,
+    REACH,
     WINDOW,
     Departure,
     Interval,
@@ -31,11 +32,11 @@ ABOUT_ARMS = f"""\
 - The last column pairs an arm with GRPO of the same seed, cold start, learning rate and updates.
 """
 ABOUT_WARNINGS = f"""\
-The range of a quantity is from its smallest to its largest value at any step of any run of the same seed that
-did not collapse. It warns at the last of the first {PATIENCE} steps in a row outside that range, in the run
-that collapses; the lead is the number of steps from there to the collapse. False alarms: the same in the runs
-that did not collapse, each measured by the ranges of the others of its seed. Lengths are sampled tokens of
-trajectories with reward 0 and with reward 1.
+The range of a quantity at a step is from its smallest to its largest value within {REACH} steps in any run of
+the same seed that did not collapse. It warns at the last of the first {PATIENCE} steps in a row outside its
+range, in the run that collapses; the lead is the number of steps from there to the collapse. False alarms:
+the same in the runs that did not collapse, each measured by the others of its seed. Lengths are sampled
+tokens of trajectories with reward 0 and with reward 1.
 """
 
 

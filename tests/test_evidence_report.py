@@ -99,6 +99,15 @@ def test_a_quantity_warns_after_three_steps_outside_the_range_of_others(values, 
     assert first_departure(by_step(values), OTHERS) == found
 
 
+def test_a_range_is_of_the_steps_around():
+    """Other runs rise: 20 at step 20 is usual, 20 at step 31 is too little, for 21 was at step 21."""
+    rising = {step: float(step) for step in range(1, 41)}
+    assert first_departure({step: 20.0 for step in range(10, 41)}, [rising]) == Departure(33, "below")
+    assert (
+        first_departure({step: 20.0 for step in range(52, 61)}, [rising]) is None
+    )  # nothing to compare with
+
+
 def turn(tokens):
     return {"kind": "search", "token_ids": list(range(tokens))}
 
