@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,6 +52,11 @@ class Result:
         names = [f"eval/{source}/f1/temperature_{TEMPERATURE}" for source in (AVERAGE, ALL)]
         logged = next((found for name in names if (found := finite(self.run.values(name)))), {})
         return max([self.final_f1, *logged.values()])
+
+    def at_the_end(self, metric: str, steps: int = 10) -> float | None:
+        """Mean over the last steps that have the metric."""
+        last = [value for _, value in sorted(finite(self.run.values(metric)).items())][-steps:]
+        return statistics.fmean(last) if last else None
 
     @cached_property
     def quantities(self) -> dict[str, Values]:

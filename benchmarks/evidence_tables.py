@@ -14,6 +14,7 @@ from benchmarks.evidence_measures import (
     PATIENCE,
     QUANTITIES,
     REACH,
+    REWARD,
     WINDOW,
     Departure,
     Interval,
@@ -25,10 +26,13 @@ from benchmarks.evidence_measures import (
 from benchmarks.evidence_results import Result, Results
 
 NOTHING = "-"
+TIED, ENTROPY = "group/tied", "actor/entropy"
 ABOUT_ARMS = f"""\
 - Collapsed: the mean reward of {WINDOW} steps fell below {LEAST_SHARE:g} of its own earlier maximum, or that
   of format validity below {LEAST_FORMAT:g}. Exact binomial intervals.
 - F1 is that of held-out questions at temperature 1. Student's t intervals.
+- Tied: share of the groups whose trajectories all have the same reward, in the last ten steps. They teach
+  nothing; where all are tied, training stands still.
 - The last column pairs an arm with GRPO of the same seed, cold start, learning rate and updates.
 """
 ABOUT_WARNINGS = f"""\
@@ -63,6 +67,7 @@ def page(results: Results, cold: Mapping[int, float]) -> str:
         "Each collapsed run: the step of the warning, the side, and in brackets the lead.\n",
         warnings_table(warnings(runs)),
         "## Runs\n",
+        "Reward, entropy and tied groups are means of the last ten steps.\n",
         runs_table(runs),
     ]
     return "\n".join(parts)
@@ -86,7 +91,7 @@ def cold_line(cold: Mapping[int, float]) -> str:
 
 
 def arms_table(results: Results) -> str:
-    headers = ["arm", "seeds", "collapsed", "final F1", "best F1", "final F1 minus GRPO's"]
+    headers = ["arm", "seeds", "collapsed", "final F1", "best F1", "tied", "final F1 minus GRPO's"]
     rows = []
     for arm, runs in results.items():
         count = sum(result.collapse is not None for result in runs)
@@ -99,10 +104,17 @@ def arms_table(results: Results) -> str:
                 f"{count} [{low:.2f}, {high:.2f}]",
                 with_interval(statistics.fmean(final), mean_interval(final)),
                 with_interval(statistics.fmean(best), mean_interval(best)),
+                end_of(runs, TIED, ".2f"),
                 minus_grpo(arm, results),
             ]
         )
     return markdown(headers, rows)
+
+
+def end_of(runs: Sequence[Result], metric: str, form: str) -> str:
+    """Mean over the runs of the metric's mean over their last steps."""
+    found = [value for one in runs if (value := one.at_the_end(metric)) is not None]
+    return f"{statistics.fmean(found):{form}}" if found else NOTHING
 
 
 def minus_grpo(arm: Arm, results: Results) -> str:
@@ -210,18 +222,16 @@ def warnings_table(collapsed: Sequence[Row]) -> str:
 
 
 def runs_table(runs: Sequence[Result]) -> str:
-    rows = []
-    for one in runs:
-        last = [value for _, value in sorted(one.reward.items())][-10:]
-        rows.append(
-            [
-                one.arm.name,
-                str(one.seed),
-                NOTHING if one.collapse is None else str(one.collapse),
-                f"{one.final_f1:.3f}",
-                f"{one.best_f1:.3f}",
-                f"{statistics.fmean(last):.3f}",
-            ]
-        )
-    headers = ["arm", "seed", "collapse at step", "final F1", "best F1", "mean reward of the last ten steps"]
+    rows = [
+        [
+            one.arm.name,
+            str(one.seed),
+            NOTHING if one.collapse is None else str(one.collapse),
+            f"{one.final_f1:.3f}",
+            f"{one.best_f1:.3f}",
+            *(end_of([one], metric, ".3f") for metric in (REWARD, ENTROPY, TIED)),
+        ]
+        for one in runs
+    ]
+    headers = ["arm", "seed", "collapse at step", "final F1", "best F1", "reward", "entropy", "tied"]
     return markdown(headers, rows)
