@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence_arms import Arm, parse_name, plan
+from benchmarks.evidence_arms import METHODS, Arm, parse_name, plan
 from benchmarks.evidence_measures import FORMAT, REWARD, Values, collapse_step, finite, quantities
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluation.report import ALL, AVERAGE
@@ -116,9 +116,9 @@ def _arms(output: Path, names: Sequence[str] | None) -> list[Arm]:
     return [arm for arm in arms if (not arm.is_short if names is None else arm.name in names)]
 
 
-def _place(arm: Arm) -> tuple[int, str]:
+def _place(arm: Arm) -> tuple[int, int]:
     order = [job.arm for job in plan("all", [0], arm.lr)]
-    return (order.index(arm) if arm in order else len(order)), arm.name
+    return (order.index(arm) if arm in order else len(order)), list(METHODS).index(arm.method)
 
 
 def check_settings(results: Sequence[Result]) -> None:

@@ -196,6 +196,7 @@ def output(tmp_path_factory):
     (make_run(output, "calibadv-lr2.2e-3", 3, STEADY, 0.9) / "evaluation.json").unlink()
     make_run(output, "calibadv-lr2.2e-3", 4, STEADY, 0.9, step=20)
     (output / "runs/notes").mkdir()
+    make_run(output, "short-calibadv-lr1.9e-3", 3, STEADY, 0.9)
     make_run(output, "short-grpo-lr1.9e-3", 3, STEADY, 0.9)
     for seed, f1 in ((3, 0.2), (4, 0.3), (5, 0.25)):
         write_evaluation(output / f"cold/seed-{seed}", f1, None)
@@ -381,6 +382,6 @@ def test_the_reward_curves_are_means_with_bands_over_the_seeds(output):
 
 def test_the_short_version_ends_with_its_own_arms(output, tmp_path):
     pytest.importorskip("matplotlib")
-    table, picture = evidence_report.write_short(output, ["short-grpo-lr1.9e-3"])
-    assert list(cells(table)) == ["arm", "short-grpo-lr1.9e-3"]
-    assert {"grpo", "reward"} <= words(picture)
+    table, picture = evidence_report.write_short(output, ["short-calibadv-lr1.9e-3", "short-grpo-lr1.9e-3"])
+    assert list(cells(table)) == ["arm", "short-grpo-lr1.9e-3", "short-calibadv-lr1.9e-3"]
+    assert {"grpo", "calibadv", "reward"} <= words(picture)
