@@ -189,7 +189,7 @@ class Harness:
             begun = time.monotonic()
             log = cold_folder(self.output, seed) / "evidence.log"
             try:
-                self._call(cold_command(self.output, seed, self.config), log, held, self.num_workers)
+                self.call(cold_command(self.output, seed, self.config), log, held, self.num_workers)
             except Failed as error:
                 self._tried.add(name)
                 self._fail(f"cold start of seed {seed}: {error}")
@@ -229,8 +229,8 @@ class Harness:
         begun = time.monotonic()
         log = run_folder(self.output, job) / "evidence.log"
         try:
-            self._call(train_command(self.output, job, self.config), log, held)
-            self._call(evaluate_command(self.output, job, self.config), log, held)
+            self.call(train_command(self.output, job, self.config), log, held)
+            self.call(evaluate_command(self.output, job, self.config), log, held)
         except Failed as error:
             self._fail(f"{job.name}: {error}")
             return
@@ -249,7 +249,7 @@ class Harness:
         spent = f"{sum(seconds) / 3600:.1f} h of computing"
         return f"{num_done} of {len(self.jobs)} runs done, {spent}; {left / 3600:.1f} h left"
 
-    def _call(self, command: Sequence[str], log: Path, held: int, num_devices: int = 1) -> None:
+    def call(self, command: Sequence[str], log: Path, held: int, num_devices: int = 1) -> None:
         """Runs a command to its end, with its output appended to `log`.
 
         Raises:

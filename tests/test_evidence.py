@@ -140,14 +140,27 @@ def test_a_run_that_another_process_has_is_left_to_it(tmp_path, programs):
     assert run_all(tmp_path, jobs).num_done() == 2
 
 
-def test_a_lock_lasts_until_the_last_process_that_holds_it_has_ended(tmp_path):
-    with evidence.lock(tmp_path, "runs/a/seed-1") as held:
-        child = subprocess.Popen(["sleep", "60"], pass_fds=(held,))
-    with evidence.lock(tmp_path, "runs/a/seed-1") as again, evidence.lock(tmp_path, "runs/a/seed-2") as other:
+def test_a_lock_is_held_by_the_command_too(tmp_path, programs):
+    """Should the harness be killed, the training that it began goes on, and nobody else begins it."""
+    programs["train"] = """
+(folder / "running").write_text("")
+while not (folder / "go").exists():
+    time.sleep(0.02)
+"""
+    (job,) = jobs_of("grpo")
+    folder = evidence.run_folder(tmp_path, job)
+    harness = evidence.Harness(tmp_path, [job], CONFIG)
+    command = evidence.train_command(tmp_path, job, CONFIG)
+    with evidence.lock(tmp_path, "runs/a") as held:
+        thread = threading.Thread(target=harness.call, args=(command, folder / "log", held))
+        thread.start()
+        while not (folder / "running").exists():
+            time.sleep(0.02)
+    with evidence.lock(tmp_path, "runs/a") as again, evidence.lock(tmp_path, "runs/b") as other:
         assert again is None and other is not None
-    child.kill()
-    child.wait()
-    with evidence.lock(tmp_path, "runs/a/seed-1") as again:
+    (folder / "go").write_text("")
+    thread.join(30)
+    with evidence.lock(tmp_path, "runs/a") as again:
         assert again is not None
 
 
