@@ -2,7 +2,7 @@
 # The experiments of docs/evidence.md: runs what is not done yet, one run after the other (arguments: --help).
 #
 #   bash benchmarks/evidence.sh OUTPUT                  # everything, the most telling first: many hours
-#   bash benchmarks/evidence.sh OUTPUT --part short     # ten minutes on two cores, one picture
+#   bash benchmarks/evidence.sh OUTPUT --part short     # GRPO and CalibAdv, two seeds, one picture
 #
 # PYTHON names a Python that has the project and its extras cpu and report; else .venv is set up.
 set -euo pipefail
