@@ -1,0 +1,145 @@
+"""The figures of docs/evidence.md, drawn in the style of `calibadv report`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.evidence_arms import FOUR, MINIBATCHES, NEAR, Arm
+from benchmarks.evidence_measures import WINDOW, mean_interval
+from benchmarks.evidence_results import Result, Results
+from calibadv_jax.report.curves import over_seeds
+from calibadv_jax.report.draw import COLOURS, DASHES, LINE_WIDTH, MUTED, SMALL_TEXT, STYLE, UNIT, draw
+from calibadv_jax.report.figures import Figure as Description
+from calibadv_jax.report.gather import Chart, Panel
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLUMN, ROW = 300, 170  # of a sweep's panel, in units of `draw`
+DODGE = 0.006  # share of the axis by which neighbouring intervals are moved apart
+UPDATES = {"": "5 updates a step", "-1update": "1 update a step"}
+
+Points = Mapping[float, Sequence[Result]]  # place on the x axis -> the seeds there
+
+
+def figures(results: Results) -> dict[str, Figure]:
+    """By name; one without results is left out."""
+    found: dict[str, Figure] = {}
+    columns = {}
+    for updates in MINIBATCHES:
+        lines = {method: _by_rate(results, method, updates) for method in FOUR}
+        lines = {method: points for method, points in lines.items() if points}
+        if lines:
+            columns[UPDATES[updates]] = lines
+    if columns:
+        found["frontier"] = sweep(columns, "learning rate in 1e-3")
+    near = {
+        arm: runs for arm, runs in results.items() if arm.method in ("grpo", "calibadv") and not arm.updates
+    }
+    near = {arm: runs for arm, runs in near.items() if arm.lr in NEAR}
+    if near:
+        found["rewards"] = reward_curves(near)
+    lambdas = _by_lambda(results)
+    if lambdas:
+        found["lambda"] = sweep(lambdas, "λ")
+    return found
+
+
+def _by_rate(results: Results, method: str, updates: str) -> Points:
+    arms = [arm for arm in results if arm.method == method and arm.updates == updates]
+    return {1000 * float(arm.lr): results[arm] for arm in sorted(arms, key=lambda arm: float(arm.lr))}
+
+
+def _by_lambda(results: Results) -> dict[str, dict[str, Points]]:
+    """A column for each learning rate at which λ was varied, GRPO of that rate beside it."""
+    columns: dict[str, dict[str, Points]] = {}
+    for rate in dict.fromkeys(arm.lr for arm in results if "lambda" in arm.method):
+        arms = [
+            arm for arm in results if arm.lr == rate and arm.method.startswith("calibadv") and not arm.updates
+        ]
+        points = {float(arm.method.partition("lambda")[2] or 1): results[arm] for arm in arms}
+        lines: dict[str, Points] = {"calibadv": dict(sorted(points.items()))}
+        plain = results.get(Arm("grpo", rate))
+        if plain:
+            lines["grpo"] = dict.fromkeys((min(points), max(points)), plain)
+        columns[f"learning rate {rate}"] = lines
+    return columns
+
+
+def reward_curves(results: Results) -> Figure:
+    """Training reward by step, a panel for each learning rate: mean of the seeds, band over all of them."""
+    panels = []
+    for rate in sorted({arm.lr for arm in results}, key=float):
+        arms = {arm.method: runs for arm, runs in results.items() if arm.lr == rate}
+        curves = [over_seeds(method, [one.reward for one in runs], WINDOW) for method, runs in arms.items()]
+        panels.append(Panel(f"learning rate {rate}", tuple(curves)))
+    names = list(dict.fromkeys(arm.method for arm in results))
+    what = Description("rewards", "Training reward", "", "reward", {})
+    figure, _ = draw(Chart(what, tuple(panels)), [method for method in FOUR if method in names])
+    return figure
+
+
+def sweep(columns: Mapping[str, Mapping[str, Points]], x_name: str) -> Figure:
+    """Share of the seeds that collapsed, and final F1 with its interval, over a setting.
+
+    Args:
+        columns: title -> method -> points.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    order = [*FOUR, *(name for lines in columns.values() for name in lines if name not in FOUR)]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(
+            figsize=(COLUMN * len(columns) / UNIT + 1, 2 * ROW / UNIT + 1), dpi=UNIT, layout="tight"
+        )
+        axes = figure.subplots(2, len(columns), sharex="col", sharey="row", squeeze=False)
+        for column, (title, lines) in enumerate(columns.items()):
+            top, bottom = axes[:, column]
+            top.set_title(title, fontsize=12, fontweight="bold")
+            places = sorted({x for points in lines.values() for x in points})
+            for index, (method, points) in enumerate(lines.items()):
+                look = _look(order.index(method), method)
+                reach = places[-1] - places[0] or 1.0
+                xs = [x + DODGE * reach * (2 * index - len(lines) + 1) for x in points]
+                top.plot(xs, [_collapsed(runs) for runs in points.values()], **look)
+                _with_intervals(bottom, xs, list(points.values()), look)
+            top.set_ylim(-0.05, 1.05)
+            bottom.set_ylim(0, 1)
+            bottom.set_xticks(places, [f"{x:g}" for x in places])
+            bottom.set_xlabel(x_name, color=MUTED, fontsize=SMALL_TEXT)
+        axes[0, 0].set_ylabel("share of seeds\nthat collapsed", color=MUTED, fontsize=SMALL_TEXT)
+        axes[1, 0].set_ylabel("final held-out F1", color=MUTED, fontsize=SMALL_TEXT)
+        axes[0, 0].legend(fontsize=SMALL_TEXT, frameon=False)
+    return figure
+
+
+def _look(index: int, name: str) -> dict[str, Any]:
+    look = {"color": COLOURS[index], "linestyle": DASHES[index], "linewidth": LINE_WIDTH}
+    return look | {"marker": "o", "markersize": 4, "label": name}
+
+
+def _collapsed(runs: Sequence[Result]) -> float:
+    return statistics.fmean(one.collapse is not None for one in runs)
+
+
+def _with_intervals(
+    axes: Any, xs: Sequence[float], points: Sequence[Sequence[Result]], look: dict[str, Any]
+) -> None:
+    """Means over the seeds, and Student's t intervals where there are several."""
+    axes.plot(xs, [statistics.fmean(one.final_f1 for one in runs) for runs in points], **look)
+    for x, runs in zip(xs, points, strict=True):
+        interval = mean_interval([one.final_f1 for one in runs])
+        if interval:
+            axes.plot([x, x], interval, color=look["color"], linewidth=1)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """As SVG with text as text; the same figure gives the same file."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+        figure.savefig(path, format="svg", metadata={"Date": None})

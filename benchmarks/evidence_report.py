@@ -1,0 +1,55 @@
+"""Tables and figures of docs/evidence.md from the folder that evidence.sh filled.
+
+    python -m benchmarks.evidence_report OUTPUT [--docs docs/]
+
+Writes evidence_tables.md and evidence_*.svg into OUTPUT/report, or into the folder given by --docs. A run
+counts when the policy of its last step has been evaluated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import evidence_figures, evidence_tables
+from benchmarks.evidence_results import cold_starts, read_results
+from calibadv_jax.errors import UserError
+
+
+def write_report(output: Path, folder: Path) -> list[Path]:
+    """Writes the tables and those figures that there are results for; returns their paths."""
+    results = read_results(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / "evidence_tables.md"]
+    written[0].write_text(evidence_tables.page(results, cold_starts(output)), encoding="utf-8")
+    for name, figure in evidence_figures.figures(results).items():
+        written.append(folder / f"evidence_{name}.svg")
+        evidence_figures.save(figure, written[-1])
+    return written
+
+
+def write_short(output: Path, names: Sequence[str]) -> tuple[str, Path]:
+    """The table of some arms, and the one picture of the short version: their reward by step."""
+    results = read_results(output, names)
+    path = output / "short.svg"
+    evidence_figures.save(evidence_figures.reward_curves(results), path)
+    return evidence_tables.arms_table(results), path
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("output", type=Path, metavar="OUTPUT")
+    parser.add_argument("--docs", type=Path, metavar="FOLDER", help="write there; default: OUTPUT/report")
+    arguments = parser.parse_args(argv)
+    for path in write_report(arguments.output, arguments.docs or arguments.output / "report"):
+        sys.stdout.write(f"{path}\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
