@@ -62,7 +62,7 @@ ensure_cuda_compiler() {
   [[ "$(uname -sm)" == "Linux x86_64" && ! -d "$folder" ]] || return 0
   version="$("$python" -c 'from importlib.metadata import version; print(version("jax"))')"
   "$python" -m pip install --quiet --no-compile --no-deps --disable-pip-version-check --target "$folder" \
-    "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" nvidia-cuda-nvcc nvidia-nvvm 2>/dev/null ||
+    "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" "nvidia-cuda-nvcc>=13,<14" "nvidia-nvvm>=13,<14" 2>/dev/null ||
     echo "no jax-cuda13-plugin $version is available: the GPU compilation test will skip" >&2
 }
 
