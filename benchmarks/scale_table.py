@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ahead_of_time import GPU_SHARE, PROGRAMS, mesh_sizes, parse
+from benchmarks.ahead_of_time import GPU_SHARE, PROGRAMS, expected_bytes, mesh_sizes, parse
 from benchmarks.gpu_targets import GPUS
 from calibadv_jax.memory import GIB
 
@@ -104,6 +104,9 @@ def row(point: str, found: dict[str, dict[str, Any]]) -> str:
         else:
             cells.append("refused" if "refused" in figures else "")
     cells.append(with_sampler(found, limit))
+    expected = expected_bytes(a)
+    sampling = max(expected["prefill"], expected["decode"])
+    cells.append(f"{expected['update'] / GIB:.1f}, {sampling / GIB:.1f}")
     return "| " + " | ".join([*cells, f"`{point}`"]) + " |"
 
 
@@ -124,6 +127,7 @@ def table(folder: Path, points: list[str]) -> str:
         "limit GiB",
         *PROGRAMS,
         "with embedded sampler",
+        "`doctor`: update, sampler",
         "arguments of `python -m benchmarks.ahead_of_time`",
     ]
     found = {point: gathered(folder, point) for point in points}

@@ -131,8 +131,9 @@ def _update(config: Config, architecture: Architecture, mesh: Mapping[str, int])
     rows = learner.microbatch_rows / (mesh["data"] * mesh["fsdp"])
     tokens = rows * learner.row_length
     inside = _layer_width(a, mesh)
-    # Of a layer are kept: its input; or also the results of its matrix products; or all.
-    kept = {"full": 0.0, "dots": 0.5 * inside, "none": inside}[policy.remat]
+    heads = _share(a.num_heads, mesh) + 2 * _share(a.num_kv_heads, mesh)
+    products = heads * a.head_dim + 2 * _share(a.intermediate_size, mesh) + 2 * a.hidden_size
+    kept = {"full": 0, "dots": products, "none": inside}[policy.remat]  # beside a layer's input
     chunk = min(policy.logprob_chunk, learner.row_length)
     logits = 3 * rows * chunk * _share(a.vocab_size, mesh) * 4
     layers, head = _gathered(config, a, mesh)
