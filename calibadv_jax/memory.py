@@ -131,14 +131,14 @@ def _update(config: Config, architecture: Architecture, mesh: Mapping[str, int])
     rows = learner.microbatch_rows / (mesh["data"] * mesh["fsdp"])
     tokens = rows * learner.row_length
     inside = _layer_width(a, mesh)
-    heads = _share(a.num_heads, mesh) + 2 * _share(a.num_kv_heads, mesh)
-    products = heads * a.head_dim + 2 * _share(a.intermediate_size, mesh) + 2 * a.hidden_size
-    kept = {"full": 0, "dots": products, "none": inside}[policy.remat]  # beside a layer's input
+    layers, head = _gathered(config, a, mesh)
     chunk = min(policy.logprob_chunk, learner.row_length)
     logits = 3 * rows * chunk * _share(a.vocab_size, mesh) * 4
-    layers, head = _gathered(config, a, mesh)
+    kept = tokens * _kept_width(a, mesh, policy.remat)
+    if policy.remat == "none":  # the weights too, in the precision that they are used in
+        kept += _layer_parameters(a) / mesh["tensor"]
     return {
-        "activations": tokens * a.num_layers * (a.hidden_size + kept) * computed,
+        "activations": a.num_layers * kept * computed,
         "workspace": max(2 * tokens * inside * computed + layers, logits + head),
     }
 
@@ -150,15 +150,31 @@ def _layer_width(architecture: Architecture, mesh: Mapping[str, int]) -> float:
     return 4 * a.hidden_size + 2 * heads * a.head_dim + 3 * _share(a.intermediate_size, mesh)
 
 
+def _kept_width(architecture: Architecture, mesh: Mapping[str, int], remat: str) -> float:
+    """Elements a token that one layer leaves for the backward pass on one device."""
+    a = architecture
+    heads, kv_heads, mlp = (_share(size, mesh) for size in (a.num_heads, a.num_kv_heads, a.intermediate_size))
+    if remat == "full":  # the layer's input
+        return a.hidden_size
+    if remat == "dots":  # and the results of its matrix products
+        return 3 * a.hidden_size + (heads + 2 * kv_heads) * a.head_dim + 2 * mlp
+    return 13 * a.hidden_size + 6 * heads * a.head_dim + 5 * mlp  # fitted to one compiled update
+
+
+def _layer_parameters(architecture: Architecture) -> float:
+    """Parameters of one layer."""
+    a = architecture
+    embeddings = a.vocab_size * a.hidden_size * (1 if a.tie_word_embeddings else 2)
+    return (a.num_parameters - embeddings) / a.num_layers
+
+
 def _gathered(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> tuple[float, float]:
     """Bytes of weights that a device gathers over `fsdp` to use them: two layers (one ahead); the head."""
     if mesh["fsdp"] == 1:
         return 0.0, 0.0
-    a = architecture
-    head = a.vocab_size * a.hidden_size
-    layers = a.num_parameters - head * (1 if a.tie_word_embeddings else 2)
     scale = jnp.dtype(config.policy.compute_dtype).itemsize / mesh["tensor"]
-    return 2 * layers / a.num_layers * scale, head * scale
+    head = architecture.vocab_size * architecture.hidden_size
+    return 2 * _layer_parameters(architecture) * scale, head * scale
 
 
 def _sampler(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
@@ -171,10 +187,14 @@ def _sampler(config: Config, architecture: Architecture, mesh: Mapping[str, int]
     scores = of_row * min(slots, max(1, SCORE_BYTES // of_row)) * _share(a.num_heads, mesh) / a.num_heads
     new = slots * sampler.prefill_chunk * _layer_width(a, mesh) * computed
     layers, head = _gathered(config, a, mesh)
+    cache = 2 * columns * _share(a.num_kv_heads, mesh) * a.head_dim * computed
+    # Heads that the axis does not divide are split within the program as far as they go: a copy of the cache.
+    common = math.gcd(a.num_kv_heads, mesh["tensor"])
+    copy = cache / common if 1 < common < mesh["tensor"] else 0.0
     return {
-        "kv cache": 2 * columns * _share(a.num_kv_heads, mesh) * a.head_dim * computed,
-        "prefill": new + 1.5 * scores + layers,
-        "decode": 2 * slots * a.vocab_size * 4 + head,
+        "kv cache": cache,
+        "prefill": new + 1.5 * scores + layers + copy,
+        "decode": 2 * slots * a.vocab_size * 4 + head + copy,
     }
 
 

@@ -132,6 +132,7 @@ def test_the_tensor_axis_shares_what_it_divides():
     assert one["activations"] == two["activations"]
     assert one["kv cache"] == 2 * two["kv cache"] and four["kv cache"] == one["kv cache"]
     assert two["workspace"] < one["workspace"]
+    assert four["decode"] > four["kv cache"] / 2 > two["decode"]  # the compiler copies half of the cache
     wide = replace(ARCHITECTURE, vocab_size=100_000)
     one, two, three = (
         estimate({"data": 1, "fsdp": 1, "tensor": size}, wide)["workspace"] for size in (1, 2, 3)
