@@ -112,7 +112,7 @@ def row(point: str, found: dict[str, dict[str, Any]]) -> str:
 
 def with_sampler(found: dict[str, dict[str, Any]], limit: float) -> str:
     """The most that a device holds where the embedded sampler stays beside the trainer."""
-    if any("peak" not in found.get(program, {}) for program in PROGRAMS):
+    if any("peak" not in found.get(program, {}) for program in ("update", "prefill", "decode")):
         return ""
     state, cache = found["update"]["arguments"], found["prefill"]["arguments"]
     sampling = max(found["prefill"]["peak"], found["decode"]["peak"])

@@ -19,7 +19,7 @@ TEXT = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in TEXT.splitlines()
-    if line.startswith("|") and "`--" in line
+    if line.startswith("|") and line.endswith("` |") and "`--" in line
 ]
 FIGURE = re.compile(r"(\*\*)?([\d.]+) in (\d+) s(\*\*)?")
 
@@ -116,6 +116,8 @@ def test_a_row_marks_what_does_not_fit(tmp_path):
     )
     assert row[3] == "**15.5 in 61 s**" and row[6] == "refused" and row[7] == ""
     assert written(tmp_path, update=FIGURES["update"] | {"peak": 14.0})[7] == "**16.6**"
+    file_of(tmp_path, POINT, "log-probabilities").unlink()
+    assert "| 14.0 in 61 s |  | 3.5 in 5 s | 3.2 in 4 s | **16.6** |" in table(tmp_path, list(POINTS))
 
 
 def test_points_have_files_of_their_own(tmp_path):
