@@ -6,75 +6,133 @@
     pip install 'jax[cuda13]'     # an environment of its own; no GPU and no driver are needed
     python -m benchmarks.ahead_of_time --platform cuda --gpu h100 --topology 1x1x8 --shape qwen2.5-3b --fsdp 8
 
-Prints for each program how long it compiled, the bytes of its arguments on one device, and the peak of
-memory that the compiler plans there. TPU's compiler refuses a program that does not fit; XLA:GPU does not, so
-the status is 1 if a peak is above 0.75 of the GPU's memory, the share that JAX takes by default.
+Prints for each program how long it compiled, the bytes of its arguments on one device, the peak of memory
+that the compiler plans there, and what `doctor` would have said. TPU's compiler refuses a program that does
+not fit; XLA:GPU does not, so the status is 1 if a peak is above 0.75 of the GPU's memory, the share that JAX
+takes by default. `--json FILE` writes the figures. Many points and a table: `benchmarks.scale_table`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import sys
 import time
-from typing import Any
-
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no machine to ask what it is
-os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # no GPU to try kernels on
+from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from benchmarks.device import NEVER_STOPS, SHAPES
 from benchmarks.gpu_targets import GPUS, target_config
-from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig, PolicyConfig, SamplerConfig
+from calibadv_jax.config import (
+    Config,
+    LearnerConfig,
+    LossConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    SamplerConfig,
+)
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.memory import GIB, estimate_memory, program_memory
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 
-GIB = 2**30
 GPU_SHARE = 0.75
 KERNELS = {"tpu": "splash", "cuda": "triton"}  # "auto" would ask for this machine's backend
+PROGRAMS = ("update", "log-probabilities", "prefill", "decode")
 
 
-def programs(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Lowered programs by name."""
-    jax.config.update("jax_platforms", "cpu")
-    if arguments.platform == "tpu":
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=arguments.topology)
-    else:
-        target = target_config(arguments.gpu)
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=target, topology=arguments.topology
-        )
-    mesh = make_mesh(MeshConfig(-1, arguments.fsdp, arguments.tensor), list(topology.devices))
+def mesh_sizes(arguments: argparse.Namespace) -> dict[str, int]:
+    """Sizes of the mesh's axes, without asking for the devices."""
+    devices = math.prod(int(size) for size in arguments.topology.rpartition(":")[2].split("x"))
+    fsdp, tensor = arguments.fsdp, arguments.tensor
+    return {"data": devices // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
+
+
+def run_config(arguments: argparse.Namespace) -> Config:
+    """The parts of a run's config that its programs and their memory come from."""
+    mesh = mesh_sizes(arguments)
     attention = arguments.attention or KERNELS[arguments.platform]
-    config = PolicyConfig(compute_dtype="bfloat16", remat=arguments.remat, attention=attention)
-    policy = Policy(architecture_from_hf(SHAPES[arguments.shape]), Numerics.from_config(config))
-    rows = arguments.rows * mesh.shape["data"] * mesh.shape["fsdp"]
+    return Config(
+        policy=PolicyConfig(compute_dtype="bfloat16", remat=arguments.remat, attention=attention),
+        mesh=MeshConfig(**mesh),
+        learner=LearnerConfig(
+            row_length=arguments.length, microbatch_rows=arguments.rows * mesh["data"] * mesh["fsdp"]
+        ),
+        rollout=RolloutConfig(max_length=arguments.length, max_prompt_length=arguments.length // 2),
+        sampler=SamplerConfig(slots=arguments.slots),
+    )
+
+
+def expected_bytes(arguments: argparse.Namespace) -> dict[str, float]:
+    """Bytes on a device that `doctor` expects of the programs that decide; log-probabilities never do."""
+    architecture = architecture_from_hf(SHAPES[arguments.shape])
+    return program_memory(estimate_memory(run_config(arguments), architecture, mesh_sizes(arguments)))
+
+
+def make_topology_mesh(arguments: argparse.Namespace) -> Mesh:
+    """A mesh of devices that need not be attached."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no machine to ask what it is
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # no GPU to try kernels on
+    jax.config.update("jax_platforms", "cpu")
+    options = {"topology_name": arguments.topology}
+    if arguments.platform == "cuda":
+        options = {"topology": arguments.topology, "target_config": target_config(arguments.gpu)}
+    devices = topologies.get_topology_desc(platform=arguments.platform, **options).devices
+    return make_mesh(MeshConfig(**mesh_sizes(arguments)), list(devices))
+
+
+def lowered_programs(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, jax.stages.Lowered]:
+    """The programs that the arguments ask for, for the mesh's devices."""
+    config, names = run_config(arguments), set(arguments.only)
+    policy = Policy(architecture_from_hf(SHAPES[arguments.shape]), Numerics.from_config(config.policy))
     optimizer = make_optimizer(OptimizerConfig(lr=1e-6), make_schedule(OptimizerConfig(), 100))
     learner = Learner(
-        policy, optimizer, mesh, rows, logprob_chunk=config.logprob_chunk, entropy_gradient=False
+        policy,
+        optimizer,
+        mesh,
+        config.learner.microbatch_rows,
+        logprob_chunk=config.policy.logprob_chunk,
+        entropy_gradient=False,
     )
-    sampling = SamplerConfig(slots=arguments.slots)
-    sampler = JaxSampler(policy, NEVER_STOPS, sampling, mesh, arguments.length)
-    sys.stdout.write(
-        f"{len(topology.devices)} x {topology.devices[0].device_kind}, mesh {dict(mesh.shape)},"
-        f" {arguments.shape}, rows of {arguments.length} tokens, {rows} a microbatch,"
-        f" {arguments.slots} slots, attention {attention}, jax {jax.__version__}\n"
-    )
+    lowered = {}
+    if "update" in names:
+        loss = policy_gradient(LossConfig(), on_policy=True)
+        lowered["update"] = learner.lower_update(2, arguments.length, loss)
+    if "log-probabilities" in names:
+        lowered["log-probabilities"] = learner.lower_logprobs(arguments.length)
+    if names & {"prefill", "decode"}:
+        sampler = JaxSampler(policy, NEVER_STOPS, config.sampler, mesh, arguments.length)
+        lowered |= {name: program for name, program in sampler.lower().items() if name in names}
+    return lowered
+
+
+def compiled_figures(program: jax.stages.Lowered) -> dict[str, float]:
+    """Seconds of compiling, and GiB on a device by the compiler's plan."""
+    begun = time.perf_counter()
+    compiled = program.compile()
+    seconds = time.perf_counter() - begun
+    memory = compiled.memory_analysis()
     return {
-        "update": learner.lower_update(2, arguments.length, policy_gradient(LossConfig(), on_policy=True)),
-        "log-probabilities": learner.lower_logprobs(arguments.length),
-        **sampler.lower(),
+        "compile_s": round(seconds, 1),
+        "arguments": memory.argument_size_in_bytes / GIB,
+        "temporary": memory.temp_size_in_bytes / GIB,
+        "peak": memory.peak_memory_in_bytes / GIB,
     }
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -86,33 +144,38 @@ def main() -> None:
         help="TPU: as libtpu names it, v5e:4x4, v5p:2x2x2, v6e:4x4; GPU: slices x hosts x GPUs of a host",
     )
     parser.add_argument("--attention", choices=["xla", "splash", "triton", "cudnn"], help="other kernel")
-    parser.add_argument(
-        "--programs", nargs="+", help="only these: update, log-probabilities, prefill, decode"
-    )
+    parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=PROGRAMS, metavar="PROGRAM")
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
     parser.add_argument("--fsdp", type=int, default=4, help="data takes what is left")
     parser.add_argument("--tensor", type=int, default=2)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row, and of a trajectory")
     parser.add_argument("--rows", type=int, default=1, help="of a microbatch on each data and fsdp device")
-    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--slots", type=int, default=64, help="of the embedded sampler, on all devices")
     parser.add_argument("--remat", choices=["none", "dots", "full"], default="full")
-    arguments = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
+    mesh = make_topology_mesh(arguments)
     out = sys.stdout.write
-    lowered = programs(arguments)
+    out(
+        f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}, mesh {dict(mesh.shape)},"
+        f" {arguments.shape}, rows of {arguments.length} tokens, {arguments.rows} a device,"
+        f" {arguments.slots} slots, attention {arguments.attention or KERNELS[arguments.platform]},"
+        f" jax {jax.__version__}\n"
+    )
+    out(f"{'':20}{'compile s':>10}{'arguments GiB':>15}{'peak GiB':>10}{'doctor GiB':>12}\n")
+    expected, figures = expected_bytes(arguments), {}
+    for name, program in lowered_programs(arguments, mesh).items():
+        figures[name] = found = compiled_figures(program)
+        out(f"{name:20}{found['compile_s']:10.1f}{found['arguments']:15.2f}{found['peak']:10.2f}")
+        out(f"{expected[name] / GIB:12.2f}\n" if name in expected else "\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2))
     budget = GPU_SHARE * GPUS[arguments.gpu].memory / GIB if arguments.platform == "cuda" else float("inf")
-    fits = True
-    out(f"{'':20}{'compile s':>10}{'arguments GiB':>15}{'peak GiB':>10}\n")
-    for name, program in lowered.items():
-        if arguments.programs and name not in arguments.programs:
-            continue
-        begun = time.perf_counter()
-        compiled = program.compile()
-        seconds = time.perf_counter() - begun
-        memory = compiled.memory_analysis()
-        held, peak = memory.argument_size_in_bytes / GIB, memory.peak_memory_in_bytes / GIB
-        out(f"{name:20}{seconds:10.1f}{held:15.2f}{peak:10.2f}\n")
-        fits &= peak <= budget
-    if not fits:
+    if max(found["peak"] for found in figures.values()) > budget:
         sys.exit(f"does not fit: more than {budget:.1f} GiB of one {arguments.gpu}")
 
 

@@ -22,7 +22,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.errors import UserError
-from calibadv_jax.memory import GIB, estimate_memory, memory_line
+from calibadv_jax.memory import GIB, estimate_memory, heads_warnings, memory_line, peak_memory
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.model import Model, build_model
 from calibadv_jax.offline_checks import OFFLINE_CHECKS
@@ -107,12 +107,13 @@ def check_policy(config: Config) -> list[str]:
 
 
 def memory_lines(config: Config, model: Model) -> list[str]:
-    """Estimated bytes on one device, and a warning where they exceed what it has."""
-    estimate = estimate_memory(config, model.policy.architecture, model.mesh.shape)
-    lines = [memory_line(estimate)]
+    """Estimated bytes on one device, and warnings where they exceed what it has or are held in vain."""
+    architecture = model.policy.architecture
+    estimate = estimate_memory(config, architecture, model.mesh.shape)
+    lines = [memory_line(estimate), *heads_warnings(architecture, model.mesh.shape)]
     stats: dict[str, Any] = jax.devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
-    if limit and sum(estimate.values()) > limit:
+    if limit and peak_memory(estimate) > limit:
         lines.append(
             f"warning: the device has {limit / GIB:.1f} GiB; raise mesh.fsdp or mesh.tensor, or lower"
             " learner.microbatch_rows, sampler.slots or learner.row_length"

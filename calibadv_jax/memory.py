@@ -1,50 +1,203 @@
-"""Memory of one device, estimated from shapes."""
+"""Memory of one device: what the mesh really puts there, and what an update and the sampler add.
+
+Parameters, optimizer state and KV cache are counted from their shapes and shardings. What programs need
+besides is a formula; docs/scale.md sets it beside the plans of TPU's compiler and of XLA:GPU.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from calibadv_jax.config import Config
 from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.policy.attention import SCORE_BYTES
+from calibadv_jax.policy.sharding import MESH_AXES, param_shardings
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import flatten
 
 GIB = 1024**3
+UPDATE = ("gradients", "activations", "workspace")  # live during an update only
+SAMPLING = ("prefill", "decode")  # live while the embedded sampler works only; one of them at a time
 
 
 def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
-    """Bytes on one device by purpose; an estimate from shapes, not a measurement.
+    """Bytes on one device by purpose; `peak_memory` says how many of them there are at once.
 
     Args:
         mesh: sizes of the axes data, fsdp and tensor.
     """
-    shards, batch_shards = mesh["fsdp"] * mesh["tensor"], mesh["data"] * mesh["fsdp"]
-    sizes = {"float32": 4, "bfloat16": 2}
-    stored = sizes[config.policy.param_dtype]
-    computed = sizes[config.policy.compute_dtype]
-    count = architecture.num_parameters / shards
-    moments = 1 if config.learner.optimizer.name == "muon" else 2
-    tokens = config.learner.microbatch_rows * config.learner.row_length / batch_shards
-    width = architecture.hidden_size
-    per_layer = 1 if config.policy.remat == "full" else 12
-    chunk = min(config.policy.logprob_chunk, config.learner.row_length)
-    rows = config.learner.microbatch_rows / batch_shards
-    cache = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
+    stored = jnp.dtype(config.policy.param_dtype).itemsize
+    computed = jnp.dtype(config.policy.compute_dtype).itemsize
+    counts = _held_parameters(architecture, mesh)
+    count = sum(counts.values())
     estimate = {
         "parameters": count * stored,
-        "optimizer": count * stored * moments,
+        "optimizer": _moments(config, counts) * stored,
         "gradients": count * 4 * 2,  # accumulated, and those of the microbatch
-        "activations": tokens * width * computed * (architecture.num_layers * per_layer + 16),
-        "logits": 3 * rows * chunk * architecture.vocab_size * 4,
+        **_update(config, architecture, mesh),
     }
     if config.loss.kl_coef:
         estimate["reference policy"] = count * stored
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
         estimate["sampler weights"] = count * computed
-        slots = config.sampler.slots * config.rollout.max_length
-        estimate["kv cache"] = cache * slots * computed / batch_shards
+        estimate |= _sampler(config, architecture, mesh)
     return estimate
 
 
+def peak_memory(estimate: Mapping[str, float]) -> float:
+    """Bytes on a device at the worst moment: what is always held, and an update or a call of the sampler."""
+    held = sum(value for name, value in estimate.items() if name not in UPDATE + SAMPLING)
+    sampling = max(estimate.get(name, 0) for name in SAMPLING)
+    return held + max(sum(estimate[name] for name in UPDATE), sampling)
+
+
+def program_memory(estimate: Mapping[str, float]) -> dict[str, float]:
+    """Bytes on a device of the trainer's programs by themselves, for comparison with a compiler's plan."""
+    held = estimate["parameters"] + estimate["optimizer"]
+    programs = {
+        "update": held + sum(estimate[name] for name in UPDATE),
+    }
+    if "kv cache" in estimate:
+        cache = estimate["sampler weights"] + estimate["kv cache"]
+        programs |= {name: cache + estimate[name] for name in SAMPLING}
+    return programs
+
+
 def memory_line(estimate: Mapping[str, float]) -> str:
-    """``estimated memory a device: 12.17 GiB (parameters 1.44, …)``"""
-    parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in estimate.items())
-    return f"estimated memory a device: {sum(estimate.values()) / GIB:.2f} GiB ({parts})"
+    """``estimated memory a device: 12.87 GiB (parameters 1.44, …; update: gradients 2.87, …)``"""
+    held = [name for name in estimate if name not in UPDATE + SAMPLING]
+    parts = {"": held, "update: ": UPDATE, "sampling: ": [name for name in SAMPLING if name in estimate]}
+    said = "; ".join(
+        phase + ", ".join(f"{name} {estimate[name] / GIB:.2f}" for name in names)
+        for phase, names in parts.items()
+        if names
+    )
+    return f"estimated memory a device: {peak_memory(estimate) / GIB:.2f} GiB ({said})"
+
+
+def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
+    """One line for each kind of heads that ``mesh.tensor`` does not divide, with the way out."""
+    tensor = mesh["tensor"]
+    heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+    warnings = []
+    if heads % tensor:
+        warnings.append(
+            f"warning: mesh.tensor is {tensor}, which does not divide the policy's {heads} heads: each device"
+            f" of the axis computes the attention of all of them; set mesh.tensor to"
+            f" {_divisors(heads, tensor)} and mesh.fsdp to the rest"
+        )
+    if kv_heads % tensor:
+        why = "more than" if tensor > kv_heads else "which does not divide"
+        warnings.append(
+            f"warning: mesh.tensor is {tensor}, {why} the policy's {kv_heads} key-value heads: each device of"
+            f" the axis holds all of them and their whole KV cache; set mesh.tensor to"
+            f" {_divisors(kv_heads, tensor)} and mesh.fsdp to the rest"
+        )
+    return warnings
+
+
+def _divisors(number: int, most: int) -> str:
+    """``1, 2 or 4``: the divisors of a number up to `most`."""
+    found = [str(size) for size in range(1, min(number, most) + 1) if number % size == 0]
+    return " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
+
+
+def _held_parameters(architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, int]:
+    """Parameter path -> elements of it on one device; an axis that the mesh does not divide is whole."""
+    abstract = Policy(architecture, Numerics()).abstract_params
+    axes = AbstractMesh(tuple(mesh[name] for name in MESH_AXES), MESH_AXES)
+    shardings = param_shardings(abstract, axes)
+    return flatten(jax.tree.map(lambda leaf, at: math.prod(at.shard_shape(leaf.shape)), abstract, shardings))
+
+
+def _moments(config: Config, counts: Mapping[str, int]) -> int:
+    """Elements of the optimizer's moments on one device: two a parameter, one of what Muon orthogonalises."""
+    is_muon = config.learner.optimizer.name == "muon"
+    return sum(
+        count * (1 if is_muon and path.startswith("layers.") and path.endswith("kernel") else 2)
+        for path, count in counts.items()
+    )
+
+
+def _update(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
+    """What lives between forward and backward pass, and the most that is computed at once."""
+    a, policy, learner = architecture, config.policy, config.learner
+    computed = jnp.dtype(policy.compute_dtype).itemsize
+    rows = learner.microbatch_rows / (mesh["data"] * mesh["fsdp"])
+    tokens = rows * learner.row_length
+    inside = _layer_width(a, mesh)
+    layers, head = _gathered(config, a, mesh)
+    chunk = min(policy.logprob_chunk, learner.row_length)
+    logits = 3 * rows * chunk * _share(a.vocab_size, mesh) * 4
+    kept = tokens * _kept_width(a, mesh, policy.remat)
+    if policy.remat == "none":  # the weights too, in the precision that they are used in
+        kept += _layer_parameters(a) / mesh["tensor"]
+    return {
+        "activations": a.num_layers * kept * computed,
+        "workspace": max(2 * tokens * inside * computed + layers, logits + head),
+    }
+
+
+def _layer_width(architecture: Architecture, mesh: Mapping[str, int]) -> float:
+    """Elements a token that the forward pass of one layer makes on one device."""
+    a = architecture
+    heads = _share(a.num_heads, mesh) + _share(a.num_kv_heads, mesh)
+    return 4 * a.hidden_size + 2 * heads * a.head_dim + 3 * _share(a.intermediate_size, mesh)
+
+
+def _kept_width(architecture: Architecture, mesh: Mapping[str, int], remat: str) -> float:
+    """Elements a token that one layer leaves for the backward pass on one device."""
+    a = architecture
+    heads, kv_heads, mlp = (_share(size, mesh) for size in (a.num_heads, a.num_kv_heads, a.intermediate_size))
+    if remat == "full":  # the layer's input
+        return a.hidden_size
+    if remat == "dots":  # and the results of its matrix products
+        return 3 * a.hidden_size + (heads + 2 * kv_heads) * a.head_dim + 2 * mlp
+    return 13 * a.hidden_size + 6 * heads * a.head_dim + 5 * mlp  # fitted to one compiled update
+
+
+def _layer_parameters(architecture: Architecture) -> float:
+    """Parameters of one layer."""
+    a = architecture
+    embeddings = a.vocab_size * a.hidden_size * (1 if a.tie_word_embeddings else 2)
+    return (a.num_parameters - embeddings) / a.num_layers
+
+
+def _gathered(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> tuple[float, float]:
+    """Bytes of weights that a device gathers over `fsdp` to use them: two layers (one ahead); the head."""
+    if mesh["fsdp"] == 1:
+        return 0.0, 0.0
+    scale = jnp.dtype(config.policy.compute_dtype).itemsize / mesh["tensor"]
+    head = architecture.vocab_size * architecture.hidden_size
+    return 2 * _layer_parameters(architecture) * scale, head * scale
+
+
+def _sampler(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
+    """The KV cache of `CacheEngine`, and what one call of it needs besides."""
+    a, sampler, length = architecture, config.sampler, config.rollout.max_length
+    computed = jnp.dtype(config.policy.compute_dtype).itemsize
+    slots = -(-sampler.slots // (mesh["data"] * mesh["fsdp"]))
+    columns = a.num_layers * slots * length
+    of_row = 4 * sampler.prefill_chunk * a.num_heads * length
+    scores = of_row * min(slots, max(1, SCORE_BYTES // of_row)) * _share(a.num_heads, mesh) / a.num_heads
+    new = slots * sampler.prefill_chunk * _layer_width(a, mesh) * computed
+    layers, head = _gathered(config, a, mesh)
+    cache = 2 * columns * _share(a.num_kv_heads, mesh) * a.head_dim * computed
+    # Heads that the axis does not divide are split within the program as far as they go: a copy of the cache.
+    common = math.gcd(a.num_kv_heads, mesh["tensor"])
+    copy = cache / common if 1 < common < mesh["tensor"] else 0.0
+    return {
+        "kv cache": cache,
+        "prefill": new + 1.5 * scores + layers + copy,
+        "decode": 2 * slots * a.vocab_size * 4 + head + copy,
+    }
+
+
+def _share(size: int, mesh: Mapping[str, int]) -> int:
+    """What one device of the tensor axis holds of `size` heads, columns or tokens: all, if not divisible."""
+    return size if size % mesh["tensor"] else size // mesh["tensor"]

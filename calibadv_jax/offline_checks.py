@@ -17,7 +17,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.config.policy import REST
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.errors import UserError
-from calibadv_jax.memory import estimate_memory, memory_line
+from calibadv_jax.memory import estimate_memory, heads_warnings, memory_line
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.rollout.prompts import FROM_DATA, template_text
 from calibadv_jax.snapshots.huggingface import read_hf_config
@@ -69,7 +69,8 @@ def check_shape(config: Config) -> list[str]:
         where = f"{config.policy.path}/config.json is not here" if config.policy.path else "no policy.path"
         return [*lines, f"{where}, and policy.init gives no whole shape: memory is not checked"]
     name = f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters"
-    return [name, *lines, memory_line(estimate_memory(config, architecture, mesh))]
+    memory = memory_line(estimate_memory(config, architecture, mesh))
+    return [name, *lines, memory, *heads_warnings(architecture, mesh)]
 
 
 def check_updates(config: Config) -> list[str]:

@@ -55,6 +55,17 @@ print(next(one.split(";")[0] for one in requires("jax") if one.startswith("libtp
     "$requirement" 2>/dev/null || echo "no $requirement is available: the TPU compilation test will skip" >&2
 }
 
+# XLA's compiler for GPUs, which needs no GPU. In a folder of its own, as these packages of CUDA must not stand
+# beside those of torch; without its libraries, which only running programs want.
+ensure_cuda_compiler() {
+  local python="$1" folder="$2" version
+  [[ "$(uname -sm)" == "Linux x86_64" && ! -d "$folder" ]] || return 0
+  version="$("$python" -c 'from importlib.metadata import version; print(version("jax"))')"
+  "$python" -m pip install --quiet --no-compile --no-deps --disable-pip-version-check --target "$folder" \
+    "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" "nvidia-cuda-nvcc>=13,<14" "nvidia-nvvm>=13,<14" 2>/dev/null ||
+    echo "no jax-cuda13-plugin $version is available: the GPU compilation test will skip" >&2
+}
+
 # A browser for the tests of the pages: Debian's, since playwright's own comes from another server.
 ensure_browser() {
   local name
@@ -91,6 +102,7 @@ ensure_encoders "$venv/bin/python"
 if [[ "$fast" == false ]]; then
   ensure_vllm "$venv/bin/python"
   ensure_tpu_compiler "$venv/bin/python" "$venv/libtpu"
+  ensure_cuda_compiler "$venv/bin/python" "$venv/cuda_compiler"
   ensure_browser
 fi
 export PATH="$venv/bin:$PATH"

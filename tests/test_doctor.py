@@ -9,11 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from calibadv_jax import doctor
-from calibadv_jax.config import Config, load_config
+from calibadv_jax.config import load_config
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.errors import UserError
-from calibadv_jax.memory import estimate_memory
-from calibadv_jax.policy.architecture import architecture_from_hf
 
 SHAPE = {
     "model_type": "qwen3",
@@ -179,59 +177,12 @@ def test_a_retriever_that_does_not_answer_is_told(config, routes, message):
         doctor.check_retriever(replace(config, retriever=replace(config.retriever, timeout=0.3)))
 
 
-def estimate(data=1, fsdp=1, tensor=1, **sections):
-    plain = Config()
-    values = {
-        "learner": {"microbatch_rows": 4, "row_length": 128},
-        "rollout": {"max_length": 100, "max_prompt_length": 50},
-        "sampler": {"slots": 6},
-        "policy": {"param_dtype": "float32", "compute_dtype": "bfloat16", "logprob_chunk": 32},
-    }
-    changed = {
-        name: replace(getattr(plain, name), **(values.get(name, {}) | sections.get(name, {})))
-        for name in values.keys() | sections.keys()
-    }
-    return estimate_memory(
-        replace(plain, **changed),
-        architecture_from_hf(SHAPE),
-        {"data": data, "fsdp": fsdp, "tensor": tensor},
-    )
-
-
-def test_memory_by_purpose():
-    """Each number from the shapes: parameters, slots x length x layers x heads, rows x chunk x vocabulary."""
-    count = architecture_from_hf(SHAPE).num_parameters
-    plain = estimate()
-    assert plain["parameters"] == 4 * count
-    assert plain["optimizer"] == 2 * 4 * count  # AdamW has two moments
-    assert plain["gradients"] == 2 * 4 * count
-    assert plain["sampler weights"] == 2 * count
-    assert plain["kv cache"] == 2 * 6 * 100 * 3 * (2 * 2 * 16)  # bytes, slots, tokens, layers, K and V
-    assert plain["logits"] == 3 * 4 * 32 * 400 * 4  # only a chunk of each row at once
-
-    muon = replace(Config().learner.optimizer, name="muon")
-    muon = estimate(learner={"microbatch_rows": 4, "row_length": 128, "optimizer": muon})
-    assert muon["optimizer"] == plain["optimizer"] / 2
-    assert estimate(policy={"param_dtype": "bfloat16"})["parameters"] == 2 * count
-    assert not {"kv cache", "sampler weights"} & estimate(sampler={"name": "vllm"}).keys()
-    short = {"microbatch_rows": 4, "row_length": 128}
-    assert estimate(learner=short, policy={"logprob_chunk": 4096})["logits"] == 4 * plain["logits"]
-
-
-def test_memory_is_shared_by_the_devices():
-    one, many = estimate(), estimate(fsdp=2, tensor=2)
-    assert {name: one[name] / many[name] for name in one} == {
-        "parameters": 4,
-        "optimizer": 4,
-        "gradients": 4,
-        "sampler weights": 4,
-        "activations": 2,
-        "logits": 2,
-        "kv cache": 2,
-    }
-
-
-def test_remat_keeps_one_activation_a_layer():
-    full, none = estimate(), estimate(policy={"remat": "none"})
-    assert none["activations"] > full["activations"]
-    assert full["activations"] == 4 * 128 * 32 * 2 * (3 + 16)
+def test_heads_that_the_mesh_cannot_share_are_told(config, capsys):
+    """Online and offline; the policy has 4 heads, two of them key-value heads."""
+    shared = replace(config, mesh=replace(config.mesh, fsdp=4, tensor=2))
+    assert not any("warning" in line for line in doctor.check_policy(shared))
+    wide = replace(config, mesh=replace(config.mesh, fsdp=2, tensor=4))
+    (warning,) = (line for line in doctor.check_policy(wide) if "warning" in line)
+    assert warning.startswith("warning: mesh.tensor is 4, more than the policy's 2 key-value heads")
+    doctor.run(wide, offline=True)
+    assert f"ok   policy: {warning}" in capsys.readouterr().out

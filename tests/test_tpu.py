@@ -4,7 +4,6 @@ In a process of its own, with libtpu from a folder of its own: where vLLM can im
 machine for a TPU's.
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -28,21 +27,11 @@ def test_update_logprobs_and_sampler_compile_for_a_sharded_tpu_mesh():
 
 
 def compile_all() -> None:
-    from benchmarks.ahead_of_time import programs
+    from benchmarks.ahead_of_time import lowered_programs, make_topology_mesh, parse
 
-    arguments = argparse.Namespace(
-        platform="tpu",
-        topology="v5e:2x4",
-        attention=None,
-        shape="tiny",
-        fsdp=4,
-        tensor=2,
-        length=LENGTH,
-        rows=1,
-        slots=8,
-        remat="full",
-    )
-    compiled = {name: program.compile() for name, program in programs(arguments).items()}
+    arguments = parse(["--topology", "v5e:2x4", "--length", str(LENGTH), "--slots", "8"])
+    lowered = lowered_programs(arguments, make_topology_mesh(arguments))
+    compiled = {name: program.compile() for name, program in lowered.items()}
     assert sorted(compiled) == ["decode", "log-probabilities", "prefill", "update"]
     for name, program in compiled.items():
         assert "all-reduce" in program.as_text(), f"{name} is not sharded"

@@ -73,7 +73,7 @@ def pin_rows(x: jax.Array) -> jax.Array:
     return x if mesh.empty or x.shape[1] == 1 else jax.lax.with_sharding_constraint(x, P(None, None, None))
 
 
-def param_shardings(abstract: Any, mesh: Mesh) -> Any:
+def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
     """NamedSharding for every parameter of a nested dict, by its path.
 
     An axis whose size a mesh axis does not divide is not split: that is slower, never wrong.

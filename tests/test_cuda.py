@@ -1,0 +1,53 @@
+"""The trainer's programs compile for GPUs, by XLA's own compiler for them: no GPU and no driver is needed.
+
+In a process of its own, with the compiler from a folder of its own: its packages of CUDA must not stand
+beside those that a build of torch wants.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LENGTH = 384  # of a row; no other size of these programs
+ROOT = Path(__file__).resolve().parent.parent
+COMPILER = Path(sys.prefix) / "cuda_compiler"  # where scripts/test.sh puts it
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILER.is_dir(), reason="no compiler for CUDA; scripts/test.sh installs it")
+def test_update_logprobs_and_sampler_compile_for_a_sharded_mesh_of_gpus():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, COMPILER)))}
+    command = [sys.executable, str(Path(__file__).resolve())]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def compile_all() -> None:
+    from benchmarks.ahead_of_time import lowered_programs, make_topology_mesh, parse
+
+    options = ["--platform", "cuda", "--gpu", "h100", "--topology", "1x1x8", "--slots", "8"]
+    arguments = parse([*options, "--length", str(LENGTH)])
+    lowered = lowered_programs(arguments, make_topology_mesh(arguments))
+    assert sorted(lowered) == ["decode", "log-probabilities", "prefill", "update"]
+    square = re.compile(rf"[\[<x,](?:{LENGTH}x{LENGTH}x|{LENGTH},{LENGTH}\])")
+    for name, program in lowered.items():
+        before = program.as_text()
+        compiled = program.compile()
+        after = compiled.as_text()
+        for text in (before, after):
+            assert not square.search(text), f"{name} holds an array of T x T"
+            assert "__cudnn" not in text, f"{name} wants cuDNN"
+        assert "all-reduce" in after or "all-gather" in after, f"{name} is not sharded"
+        if name in ("update", "log-probabilities"):
+            assert "triton" in after, f"{name} has another attention"
+    memory = lowered["update"].compile().memory_analysis()
+    # float32 parameters and two moments, an eighth of them on each device, and what is not split.
+    assert memory.argument_size_in_bytes < 3 * 4 * 508_992 / 6
+
+
+if __name__ == "__main__":
+    compile_all()

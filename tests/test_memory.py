@@ -1,0 +1,230 @@
+"""The doctor's estimate of memory: against real arrays on simulated devices, and by hand."""
+
+import math
+from dataclasses import replace
+
+import jax
+import pytest
+
+from calibadv_jax import doctor
+from calibadv_jax.config import Config, MeshConfig
+from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.memory import (
+    GIB,
+    SAMPLING,
+    UPDATE,
+    estimate_memory,
+    heads_warnings,
+    memory_line,
+    peak_memory,
+)
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.sampler.engine import CacheEngine
+
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 5,  # in one stack
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 402,  # divided by two devices, and not by four
+    "tie_word_embeddings": False,
+}
+ARCHITECTURE = architecture_from_hf(SHAPE)
+ONE = {"data": 1, "fsdp": 1, "tensor": 1}
+MESHES = [MeshConfig(2, 4, 1), MeshConfig(1, 4, 2), MeshConfig(1, 2, 4), MeshConfig(1, 1, 8)]
+
+
+def config_with(**sections):
+    """Small rows, with these keys of these sections on top."""
+    plain = Config()
+    values = {
+        "learner": {"microbatch_rows": 8, "row_length": 128},
+        "rollout": {"max_length": 100, "max_prompt_length": 50},
+        "sampler": {"slots": 6, "prefill_chunk": 16},
+        "policy": {"param_dtype": "float32", "compute_dtype": "bfloat16", "logprob_chunk": 32},
+    }
+    changed = {
+        name: replace(getattr(plain, name), **(values.get(name, {}) | sections.get(name, {})))
+        for name in values.keys() | sections.keys()
+    }
+    return replace(plain, **changed)
+
+
+def estimate(mesh=ONE, architecture=ARCHITECTURE, **sections):
+    return estimate_memory(config_with(**sections), architecture, mesh)
+
+
+def bytes_on_a_device(tree):
+    """The most that one device holds of real arrays."""
+    held = dict.fromkeys(jax.devices(), 0)
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    return max(held.values())
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("slots", [6, 16])
+def test_the_cache_is_counted_as_it_is_allocated(mesh, slots):
+    """Slots in groups over data and fsdp, rounded up; heads over tensor where it divides them, else whole."""
+    config = config_with(sampler={"slots": slots}, rollout={"max_length": 64, "max_prompt_length": 32})
+    policy, devices = Policy(ARCHITECTURE, Numerics.from_config(config.policy)), make_mesh(mesh)
+    engine = CacheEngine(policy, devices, slots, config.rollout.max_length, 16, 16)
+    cache = jax.jit(engine._empty_cache, out_shardings=engine._cache_sharding())()
+    expected = bytes_on_a_device(cache)
+    assert estimate_memory(config, ARCHITECTURE, devices.shape)["kv cache"] == expected
+    rows, heads = -(-slots // (mesh.data * mesh.fsdp)), 1 if mesh.tensor == 2 else 2
+    assert expected == 2 * 5 * rows * heads * 64 * 16 * 2  # K and V, layers, …, columns, head_dim, bytes
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_trainers_state_is_counted_as_it_is_placed(mesh, optimizer):
+    rule = replace(Config().learner.optimizer, name=optimizer)
+    config = config_with(learner={"microbatch_rows": 8, "row_length": 128, "optimizer": rule})
+    policy, devices = Policy(ARCHITECTURE, Numerics.from_config(config.policy)), make_mesh(mesh)
+    state = Learner(policy, make_optimizer(rule, make_schedule(rule, 10)), devices, 8).abstract_state()
+
+    def placed(tree):
+        leaves = jax.tree.leaves(tree)
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+    counted = estimate_memory(config, ARCHITECTURE, devices.shape)
+    params = placed(state["params"])
+    assert counted["parameters"] == params
+    assert counted["sampler weights"] == params / 2
+    assert counted["gradients"] == 2 * params
+    counters = 64  # bytes at most: numbers of steps, coefficients of Muon
+    assert 0 <= placed(state["opt_state"]) - counted["optimizer"] <= counters
+
+
+def test_memory_by_purpose():
+    """Each number from the shapes."""
+    count = ARCHITECTURE.num_parameters
+    plain = estimate()
+    assert plain["parameters"] == 4 * count
+    assert plain["optimizer"] == 2 * 4 * count  # AdamW has two moments
+    assert plain["gradients"] == 2 * 4 * count
+    assert plain["sampler weights"] == 2 * count
+    assert plain["kv cache"] == 2 * 6 * 100 * 5 * (2 * 2 * 16)  # bytes, slots, tokens, layers, K and V
+    assert plain["activations"] == 8 * 128 * 32 * 2 * 5  # tokens, width, bytes, layers
+    assert "reference policy" not in plain
+    assert estimate(loss={"kl_coef": 0.1})["reference policy"] == 4 * count
+    assert estimate(policy={"param_dtype": "bfloat16"})["parameters"] == 2 * count
+    without = estimate(sampler={"name": "vllm"})
+    assert not {"kv cache", "sampler weights", *SAMPLING} & without.keys()
+
+
+def test_what_is_kept_for_the_backward_pass_follows_remat():
+    full, dots, none = (estimate(policy={"remat": name})["activations"] for name in ("full", "dots", "none"))
+    assert full < dots < none
+
+
+def test_the_tensor_axis_shares_what_it_divides():
+    """A vocabulary of 402, 8 heads, 64 MLP columns; what goes from layer to layer is whole on each device."""
+    one, two, four = (estimate({"data": 1, "fsdp": 1, "tensor": size}) for size in (1, 2, 4))
+    assert one["activations"] == two["activations"]
+    assert one["kv cache"] == 2 * two["kv cache"] and four["kv cache"] == one["kv cache"]
+    assert two["workspace"] < one["workspace"]
+    assert four["decode"] > four["kv cache"] / 2 > two["decode"]  # the compiler copies half of the cache
+    wide = replace(ARCHITECTURE, vocab_size=100_000)
+    one, two, three = (
+        estimate({"data": 1, "fsdp": 1, "tensor": size}, wide)["workspace"] for size in (1, 2, 3)
+    )
+    assert one == 2 * two == three  # logits
+    rows = {name: estimate(dict(ONE, **{name: 2})) for name in ("data", "fsdp")}
+    for shared in rows.values():
+        assert estimate()["activations"] == 2 * shared["activations"]
+        assert estimate()["kv cache"] == 2 * shared["kv cache"]
+
+
+def test_the_peak_is_an_update_or_the_sampler_and_all_that_is_held():
+    plain = estimate()
+    held = sum(plain[name] for name in plain if name not in UPDATE + SAMPLING)
+    update = sum(plain[name] for name in UPDATE)
+    assert peak_memory(plain) == held + update
+    sampling = plain | {"decode": 10 * update}
+    assert peak_memory(sampling) == held + 10 * update
+    assert peak_memory(sampling | {"prefill": 12 * update}) == held + 12 * update
+    trainer = estimate(sampler={"name": "vllm"})
+    assert peak_memory(trainer) == sum(trainer.values())
+
+
+def test_the_line_says_what_is_held_and_when():
+    said = {"parameters": 4.0, "optimizer": 8.0, "gradients": 2.0, "activations": 1.0, "workspace": 0.5}
+    said |= {"sampler weights": 2.0, "kv cache": 6.0, "prefill": 0.25, "decode": 0.75}
+    assert memory_line({name: value * GIB for name, value in said.items()}) == (
+        "estimated memory a device: 23.50 GiB (parameters 4.00, optimizer 8.00, sampler weights 2.00,"
+        " kv cache 6.00; update: gradients 2.00, activations 1.00, workspace 0.50;"
+        " sampling: prefill 0.25, decode 0.75)"
+    )
+    assert "sampling" not in memory_line(estimate(sampler={"name": "vllm"}))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (1, []),
+        (2, []),
+        (
+            4,
+            [
+                "warning: mesh.tensor is 4, more than the policy's 2 key-value heads: each device of the axis"
+                " holds all of them and their whole KV cache; set mesh.tensor to 1 or 2 and mesh.fsdp to the"
+                " rest"
+            ],
+        ),
+        (
+            6,
+            [
+                "warning: mesh.tensor is 6, which does not divide the policy's 8 heads: each device of the"
+                " axis computes the attention of all of them; set mesh.tensor to 1, 2 or 4 and mesh.fsdp to"
+                " the rest",
+                "warning: mesh.tensor is 6, more than the policy's 2 key-value heads: each device of the axis"
+                " holds all of them and their whole KV cache; set mesh.tensor to 1 or 2 and mesh.fsdp to the"
+                " rest",
+            ],
+        ),
+    ],
+)
+def test_heads_that_the_tensor_axis_does_not_divide_are_told(tensor, expected):
+    assert heads_warnings(ARCHITECTURE, {"data": 1, "fsdp": 2, "tensor": tensor}) == expected
+
+
+def test_key_value_heads_may_be_more_than_the_axis_and_not_divided():
+    wide = replace(ARCHITECTURE, num_heads=24, num_kv_heads=8)
+    (line,) = heads_warnings(wide, {"data": 1, "fsdp": 1, "tensor": 3})
+    assert "mesh.tensor is 3, which does not divide the policy's 8 key-value heads" in line
+    assert "set mesh.tensor to 1 or 2 and" in line
+    assert heads_warnings(replace(wide, num_kv_heads=3), {"data": 1, "fsdp": 1, "tensor": 3}) == []
+
+
+class Device:
+    """A device with so much memory."""
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def memory_stats(self):
+        return {"bytes_limit": self.limit}
+
+
+def test_a_device_that_is_too_small_is_told(monkeypatch):
+    config = config_with(mesh={"fsdp": 8})
+    policy = Policy(ARCHITECTURE, Numerics())
+    model = doctor.Model(policy, {}, None, None, make_mesh(MeshConfig(1, 8, 1)))
+    needed = peak_memory(estimate_memory(config, ARCHITECTURE, model.mesh.shape))
+    assert needed < sum(estimate_memory(config, ARCHITECTURE, model.mesh.shape).values())
+
+    def lines(limit):
+        monkeypatch.setattr(jax, "devices", lambda: [Device(limit)])
+        return doctor.memory_lines(config, model)
+
+    assert len(lines(needed)) == 1  # update and sampler are not at work together
+    assert lines(needed - 1)[-1].startswith("warning: the device has 0.0 GiB; raise mesh.fsdp")
