@@ -68,7 +68,7 @@ def programs(arguments: argparse.Namespace) -> dict[str, Any]:
         f" {arguments.slots} slots, attention {attention}, jax {jax.__version__}\n"
     )
     return {
-        "update": learner.lower_update(2, arguments.length, policy_gradient(LossConfig(), on_policy=True)),
+        "update": learner.lower_update(arguments.length, policy_gradient(LossConfig(), on_policy=True)),
         "log-probabilities": learner.lower_logprobs(arguments.length),
         **sampler.lower(),
     }

@@ -45,10 +45,11 @@ from transformers import AutoModelForCausalLM
 from benchmarks.update_speed import drawn
 from calibadv_jax.config import Config, LearnerConfig, LossConfig, MeshConfig, OptimizerConfig, load_config
 from calibadv_jax.data.world import write_world
-from calibadv_jax.learner.batching import Batch, Sample, pack, place, token_weights, unpack
+from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights, unpack
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import learn
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh

@@ -57,7 +57,7 @@ def samples(count=8, idle=(1, 2, 6)):
 
 
 def config(minibatch_size=0, epochs=1):
-    return LearnerConfig(minibatch_size=minibatch_size, epochs=epochs, row_length=ROW)
+    return LearnerConfig(minibatch_size=minibatch_size, epochs=epochs, row_length=ROW, row_widths=1)
 
 
 def rng():
@@ -73,7 +73,7 @@ def rows_of(learner, monkeypatch):
     seen = []
     update = learner.update
     monkeypatch.setattr(
-        learner, "update", lambda s, batch, *rest: (seen.append(batch), update(s, batch, *rest))[1]
+        learner, "update", lambda s, batches, *rest: (seen.extend(batches), update(s, batches, *rest))[1]
     )
     return seen
 
@@ -83,7 +83,7 @@ def test_samples_without_advantage_are_left_out_and_change_nothing(learner, stat
     loss_config = LossConfig(aggregation=aggregation)
     loss, every = PLAIN[True], samples()
     whole = jax.tree.map(np.array, state)  # the update takes the state over
-    expected, direct = learner.update(whole, pack(every, ROW, aggregation), loss)
+    expected, direct = learner.update(whole, [pack(every, ROW, aggregation)], loss)
     seen = rows_of(learner, monkeypatch)
     found, metrics = learn(learner, state, every, config(), loss_config, loss, rng())
     same(jax.device_get(found), jax.device_get(expected))
@@ -112,7 +112,7 @@ def test_a_step_without_any_advantage_moves_by_momentum_only(learner, state):
     loss_config, loss = LossConfig(), PLAIN[True]
     state, _ = learn(learner, state, samples(), config(), loss_config, loss, rng())
     none = samples(idle=range(8))
-    expected, _ = learner.update(jax.tree.map(np.array, state), pack(none, ROW), loss)
+    expected, _ = learner.update(jax.tree.map(np.array, state), [pack(none, ROW)], loss)
     before = jax.device_get(state["params"])
     found, metrics = learn(learner, state, none, config(), loss_config, loss, rng())
     same(jax.device_get(found), jax.device_get(expected))
