@@ -38,7 +38,7 @@ class Learner:
         offload: the optimizer's moments lie in host memory between the updates.
 
     Raises:
-        UserError: the devices cannot share the rows, or have no host memory to offload to.
+        UserError: the devices cannot share the rows.
     """
 
     def __init__(
@@ -59,10 +59,6 @@ class Learner:
             raise UserError(
                 f"{rows_key} is {rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards} devices:"
                 f" set it to {-(-rows // shards) * shards}"
-            )
-        if offload and mesh.devices.flat[0].platform == "cpu":
-            raise UserError(
-                "learner.optimizer.offload is 'host', but the CPU computes in host memory; set it to 'none'"
             )
         self.policy, self.optimizer, self.mesh = policy, optimizer, mesh
         self.rows, self.temperature, self.logprob_chunk = rows, temperature, logprob_chunk
