@@ -51,11 +51,11 @@ from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import learn
+from calibadv_jax.model import build_model
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.snapshots.huggingface import save_folder
-from calibadv_jax.wiring import build_model
 
 THREADS = 2
 LOSS = LossConfig()

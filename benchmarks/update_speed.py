@@ -38,9 +38,9 @@ from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import learn, with_old_logprobs
+from calibadv_jax.model import Model, build_model
 from calibadv_jax.policy import transformer
 from calibadv_jax.sft import encode_demonstration
-from calibadv_jax.wiring import Model, build_model
 
 Call = Callable[[], None]
 

@@ -39,7 +39,7 @@ class Numerics:
     param_dtype: Any = jnp.float32
     remat: str = "none"
     kernel: attention.Kernel = "xla"
-    attention_chunk: int = 1024
+    attention_chunk: int = 128
 
     @classmethod
     def from_config(cls, config: PolicyConfig) -> Numerics:
