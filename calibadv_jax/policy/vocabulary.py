@@ -30,7 +30,7 @@ class Layout:
     width: str | None = None
     vocab: str | None = None
 
-    def on_devices(self, function: Callable[..., Any], inputs: tuple[P, ...], outputs: Any) -> Any:
+    def on_devices(self, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Any:
         """`function` of each device's parts; of the arrays themselves where nothing is split."""
         if not (self.rows or self.vocab):
             return function
