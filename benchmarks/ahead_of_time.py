@@ -109,7 +109,7 @@ def lowered_programs(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, jax
     lowered = {}
     if "update" in names:
         loss = policy_gradient(LossConfig(), on_policy=True)
-        lowered["update"] = learner.lower_update(2, arguments.length, loss)
+        lowered["update"] = learner.lower_update(arguments.length, loss)
     if "log-probabilities" in names:
         lowered["log-probabilities"] = learner.lower_logprobs(arguments.length)
     if names & {"prefill", "decode"}:

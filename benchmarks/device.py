@@ -198,7 +198,7 @@ def learner_results(
     loss = policy_gradient(LossConfig(), on_policy=True)
 
     def update() -> None:
-        holder[0], _ = learner.update(holder[0], batch, loss)
+        holder[0], _ = learner.update(holder[0], [batch], loss)
 
     first, median = timed(update, arguments.repeats)
     results.append(

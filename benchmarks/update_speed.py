@@ -32,10 +32,11 @@ import numpy as np
 from calibadv_jax.config import Config, LearnerConfig, load_config
 from calibadv_jax.data.demonstrations import imperfect
 from calibadv_jax.data.world import write_world
-from calibadv_jax.learner.batching import Sample, pack, place, token_weights
+from calibadv_jax.learner.batching import Sample, pack, token_weights
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import learn, with_old_logprobs
 from calibadv_jax.model import Model, build_model
 from calibadv_jax.policy import transformer
@@ -140,7 +141,7 @@ def sft_arm(config: Config, model: Model, samples: list[Sample], name: str) -> C
     holder = [learner.init(init_params(model.policy, model.mesh, 0))]
 
     def call() -> None:
-        holder[0], _ = learner.update(holder[0], batch, negative_log_likelihood)
+        holder[0], _ = learner.update(holder[0], [batch], negative_log_likelihood)
 
     return call
 

@@ -154,12 +154,19 @@ class KeptPolicy:
     """Stands where the learner does, and computes the loss with the log-probabilities of the samples."""
 
     def update(
-        self, state: State, batch: Batch, loss: LossFunction, reference: Params | None = None
+        self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
     ) -> tuple[State, dict[str, float]]:
-        logprobs = jnp.asarray(batch.old_logprobs)
-        entropies = jnp.zeros_like(logprobs)  # not kept: the loss is shown without its bonus
-        total, metrics = loss(logprobs, entropies, batch, None)
-        return state, {name: float(value) for name, value in (metrics | {"actor/loss": total}).items()}
+        sums: dict[str, float] = {}
+        for batch in batches:
+            logprobs = jnp.asarray(batch.old_logprobs)
+            entropies = jnp.zeros_like(logprobs)  # not kept: the loss is shown without its bonus
+            total, metrics = loss(logprobs, entropies, batch, None)
+            for name, value in (metrics | {"actor/loss": total}).items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return state, sums
+
+    def position_cost(self, length: int) -> float:
+        return 1.0
 
 
 def logged(run: Path, step: int) -> dict[str, float]:

@@ -41,6 +41,8 @@ FREE = (
     "retriever",
     "learner.microbatch_rows",
     "learner.row_length",
+    "learner.row_widths",
+    "learner.optimizer.offload",
     "sft",
     "checkpoint",
     "evaluate",

@@ -18,10 +18,11 @@ from calibadv_jax.config import Config, SftPhase, dump_config
 from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
 from calibadv_jax.data.demonstrations import GENERATORS, Demonstration
 from calibadv_jax.errors import UserError
-from calibadv_jax.learner.batching import Batch, Sample, pack, place, token_weights
+from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.losses import negative_log_likelihood
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.learner.packing import place
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.writer import MetricsWriter
@@ -58,6 +59,7 @@ def run(config: Config) -> None:
         logprob_chunk=config.policy.logprob_chunk,
         rows_key="sft.rows",
         entropy_gradient=False,
+        offload=sft.optimizer.offload == "host",
     )
     state = learner.init(initial_params(config, model, sft.init_from))
     training, held_out = _own_demonstrations(config, model.tokenizer)
@@ -72,7 +74,7 @@ def run(config: Config) -> None:
             for batch in _made_ahead(batches, phase.steps):
                 begun = time.monotonic()
                 rate = float(schedule(step))
-                state, metrics = learner.update(state, batch, negative_log_likelihood)
+                state, metrics = learner.update(state, [batch], negative_log_likelihood)
                 tokens = int((batch.segment_ids > 0).sum())
                 seconds = time.monotonic() - begun
                 step += 1

@@ -67,6 +67,8 @@ class Trainer:
             config.rollout.temperature or 1.0,
             config.policy.logprob_chunk,
             entropy_gradient=config.loss.entropy_coef != 0,
+            row_length=learner.row_length,
+            offload=learner.optimizer.offload == "host",
         )
         on_policy = on_policy_only(config.loss, learner.minibatch_size, learner.epochs)
         self.loss = policy_gradient(config.loss, on_policy)

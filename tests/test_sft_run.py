@@ -51,9 +51,9 @@ def started(tmp_path_factory):
     )
     batches, update = [], sft.Learner.update
 
-    def noted(self, state, batch, *rest):
-        batches.append(batch)
-        return update(self, state, batch, *rest)
+    def noted(self, state, packed, *rest):
+        batches.extend(packed)
+        return update(self, state, packed, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sft.Learner, "update", noted)

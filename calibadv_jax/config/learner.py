@@ -53,6 +53,9 @@ class OptimizerConfig:
     """Decay of the second moment."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
+    offload: Literal["none", "host"] = "none"
+    """host: the moments lie in host memory, and on the devices only while they are updated. On GPU and TPU
+    that saves their memory and costs two copies of the moments an update; on the CPU it saves nothing."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -65,7 +68,10 @@ class LearnerConfig:
     """Passes over the step's trajectories."""
     row_length: PositiveInt = 16384
     """Tokens of a packed row; at least rollout.max_length."""
+    row_widths: int = Field(default=3, ge=1, le=5)
+    """Widths that rows may have, each compiled when it is first used: row_length, then 1/2, 3/4, 1/4 and 3/8
+    of it. Short trajectories in narrow rows cost less attention. 1: row_length only."""
     microbatch_rows: PositiveInt = 8
-    """Packed rows per forward/backward pass."""
+    """Packed rows of row_length per forward/backward pass; narrower ones are more, with as many tokens."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer of the training steps."""

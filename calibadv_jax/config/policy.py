@@ -31,7 +31,7 @@ class PolicyConfig:
     """Recomputed in the backward pass: nothing, all but matrix products, every layer."""
     attention: Literal["auto", "xla", "splash", "triton", "cudnn"] = "auto"
     """Attention kernel. auto: Splash on TPU, Triton on GPU, else XLA. cudnn holds a mask of T x T."""
-    attention_chunk: PositiveInt = 512
+    attention_chunk: PositiveInt = 128
     """Queries and keys of a block of the XLA kernel; rows up to this length are one block."""
     logprob_chunk: PositiveInt = 1024
     """Tokens per row whose logits exist at once; [B, T, V] is never materialised."""

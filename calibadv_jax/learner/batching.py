@@ -1,13 +1,15 @@
-"""Trajectories packed into rows of one fixed length, so that the update compiles once."""
+"""Trajectories laid end to end in rows, and the rows cut into microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import jax
 import numpy as np
+
+from calibadv_jax.learner.packing import Placement, place
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,7 @@ class Sample:
 class Batch:
     """Packed rows. Column t describes the token that *follows* it, so device code never shifts.
 
-    Shapes [R, L], or [M, R, L] once split into microbatches. The mask is owned here: a column with
-    weight 0 has no influence on the loss.
+    Shapes [R, L]. The mask is owned here: a column with weight 0 has no influence on the loss.
     """
 
     tokens: Any  # int32, input
@@ -38,35 +39,6 @@ class Batch:
     advantages: Any  # float32
     sampler_logprobs: Any  # float32, of the targets
     old_logprobs: Any  # float32, of the targets; the ratio's denominator
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a sample lies in the rows."""
-
-    row: int
-    start: int
-    length: int
-
-
-def place(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int]:
-    """First-fit decreasing bin packing. Returns a placement for each sample, and the number of rows.
-
-    Raises:
-        ValueError: a sample is longer than a row.
-    """
-    free: list[int] = []
-    placements: list[Placement | None] = [None] * len(lengths)
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        if length > row_length:
-            raise ValueError(f"sample {index} has {length} tokens, but a row holds {row_length}")
-        row = next((row for row, space in enumerate(free) if space >= length), len(free))
-        if row == len(free):
-            free.append(row_length)
-        placements[index] = Placement(row, row_length - free[row], length)
-        free[row] -= length
-    return [placement for placement in placements if placement is not None], len(free)
 
 
 def token_weights(
@@ -96,48 +68,58 @@ def pack(
         weights: per-token weights instead of those of `aggregation`.
     """
     placements, num_rows = place([len(sample.tokens) for sample in samples], row_length)
-    batch = _empty((num_rows, row_length))
     if weights is None:
         weights = token_weights(samples, aggregation)
-    next_segment = [1] * num_rows
+    return lay(samples, weights, placements, [(num_rows, row_length)])[0]
+
+
+def lay(
+    samples: Sequence[Sample],
+    weights: Sequence[np.ndarray],
+    placements: Sequence[Placement],
+    shapes: Sequence[tuple[int, int]],
+) -> list[Batch]:
+    """Batches of `shapes` with the samples at their placements.
+
+    Args:
+        weights: float32 [T] of each sample.
+    """
+    batches = [_empty(shape) for shape in shapes]
     for sample, weight, at in zip(samples, weights, placements, strict=True):
+        batch = batches[at.batch]
         here = slice(at.start, at.start + at.length)
         before = slice(at.start, at.start + at.length - 1)
         batch.tokens[at.row, here] = sample.tokens
         batch.positions[at.row, here] = np.arange(at.length)
-        batch.segment_ids[at.row, here] = next_segment[at.row]
-        next_segment[at.row] += 1
+        batch.segment_ids[at.row, here] = at.segment
         batch.targets[at.row, before] = sample.tokens[1:]
         batch.weights[at.row, before] = weight[1:]
         batch.advantages[at.row, before] = sample.advantages[1:]
         batch.sampler_logprobs[at.row, before] = sample.logprobs[1:]
         old = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
         batch.old_logprobs[at.row, before] = old[1:]
-    return batch
+    return batches
 
 
-def microbatches(batch: Batch, rows: int, at_least: int = 1) -> tuple[Batch, int]:
-    """[R, L] -> [M, rows, L], and how many microbatches hold anything.
-
-    M is the next power of two, or `at_least`, so that few different shapes are ever compiled; the update
-    loops over the filled ones only.
-    """
-    num_rows, length = batch.tokens.shape
-    filled = max(1, -(-num_rows // rows))
-    total = max(at_least, 1 << (filled - 1).bit_length())
-    padding = total * rows - num_rows
-
-    def split(array: np.ndarray) -> np.ndarray:
-        return np.pad(array, ((0, padding), (0, 0))).reshape(total, rows, length)
-
-    return jax.tree.map(split, batch), filled
+def microbatches(batch: Batch, rows: int) -> Iterator[Batch]:
+    """[R, L] -> batches [rows, L], the last one filled up with empty rows; at least one."""
+    for start in range(0, max(1, len(batch.tokens)), rows):
+        part = jax.tree.map(lambda array, at=start: array[at : at + rows], batch)
+        padding = (0, rows - len(part.tokens)), (0, 0)
+        yield jax.tree.map(lambda array, padding=padding: np.pad(array, padding), part)
 
 
 def unpack(values: np.ndarray, lengths: Sequence[int], row_length: int) -> list[np.ndarray]:
     """Per-column values [R, L] back to one array [T] a sample; entry t belongs to token t, entry 0 is 0."""
-    placements, _ = place(lengths, row_length)
+    return taken([values], place(lengths, row_length)[0])
+
+
+def taken(values: Sequence[np.ndarray], placements: Sequence[Placement]) -> list[np.ndarray]:
+    """The same from several batches' values."""
     return [
-        np.concatenate([np.zeros(1, values.dtype), values[p.row, p.start : p.start + p.length - 1]])
+        np.concatenate(
+            [np.zeros(1, values[p.batch].dtype), values[p.batch][p.row, p.start : p.start + p.length - 1]]
+        )
         for p in placements
     ]
 

@@ -1,7 +1,8 @@
-"""The train state and its one donated, jitted update."""
+"""The train state and its update: gradients of microbatches are summed, and the sum is applied."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +15,14 @@ from calibadv_jax.config import LossConfig
 from calibadv_jax.errors import UserError
 from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches
 from calibadv_jax.learner.losses import LossFunction, Metrics
+from calibadv_jax.learner.packing import rows_at
+from calibadv_jax.policy import attention
 from calibadv_jax.policy.logprobs import token_logprobs
-from calibadv_jax.policy.sharding import batch_sharding, param_shardings, replicated
+from calibadv_jax.policy.sharding import batch_sharding, param_shardings, placed_params, replicated
 from calibadv_jax.policy.transformer import Params, Policy
 
 State = dict[str, Any]  # {"params", "opt_state", "updates": int32 []}; what a checkpoint holds
+HOST = "pinned_host"  # JAX's name of host memory from which devices copy
 
 
 class Learner:
@@ -27,9 +31,11 @@ class Learner:
     Args:
         rows: packed rows of one microbatch; a multiple of data x fsdp devices.
         temperature: of the sampler; the learner's log-probabilities divide by it, too.
-        logprob_chunk: tokens per row whose logits exist at once.
+        logprob_chunk: tokens of each of `rows` rows whose logits exist at once.
         rows_key: the config key that `rows` comes from, for the message.
         entropy_gradient: False where the loss does not contain the entropy, so that it is only reported.
+        row_length: of the widest rows; a microbatch has more of the narrower ones. 0: `rows` of any width.
+        offload: the optimizer's moments lie in host memory between the updates.
 
     Raises:
         UserError: the devices cannot share the rows.
@@ -45,6 +51,8 @@ class Learner:
         logprob_chunk: int = 1024,
         rows_key: str = "learner.microbatch_rows",
         entropy_gradient: bool = True,
+        row_length: int = 0,
+        offload: bool = False,
     ):
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         if rows % shards:
@@ -54,130 +62,137 @@ class Learner:
             )
         self.policy, self.optimizer, self.mesh = policy, optimizer, mesh
         self.rows, self.temperature, self.logprob_chunk = rows, temperature, logprob_chunk
-        self.entropy_gradient = entropy_gradient
-        self._updates: dict[Any, jax.stages.Wrapped] = {}
-        self._most = 1  # microbatches of the largest update so far
-        self._logprobs = jax.jit(self._logprobs_of)
+        self.entropy_gradient, self.row_length, self.offload = entropy_gradient, row_length, offload
+        self._kept = self._shardings(jax.eval_shape(self._state_of, policy.abstract_params), offload)
+        self._accumulate: dict[LossFunction, jax.stages.Wrapped] = {}
+        self._apply = jax.jit(self._applied, donate_argnums=0, out_shardings=(self._kept, None))
+        placed = param_shardings(policy.abstract_params, mesh)
+        self._nothing = jax.jit(self._zeros, out_shardings=placed)
+        self._logprobs = jax.jit(lambda params, one: self._values(params, one)[0])
 
     def abstract_state(self) -> State:
         """ShapeDtypeStructs with shardings, for restoring a checkpoint."""
-        params = self.policy.abstract_params
-        shapes = jax.eval_shape(self._state_of, params)
-        shardings = self._shardings(shapes)
+        shapes = jax.eval_shape(self._state_of, self.policy.abstract_params)
         return jax.tree.map(
-            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, shardings
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, self._kept
         )
 
     def init(self, params: Params) -> State:
         """State of the first step. `params` must be in their shardings; they are donated."""
-        shardings = self._shardings(jax.eval_shape(self._state_of, params))
-        return jax.jit(self._state_of, out_shardings=shardings, donate_argnums=0)(params)
+        return jax.jit(self._state_of, out_shardings=self._kept, donate_argnums=0)(params)
 
     def update(
-        self, state: State, batch: Batch, loss: LossFunction, reference: Params | None = None
+        self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
     ) -> tuple[State, dict[str, float]]:
-        """One optimizer update over all rows of a packed batch [R, L].
+        """One optimizer update over all rows of packed batches [R, L], each with an L of its own.
 
-        A non-finite gradient leaves the state as it was and is reported as ``actor/skipped`` = 1.
+        One program adds the gradient of a microbatch, another applies the sum: the number of microbatches is
+        no part of any. A non-finite gradient leaves the state as it was and is reported as
+        ``actor/skipped`` = 1.
 
         Args:
             loss: from `losses`; the same object must be passed every time (one compilation each).
             reference: parameters of the KL term's policy, or None.
         """
-        split, filled = microbatches(batch, self.rows, self._most)
-        self._most = split.tokens.shape[0]  # a smaller batch takes the shape that is compiled already
+        if loss not in self._accumulate:
+            self._accumulate[loss] = self._compile(loss)
+        parts = []
         with jax.set_mesh(self.mesh):
-            split = jax.device_put(split, batch_sharding(self.mesh, leading=1))
-            if loss not in self._updates:
-                self._updates[loss] = self._compile(loss)
-            count = jax.device_put(np.int32(filled), replicated(self.mesh))
-            state, metrics = self._updates[loss](state, split, count, reference)
-        return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
+            gradients = self._nothing()
+            for one in self._placed(batches):
+                gradients, metrics = self._accumulate[loss](state, gradients, one, reference)
+                parts.append(metrics)
+            state, applied = self._apply(state, gradients)
+        sums, applied = jax.device_get((parts, applied))
+        totals = {name: float(sum(part[name] for part in sums)) for name in sums[0]}
+        return state, totals | {name: float(value) for name, value in applied.items()}
 
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
         """Log-probabilities of the targets of packed rows: float32 [R, L]."""
-        split, filled = microbatches(batch, self.rows)
-        parts = []
         with jax.set_mesh(self.mesh):
-            for index in range(filled):
-                one = jax.tree.map(lambda x, i=index: x[i], split)
-                one = jax.device_put(one, batch_sharding(self.mesh))
-                parts.append(np.asarray(self._logprobs(params, one)[0]))
-        return np.concatenate(parts)[: batch.tokens.shape[0]]
+            parts = [self._logprobs(params, one) for one in self._placed([batch])]
+        return np.concatenate(jax.device_get(parts))[: batch.tokens.shape[0]]
 
-    def lower_update(self, count: int, length: int, loss: LossFunction) -> jax.stages.Lowered:
-        """The update by `count` microbatches of rows of `length` tokens, for compiling ahead of time.
+    def position_cost(self, length: int) -> float:
+        """Floating-point operations of a forward pass for one position of a row of `length` tokens."""
+        numerics = self.policy.numerics
+        seen = attention.keys_computed(numerics.kernel, length, numerics.attention_chunk)
+        return self.policy.architecture.flops_per_token(seen)
 
-        The mesh's devices need not be attached: they may be a topology's (``jax.experimental.topologies``).
+    def lower_update(self, length: int, loss: LossFunction) -> jax.stages.Lowered:
+        """The gradient of a microbatch of rows of `length` tokens added to a sum, to compile ahead of time.
+
+        Its arguments are all that lies on the devices meanwhile, the optimizer's state too. The devices need
+        not be attached: they may be a topology's (``jax.experimental.topologies``).
         """
-        batch = abstract_batch((count, self.rows, length), batch_sharding(self.mesh, leading=1))
-        filled = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(self.mesh))
         with jax.set_mesh(self.mesh):
-            return self._compile(loss).lower(self.abstract_state(), batch, filled, None)
+            state, gradients = self.abstract_state(), self._abstract_gradients()
+            return self._compile(loss).lower(state, gradients, self._abstract_microbatch(length), None)
+
+    def lower_apply(self) -> jax.stages.Lowered:
+        """The optimizer's step with a sum of gradients, as `lower_update`."""
+        with jax.set_mesh(self.mesh):
+            return self._apply.lower(self.abstract_state(), self._abstract_gradients())
 
     def lower_logprobs(self, length: int) -> jax.stages.Lowered:
         """The log-probabilities of one microbatch, as `lower_update`."""
-        batch = abstract_batch((self.rows, length), batch_sharding(self.mesh))
         with jax.set_mesh(self.mesh):
-            return self._logprobs.lower(self.abstract_state()["params"], batch)
+            return self._logprobs.lower(self.abstract_state()["params"], self._abstract_microbatch(length))
+
+    def _placed(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """Every microbatch, on the devices."""
+        for batch in batches:
+            rows = rows_at(batch.tokens.shape[1], self.rows, self.row_length)
+            for one in microbatches(batch, rows):
+                yield jax.device_put(one, batch_sharding(self.mesh))
 
     def _compile(self, loss: LossFunction) -> jax.stages.Wrapped:
-        shardings = self._shardings(jax.eval_shape(self._state_of, self.policy.abstract_params))
-
-        def update(
-            state: State, batch: Batch, filled: jax.Array, reference: Params | None
-        ) -> tuple[State, Metrics]:
-            gradients, metrics = self._gradients(state["params"], batch, filled, loss, reference)
-            norm = optax.global_norm(gradients)
-            finite = jnp.isfinite(norm)
-            changes, opt_state = self.optimizer.update(gradients, state["opt_state"], state["params"])
-            new = {
-                "params": optax.apply_updates(state["params"], changes),
-                "opt_state": opt_state,
-                "updates": state["updates"] + 1,
-            }
-            new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
-            return new, metrics | {"actor/grad_norm": norm, "actor/skipped": 1.0 - finite}
-
-        return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
-
-    def _gradients(
-        self,
-        params: Params,
-        batch: Batch,
-        filled: jax.Array,
-        loss: LossFunction,
-        reference: Params | None,
-    ) -> tuple[Params, Metrics]:
-        """Sums gradients and metrics over the filled microbatches of [M, R, L]."""
-
-        def objective(params: Params, one: Batch) -> tuple[jax.Array, Metrics]:
-            logprobs, entropies = self._logprobs_of(params, one)
-            known = None if reference is None else jax.lax.stop_gradient(self._logprobs_of(reference, one)[0])
+        def objective(params: Params, one: Batch, reference: Params | None) -> tuple[jax.Array, Metrics]:
+            logprobs, entropies = self._values(params, one)
+            known = None if reference is None else jax.lax.stop_gradient(self._values(reference, one)[0])
             total, metrics = loss(logprobs, entropies, one, known)
             return total, metrics | {"actor/loss": total}
 
-        def one_more(index: jax.Array, total: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
-            one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
-            gradients, metrics = jax.grad(objective, has_aux=True)(params, one)
-            gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-            return jax.tree.map(jnp.add, total, (gradients, metrics))
+        def accumulate(
+            state: State, gradients: Params, one: Batch, reference: Params | None
+        ) -> tuple[Params, Metrics]:
+            more, metrics = jax.grad(objective, has_aux=True)(state["params"], one, reference)
+            return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more), metrics
 
-        first = jax.tree.map(lambda x: x[0], batch)
-        shapes = jax.eval_shape(lambda p, one: objective(p, one)[1], params, first)
-        zeros = (
-            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
-            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
-        )
-        # A loop, not a scan: the trip count is data, so padding microbatches cost nothing.
-        return jax.lax.fori_loop(0, filled, one_more, zeros)
+        placed = param_shardings(self.policy.abstract_params, self.mesh)
+        # Unused arguments stay, so that the compiler's plan of the memory counts the optimizer's state.
+        return jax.jit(accumulate, donate_argnums=1, keep_unused=True, out_shardings=(placed, None))
 
-    def _logprobs_of(self, params: Params, one: Batch) -> tuple[jax.Array, jax.Array]:
+    def _applied(self, state: State, gradients: Params) -> tuple[State, Metrics]:
+        norm = optax.tree.norm(gradients)
+        finite = jnp.isfinite(norm)
+        if self.offload:
+            state = jax.device_put(state, self._shardings(state, offload=False))
+        changes, opt_state = self.optimizer.update(gradients, state["opt_state"], state["params"])
+        new = {
+            "params": optax.apply_updates(state["params"], changes),
+            "opt_state": opt_state,
+            "updates": state["updates"] + 1,
+        }
+        new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+        return new, {"actor/grad_norm": norm, "actor/skipped": 1.0 - finite}
+
+    def _zeros(self) -> Params:
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.policy.abstract_params)
+
+    def _abstract_gradients(self) -> Params:
+        return placed_params(self.policy.abstract_params, self.mesh, jnp.float32)
+
+    def _abstract_microbatch(self, length: int) -> Batch:
+        shape = rows_at(length, self.rows, self.row_length), length
+        return abstract_batch(shape, batch_sharding(self.mesh))
+
+    def _values(self, params: Params, one: Batch) -> tuple[jax.Array, jax.Array]:
+        """Log-probabilities of the targets and entropies, both float32 [R, L]."""
         decoder = self.policy.merge(params)
         hidden = decoder(one.tokens, one.positions, one.segment_ids)
-        return token_logprobs(
-            decoder, hidden, one.targets, self.temperature, self.logprob_chunk, self.entropy_gradient
-        )
+        chunk = max(1, self.logprob_chunk * self.rows // len(one.tokens))  # more rows: as many logits at once
+        return token_logprobs(decoder, hidden, one.targets, self.temperature, chunk, self.entropy_gradient)
 
     def _state_of(self, params: Params) -> State:
         return {
@@ -186,8 +201,8 @@ class Learner:
             "updates": jnp.zeros((), jnp.int32),
         }
 
-    def _shardings(self, state: State) -> State:
-        """Moments live where their parameter lives: matched by the tail of the tree path."""
+    def _shardings(self, state: State, offload: bool) -> State:
+        """Moments live where their parameter lives, or near it: matched by the tail of the tree path."""
         params = param_shardings(self.policy.abstract_params, self.mesh)
         flat = {
             tuple(str(key.key) for key in path): (leaf.shape, at)
@@ -202,7 +217,9 @@ class Learner:
             names = tuple(str(getattr(key, "key", getattr(key, "name", ""))) for key in path)
             tails = (names[start:] for start in range(len(names)))
             known = next((flat[tail] for tail in tails if tail in flat), None)
-            return known[1] if known is not None and known[0] == leaf.shape else replicated(self.mesh)
+            if known is None or known[0] != leaf.shape:
+                return replicated(self.mesh)
+            return known[1].with_memory_kind(HOST) if offload and names[0] == "opt_state" else known[1]
 
         return jax.tree_util.tree_map_with_path(sharding, state)
 

@@ -9,9 +9,10 @@ from typing import Protocol
 import numpy as np
 
 from calibadv_jax.config import LearnerConfig, LossConfig
-from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights, unpack
+from calibadv_jax.learner.batching import Batch, Sample, lay, taken, token_weights
 from calibadv_jax.learner.learner import Learner, State, on_policy_only
 from calibadv_jax.learner.losses import LossFunction
+from calibadv_jax.learner.packing import Plan, RowShape, plan, row_widths, rows_at
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.trajectory import Trajectory
 
@@ -60,7 +61,7 @@ def with_old_logprobs(
     on_policy = on_policy_only(loss_config, config.minibatch_size, config.epochs)
     if loss_config.old_logprobs == "sampler" or on_policy:
         return list(samples)
-    return _with_recomputed(learner, params, samples, loss_config, config.row_length)
+    return _with_recomputed(learner, params, samples, config, loss_config)
 
 
 def old_logprobs(trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> list[np.ndarray | None]:
@@ -81,8 +82,10 @@ class Updater(Protocol):
     """What `learn` needs of a `Learner`."""
 
     def update(
-        self, state: State, batch: Batch, loss: LossFunction, reference: Params | None = None
+        self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
     ) -> tuple[State, dict[str, float]]: ...
+
+    def position_cost(self, length: int) -> float: ...
 
 
 def learn(
@@ -107,19 +110,25 @@ def learn(
         The new state, and each metric's mean over the updates. ``actor/loss``, ``actor/pg_loss`` and
         ``actor/grad_norm`` are those of all samples, the other metrics means over the tokens that were
         computed, whose share of the weights is ``actor/computed_share``. ``actor/row_fill`` is the share of
-        the packed rows that holds tokens.
+        the packed rows that holds tokens, ``perf/packing`` the positions computed for each of those tokens.
     """
     size = config.minibatch_size or len(samples)
     history: list[dict[str, float]] = []
+    positions = tokens = 0
     for _ in range(config.epochs):
         order = rng.permutation(len(samples)) if size < len(samples) else np.arange(len(samples))
         for start in range(0, len(samples), size):
             chosen = [samples[index] for index in order[start : start + size]]
-            batch = _packed(chosen, loss_config, config.row_length)
-            state, metrics = learner.update(state, batch, loss, reference)
-            filled = float(np.mean(batch.segment_ids > 0)) if batch.segment_ids.size else 0.0
-            history.append(_means(metrics, float(batch.weights.sum())) | {"actor/row_fill": filled})
+            batches, computed = _packed(chosen, learner, config, loss_config)
+            state, metrics = learner.update(state, batches, loss, reference)
+            held, cells = (
+                sum(counts) for counts in zip(*((_tokens(b), b.tokens.size) for b in batches), strict=True)
+            )
+            positions, tokens = positions + computed, tokens + held
+            share = float(sum(batch.weights.sum() for batch in batches))
+            history.append(_means(metrics, share) | {"actor/row_fill": held / cells if cells else 0.0})
     means = {name: float(np.mean([metrics[name] for metrics in history])) for name in history[0]}
+    means["perf/packing"] = positions / tokens if tokens else 0.0
     return state, means | {"actor/updates": float(len(history))}
 
 
@@ -130,11 +139,37 @@ def _matters(sample: Sample, config: LossConfig) -> bool:
     return bool(np.any(sample.advantages[sample.mask]))
 
 
-def _packed(samples: Sequence[Sample], config: LossConfig, row_length: int) -> Batch:
-    """The samples that matter in rows, each token with its share of the mean over all samples."""
-    weights = token_weights(samples, config.aggregation)
-    kept = [index for index, sample in enumerate(samples) if _matters(sample, config)]
-    return pack([samples[index] for index in kept], row_length, weights=[weights[index] for index in kept])
+def _packed(
+    samples: Sequence[Sample], learner: Updater, config: LearnerConfig, loss_config: LossConfig
+) -> tuple[list[Batch], int]:
+    """The samples that matter in rows, each token with its share of the mean over all samples.
+
+    Returns:
+        The batches, and how many positions are computed for them.
+    """
+    weights = token_weights(samples, loss_config.aggregation)
+    kept = [index for index, sample in enumerate(samples) if _matters(sample, loss_config)]
+    chosen = [samples[index] for index in kept]
+    found = _planned(chosen, learner, config)
+    return _batches(chosen, [weights[index] for index in kept], found), sum(found.positions)
+
+
+def _planned(samples: Sequence[Sample], learner: Updater, config: LearnerConfig) -> Plan:
+    longest, rows = config.row_length, config.microbatch_rows
+    shapes = [
+        RowShape(width, rows_at(width, rows, longest), learner.position_cost(width))
+        for width in row_widths(longest, config.row_widths)
+    ]
+    return plan([len(sample.tokens) for sample in samples], shapes)
+
+
+def _batches(samples: Sequence[Sample], weights: Sequence[np.ndarray], found: Plan) -> list[Batch]:
+    shapes = [(rows, shape.length) for rows, shape in zip(found.num_rows, found.shapes, strict=True)]
+    return lay(samples, weights, found.placements, shapes)
+
+
+def _tokens(batch: Batch) -> int:
+    return int(np.count_nonzero(batch.segment_ids))
 
 
 def _means(metrics: dict[str, float], share: float) -> dict[str, float]:
@@ -145,13 +180,18 @@ def _means(metrics: dict[str, float], share: float) -> dict[str, float]:
 
 
 def _with_recomputed(
-    learner: Learner, params: Params, samples: Sequence[Sample], config: LossConfig, row_length: int
+    learner: Learner,
+    params: Params,
+    samples: Sequence[Sample],
+    config: LearnerConfig,
+    loss_config: LossConfig,
 ) -> list[Sample]:
     """The samples, those that matter with the log-probabilities of the policy that is about to change."""
-    kept = [index for index, sample in enumerate(samples) if _matters(sample, config)]
+    kept = [index for index, sample in enumerate(samples) if _matters(sample, loss_config)]
     chosen = [samples[index] for index in kept]
-    values = learner.logprobs(params, pack(chosen, row_length))
-    recomputed = unpack(values, [len(sample.tokens) for sample in chosen], row_length)
+    found = _planned(chosen, learner, config)
+    batches = _batches(chosen, token_weights(chosen, loss_config.aggregation), found)
+    recomputed = taken([learner.logprobs(params, batch) for batch in batches], found.placements)
     changed = list(samples)
     for index, sample, new in zip(kept, chosen, recomputed, strict=True):
         old = np.where(sample.mask, new, 0.0).astype(np.float32)

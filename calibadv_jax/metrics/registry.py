@@ -190,6 +190,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "tokens/s",
             "trained tokens, prompts and observations included, by step time",
         ),
+        Metric(
+            "perf/packing",
+            "positions",
+            "that the updates compute for each token: rows have empty ends, microbatches empty rows",
+        ),
         Metric("perf/record_bytes", "bytes", "size of the step's file of trajectories"),
     ),
     "eval": (

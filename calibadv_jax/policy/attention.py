@@ -49,6 +49,16 @@ def packed_attention(
     return _on_every_device(lambda *rows: blockwise_attention(*rows, chunk), q, k, v, segment_ids)
 
 
+def keys_computed(kernel: Kernel, length: int, chunk: int) -> float:
+    """Keys that `packed_attention` computes for a token of a row of `length` tokens, on average.
+
+    Those that the row's width adds: what follows the segments alone is the same in every row.
+    """
+    if kernel == "cudnn" or (kernel == "xla" and length <= chunk):
+        return float(length)
+    return 0.0 if kernel == "xla" else length / 2  # causal
+
+
 def _on_every_device(
     kernel: Local, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
 ) -> jax.Array:

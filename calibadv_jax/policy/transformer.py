@@ -17,6 +17,7 @@ from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy import attention, rotary
 from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.sharding import constrain, pin_rows
+from calibadv_jax.policy.vocabulary import look_up
 
 Params = dict[str, Any]
 Stack = tuple[jax.Array, jax.Array]  # keys and values of successive layers [L, S, K, T, H]
@@ -38,7 +39,7 @@ class Numerics:
     param_dtype: Any = jnp.float32
     remat: str = "none"
     kernel: attention.Kernel = "xla"
-    attention_chunk: int = 1024
+    attention_chunk: int = 128
 
     @classmethod
     def from_config(cls, config: PolicyConfig) -> Numerics:
@@ -177,7 +178,8 @@ class Decoder(nnx.Module):
 
         Positions restart in every segment; padding is a segment of its own.
         """
-        x = constrain(self._embedded(tokens), "batch", "length", "activation")
+        x = look_up(self.embed.embedding[...], tokens, self.numerics.compute_dtype)
+        x = constrain(x, "batch", "length", "activation")
         cos, sin = self._rotary(positions)
         graph, stack = nnx.split(self.layers)
 
@@ -207,7 +209,7 @@ class Decoder(nnx.Module):
         """
         length = cache[0][0].shape[3]
         columns = jnp.where(valid, positions, length)  # out of range: the write is dropped
-        x = pin_rows(self._embedded(tokens))
+        x = pin_rows(self.embed(tokens).astype(self.numerics.compute_dtype))
         cos, sin = self._rotary(positions)
         graph, params = nnx.split(self.layers)
 
@@ -229,17 +231,18 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 [..., V]; the products are of the compute dtype, their sums stay float32."""
-        if self.architecture.tie_word_embeddings:
-            weights, product = self.embed.embedding[...], "...d,vd->...v"
-        else:
-            weights, product = self.lm_head.kernel[...], "...d,dv->...v"
+        weights, vocab_first = self.head()
+        product = "...d,vd->...v" if vocab_first else "...d,dv->...v"
         dtype = self.numerics.compute_dtype
         return jnp.einsum(
             product, hidden.astype(dtype), weights.astype(dtype), preferred_element_type=jnp.float32
         )
 
-    def _embedded(self, tokens: jax.Array) -> jax.Array:
-        return self.embed(tokens).astype(self.numerics.compute_dtype)
+    def head(self) -> tuple[jax.Array, bool]:
+        """The output head's weights as stored: [V, D] and True where they are the embeddings, else [D, V]."""
+        if self.architecture.tie_word_embeddings:
+            return self.embed.embedding[...], True
+        return self.lm_head.kernel[...], False
 
     def _rotary(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         angles = positions[..., None].astype(jnp.float32) * rotary.inverse_frequencies(self.architecture)

@@ -1,9 +1,11 @@
 """Packing: every token at its place, weights that sum to one, few shapes."""
 
+import jax
 import numpy as np
 import pytest
 
-from calibadv_jax.learner.batching import Sample, microbatches, pack, place, token_weights, unpack
+from calibadv_jax.learner.batching import Sample, microbatches, pack, token_weights, unpack
+from calibadv_jax.learner.packing import place
 
 
 def make(length, trained, start=0):
@@ -51,12 +53,19 @@ def test_unpack_inverts_pack():
         np.testing.assert_array_equal(values[1:], sample.logprobs[1:])
 
 
-def test_microbatches_round_up_to_a_power_of_two():
-    batch = pack([make(10, 1) for _ in range(5)], 10)
-    split, filled = microbatches(batch, 2)
-    assert split.tokens.shape == (4, 2, 10)
-    assert filled == 3
-    assert float(split.weights.sum()) == pytest.approx(1.0)
+def test_microbatches_hold_all_rows_in_order_and_empty_ones_at_the_end():
+    batch = pack([make(10, 1, 100 * index) for index in range(5)], 10)
+    split = list(microbatches(batch, 2))
+    assert [part.tokens.shape for part in split] == [(2, 10)] * 3
+    rows = np.concatenate([part.tokens for part in split])
+    np.testing.assert_array_equal(rows[:5], batch.tokens)
+    assert not any(leaf[1].any() for leaf in jax.tree.leaves(split[2]))
+    assert sum(float(part.weights.sum()) for part in split) == pytest.approx(1.0)
+
+
+def test_nothing_is_one_empty_microbatch():
+    (part,) = microbatches(pack([], 10), 2)
+    assert part.tokens.shape == (2, 10) and not any(leaf.any() for leaf in jax.tree.leaves(part))
 
 
 def test_too_long_a_sample_is_refused():

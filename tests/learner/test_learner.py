@@ -8,7 +8,7 @@ import pytest
 
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
 from calibadv_jax.errors import UserError
-from calibadv_jax.learner.batching import Sample, pack
+from calibadv_jax.learner.batching import Sample, pack, token_weights
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
@@ -63,7 +63,7 @@ def sgd_step(policy, mesh, batch, rows, loss, seed=0):
     learner = Learner(policy, optax.sgd(1.0), mesh, rows)
     state = learner.init(init_params(policy, mesh, seed))
     before = jax.device_get(state["params"])
-    state, metrics = learner.update(state, batch, loss)
+    state, metrics = learner.update(state, [batch], loss)
     after = jax.device_get(state["params"])
     return jax.tree.map(lambda a, b: b - a, after, before), metrics
 
@@ -164,7 +164,7 @@ def test_recomputed_logprobs_match_the_loss(policy, one_device):
     logprobs = learner.logprobs(params, batch)
     assert logprobs.shape == batch.tokens.shape
     expected = -float(np.sum(batch.weights * logprobs))
-    _, metrics = learner.update(learner.init(params), batch, negative_log_likelihood)
+    _, metrics = learner.update(learner.init(params), [batch], negative_log_likelihood)
     assert metrics["actor/loss"] == pytest.approx(expected, abs=1e-5)
 
 
@@ -175,7 +175,7 @@ def test_non_finite_gradient_is_skipped(policy, one_device):
     learner = Learner(policy, optax.adamw(0.1), one_device, 4)
     state = learner.init(init_params(policy, one_device, 0))
     before = jax.device_get(state)
-    state, metrics = learner.update(state, batch, LOSS)
+    state, metrics = learner.update(state, [batch], LOSS)
     assert metrics["actor/skipped"] == 1.0
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state))
 
@@ -200,13 +200,20 @@ def test_a_loss_without_entropy_bonus_does_not_pay_for_the_entropys_gradient(pol
         total, metrics = plain(logprobs, entropies, batch, reference)
         return total + 0.0 * jnp.sum(entropies), metrics
 
-    def flops(loss, chunk):
-        learner = Learner(policy, optax.sgd(1.0), one_device, 4, logprob_chunk=chunk)
-        return learner.lower_update(2, 32, loss).cost_analysis()["flops"]
+    def flops(loss, chunk, entropy_gradient=False):
+        learner = Learner(
+            policy,
+            optax.sgd(1.0),
+            one_device,
+            4,
+            logprob_chunk=chunk,
+            entropy_gradient=entropy_gradient,
+        )
+        return learner.lower_update(32, loss).cost_analysis()["flops"]
 
     for chunk in (8, 32):
         metrics = flops(plain, chunk) - flops(without_metrics, chunk)
-        gradient = flops(with_bonus_of_nothing, chunk) - flops(plain, chunk)
+        gradient = flops(with_bonus_of_nothing, chunk, True) - flops(plain, chunk)
         assert gradient > metrics / 2 > 0, (chunk, gradient, metrics)
 
 
@@ -239,15 +246,29 @@ def test_rows_must_fill_the_mesh(policy):
         Learner(policy, optax.sgd(1.0), mesh, 12, rows_key="sft.rows")
 
 
-def test_a_smaller_batch_is_updated_by_the_program_of_the_largest(policy, one_device):
-    """One compilation for all batches but a larger one, and the same step as that of its own program."""
+def test_any_number_of_microbatches_is_computed_by_the_same_programs(policy, one_device):
     learner = Learner(policy, optax.sgd(1.0), one_device, 1)
     state = learner.init(init_params(policy, one_device, 0))
-    learner.update(state, pack(samples(20), 32), LOSS)
-    small = pack(samples(3), 32)
+    for count in (3, 20, 9):
+        state, _ = learner.update(state, [pack(samples(count), 32)], LOSS)
+    assert learner._accumulate[LOSS]._cache_size() == learner._apply._cache_size() == 1
+    assert int(state["updates"]) == 3
+
+
+def test_rows_of_two_widths_in_one_update(policy, one_device):
+    """The microbatch of narrow rows has more of them; the step is that of one batch."""
+    chosen = samples(12)
+    weights = token_weights(chosen, "token_mean")
+    expected, told = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
+    parts = [pack(chosen[:5], 32, weights=weights[:5]), pack(chosen[5:], 16 + 4, weights=weights[5:])]
+    learner = Learner(policy, optax.sgd(1.0), one_device, 2, row_length=40, logprob_chunk=8)
+    shapes = []
+    values = learner._values
+    learner._values = lambda params, one: (shapes.append(one.tokens.shape), values(params, one))[1]
     state = learner.init(init_params(policy, one_device, 0))
     before = jax.device_get(state["params"])
-    state, _ = learner.update(state, small, LOSS)
-    assert learner._updates[LOSS]._cache_size() == 1
-    step = jax.tree.map(lambda a, b: b - a, jax.device_get(state["params"]), before)
-    assert_same(step, sgd_step(policy, one_device, small, 1, LOSS)[0])
+    state, metrics = learner.update(state, parts, LOSS)
+    assert shapes == [(2, 32), (4, 20)]
+    assert_same(jax.tree.map(lambda a, b: b - a, jax.device_get(state["params"]), before), expected)
+    for name, value in told.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name

@@ -91,7 +91,7 @@ def test_logprobs_and_loss_are_those_of_the_temperature(policy):
     np.testing.assert_allclose(learner.logprobs(params, batch)[0, :6], expected, atol=1e-4)
     entropy = float(-np.mean(np.sum(np.exp(table[2:6]) * table[2:6], axis=-1)))
     before = jax.tree.map(jnp.copy, params)
-    state, metrics = learner.update(learner.init(params), batch, negative_log_likelihood)
+    state, metrics = learner.update(learner.init(params), [batch], negative_log_likelihood)
     assert metrics["actor/loss"] == pytest.approx(-float(expected[2:].mean()), abs=1e-4)
     assert metrics["sft/entropy"] == pytest.approx(entropy, abs=1e-4)
     moved = jax.tree.map(lambda a, b: a - b, before, state["params"])

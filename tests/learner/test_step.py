@@ -57,7 +57,7 @@ def samples(count=8, idle=(1, 2, 6)):
 
 
 def config(minibatch_size=0, epochs=1):
-    return LearnerConfig(minibatch_size=minibatch_size, epochs=epochs, row_length=ROW)
+    return LearnerConfig(minibatch_size=minibatch_size, epochs=epochs, row_length=ROW, row_widths=1)
 
 
 def rng():
@@ -73,7 +73,7 @@ def rows_of(learner, monkeypatch):
     seen = []
     update = learner.update
     monkeypatch.setattr(
-        learner, "update", lambda s, batch, *rest: (seen.append(batch), update(s, batch, *rest))[1]
+        learner, "update", lambda s, batches, *rest: (seen.extend(batches), update(s, batches, *rest))[1]
     )
     return seen
 
@@ -83,7 +83,7 @@ def test_samples_without_advantage_are_left_out_and_change_nothing(learner, stat
     loss_config = LossConfig(aggregation=aggregation)
     loss, every = PLAIN[True], samples()
     whole = jax.tree.map(np.array, state)  # the update takes the state over
-    expected, direct = learner.update(whole, pack(every, ROW, aggregation), loss)
+    expected, direct = learner.update(whole, [pack(every, ROW, aggregation)], loss)
     seen = rows_of(learner, monkeypatch)
     found, metrics = learn(learner, state, every, config(), loss_config, loss, rng())
     same(jax.device_get(found), jax.device_get(expected))
@@ -112,7 +112,7 @@ def test_a_step_without_any_advantage_moves_by_momentum_only(learner, state):
     loss_config, loss = LossConfig(), PLAIN[True]
     state, _ = learn(learner, state, samples(), config(), loss_config, loss, rng())
     none = samples(idle=range(8))
-    expected, _ = learner.update(jax.tree.map(np.array, state), pack(none, ROW), loss)
+    expected, _ = learner.update(jax.tree.map(np.array, state), [pack(none, ROW)], loss)
     before = jax.device_get(state["params"])
     found, metrics = learn(learner, state, none, config(), loss_config, loss, rng())
     same(jax.device_get(found), jax.device_get(expected))
@@ -150,3 +150,30 @@ def test_the_ratio_divides_by_what_the_config_says(
         trained = sorted(expected[: len(sample.tokens) - 1][sample.mask[1:]])
         held = [value for batch in seen for value in batch.old_logprobs[batch.weights > 0]]
         assert all(np.isclose(held, value, atol=1e-5).any() for value in trained)
+
+
+def test_rows_of_several_widths_make_the_same_step(learner, state, monkeypatch):
+    """The log-probabilities before it too, and the positions are counted as they are computed."""
+    every, loss_config, loss = samples(idle=()), LossConfig(), PLAIN[False]
+    wide = dataclasses.replace(config(minibatch_size=4), microbatch_rows=1)
+    narrow = dataclasses.replace(wide, row_widths=4)
+    before = jax.tree.map(np.array, state)
+    known = with_old_logprobs(learner, state["params"], every, wide, loss_config)
+    expected, told = learn(learner, state, known, wide, loss_config, loss, rng())
+    seen = rows_of(learner, monkeypatch)
+    again = with_old_logprobs(learner, before["params"], every, narrow, loss_config)
+    for one, other in zip(known, again, strict=True):
+        np.testing.assert_allclose(one.old_logprobs, other.old_logprobs, atol=1e-5)
+    found, metrics = learn(learner, before, again, narrow, loss_config, loss, rng())
+    widths = {batch.tokens.shape[1] for batch in seen}
+    assert len(widths) > 1 and widths <= {32, 24, 16, 8}
+    same(jax.device_get(found), jax.device_get(expected))
+    assert metrics["actor/grad_norm"] == pytest.approx(told["actor/grad_norm"], rel=1e-4)
+    rows_per_microbatch = {32: 1, 24: 1, 16: 2, 8: 4}
+    positions = sum(
+        -(-len(batch.tokens) // rows_per_microbatch[width]) * rows_per_microbatch[width] * width
+        for batch in seen
+        for width in [batch.tokens.shape[1]]
+    )
+    tokens = sum(len(sample.tokens) for sample in every)
+    assert metrics["perf/packing"] == pytest.approx(positions / tokens)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import LearnerConfig, LossConfig
-from calibadv_jax.learner.batching import Sample, place
+from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import on_policy_only
+from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import learn, make_samples, old_logprobs, with_old_logprobs
 from calibadv_jax.trajectory import Question, Trajectory, Turn
 
@@ -49,7 +50,7 @@ def test_the_learners_logprobs_find_back_to_their_trajectories():
     trajectories = [one(5, 6), one(), one(7), one(8, 9)]
     advantages = [floats(1, 1), floats(), floats(0), floats(-1, -1)]
     made, _ = make_samples(trajectories, advantages)
-    config, loss = LearnerConfig(minibatch_size=2, row_length=ROW), LossConfig()
+    config, loss = LearnerConfig(minibatch_size=2, row_length=ROW, row_widths=1), LossConfig()
     assert old_logprobs(trajectories, made) == [None] * 4
     known = old_logprobs(trajectories, with_old_logprobs(Notebook(), 1, made, config, loss))
     assert known[1] is known[2] is None
@@ -63,13 +64,17 @@ class Notebook:
     def __init__(self):
         self.updates = []
 
-    def update(self, state, batch, loss, reference=None):
+    def update(self, state, batches, loss, reference=None):
+        (batch,) = batches
         self.updates.append((batch, loss, reference))
         version = state["params"] + 1
         return {"params": version}, {"actor/loss": float(version)}
 
     def logprobs(self, params, batch):
         return (-params - batch.targets / 100).astype(np.float32)
+
+    def position_cost(self, length):
+        return 1.0
 
 
 def samples(count=5):
@@ -102,7 +107,7 @@ def go_over(config, loss=None, seed=0, count=5, reference=None):
 
 
 def test_an_epoch_takes_every_sample_once_in_an_order_of_its_own():
-    config = LearnerConfig(minibatch_size=2, epochs=3, row_length=ROW)
+    config = LearnerConfig(minibatch_size=2, epochs=3, row_length=ROW, row_widths=1)
     notebook, state, metrics, batches = go_over(config)
     epochs = [batches[start : start + 3] for start in (0, 3, 6)]
     assert [sorted(sum(epoch, [])) for epoch in epochs] == [[0, 1, 2, 3, 4]] * 3
@@ -114,12 +119,13 @@ def test_an_epoch_takes_every_sample_once_in_an_order_of_its_own():
         "actor/updates": 9,
         "actor/computed_share": 1,
         "actor/row_fill": pytest.approx((1 + 1 + 0.5) / 3),  # rows of two samples, and one that is half empty
+        "perf/packing": pytest.approx(3 * 8 * ROW / 20),  # microbatches of eight rows for 20 tokens
     }
     assert batches == go_over(config)[3] != go_over(config, seed=1)[3]
 
 
 def test_one_update_takes_everything():
-    _, _, metrics, batches = go_over(LearnerConfig(row_length=ROW))
+    _, _, metrics, batches = go_over(LearnerConfig(row_length=ROW, row_widths=1))
     assert batches == [[0, 1, 2, 3, 4]] and metrics["actor/updates"] == 1
 
 
@@ -133,7 +139,7 @@ def test_one_update_takes_everything():
     ],
 )
 def test_old_logprobs_are_those_of_the_policy_before_the_first_update(changes, old, recomputed):
-    config = LearnerConfig(row_length=ROW, **changes)
+    config = LearnerConfig(row_length=ROW, row_widths=1, **changes)
     notebook, *_ = go_over(config, LossConfig(old_logprobs=old))
     for batch, *_ in notebook.updates:
         trained = batch.weights > 0
@@ -151,7 +157,7 @@ def test_only_one_update_of_everything_is_on_policy():
 
 def test_every_update_gets_the_loss_and_the_reference():
     reference = {"the": "initial policy"}
-    config = LearnerConfig(minibatch_size=2, row_length=ROW)
+    config = LearnerConfig(minibatch_size=2, row_length=ROW, row_widths=1)
     for _, loss, given in go_over(config, reference=reference)[0].updates:
         assert loss == "the loss" and given is reference
 
@@ -161,7 +167,7 @@ def test_the_aggregation_of_the_loss_is_used():
     short = Sample(ints(1, 2), np.array([False, True]), floats(0, 1), floats(0, -9))
     for aggregation, expected in (("token_mean", [1 / 3] * 3), ("sequence_mean", [1 / 4, 1 / 4, 1 / 2])):
         notebook = Notebook()
-        config, loss = LearnerConfig(row_length=ROW), LossConfig(aggregation=aggregation)
+        config, loss = LearnerConfig(row_length=ROW, row_widths=1), LossConfig(aggregation=aggregation)
         rng = np.random.default_rng(0)
         learn(notebook, {"params": 1}, [samples(1)[0], short], config, loss, "the loss", rng)
         ((batch, *_),) = notebook.updates

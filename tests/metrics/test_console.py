@@ -82,8 +82,8 @@ def update_metrics() -> set[str]:
     }
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
     learner = Learner(Policy(architecture_from_hf(model), Numerics()), optax.sgd(1.0), mesh, rows=1)
-    _, metrics = learner.lower_update(1, 8, policy_gradient(LossConfig(), on_policy=True)).out_info
-    return set(metrics)
+    lowered = learner.lower_update(8, policy_gradient(LossConfig(), on_policy=True)), learner.lower_apply()
+    return {name for program in lowered for name in program.out_info[1]}
 
 
 def rollout_metrics() -> set[str]:

@@ -14,7 +14,8 @@ from loop_fakes import CONTROL, EOS, DictRetriever, ScriptedSampler
 
 from calibadv_jax.advantages.registry import compute_advantages
 from calibadv_jax.config import AdvantageConfig, PromptConfig, RewardConfig, RolloutConfig
-from calibadv_jax.learner.batching import pack, place
+from calibadv_jax.learner.batching import pack
+from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import make_samples
 from calibadv_jax.protocol import TAGS, neutralise
 from calibadv_jax.rewards.score import score_groups

@@ -1,0 +1,155 @@
+"""Where samples lie in packed rows, of one width or of several.
+
+Attention computes more for a token in a wide row than in a narrow one, but a long sample needs a wide row. So
+the rows have one of a few widths, each compiled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import combinations
+
+import numpy as np
+
+WIDTHS = (Fraction(1), Fraction(1, 2), Fraction(3, 4), Fraction(1, 4), Fraction(3, 8))  # most useful first
+WORTH = 0.01  # share of the cost that another width must save: it takes a compilation
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a sample lies in the rows."""
+
+    row: int
+    start: int
+    length: int
+    segment: int  # its number in the row, from 1
+    batch: int = 0  # of several, each with rows of another width
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """Rows of one width."""
+
+    length: int  # tokens
+    rows: int  # of a microbatch
+    cost: float = 1.0  # of computing one position
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Placements of all samples, and the rows of each batch."""
+
+    placements: list[Placement]
+    shapes: list[RowShape]
+    num_rows: list[int]  # of each shape
+
+    @property
+    def positions(self) -> list[int]:
+        """Positions that are computed in each shape, those of empty rows of a microbatch included."""
+        return [
+            -(-rows // shape.rows) * shape.rows * shape.length
+            for rows, shape in zip(self.num_rows, self.shapes, strict=True)
+        ]
+
+    @property
+    def cost(self) -> float:
+        return sum(n * shape.cost for n, shape in zip(self.positions, self.shapes, strict=True))
+
+
+def rows_at(length: int, rows: int, row_length: int) -> int:
+    """Rows of `length` in a microbatch: of as many tokens as `rows` of `row_length` have, or fewer."""
+    return rows * max(1, row_length // length)
+
+
+def row_widths(row_length: int, count: int) -> list[int]:
+    """`row_length` and the `count` - 1 most useful narrower widths, widest first."""
+    return sorted({int(row_length * share) for share in WIDTHS[:count]} - {0}, reverse=True)
+
+
+def place(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int]:
+    """First-fit decreasing bin packing. Returns a placement for each sample, and the number of rows.
+
+    Raises:
+        ValueError: a sample is longer than a row.
+    """
+    found = plan(lengths, [RowShape(row_length, 1)])
+    return found.placements, sum(found.num_rows)
+
+
+def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
+    """The cheapest way to lay samples into rows of some of these widths, by first-fit decreasing.
+
+    Long samples open rows of the narrowest of the chosen widths that holds them; what is left free there, and
+    in the empty rows of the last microbatch, is offered to the shorter ones.
+
+    Args:
+        shapes: widest first.
+
+    Raises:
+        ValueError: a sample is longer than a row.
+    """
+    longest = max(lengths, default=0)
+    if longest > shapes[0].length:
+        index = int(np.argmax(lengths))
+        raise ValueError(f"sample {index} has {longest} tokens, but a row holds {shapes[0].length}")
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    choices = [
+        list(chosen)
+        for count in range(1, len(shapes) + 1)
+        for chosen in combinations(shapes, count)
+        if chosen[0].length >= longest
+    ]
+    plans = (_laid(lengths, order, chosen) for chosen in choices)
+    return min(plans, key=lambda found: found.cost * (1.0 + WORTH * len(found.shapes)))
+
+
+def _laid(lengths: Sequence[int], order: list[int], shapes: Sequence[RowShape]) -> Plan:
+    """Samples in `order` of falling length into rows of all `shapes` that have use for them."""
+    placements: dict[int, Placement] = {}
+    used: list[RowShape] = []
+    num_rows: list[int] = []
+    narrower = [shape.length for shape in shapes[1:]] + [0]
+    for shape, limit in zip(shapes, narrower, strict=True):
+        left = [index for index in order if index not in placements]
+        needed = [index for index in left if lengths[index] > limit]
+        if not needed and (limit or used):
+            continue
+        rows = _Rows(shape.length, len(left))
+        found = {index: rows.put(lengths[index], opens=True) for index in needed}
+        rows.count = -(-rows.count // shape.rows) * shape.rows
+        found |= {index: rows.put(lengths[index], opens=False) for index in left if index not in found}
+        batch = len(used)
+        placements |= {index: replace(at, batch=batch) for index, at in found.items() if at is not None}
+        used.append(shape)
+        num_rows.append(rows.filled)
+    return Plan([placements[index] for index in range(len(lengths))], used, num_rows)
+
+
+class _Rows:
+    """Rows that are filled from the left."""
+
+    def __init__(self, length: int, most: int):
+        self.length = length
+        self.free = np.full(most, length)
+        self.segments = np.zeros(most, np.int64)
+        self.count = 0  # rows that may be used
+
+    @property
+    def filled(self) -> int:
+        """Rows that hold something; they come first."""
+        return int(np.count_nonzero(self.segments))
+
+    def put(self, length: int, opens: bool) -> Placement | None:
+        """Places a sample in the first row that has room, if need be in a new one; None: nowhere."""
+        fits = self.free[: self.count] >= length
+        row = int(np.argmax(fits)) if fits.any() else self.count
+        if row == self.count:
+            if not opens:
+                return None
+            self.count += 1
+        start = self.length - int(self.free[row])
+        self.free[row] -= length
+        self.segments[row] += 1
+        return Placement(row, start, length, int(self.segments[row]))

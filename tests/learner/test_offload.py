@@ -1,0 +1,109 @@
+"""Moments in host memory: where they lie, the same updates, and checkpoints from and to them."""
+
+import jax
+import numpy as np
+import pytest
+
+from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
+from calibadv_jax.learner.batching import Sample, pack
+from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.snapshots.checkpoint import CheckpointStore
+
+pytestmark = pytest.mark.medium
+
+LOSS = policy_gradient(LossConfig(), on_policy=True)
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+def make_learner(name, offload, mesh):
+    config = OptimizerConfig(name=name, lr=0.1, schedule="constant")
+    policy = Policy(architecture_from_hf(CONFIG), Numerics())
+    return Learner(policy, make_optimizer(config, make_schedule(config, 10)), mesh, 4, offload=offload)
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 16, (4, 12)).astype(np.int32)
+    mask = np.arange(12) > 3
+    return pack(
+        [
+            Sample(row, mask, (rng.normal(size=12) * mask).astype(np.float32), -mask.astype(np.float32))
+            for row in tokens
+        ],
+        12,
+    )
+
+
+def kinds(state):
+    """Memory kinds of the leaves with the shape of a parameter, by section of the state."""
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state["params"])}
+    return {
+        name: {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state[name]) if leaf.shape in shapes}
+        for name in ("params", "opt_state")
+    }
+
+
+def one_device():
+    return make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_moments_lie_on_the_host_and_the_updates_are_the_same(name):
+    states = {}
+    for offload in (False, True):
+        mesh = one_device()
+        learner = make_learner(name, offload, mesh)
+        state = learner.init(init_params(learner.policy, mesh, 0))
+        for _ in range(2):
+            expected = {"params": {"device"}, "opt_state": {"pinned_host" if offload else "device"}}
+            assert kinds(state) == kinds(learner.abstract_state()) == expected
+            state, metrics = learner.update(state, [batch()], LOSS)
+        assert metrics["actor/skipped"] == 0
+        states[offload] = jax.device_get(state)
+    jax.tree.map(np.testing.assert_array_equal, states[True], states[False])
+
+
+def test_the_moments_of_a_mesh_lie_on_its_hosts():
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 (simulated) devices")
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    learner = make_learner("adamw", True, mesh)
+    state = learner.init(init_params(learner.policy, mesh, 0))
+    assert kinds(state)["opt_state"] == {"pinned_host"}
+    alone = make_learner("adamw", False, one_device())
+    other = alone.init(init_params(alone.policy, alone.mesh, 0))
+    for _ in range(2):
+        state, _ = learner.update(state, [batch()], LOSS)
+        other, _ = alone.update(other, [batch()], LOSS)
+    assert kinds(state)["opt_state"] == {"pinned_host"}
+    for left, right in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-4)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["to_device", "to_host"])
+def test_a_checkpoint_goes_on_with_or_without_the_host(tmp_path, offload):
+    """Saved by one, restored by the other or the same, and trained further."""
+    mesh = one_device()
+    first, then = make_learner("adamw", True, mesh), make_learner("adamw", offload, mesh)
+    state = first.init(init_params(first.policy, mesh, 0))
+    state, _ = first.update(state, [batch()], LOSS)
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    store.save(1, state, {})
+    restored, _ = store.restore(1, then.abstract_state())
+    store.close()
+    assert kinds(restored)["opt_state"] == {"pinned_host" if offload else "device"}
+    expected, _ = first.update(state, [batch()], LOSS)
+    found, _ = then.update(restored, [batch()], LOSS)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(expected))

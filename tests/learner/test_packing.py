@@ -1,0 +1,125 @@
+"""Rows of several widths: every sample at its own place, nothing cheaper overlooked, few widths."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from calibadv_jax.learner.batching import Sample, lay, pack, taken, token_weights
+from calibadv_jax.learner.packing import RowShape, place, plan, row_widths, rows_at
+
+
+def shapes(*widths, rows=2, cost=lambda width: 1.0):
+    return [RowShape(width, rows_at(width, rows, widths[0]), cost(width)) for width in widths]
+
+
+def random_lengths(seed, count=40, longest=64):
+    return np.random.default_rng(seed).integers(1, longest + 1, count).tolist()
+
+
+def test_widths_are_shares_of_the_row_length_widest_first():
+    assert row_widths(16384, 1) == [16384]
+    assert row_widths(16384, 2) == [16384, 8192]
+    assert row_widths(16384, 3) == [16384, 12288, 8192]
+    assert row_widths(384, 5) == [384, 288, 192, 144, 96]
+    assert row_widths(1, 5) == [1]
+
+
+def test_a_microbatch_of_narrow_rows_has_as_many_tokens_at_most():
+    assert [rows_at(width, 8, 16384) for width in row_widths(16384, 5)] == [8, 8, 16, 16, 32]
+    assert rows_at(20000, 8, 16384) == rows_at(7, 8, 0) == 8
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_two_samples_share_a_column(seed):
+    lengths = random_lengths(seed)
+    found = plan(lengths, shapes(64, 48, 32, cost=lambda width: 100 + width))
+    sizes = zip(found.num_rows, found.shapes, strict=True)
+    taken_columns = [np.zeros((n, shape.length), int) for n, shape in sizes]
+    segments = set()
+    for length, at in zip(lengths, found.placements, strict=True):
+        assert at.length == length and at.start + length <= found.shapes[at.batch].length
+        taken_columns[at.batch][at.row, at.start : at.start + length] += 1
+        segments.add((at.batch, at.row, at.segment))
+    assert all(columns.max() == 1 and columns[:, 0].all() for columns in taken_columns)
+    assert len(segments) == len(lengths)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("slope", [0.0, 0.01, 0.1])
+def test_more_widths_never_cost_more_and_a_width_must_be_worth_its_compilation(seed, slope):
+    lengths = random_lengths(seed)
+
+    def cost(width):
+        return 1.0 + slope * width
+
+    every = shapes(64, 48, 32, cost=cost)
+    found = plan(lengths, every)
+    alone = [plan(lengths, [shape]) for shape in every if shape.length >= max(lengths)]
+    assert found.cost <= min(one.cost for one in alone) + 1e-9
+    if len(found.shapes) > 1:
+        assert found.cost < 0.99 * min(one.cost for one in alone)
+
+
+def test_short_samples_lie_in_narrow_rows_where_width_costs():
+    lengths = [64, *[16] * 40]
+    narrow = plan(lengths, shapes(64, 16, cost=lambda width: 1.0 + width))
+    assert [shape.length for shape in narrow.shapes] == [64, 16]
+    # The long one needs a row; the empty row of its microbatch takes four of the others.
+    assert narrow.num_rows == [2, 36] and narrow.positions == [2 * 64, 40 * 16]
+    flat = plan(lengths, shapes(64, 16))
+    assert [shape.length for shape in flat.shapes] == [64] and flat.positions == [12 * 64]
+
+
+def test_a_long_sample_does_not_pull_the_others_into_wide_rows():
+    lengths = [40, *[16] * 16]
+    found = plan(lengths, shapes(64, 48, 16, rows=1, cost=lambda width: 1.0 + width))
+    assert [shape.length for shape in found.shapes] == [48, 16]
+    assert [at.batch for at in found.placements] == [0, *[1] * 16]
+
+
+def test_one_width_is_first_fit_decreasing():
+    placements, num_rows = place([5, 9, 3, 7, 4], 12)
+    assert num_rows == 3
+    assert [(at.row, at.start, at.segment) for at in placements] == [
+        (1, 7, 2),
+        (0, 0, 1),
+        (0, 9, 2),
+        (1, 0, 1),
+        (2, 0, 1),
+    ]
+
+
+def test_nothing_takes_no_rows():
+    found = plan([], shapes(64, 32))
+    assert found.placements == [] and found.num_rows == [0] and found.positions == [0]
+    assert found.shapes[0].length == 64
+
+
+def test_too_long_a_sample_is_named():
+    with pytest.raises(ValueError, match="sample 1 has 65 tokens, but a row holds 64"):
+        plan([3, 65], shapes(64, 32))
+
+
+def test_samples_in_rows_of_two_widths_are_found_again():
+    rng = np.random.default_rng(0)
+    samples = []
+    for length in (30, 12, 9, 16, 3):
+        mask = np.arange(length) > 1
+        tokens = rng.integers(0, 99, length).astype(np.int32)
+        samples.append(Sample(tokens, mask, rng.normal(size=length).astype(np.float32), -tokens / 7 * mask))
+    weights = token_weights(samples, "token_mean")
+    found = plan([len(sample.tokens) for sample in samples], shapes(32, 16, rows=1, cost=lambda w: w**2))
+    assert len(found.shapes) == 2
+    sizes = [(n, shape.length) for n, shape in zip(found.num_rows, found.shapes, strict=True)]
+    batches = lay(samples, weights, found.placements, sizes)
+    assert [batch.tokens.shape for batch in batches] == sizes
+    for field in ("tokens", "weights", "advantages", "sampler_logprobs"):
+        pairs = zip(samples, weights, strict=True)
+        apart = [pack([sample], 32, weights=[weight]) for sample, weight in pairs]
+        kept = itertools.chain(*(getattr(batch, field)[batch.segment_ids > 0] for batch in batches))
+        expected = itertools.chain(*(getattr(batch, field)[batch.segment_ids > 0] for batch in apart))
+        assert sorted(kept) == sorted(expected)
+    back = taken([batch.sampler_logprobs for batch in batches], found.placements)
+    for sample, values in zip(samples, back, strict=True):
+        np.testing.assert_allclose(values[1:], sample.logprobs[1:], rtol=1e-6)

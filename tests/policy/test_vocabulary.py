@@ -1,0 +1,200 @@
+"""The two weights as large as the vocabulary on a mesh: what is computed, and what the devices send."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calibadv_jax.config import MeshConfig
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.logprobs import token_logprobs
+from calibadv_jax.policy.sharding import batch_sharding, make_mesh, param_shardings
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.vocabulary import look_up
+
+pytestmark = pytest.mark.medium
+
+ROWS, LENGTH, CHUNK, WIDTH = 8, 12, 4, 16
+
+
+@pytest.fixture(autouse=True)
+def eight_devices():
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 (simulated) devices")
+
+
+def make_policy(tied, vocab, dtype=jnp.float32):
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": vocab,
+        "hidden_size": WIDTH,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "tie_word_embeddings": tied,
+    }
+    return Policy(architecture_from_hf(config), Numerics(compute_dtype=dtype))
+
+
+def objective(policy, chunk):
+    """(params, hidden, tokens, targets) -> a scalar of the three outputs, the outputs; and gradients."""
+
+    def run(params, hidden, tokens, targets):
+        decoder = policy.merge(params)
+        if chunk:
+            found = look_up(params["embed"]["embedding"], tokens, jnp.float32)
+            logprobs, entropies = token_logprobs(decoder, hidden, targets, 0.7, chunk)
+        else:
+            found = params["embed"]["embedding"][tokens]
+            every = jax.nn.log_softmax(decoder.logits(hidden) / 0.7, axis=-1)
+            logprobs = jnp.take_along_axis(every, targets[..., None], axis=-1)[..., 0]
+            entropies = -jnp.sum(jnp.exp(every) * every, axis=-1)
+        weight = jnp.cos(jnp.arange(LENGTH))
+        total = jnp.sum(weight * logprobs) + jnp.sum(weight**2 * entropies) + jnp.sum(jnp.sin(found))
+        return total, (logprobs, entropies, found)
+
+    return jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+
+
+def inputs(policy):
+    vocab = policy.architecture.vocab_size
+    params = jax.jit(policy.init)(jax.random.key(0))
+    params["embed"]["embedding"] *= 30  # far from uniform
+    hidden = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
+    tokens, targets = jax.random.randint(jax.random.key(2), (2, ROWS, LENGTH), 0, vocab)
+    return params, hidden, tokens, targets
+
+
+def on_mesh(policy, mesh, chunk):
+    """The compiled objective on the mesh, and its inputs there."""
+    params, *rest = inputs(policy)
+    placed = jax.device_put(params, param_shardings(policy.abstract_params, mesh))
+    rest = jax.device_put(rest, batch_sharding(mesh))
+    shardings = param_shardings(policy.abstract_params, mesh), batch_sharding(mesh)
+    with jax.set_mesh(mesh):
+        run = jax.jit(objective(policy, chunk), out_shardings=(None, shardings))
+        return run.lower(placed, *rest).compile(), (placed, *rest)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tied", "vocab"),
+    [
+        ({"fsdp": 4, "tensor": 2}, True, 40),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, False, 40),
+        ({"fsdp": 2, "tensor": 4}, False, 37),  # which no axis divides
+        ({"data": 8, "fsdp": 1}, True, 37),
+    ],
+    ids=str,
+)
+def test_a_mesh_computes_the_plain_formula_and_its_gradients(mesh, tied, vocab):
+    policy = make_policy(tied, vocab)
+    (_, expected), wanted = jax.jit(objective(policy, 0))(*inputs(policy))
+    compiled, placed = on_mesh(policy, make_mesh(MeshConfig(**mesh)), CHUNK)
+    (_, found), gradients = compiled(*placed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-4), gradients, wanted)
+
+
+def computations(text):
+    """Name -> lines of every computation of a compiled program."""
+    found, name = {}, ""
+    for line in text.splitlines():
+        head = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+        if head:
+            name = head[1]
+        found.setdefault(name, []).append(line)
+    return found
+
+
+def collectives(text, kind):
+    """(whether in a loop, shape) of every collective of a kind."""
+    parts = computations(text)
+    lines = [line for lines in parts.values() for line in lines]
+    loops = {body for line in lines for body in re.findall(r"body=%?([\w.\-]+)", line)}
+    while True:
+        inner = {
+            called
+            for name in loops
+            for line in parts.get(name, [])
+            for called in re.findall(r"(?:calls|to_apply|body)=%?([\w.\-]+)", line)
+        }
+        if inner <= loops:
+            break
+        loops |= inner
+    found = []
+    for name, lines in parts.items():
+        for line in lines:
+            match = re.search(rf"= (.*?) {kind}(?:-start)?\(", line)
+            if match:
+                found += [(name in loops, shape) for shape in re.findall(r"\w+\[[\d,]*\]", match[1])]
+    return found
+
+
+@pytest.mark.parametrize(("mesh", "tied"), [({"fsdp": 8}, True), ({"fsdp": 4, "tensor": 2}, False)], ids=str)
+def test_the_head_is_gathered_once_a_direction_and_its_gradient_scattered_once(mesh, tied):
+    vocab = 40
+    policy = make_policy(tied, vocab)
+    sizes = make_mesh(MeshConfig(**mesh))
+    text = on_mesh(policy, sizes, CHUNK)[0].as_text()
+    part = vocab // sizes.shape["tensor"]
+    whole = {f"f32[{part},{WIDTH}]", f"f32[{WIDTH},{part}]"}
+    gathers = [inside for inside, shape in collectives(text, "all-gather") if shape in whole]
+    assert gathers in ([False], [False, False]), collectives(text, "all-gather")
+    columns = WIDTH // sizes.shape["fsdp"]
+    scattered = {f"f32[{part},{columns}]", f"f32[{columns},{part}]"}
+    assert [inside for inside, shape in collectives(text, "reduce-scatter") if shape in scattered] == [False]
+    reduced = [shape for _, shape in collectives(text, "all-reduce")]
+    assert not whole & set(reduced), reduced
+
+
+def test_a_look_up_moves_the_found_columns_and_not_the_table():
+    policy = make_policy(False, 40)
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    params, _, tokens, _ = inputs(policy)
+    placed = jax.device_put(params, param_shardings(policy.abstract_params, mesh))["embed"]["embedding"]
+    tokens = jax.device_put(tokens, batch_sharding(mesh))
+    with jax.set_mesh(mesh):
+
+        def run(table, tokens):
+            return jnp.sum(jnp.sin(look_up(table, tokens, jnp.float32)))
+
+        text = jax.jit(jax.grad(run), out_shardings=placed.sharding).lower(placed, tokens).compile().as_text()
+    assert "all-to-all" in text
+    moved = [shape for kind in ("all-gather", "all-reduce") for _, shape in collectives(text, kind)]
+    assert moved and not any(re.match(r"\w+\[(40|20),", shape) for shape in moved), moved
+
+
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_gradients_of_bfloat16_look_ups_add_up_in_float32(mesh):
+    """A thousand additions of 1 to one row: bfloat16 would stop at 256."""
+    table, tokens = jnp.zeros((40, WIDTH)), jnp.full((ROWS, 128), 7)
+
+    def total(table):
+        return jnp.sum(look_up(table, tokens, jnp.bfloat16).astype(jnp.float32))
+
+    if mesh is None:
+        found = jax.jit(jax.grad(total))(table)
+    else:
+        with jax.set_mesh(make_mesh(MeshConfig(**mesh))):
+            found = jax.jit(jax.grad(total))(table)
+    np.testing.assert_array_equal(found[7], ROWS * 128)
+    assert float(jnp.abs(found).sum()) == ROWS * 128 * WIDTH
+
+
+def test_gradients_of_a_bfloat16_head_add_up_in_float32():
+    """Over many chunks of equal states; rounded sums would lose the later ones."""
+    policy = make_policy(False, 40, jnp.bfloat16)
+    params = jax.jit(policy.init)(jax.random.key(0))
+    hidden = jnp.ones((1, 1024, WIDTH), jnp.bfloat16)
+    targets = jnp.zeros((1, 1024), jnp.int32)
+
+    def total(kernel, hidden, targets):
+        decoder = policy.merge(params | {"lm_head": {"kernel": kernel}})
+        return jnp.sum(token_logprobs(decoder, hidden, targets, 1.0, 1)[0])
+
+    kernel = params["lm_head"]["kernel"]
+    many = jax.grad(total)(kernel, hidden, targets)
+    one = jax.grad(total)(kernel, hidden[:, :2], targets[:, :2])
+    np.testing.assert_allclose(many, 512 * one, rtol=1e-4, atol=1e-3)
