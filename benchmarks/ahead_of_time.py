@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -44,12 +45,16 @@ from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.memory import GIB, estimate_memory, program_memory
 from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.attention import Kernel
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 
 GPU_SHARE = 0.75
-KERNELS = {"tpu": "splash", "cuda": "triton"}  # "auto" would ask for this machine's backend
+KERNELS: dict[str, Kernel] = {
+    "tpu": "splash",
+    "cuda": "triton",
+}  # "auto" would ask for this machine's backend
 PROGRAMS = ("update", "log-probabilities", "prefill", "decode")
 
 
@@ -123,7 +128,7 @@ def compiled_figures(program: jax.stages.Lowered) -> dict[str, float]:
     begun = time.perf_counter()
     compiled = program.compile()
     seconds = time.perf_counter() - begun
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     return {
         "compile_s": round(seconds, 1),
         "arguments": memory.argument_size_in_bytes / GIB,

@@ -71,9 +71,10 @@ def compile_one(point: str, program: str, file: Path, compilers: dict[str, Path]
     )
     if file.exists():  # a GPU's program that is too large is compiled all the same
         return
-    if not NO_ROOM.search(done.stderr):
+    refusal = NO_ROOM.search(done.stderr)
+    if refusal is None:
         sys.exit(f"{shlex.join(command)} --only {program}:\n{done.stderr[-3000:]}")
-    file.write_text(json.dumps({program: {"refused": NO_ROOM.search(done.stderr)[0]}}))
+    file.write_text(json.dumps({program: {"refused": refusal[0]}}))
 
 
 def gathered(folder: Path, point: str) -> dict[str, dict[str, Any]]:

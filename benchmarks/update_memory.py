@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import Any
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no machine to ask what it is
 
@@ -24,6 +25,7 @@ from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.attention import KERNELS
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 
@@ -32,10 +34,10 @@ MIB = 2**20
 
 def make_learner(arguments: argparse.Namespace) -> Learner:
     jax.config.update("jax_platforms", "cpu")
-    devices, kernel = jax.devices()[:1], "xla"
+    devices, kernel = jax.devices()[:1], KERNELS.get(arguments.platform, "xla")
     if arguments.platform == "tpu":
         topology = topologies.get_topology_desc(platform="tpu", topology_name=arguments.topology)
-        devices, kernel = list(topology.devices), "splash"
+        devices = list(topology.devices)
     mesh = make_mesh(MeshConfig(data=-1, fsdp=arguments.fsdp), devices)
     numerics = Numerics(compute_dtype=jax.numpy.bfloat16, remat="full", kernel=kernel)
     policy = Policy(architecture_from_hf(SHAPES[arguments.shape]), numerics)
@@ -65,7 +67,7 @@ def main() -> None:
     out(f"{arguments.shape}, {arguments.platform}, {dict(learner.mesh.shape)}, jax {jax.__version__}\n")
     out(f"{'MiB of a device':26}{'arguments':>11}{'temporary':>11}{'peak':>9}{'host':>9}\n")
     for name, program in lowered.items():
-        memory = program.compile().memory_analysis()
+        memory: Any = program.compile().memory_analysis()
         sizes = (
             memory.argument_size_in_bytes,
             memory.temp_size_in_bytes,

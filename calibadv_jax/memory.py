@@ -21,7 +21,10 @@ from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import flatten
 
 GIB = 1024**3
-UPDATE = ("gradients", "activations", "workspace")  # live during an update only
+UPDATE = ("gradients", "activations", "workspace")  # live while gradients are computed only
+STEP = (
+    "moments",
+)  # with optimizer.offload: live while they are updated only, beside the sum of the gradients
 SAMPLING = ("prefill", "decode")  # live while the embedded sampler works only; one of them at a time
 
 
@@ -41,6 +44,8 @@ def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[st
         "gradients": count * 4 * 2,  # accumulated, and those of the microbatch
         **_update(config, architecture, mesh),
     }
+    if config.learner.optimizer.offload == "host":
+        estimate |= {"moments": estimate["optimizer"], "optimizer": 0.0}
     if config.loss.kl_coef:
         estimate["reference policy"] = count * stored
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
@@ -51,9 +56,11 @@ def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[st
 
 def peak_memory(estimate: Mapping[str, float]) -> float:
     """Bytes on a device at the worst moment: what is always held, and an update or a call of the sampler."""
-    held = sum(value for name, value in estimate.items() if name not in UPDATE + SAMPLING)
+    held = sum(value for name, value in estimate.items() if name not in UPDATE + STEP + SAMPLING)
+    update = sum(estimate[name] for name in UPDATE)
+    step = estimate.get("moments", 0) + estimate["gradients"] / 2
     sampling = max(estimate.get(name, 0) for name in SAMPLING)
-    return held + max(sum(estimate[name] for name in UPDATE), sampling)
+    return held + max(update, step, sampling)
 
 
 def program_memory(estimate: Mapping[str, float]) -> dict[str, float]:
@@ -70,8 +77,9 @@ def program_memory(estimate: Mapping[str, float]) -> dict[str, float]:
 
 def memory_line(estimate: Mapping[str, float]) -> str:
     """``estimated memory a device: 12.87 GiB (parameters 1.44, …; update: gradients 2.87, …)``"""
-    held = [name for name in estimate if name not in UPDATE + SAMPLING]
-    parts = {"": held, "update: ": UPDATE, "sampling: ": [name for name in SAMPLING if name in estimate]}
+    held = [name for name in estimate if name not in UPDATE + STEP + SAMPLING]
+    parts = {"": held, "update: ": UPDATE, "optimizer's step: ": STEP, "sampling: ": SAMPLING}
+    parts = {phase: [name for name in names if name in estimate] for phase, names in parts.items()}
     said = "; ".join(
         phase + ", ".join(f"{name} {estimate[name] / GIB:.2f}" for name in names)
         for phase, names in parts.items()

@@ -156,6 +156,18 @@ def test_the_peak_is_an_update_or_the_sampler_and_all_that_is_held():
     assert peak_memory(trainer) == sum(trainer.values())
 
 
+def test_moments_on_the_host_lie_on_the_device_for_the_optimizers_step_only():
+    rule = replace(Config().learner.optimizer, offload="host")
+    plain, moved = estimate(), estimate(learner={"optimizer": rule})
+    assert moved["optimizer"] == 0 and moved["moments"] == plain["optimizer"]
+    held = moved["parameters"] + moved["sampler weights"] + moved["kv cache"]
+    large = moved | {"activations": 100 * moved["moments"]}
+    assert peak_memory(large) == held + sum(large[name] for name in UPDATE)
+    small = moved | {"activations": 0.0, "workspace": 0.0, "prefill": 0.0, "decode": 0.0}
+    assert peak_memory(small) == held + moved["moments"] + moved["gradients"] / 2
+    assert "optimizer's step: moments" in memory_line(moved)
+
+
 def test_the_line_says_what_is_held_and_when():
     said = {"parameters": 4.0, "optimizer": 8.0, "gradients": 2.0, "activations": 1.0, "workspace": 0.5}
     said |= {"sampler weights": 2.0, "kv cache": 6.0, "prefill": 0.25, "decode": 0.75}
