@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,7 @@ class CacheEngine:
 
     The slots lie in groups, one for every device of the mesh's batch axes: slot s is row s % rows of group
     s // rows, and each group is worked on by the device that holds it. Only a window of the columns is read,
-    as narrow as the longest row allows, and where few slots of each group have work, only as many rows: a
-    token costs what its context is long, and the last trajectories of a step cost little.
+    as narrow as the longest row allows, so that a token costs what its context is long.
 
     Args:
         slots: at least so many; rounded up to a multiple of the groups.
@@ -58,7 +57,7 @@ class CacheEngine:
             out_shardings=param_shardings(policy.abstract_params, mesh),
         )
         self._prefill = jax.jit(self._prefill_rows, donate_argnums=1, static_argnums=6)
-        self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(5, 6))
+        self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
 
     def load(self, params: Params) -> None:
         """Takes a copy of the parameters in the policy's `compute_dtype`; what the cache holds is void."""
@@ -97,19 +96,25 @@ class CacheEngine:
         """One prefill call for all pending rows; returns what is left of them."""
         widest = min(max(len(tokens) for tokens in pending.values()), self.prefill_chunk)
         width = next(width for width in self._widths() if width >= widest)
-        slots, index = self._chosen(pending)
-        tokens = np.zeros((*slots.shape, width), np.int32)
-        starts, counts = np.zeros(slots.shape, np.int32), np.zeros(slots.shape, np.int32)
-        for at, slot in np.ndenumerate(slots):
-            block = pending.get(slot, [])[:width]
-            tokens[at][: len(block)] = block
-            starts[at], counts[at] = len(self.held[slot]), len(block)
-            self.held[slot].extend(block)
+        groups = [range(first, first + self._rows) for first in range(0, self.slots, self._rows)]
+        wanted = max(sum(slot in pending for slot in group) for group in groups)
+        count = next(rows for rows in self._row_counts() if rows >= wanted)
+        whole = count == self._rows  # row b of a group is its slot b: no gather of the cache
+        tokens = np.zeros((self._groups, count, width), np.int32)
+        index, starts, counts = (np.zeros((self._groups, count), np.int32) for _ in range(3))
+        for number, group in enumerate(groups):
+            # Rows beyond the pending ones write nothing; an unused slot keeps them harmless.
+            chosen = group if whole else sorted(group, key=lambda slot: slot not in pending)[:count]
+            for row, slot in enumerate(chosen):
+                block, at = pending.get(slot, [])[:width], (number, row)
+                tokens[number, row, : len(block)] = block
+                index[at], starts[at], counts[at] = slot - group.start, len(self.held[slot]), len(block)
+                self.held[slot].extend(block)
         self._cache = self._prefill(
             self._params,
             self._cache,
             *self._put(tokens, starts, counts),
-            index,
+            None if whole else self._put(index)[0],
             self._window(np.where(counts > 0, starts + counts, 0)),
         )
         return {slot: rest[width:] for slot, rest in pending.items() if len(rest) > width}
@@ -130,16 +135,11 @@ class CacheEngine:
         """
         _, positions, remaining, *_ = rows
         window = self._window(positions + np.minimum(remaining, self.decode_chunk))
-        slots, index = self._chosen(np.flatnonzero(remaining).tolist())
-        of_slots = self._put(*(row[slots.ravel()] for row in rows))
         with jax.set_mesh(self.mesh):
             self._cache, *made = self._decode(
-                self._params, self._cache, of_slots, index, pause, filtered, window
+                self._params, self._cache, self._put(*rows), pause, filtered, window
             )
-        whole = [np.zeros((self.slots, *part.shape[1:]), part.dtype) for part in made]
-        for array, part in zip(whole, jax.device_get(made), strict=True):
-            array[slots.ravel()] = part
-        return tuple(whole)
+        return tuple(jax.device_get(made))
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         """Prefill and decoding of all slots, for compiling ahead of time, as `Learner.lower_update`."""
@@ -162,7 +162,7 @@ class CacheEngine:
         with jax.set_mesh(self.mesh):
             return {
                 "prefill": self._prefill.lower(params, cache, tokens, counts, counts, None, self.max_length),
-                "decode": self._decode.lower(params, cache, rows, None, pause, False, self.max_length),
+                "decode": self._decode.lower(params, cache, rows, pause, False, self.max_length),
             }
 
     def _put(self, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
@@ -180,22 +180,8 @@ class CacheEngine:
         full = self.prefill_chunk
         return sorted({max(1, full // 4), full})
 
-    def _chosen(self, active: Container[int]) -> tuple[np.ndarray, jax.Array | None]:
-        """Slots for a call, with all active ones.
-
-        Returns:
-            int32 [groups, B]: distinct slots of every group; those that are not active keep a program busy
-            and are not written. And their rows within the groups, None where these are all rows in order,
-            so that the cache need not be gathered.
-        """
-        groups = np.arange(self.slots, dtype=np.int32).reshape(self._groups, self._rows)
-        idle = np.array([[slot not in active for slot in group] for group in groups.tolist()])
-        wanted = int((~idle).sum(1).max())
-        count = next(rows for rows in sorted({max(1, self._rows // 8), self._rows}) if rows >= wanted)
-        if count == self._rows:
-            return groups, None
-        rows = np.argsort(idle, axis=1, kind="stable")[:, :count].astype(np.int32)
-        return np.take_along_axis(groups, rows, 1), self._put(rows)[0]
+    def _row_counts(self) -> list[int]:
+        return sorted({max(1, self._rows // 8), self._rows})
 
     def _window(self, columns: np.ndarray) -> int:
         """The narrowest window over the cache that holds the most columns of a row."""
@@ -237,18 +223,11 @@ class CacheEngine:
         params: Params,
         cache: Cache,
         rows: tuple[jax.Array, ...],
-        slots: jax.Array | None,
         pause: jax.Array,
         filtered: bool,
         window: int,
     ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
-        """As `decode` for the rows [groups, B] of the cache that `slots` names; returns the cache too."""
-        if slots is not None:
-            part = _taken(cache, slots, window)
-            part, tokens, logprobs, counts = self._decode_rows(
-                params, part, rows, None, pause, filtered, window
-            )
-            return _put_back(cache, part, slots), tokens, logprobs, counts
+        """As `decode`; returns the cache too."""
         chunk = self.decode_chunk
         last, positions, remaining, seeds, temperatures, top_p, top_k = rows
         decoder = self.policy.merge(params)
@@ -260,7 +239,7 @@ class CacheEngine:
         def one_token(carry: Any) -> Any:
             step, cache, last, live, tokens, logprobs, counts = carry
             at = positions + counts
-            token, position, valid = (x.reshape(self._groups, -1, 1) for x in (last, at, live))
+            token, position, valid = (x.reshape(self._groups, self._rows, 1) for x in (last, at, live))
             hidden, cache = self._append(decoder, cache, token, position, valid, None, window)
             chosen, chosen_logprobs = sample_tokens(
                 decoder.logits(hidden.reshape(num_rows, -1)), seeds, at, temperatures, top_p, top_k, filtered
@@ -283,22 +262,6 @@ class CacheEngine:
         )
         _, cache, _, _, tokens, logprobs, counts = jax.lax.while_loop(running, one_token, start)
         return cache, tokens, logprobs, counts
-
-
-def _taken(cache: Cache, slots: jax.Array, window: int) -> Cache:
-    """Rows int32 [groups, B] of the cache and their first columns, as a cache of their own."""
-    take = jax.vmap(lambda leaf, rows: leaf[:, rows, :, :window], spmd_axis_name=RULES["batch"])
-    return jax.tree.map(lambda leaf: take(leaf, slots), cache)
-
-
-def _put_back(cache: Cache, part: Cache, slots: jax.Array) -> Cache:
-    """The cache with what `_taken` gave and somebody changed."""
-
-    def put(leaf: jax.Array, part: jax.Array, rows: jax.Array) -> jax.Array:
-        return leaf.at[:, rows, :, : part.shape[3]].set(part, unique_indices=True)
-
-    each = jax.vmap(put, spmd_axis_name=RULES["batch"])
-    return jax.tree.map(lambda leaf, changed: each(leaf, changed, slots), cache, part)
 
 
 def _halvings(length: int) -> list[int]:

@@ -101,32 +101,6 @@ def test_a_window_shows_all_that_is_there(policy, params, expected, monkeypatch)
 
 
 @pytest.mark.medium
-def test_few_rows_are_worked_on_without_the_others(policy, params, expected, monkeypatch):
-    """`expected` comes from calls with few rows too; here every call takes all of them."""
-    of_decode = []
-    chosen = engine.CacheEngine._chosen
-
-    def all_rows(self, active):
-        if isinstance(active, list):
-            of_decode.append(chosen(self, active)[1] is None)
-        return np.arange(SLOTS, dtype=np.int32)[None], None
-
-    monkeypatch.setattr(engine.CacheEngine, "_chosen", all_rows)
-    check(sample(policy, params, MeshConfig(1, 1, 1))[1], expected)
-    assert set(of_decode) == {True, False}
-
-
-def test_the_slots_of_a_call_are_distinct_and_with_all_that_are_active(policy):
-    cache = engine.CacheEngine(policy, make_mesh(MeshConfig(2, 1, 1), jax.devices()[:2]), 32, LENGTH, 8, 4)
-    slots, index = cache._chosen([3, 31])
-    assert slots.tolist() == [[3, 0], [31, 16]]
-    assert index.tolist() == [[3, 0], [15, 0]]
-    slots, index = cache._chosen([1, 2, 3])
-    assert slots.tolist() == [list(range(16)), list(range(16, 32))]
-    assert index is None
-
-
-@pytest.mark.medium
 def test_scores_of_some_rows_at_a_time_are_the_same(policy, params, expected, monkeypatch):
     monkeypatch.setattr(attention, "SCORE_BYTES", 3 * 4 * 8 * 4 * LENGTH)  # three rows of a prefill
     check(sample(policy, params, MeshConfig(1, 1, 1))[1], expected)
