@@ -45,8 +45,10 @@ def compile_all() -> None:
         if name in ("update", "log-probabilities"):
             assert "triton" in after, f"{name} has another attention"
     memory = lowered["update"].compile().memory_analysis()
-    # float32 parameters and two moments, an eighth of them on each device, and what is not split.
-    assert memory.argument_size_in_bytes < 3 * 4 * 508_992 / 6
+    # float32 parameters, two moments and a sum of gradients, an eighth of them on each device, and what is
+    # not split.
+    held = memory.argument_size_in_bytes
+    assert held < 4 * 4 * 508_992 / 6, f"{held} bytes of arguments on one device"
 
 
 if __name__ == "__main__":
