@@ -40,6 +40,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="fuzz tests try all their cases (minutes more)")
 
 
+def pytest_configure() -> None:
+    """Modules of tests are imported by their bare names, so that two of one name would hide each other."""
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        places.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
+    del places["conftest.py"]
+    twice = [" and ".join(where) for where in places.values() if len(where) > 1]
+    if twice:
+        raise pytest.UsageError(f"files of one name: {'; '.join(twice)}: rename one")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:

@@ -52,7 +52,7 @@ def parquet(path, *rows):
         (b'id\ttext\ttitle\n1\t"It ""is"" so."\tA\n', ("1", '"A"\nIt "is" so.')),  # DPR psgs_w100
         (b'0\tIt "is so.\n', ("0", '\nIt "is so.')),  # MS MARCO passages
         (b"D1\thttp://x\tA\tIt is.\n", ("D1", '"A"\nIt is.')),  # MS MARCO documents
-        (gzip.compress(b"0\tIt is.\n"), ("0", "\nIt is.")),
+        (gzip.compress(b"0\tIt is.\n", mtime=0), ("0", "\nIt is.")),
         (b"\xef\xbb\xbf" + lines({"id": 1, "title": "A", "text": "x"}), ("1", '"A"\nx')),
     ],
 )
