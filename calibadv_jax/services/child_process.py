@@ -17,6 +17,8 @@ LONGEST_CAUSE = 300  # characters
 _ERROR = re.compile(r"\b(?:\w+\.)*[A-Z]\w*Error: .+")
 _HARMLESS = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")  # vLLM's warnings name errors that have not happened
 
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # the log has every line at once, and errors after what led to them
+
 
 class ChildService:
     """Ready when the block begins, stopped when it ends.
@@ -72,7 +74,7 @@ class ChildService:
                 self.command + arguments,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | dict(self.environment),
+                env=os.environ | UNBUFFERED | dict(self.environment),
             )
 
     def wait(self) -> None:

@@ -25,7 +25,8 @@ from calibadv_jax.services.child_process import ChildService
         ("print('INFO: 0 errors'); print('Errors: none'); raise SystemExit('gone')", "gone"),
     ],
 )
-def test_the_cause_is_named_and_the_log(tmp_path, code, cause):
+def test_the_cause_is_named_and_the_log(tmp_path, monkeypatch, code, cause):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # the child's output is in order all the same
     log = tmp_path / "logs" / "child.log"
     service = ChildService("the child", [sys.executable, "-c", code], log, 20.0, "some.start_timeout")
     with pytest.raises(UserError) as caught:
