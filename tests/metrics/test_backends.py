@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import time
 import urllib.request
 from dataclasses import replace
 
@@ -132,6 +133,7 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     folder.mkdir()
     write(folder, ["wandb"], [1, 2])
     first = (folder / "wandb_run_id").read_text()
+    time.sleep(1.1)  # W&B names its folders by the second
     write(folder, ["wandb"], [2, 3], start_step=2)
     assert (folder / "wandb_run_id").read_text() == first
     rows = [row for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")) for row in history(path)]

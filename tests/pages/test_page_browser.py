@@ -115,6 +115,11 @@ def test_sign_and_size_of_the_advantage_are_visible_on_each_token(small):
         )
 
     good, bad = ".card[data-index='0'] .token", ".card[data-index='1'] .token"
+    # A token that the page draws again at that moment has no style: looked for until it has one.
+    page.wait_for_function(
+        "s => [...s].every(one => getComputedStyle(document.querySelector(one)).textDecorationStyle)",
+        arg=[good, bad],
+    )
     assert style(good)[0] == "solid" and style(bad)[0] == "wavy"
     assert style(good)[1] != style(bad)[1]
     failed = page.locator(".card[data-index='4'] .token").first
