@@ -27,7 +27,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -42,7 +41,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from benchmarks.update_speed import drawn
+from benchmarks.update_speed import drawn, seconds
 from calibadv_jax.config import Config, LearnerConfig, LossConfig, MeshConfig, OptimizerConfig, load_config
 from calibadv_jax.data.world import write_world
 from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights, unpack
@@ -317,13 +316,6 @@ def difference(expected: Result, found: Result) -> float:
     largest = max(float(np.abs(one - other).max()) for one, other in pairs)
     norm = abs(found.grad_norm / expected.grad_norm - 1.0)
     return max(largest, abs(found.loss - expected.loss), norm)
-
-
-def seconds(call: Callable[[], object]) -> tuple[float, float]:
-    """(wall-clock, CPU) seconds of a call."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    call()
-    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def report(

@@ -57,7 +57,7 @@ class Request(BaseModel):
     return_scores: bool = False
 
 
-def plain_encoder(index: Any) -> Callable[[list[str]], np.ndarray]:
+def plain_encoder(index: Index) -> Callable[[list[str]], np.ndarray]:
     """Queries to float32 [Q, D], as Search-R1's server does it; an encoder without weights as it is."""
     encoder = ranker(index).encoder
     if not isinstance(encoder, DenseEncoder):

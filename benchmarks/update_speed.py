@@ -150,7 +150,7 @@ def rows_needed(samples: list[Sample], row_length: int) -> int:
     return place([len(sample.tokens) for sample in samples], row_length)[1]
 
 
-def seconds(call: Call) -> tuple[float, float]:
+def seconds(call: Callable[[], object]) -> tuple[float, float]:
     """(wall-clock, CPU) seconds of a call."""
     wall, cpu = time.perf_counter(), time.process_time()
     call()

@@ -4,26 +4,21 @@ In a process of its own, with the compiler from a folder of its own: its package
 beside those that a build of torch wants.
 """
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from compiler_rig import run_with
 
 LENGTH = 384  # of a row; no other size of these programs
-ROOT = Path(__file__).resolve().parent.parent
 COMPILER = Path(sys.prefix) / "cuda_compiler"  # where scripts/test.sh puts it
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPILER.is_dir(), reason="no compiler for CUDA; scripts/test.sh installs it")
 def test_update_logprobs_and_sampler_compile_for_a_sharded_mesh_of_gpus():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, COMPILER)))}
-    command = [sys.executable, str(Path(__file__).resolve())]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_with(COMPILER, __file__)
 
 
 def compile_all() -> None:

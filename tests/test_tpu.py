@@ -4,26 +4,21 @@ In a process of its own, with libtpu from a folder of its own: where vLLM can im
 machine for a TPU's.
 """
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from compiler_rig import run_with
 
 LENGTH = 384  # of a row; no other size of these programs
-ROOT = Path(__file__).resolve().parent.parent
 LIBTPU = Path(sys.prefix) / "libtpu"  # where scripts/test.sh puts it
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not LIBTPU.is_dir(), reason="no libtpu; scripts/test.sh installs it")
 def test_update_logprobs_and_sampler_compile_for_a_sharded_tpu_mesh():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, LIBTPU)))}
-    command = [sys.executable, str(Path(__file__).resolve())]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_with(LIBTPU, __file__)
 
 
 def compile_all() -> None:

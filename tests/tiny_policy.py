@@ -18,6 +18,14 @@ WIDER = SHAPE | {  # two layers, and several heads for a key-value head
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
+NARROW = {  # of another type, and narrower
+    "model_type": "qwen2",
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 LLAMA3 = {  # rotary frequencies that are scaled, as in Llama 3.1 and later
     "rope_type": "llama3",
     "factor": 8.0,

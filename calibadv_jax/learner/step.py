@@ -121,9 +121,8 @@ def learn(
             chosen = [samples[index] for index in order[start : start + size]]
             batches, computed = _packed(chosen, learner, config, loss_config)
             state, metrics = learner.update(state, batches, loss, reference)
-            held, cells = (
-                sum(counts) for counts in zip(*((_tokens(b), b.tokens.size) for b in batches), strict=True)
-            )
+            held = sum(int(np.count_nonzero(batch.segment_ids)) for batch in batches)
+            cells = sum(batch.tokens.size for batch in batches)
             positions, tokens = positions + computed, tokens + held
             share = float(sum(batch.weights.sum() for batch in batches))
             history.append(_means(metrics, share) | {"actor/row_fill": held / cells if cells else 0.0})
@@ -166,10 +165,6 @@ def _planned(samples: Sequence[Sample], learner: Updater, config: LearnerConfig)
 def _batches(samples: Sequence[Sample], weights: Sequence[np.ndarray], found: Plan) -> list[Batch]:
     shapes = [(rows, shape.length) for rows, shape in zip(found.num_rows, found.shapes, strict=True)]
     return lay(samples, weights, found.placements, shapes)
-
-
-def _tokens(batch: Batch) -> int:
-    return int(np.count_nonzero(batch.segment_ids))
 
 
 def _means(metrics: dict[str, float], share: float) -> dict[str, float]:

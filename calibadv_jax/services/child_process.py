@@ -16,7 +16,6 @@ STOP_SECONDS = 20.0  # between asking a child to end and killing it
 LONGEST_CAUSE = 300  # characters
 _ERROR = re.compile(r"\b(?:\w+\.)*[A-Z]\w*Error: .+")
 _HARMLESS = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")  # vLLM's warnings name errors that have not happened
-
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # the log has every line at once, and errors after what led to them
 
 

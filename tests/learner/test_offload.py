@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from tiny_policy import NARROW
 
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack
@@ -17,19 +18,11 @@ from calibadv_jax.snapshots.checkpoint import CheckpointStore
 pytestmark = pytest.mark.medium
 
 LOSS = policy_gradient(LossConfig(), on_policy=True)
-CONFIG = {
-    "model_type": "qwen2",
-    "vocab_size": 16,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
 
 
 def make_learner(name, offload, mesh):
     config = OptimizerConfig(name=name, lr=0.1, schedule="constant")
-    policy = Policy(architecture_from_hf(CONFIG), Numerics())
+    policy = Policy(architecture_from_hf(NARROW), Numerics())
     return Learner(policy, make_optimizer(config, make_schedule(config, 10)), mesh, 4, offload=offload)
 
 

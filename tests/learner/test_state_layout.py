@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from tiny_policy import NARROW
 
 from calibadv_jax.config import MeshConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack
@@ -20,16 +21,7 @@ from calibadv_jax.policy.transformer import Numerics, Policy
 
 pytestmark = pytest.mark.medium
 
-CONFIG = {
-    "model_type": "qwen2",
-    "vocab_size": 16,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+CONFIG = NARROW | {"num_key_value_heads": 2, "tie_word_embeddings": True}
 SPECS = {  # of the leaves that are split, by the end of their path
     "mlp/gate/kernel": P(None, "fsdp", "tensor"),
     "mlp/up/kernel": P(None, "fsdp", "tensor"),
