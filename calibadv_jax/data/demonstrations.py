@@ -14,7 +14,16 @@ import numpy as np
 
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.data.words import POOLS
-from calibadv_jax.data.world import Facts, WorldQuestion, ask, make_facts, write_passages
+from calibadv_jax.data.world import (
+    Facts,
+    WorldQuestion,
+    ask,
+    draw_fork,
+    draw_kinds,
+    make_facts,
+    one_hop,
+    write_passages,
+)
 from calibadv_jax.trajectory import Document, Question
 
 NUM_DOCUMENTS = 3
@@ -54,26 +63,32 @@ class Flaws:
 def imperfect(seed: int, config: WorldConfig, flaws: Flaws = Flaws()) -> Iterator[Demonstration]:
     """Endless demonstrations of all question types, in the shares of the config."""
     rng = np.random.default_rng(seed)
-    shares = np.array([config.one_hop, config.two_hop, config.comparison])
-    kinds = ["one_hop", "two_hop", "comparison"]
     while True:
-        world = _ColdStartWorld(rng)
-        for kind in rng.choice(kinds, PER_WORLD, p=shares / shares.sum()):
-            yield _demonstrate(world, ask(world.facts, str(kind), rng), flaws, rng)
+        world = _ColdStartWorld(rng, config.fork > 0)
+        for kind in draw_kinds(config, PER_WORLD, rng):
+            # Nothing tells which way of a fork is right, so a demonstration takes either.
+            asked = (
+                draw_fork(world.facts, rng)[rng.integers(2)]
+                if kind == "fork"
+                else ask(world.facts, kind, rng)
+            )
+            yield _demonstrate(world, asked, flaws, rng)
 
 
 def lookups(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
     """Endless careful demonstrations, none of them two-hop: facts are found, quoted and compared."""
     rng = np.random.default_rng(seed)
     careful = Flaws(guess=0.0, hasty_comparison=0.0)
+    comparisons = COMPARISON_SHARE if config.comparison else 0.0
     while True:
-        world = _ColdStartWorld(rng)
+        world = _ColdStartWorld(rng, config.fork > 0)
         for _ in range(PER_WORLD):
             if rng.random() < DRILL_SHARE:
                 yield _same_or_not(rng)
+            elif rng.random() < comparisons:
+                yield _demonstrate(world, ask(world.facts, "comparison", rng), careful, rng)
             else:
-                kind = "comparison" if rng.random() < COMPARISON_SHARE else "one_hop"
-                yield _demonstrate(world, ask(world.facts, kind, rng), careful, rng)
+                yield _demonstrate(world, one_hop(world.facts, rng, wordy=True), careful, rng)
 
 
 def drills(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
@@ -112,8 +127,8 @@ GENERATORS: dict[str, Callable[[int, WorldConfig], Iterator[Demonstration]]] = {
 class _ColdStartWorld:
     """A small world of cold-start entities with a simple replacement for its search engine."""
 
-    def __init__(self, rng: np.random.Generator):
-        self.facts: Facts = make_facts(rng, SIZES, "cold_start")
+    def __init__(self, rng: np.random.Generator, forked: bool):
+        self.facts: Facts = make_facts(rng, SIZES, "cold_start", forked)
         self.rng = rng
         self.passages = [
             Document(str(number), title, text)
@@ -156,10 +171,8 @@ def _demonstrate(
     world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
 ) -> Demonstration:
     question = Question("demonstration", asked.text, (asked.answer,), asked.kind)
-    turns = {"one_hop": _one_hop, "two_hop": _two_hop, "comparison": _comparison}[asked.kind](
-        world, asked, flaws, rng
-    )
-    return Demonstration(question, turns)
+    ways = {"one_hop": _one_hop, "two_hop": _two_hop, "fork": _two_hop, "comparison": _comparison}
+    return Demonstration(question, ways[asked.kind](world, asked, flaws, rng))
 
 
 def _one_hop(
