@@ -1,6 +1,6 @@
 """Runs the experiments of docs/evidence.md, one after the other, and goes on where it was stopped.
 
-    python -m benchmarks.evidence OUTPUT [--part frontier|halves|lambda|remedies|short] [--seeds "3 4 5"] [--list]
+    python -m benchmarks.evidence OUTPUT [--part PART] [--seeds "3 4 5"] [--list]
 
 OUTPUT/cold/seed-N/ is the run.dir of a cold start, with its world and index; OUTPUT/runs/ARM/seed-N/ that of
 a training from it and of its evaluation on held-out questions at temperature 1. What is finished is skipped,
