@@ -56,7 +56,10 @@ class Flaws:
     guess: float = 0.4  # one_hop: answers with a random entity of the right kind, without any search
     wrong_name: float = 0.1  # one_hop: looks up a similar name first
     hasty_bridge: float = 0.4  # two_hop: answers with the bridge
-    second_half: float = 0.3  # two_hop: only how the last look-up is read; the rest: cut after two searches
+    hasty_fork: float = 0.1  # fork: the same; seldom, since forks are most of a world that has them
+    second_half: float = (
+        0.3  # two_hop, fork: only how the last look-up is read; the rest: cut after two searches
+    )
     hasty_comparison: float = 0.4  # comparison: answers at random after the first search
 
 
@@ -196,9 +199,10 @@ def _two_hop(
     first = _search_turn(world, asked.searches[0])
     second = _search_turn(world, bridge, asked.statements[0])
     drawn = rng.random()
-    if drawn < flaws.hasty_bridge:
+    hasty = flaws.hasty_fork if asked.kind == "fork" else flaws.hasty_bridge
+    if drawn < hasty:
         return first, _answer_turn(asked.statements[0], bridge)
-    if drawn < flaws.hasty_bridge + flaws.second_half:
+    if drawn < hasty + flaws.second_half:
         return replace(second, trained=False), _answer_turn(asked.statements[1], answer)
     return first, second
 

@@ -65,9 +65,9 @@ COMPARISONS = {
     "employer": "do {} and {} work for the same company?",
 }
 
-WORDY_SHARE = 0.5  # of the entities of a world with forks
+WORDY_SHARE = 0.3  # of the entities of a world with forks
 FORKED_SHARE = 0.5  # of the facts there that may be forked
-WORDY = "it was written by an author who works for the same city and not by the mayor of the company that {}"
+WORDY = "it was written by an author of the same city that {}"
 
 
 @dataclass(frozen=True)
