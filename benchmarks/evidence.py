@@ -1,6 +1,6 @@
 """Runs the experiments of docs/evidence.md, one after the other, and goes on where it was stopped.
 
-    python -m benchmarks.evidence OUTPUT [--part frontier|lambda|remedies|short] [--seeds "3 4 5"] [--list]
+    python -m benchmarks.evidence OUTPUT [--part PART] [--seeds "3 4 5"] [--list]
 
 OUTPUT/cold/seed-N/ is the run.dir of a cold start, with its world and index; OUTPUT/runs/ARM/seed-N/ that of
 a training from it and of its evaluation on held-out questions at temperature 1. What is finished is skipped,
@@ -296,7 +296,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--part", choices=PARTS, default="all", help="default: %(default)s but short")
     parser.add_argument("--seeds", metavar='"N N …"', help=f"default: {SEEDS}; short: {SHORT_SEEDS}")
     parser.add_argument(
-        "--lr", default=NEAR[0], help="learning rate of lambda, remedies and short (%(default)s)"
+        "--lr", default=NEAR[0], help="learning rate of halves, lambda, remedies and short (%(default)s)"
     )
     parser.add_argument("--steps", type=_count, metavar="N", help=f"default: {STEPS}; short: {SHORT_STEPS}")
     parser.add_argument("--workers", type=_count, metavar="N", help="runs at a time; default: 1; short: 2")

@@ -33,7 +33,7 @@ FOUR = ("grpo", "calibadv", "soft", "rebalance")
 REMEDIES = ("grpo-cliphigh", "grpo-kl0.001", "drgrpo")
 MINIBATCHES = {"": "16", "-1update": "0"}  # of a step of 80 trajectories: five updates, and one
 NEAR, OTHERS = ("1.9e-3", "2.2e-3"), ("3e-3", "1.5e-3", "1e-3")  # learning rates at the frontier, and others
-PARTS = ("all", "frontier", "lambda", "remedies", "short")
+PARTS = ("all", "frontier", "halves", "lambda", "remedies", "short")
 STEPS, SHORT_STEPS = 60, 40
 SEEDS, SHORT_SEEDS = (3, 4, 5, 6, 7), (3, 4)
 
@@ -91,12 +91,13 @@ def plan(part: str, seeds: Sequence[int], lr: str = NEAR[0], steps: int = STEPS)
 
     Args:
         part: of PARTS.
-        lr: learning rate of the parts lambda, remedies and short.
+        lr: learning rate of the parts halves, lambda, remedies and short.
     """
     if part == "short":
         arms = [Arm(method, lr, is_short=True) for method in ("grpo", "calibadv")]
         return [Job(arm, seed, seeds[0], steps) for seed in seeds for arm in arms]
     near = [Arm(method, rate) for rate, method in product(NEAR, FOUR)]
+    halves = [Arm(method, lr) for method in FOUR]
     lambdas = [Arm(f"calibadv-lambda{one}", lr) for one in LAMBDAS]
     remedies = [Arm(method, lr) for method in REMEDIES]
     others = [Arm(method, rate) for rate, method in product(OTHERS, FOUR)]
@@ -104,6 +105,7 @@ def plan(part: str, seeds: Sequence[int], lr: str = NEAR[0], steps: int = STEPS)
     blocks = {
         "all": [near, lambdas, remedies, others, single],
         "frontier": [near, others, single],
+        "halves": [halves],
         "lambda": [lambdas],
         "remedies": [remedies],
     }[part]

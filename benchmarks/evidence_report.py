@@ -1,9 +1,9 @@
 """Tables and figures of docs/evidence.md from the folder that evidence.sh filled.
 
-    python -m benchmarks.evidence_report OUTPUT [--docs docs/]
+    python -m benchmarks.evidence_report OUTPUT [--docs docs/] [--name evidence_forks]
 
-Writes evidence_tables.md and evidence_*.svg into OUTPUT/report, or into the folder given by --docs. A run
-counts when the policy of its last step has been evaluated.
+Writes NAME_tables.md and NAME_*.svg into OUTPUT/report, or into the folder given by --docs. A run counts when
+the policy of its last step has been evaluated.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from benchmarks.evidence_results import cold_starts, read_results
 from calibadv_jax.errors import UserError
 
 
-def write_report(output: Path, folder: Path) -> list[Path]:
+def write_report(output: Path, folder: Path, name: str = "evidence") -> list[Path]:
     """Writes the tables and those figures that there are results for; returns their paths."""
     results = read_results(output)
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / "evidence_tables.md"]
+    written = [folder / f"{name}_tables.md"]
     written[0].write_text(evidence_tables.page(results, cold_starts(output)), encoding="utf-8")
-    for name, figure in evidence_figures.figures(results).items():
-        written.append(folder / f"evidence_{name}.svg")
+    for kind, figure in evidence_figures.figures(results).items():
+        written.append(folder / f"{name}_{kind}.svg")
         evidence_figures.save(figure, written[-1])
     return written
 
@@ -42,8 +42,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output", type=Path, metavar="OUTPUT")
     parser.add_argument("--docs", type=Path, metavar="FOLDER", help="write there; default: OUTPUT/report")
+    parser.add_argument("--name", default="evidence", help="start of the files' names; default: %(default)s")
     arguments = parser.parse_args(argv)
-    for path in write_report(arguments.output, arguments.docs or arguments.output / "report"):
+    folder = arguments.docs or arguments.output / "report"
+    for path in write_report(arguments.output, folder, arguments.name):
         sys.stdout.write(f"{path}\n")
 
 

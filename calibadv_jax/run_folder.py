@@ -110,7 +110,7 @@ def check_cold_start(config: Config) -> None:
     path = Path(config.run.dir) / COLD_START
     if not path.is_file():
         return
-    before = yaml.safe_load(path.read_text(encoding="utf-8"))
+    before = _written(path)
     changed = [
         name
         for name, _, _ in differences(before, dataclasses.asdict(config))
@@ -149,7 +149,7 @@ def _check_resume(
             f"run.dir={folder} holds checkpoints, but no configs/: an earlier version wrote them; choose"
             " another run.dir"
         )
-    before = yaml.safe_load(starts[-1].read_text(encoding="utf-8"))
+    before = _written(starts[-1])
     known = json.loads(starts[-1].with_suffix(".json").read_text(encoding="utf-8"))
     changes = list(differences(before, dataclasses.asdict(config)))
     changes += differences(known, identity)
@@ -167,6 +167,21 @@ def _check_resume(
             f"run.dir={folder} holds another experiment: {', '.join(refused)} changed (table above); choose"
             f" another run.dir, or accept it: checkpoint.allow_change=[{', '.join(refused)}]"
         )
+
+
+def _written(path: Path) -> dict[str, Any]:
+    """The config that an earlier start wrote. A key that is newer than the file had its default."""
+    return _filled(dataclasses.asdict(Config()), yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def _filled(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    filled = dict(defaults)
+    for name, value in values.items():
+        default = defaults.get(name)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            value = _filled(default, value)
+        filled[name] = value
+    return filled
 
 
 def differences(

@@ -96,7 +96,11 @@ def test_a_resolved_config_reads_back_as_itself(write):
         ("mesh: {tensor: -2}", [], "mesh.tensor: must be at least 1, or -1 for all remaining devices"),
         ("mesh: {data: -1}", [], "mesh: data=-1, fsdp=-1 and tensor=1: only one of them can be -1"),
         ("run: {seed: -1}", [], "run.seed: must be greater than or equal to 0 (got -1)"),
-        ("world: {one_hop: 0, two_hop: 0, comparison: 0}", [], "world: one_hop, two_hop and comparison are"),
+        (
+            "world: {one_hop: 0, two_hop: 0, comparison: 0}",
+            [],
+            "world: one_hop, two_hop, comparison and fork",
+        ),
         ("advantage: {name: ppo}", [], "advantage.name: must be 'grpo' or 'calibadv' (got \"ppo\")"),
         ("learner: {row_length: 100}", [], "rollout.max_length"),
         ("rollout: {max_staleness: 1}", [], "sampler.name=jax samples on the learner's own devices"),

@@ -118,6 +118,11 @@ def test_the_most_telling_runs_come_first():
     assert [job.arm.name for job in plan("remedies", [3], "2.2e-3")] == [
         "grpo-cliphigh-lr2.2e-3", "grpo-kl0.001-lr2.2e-3", "drgrpo-lr2.2e-3"
     ]  # fmt: skip
+    assert [job.name for job in plan("halves", [3, 4], "1e-3")] == [
+        f"{method}-lr1e-3/seed-{seed}"
+        for seed in (3, 4)
+        for method in ("grpo", "calibadv", "soft", "rebalance")
+    ]
 
 
 def test_the_short_version_has_one_cold_start():

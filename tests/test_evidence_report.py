@@ -334,6 +334,9 @@ def test_the_report_writes_what_there_are_results_for(output, tmp_path, capsys):
     assert {"grpo", "calibadv", "soft", "5 updates a step", "1.9"} <= words(tmp_path / names[1])
     assert {"grpo", "calibadv", "reward"} <= words(tmp_path / names[2])
     assert {"grpo", "calibadv", "λ", "0.5", "1"} <= words(tmp_path / names[3])
+    evidence_report.main([str(output), "--docs", str(tmp_path / "more"), "--name", "forks"])
+    more = {path.name for path in (tmp_path / "more").iterdir()}
+    assert more == {name.replace("evidence", "forks") for name in names}
 
 
 def test_the_frontier_shows_shares_and_means(output):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from calibadv_jax.config import Config, known_keys, load_config
+from calibadv_jax.config import Config, dump_config, known_keys, load_config
 from calibadv_jax.errors import UserError
 from calibadv_jax.run_folder import (
     BINDING,
@@ -203,6 +203,28 @@ def test_a_cold_start_of_another_seed_is_not_taken_for_this_one(tmp_path):
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump({"run": {"seed": 3}, "log": {"progress": False}}))
     with pytest.raises(UserError, match=r"other settings \(run.seed"):
         check_cold_start(config)
+
+
+def without(path, section, key):
+    """As a version wrote it that did not have the key yet."""
+    values = yaml.safe_load(path.read_text())
+    del values[section][key]
+    path.write_text(yaml.safe_dump(values))
+
+
+def test_a_run_and_a_cold_start_of_an_older_version_have_the_defaults_of_newer_keys(run, tmp_path):
+    with_checkpoint(run)
+    without(run.folder / "configs/0.yaml", "learner", "epochs")
+    with pytest.raises(UserError, match=r"learner.epochs changed"):
+        run("learner.epochs=2")
+    assert "learner.epochs" not in run("learner.epochs=1")
+
+    cold = Config(run=replace(Config().run, dir=str(tmp_path)))
+    (tmp_path / "sft.yaml").write_text(dump_config(cold))
+    without(tmp_path / "sft.yaml", "world", "fork")
+    check_cold_start(cold)
+    with pytest.raises(UserError, match=r"other settings \(world.fork"):
+        check_cold_start(replace(cold, world=replace(cold.world, fork=0.5)))
 
 
 def test_the_policy_folder_is_what_export_needs(tmp_path):

@@ -64,10 +64,13 @@ class WorldConfig:
     two_hop: NonNegativeFloat = 0.5
     """Share of questions that need a passage to find the next."""
     comparison: NonNegativeFloat = 0.25
-    """Share of questions that compare two entities. The three shares need not sum to 1."""
+    """Share of questions that compare two entities."""
+    fork: NonNegativeFloat = 0.0
+    """Share of two-hop questions whose first passage names two bridges. Luck tells which is true; the other
+    has a longer passage and a wrong answer. The four shares need not sum to 1."""
 
     @model_validator(mode="after")
     def _asks_something(self) -> WorldConfig:
-        if self.one_hop + self.two_hop + self.comparison == 0:
-            raise ValueError("one_hop, two_hop and comparison are all 0: give at least one a share")
+        if self.one_hop + self.two_hop + self.comparison + self.fork == 0:
+            raise ValueError("one_hop, two_hop, comparison and fork are all 0: give at least one a share")
         return self

@@ -14,7 +14,16 @@ import numpy as np
 
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.data.words import POOLS
-from calibadv_jax.data.world import Facts, WorldQuestion, ask, make_facts, write_passages
+from calibadv_jax.data.world import (
+    Facts,
+    WorldQuestion,
+    ask,
+    draw_fork,
+    draw_kinds,
+    make_facts,
+    one_hop,
+    write_passages,
+)
 from calibadv_jax.trajectory import Document, Question
 
 NUM_DOCUMENTS = 3
@@ -47,33 +56,42 @@ class Flaws:
     guess: float = 0.4  # one_hop: answers with a random entity of the right kind, without any search
     wrong_name: float = 0.1  # one_hop: looks up a similar name first
     hasty_bridge: float = 0.4  # two_hop: answers with the bridge
-    second_half: float = 0.3  # two_hop: only how the last look-up is read; the rest: cut after two searches
+    hasty_fork: float = 0.1  # fork: the same; seldom, since forks are most of a world that has them
+    second_half: float = (
+        0.3  # two_hop, fork: only how the last look-up is read; the rest: cut after two searches
+    )
     hasty_comparison: float = 0.4  # comparison: answers at random after the first search
 
 
 def imperfect(seed: int, config: WorldConfig, flaws: Flaws = Flaws()) -> Iterator[Demonstration]:
     """Endless demonstrations of all question types, in the shares of the config."""
     rng = np.random.default_rng(seed)
-    shares = np.array([config.one_hop, config.two_hop, config.comparison])
-    kinds = ["one_hop", "two_hop", "comparison"]
     while True:
-        world = _ColdStartWorld(rng)
-        for kind in rng.choice(kinds, PER_WORLD, p=shares / shares.sum()):
-            yield _demonstrate(world, ask(world.facts, str(kind), rng), flaws, rng)
+        world = _ColdStartWorld(rng, config.fork > 0)
+        for kind in draw_kinds(config, PER_WORLD, rng):
+            # Nothing tells which way of a fork is right, so a demonstration takes either.
+            asked = (
+                draw_fork(world.facts, rng)[rng.integers(2)]
+                if kind == "fork"
+                else ask(world.facts, kind, rng)
+            )
+            yield _demonstrate(world, asked, flaws, rng)
 
 
 def lookups(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
     """Endless careful demonstrations, none of them two-hop: facts are found, quoted and compared."""
     rng = np.random.default_rng(seed)
     careful = Flaws(guess=0.0, hasty_comparison=0.0)
+    comparisons = COMPARISON_SHARE if config.comparison else 0.0
     while True:
-        world = _ColdStartWorld(rng)
+        world = _ColdStartWorld(rng, config.fork > 0)
         for _ in range(PER_WORLD):
             if rng.random() < DRILL_SHARE:
                 yield _same_or_not(rng)
+            elif rng.random() < comparisons:
+                yield _demonstrate(world, ask(world.facts, "comparison", rng), careful, rng)
             else:
-                kind = "comparison" if rng.random() < COMPARISON_SHARE else "one_hop"
-                yield _demonstrate(world, ask(world.facts, kind, rng), careful, rng)
+                yield _demonstrate(world, one_hop(world.facts, rng, wordy=True), careful, rng)
 
 
 def drills(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
@@ -112,8 +130,8 @@ GENERATORS: dict[str, Callable[[int, WorldConfig], Iterator[Demonstration]]] = {
 class _ColdStartWorld:
     """A small world of cold-start entities with a simple replacement for its search engine."""
 
-    def __init__(self, rng: np.random.Generator):
-        self.facts: Facts = make_facts(rng, SIZES, "cold_start")
+    def __init__(self, rng: np.random.Generator, forked: bool):
+        self.facts: Facts = make_facts(rng, SIZES, "cold_start", forked)
         self.rng = rng
         self.passages = [
             Document(str(number), title, text)
@@ -156,10 +174,8 @@ def _demonstrate(
     world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
 ) -> Demonstration:
     question = Question("demonstration", asked.text, (asked.answer,), asked.kind)
-    turns = {"one_hop": _one_hop, "two_hop": _two_hop, "comparison": _comparison}[asked.kind](
-        world, asked, flaws, rng
-    )
-    return Demonstration(question, turns)
+    ways = {"one_hop": _one_hop, "two_hop": _two_hop, "fork": _two_hop, "comparison": _comparison}
+    return Demonstration(question, ways[asked.kind](world, asked, flaws, rng))
 
 
 def _one_hop(
@@ -183,9 +199,10 @@ def _two_hop(
     first = _search_turn(world, asked.searches[0])
     second = _search_turn(world, bridge, asked.statements[0])
     drawn = rng.random()
-    if drawn < flaws.hasty_bridge:
+    hasty = flaws.hasty_fork if asked.kind == "fork" else flaws.hasty_bridge
+    if drawn < hasty:
         return first, _answer_turn(asked.statements[0], bridge)
-    if drawn < flaws.hasty_bridge + flaws.second_half:
+    if drawn < hasty + flaws.second_half:
         return replace(second, trained=False), _answer_turn(asked.statements[1], answer)
     return first, second
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -65,6 +65,10 @@ COMPARISONS = {
     "employer": "do {} and {} work for the same company?",
 }
 
+WORDY_SHARE = 0.3  # of the entities of a world with forks
+FORKED_SHARE = 0.5  # of the facts there that may be forked
+WORDY = "it was written by an author of the same city that {}"
+
 
 @dataclass(frozen=True)
 class Passage:
@@ -79,7 +83,7 @@ class Passage:
 class WorldQuestion:
     """A question with the way to its answer."""
 
-    kind: Literal["one_hop", "two_hop", "comparison"]
+    kind: Literal["one_hop", "two_hop", "comparison", "fork"]
     text: str
     answer: str
     searches: tuple[str, ...]  # titles to look up, in order
@@ -89,16 +93,29 @@ class WorldQuestion:
 
 @dataclass(frozen=True)
 class Facts:
-    """The entities of one split and what is true of them."""
+    """The entities of one split and what is true of them.
+
+    A fact may be forked: the passage then states a rival beside the true object, and nothing tells which is
+    true. A rival is wordy: whoever follows it finds long sentences, and an answer that is wrong.
+    """
 
     entities: dict[str, list[str]]  # kind -> names
     objects: dict[str, dict[str, str]]  # name -> relation -> object's name
+    rivals: dict[tuple[str, str], str] = field(default_factory=dict)  # (name, relation) -> name of the rival
+    wordy: frozenset[str] = frozenset()  # names whose facts are stated in long sentences
 
     def look_up(self, name: str, relation: str) -> str:
         return self.objects[name][relation]
 
-    def state(self, name: str, relation: str) -> str:
-        return RELATIONS[relation].statement.format(name, self.look_up(name, relation))
+    def state(self, name: str, relation: str, rival: bool = False) -> str:
+        """The sentence in the passage of `name`, of the true object or of its rival."""
+        found = self.rivals[name, relation] if rival else self.look_up(name, relation)
+        statement = RELATIONS[relation].statement.format(name, found)
+        return WORDY.format(statement) if name in self.wordy else statement
+
+    def plain(self, name: str, relation: str) -> bool:
+        """Whether the passage states one object, in a short sentence."""
+        return name not in self.wordy and (name, relation) not in self.rivals
 
 
 @dataclass(frozen=True)
@@ -115,8 +132,8 @@ def split_of(name: str) -> Split:
     return SPLITS[hashlib.sha256(name.encode()).digest()[0] % len(SPLITS)]
 
 
-def make_facts(rng: np.random.Generator, counts: dict[str, int], split: Split) -> Facts:
-    """Draws distinct entities of a split, and one object for every relation of each.
+def make_facts(rng: np.random.Generator, counts: dict[str, int], split: Split, forked: bool = False) -> Facts:
+    """Draws distinct entities of a split, one object for every relation of each, and forks where asked for.
 
     Raises:
         UserError: more entities of a kind are asked for than there are names in the split.
@@ -130,7 +147,20 @@ def make_facts(rng: np.random.Generator, counts: dict[str, int], split: Split) -
                 for label, relation in RELATIONS.items()
                 if relation.subject == kind
             }
-    return Facts(entities, objects)
+    facts = Facts(entities, objects)
+    return _with_forks(facts, rng) if forked else facts
+
+
+def _with_forks(facts: Facts, rng: np.random.Generator) -> Facts:
+    wordy = frozenset(name for name in facts.objects if rng.random() < WORDY_SHARE)
+    rivals = {}
+    for name, objects in facts.objects.items():
+        for label, found in objects.items():
+            leads_on = any(first == label for first, _ in CHAINS)
+            candidates = [other for other in facts.entities[RELATIONS[label].object] if other in wordy]
+            if leads_on and candidates and found not in wordy and rng.random() < FORKED_SHARE:
+                rivals[name, label] = str(rng.choice(candidates))
+    return dataclasses.replace(facts, rivals=rivals, wordy=wordy)
 
 
 def _names(rng: np.random.Generator, kind: str, count: int, split: Split) -> list[str]:
@@ -142,23 +172,42 @@ def _names(rng: np.random.Generator, kind: str, count: int, split: Split) -> lis
     return [names[index] for index in rng.choice(len(names), count, replace=False)]
 
 
+def draw_kinds(config: WorldConfig, count: int, rng: np.random.Generator) -> list[str]:
+    """Kinds of `count` questions, in the shares of the config."""
+    kinds = ["one_hop", "two_hop", "comparison", "fork"]
+    shares = np.array([getattr(config, kind) for kind in kinds])
+    return [str(kind) for kind in rng.choice(kinds, count, p=shares / shares.sum())]
+
+
 def write_passages(facts: Facts, rng: np.random.Generator) -> list[tuple[str, str]]:
     """(title, text) of every entity's passage: its facts in random order."""
-    return [
-        (name, " ".join(f"{facts.state(name, label)}." for label in rng.permutation(list(objects))))
-        for name, objects in facts.objects.items()
-    ]
+    passages = []
+    for name, objects in facts.objects.items():
+        statements = [facts.state(name, label) for label in objects]
+        statements += [
+            facts.state(name, label, rival=True) for label in objects if (name, label) in facts.rivals
+        ]
+        passages.append((name, " ".join(f"{statement}." for statement in rng.permutation(statements))))
+    return passages
 
 
 def ask(facts: Facts, kind: str, rng: np.random.Generator) -> WorldQuestion:
-    """Draws a question of a kind: one_hop, two_hop or comparison."""
-    return {"one_hop": _one_hop, "two_hop": _two_hop, "comparison": _comparison}[kind](facts, rng)
+    """Draws a question of a kind: one_hop, two_hop, comparison or fork.
+
+    Only a fork's way has a forked fact, its first, and no right way leads through a wordy entity.
+    """
+    draw = {"one_hop": one_hop, "two_hop": _two_hop, "comparison": _comparison, "fork": _fork}[kind]
+    return draw(facts, rng)
 
 
-def _one_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
-    label = str(rng.choice(list(RELATIONS)))
-    relation = RELATIONS[label]
-    name = str(rng.choice(facts.entities[relation.subject]))
+def one_hop(facts: Facts, rng: np.random.Generator, wordy: bool = False) -> WorldQuestion:
+    """Draws a question that one passage answers; `wordy`: a wordy entity's may be among them."""
+    while True:
+        label = str(rng.choice(list(RELATIONS)))
+        relation = RELATIONS[label]
+        name = str(rng.choice(facts.entities[relation.subject]))
+        if (name, label) not in facts.rivals and (wordy or name not in facts.wordy):
+            break
     answer = facts.look_up(name, label)
     return WorldQuestion(
         "one_hop", relation.question.format(name), answer, (name,), (answer,), (facts.state(name, label),)
@@ -167,14 +216,47 @@ def _one_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
 
 def _two_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     while True:
-        first, second = CHAINS[rng.integers(len(CHAINS))]
-        name = str(rng.choice(facts.entities[RELATIONS[first].subject]))
-        bridge = facts.look_up(name, first)
-        answer = facts.look_up(bridge, second)
-        if answer != name:  # "who founded the company that X works for": X would be its own answer
-            text = RELATIONS[second].question.format(RELATIONS[first].phrase.format(name))
-            statements = facts.state(name, first), facts.state(bridge, second)
-            return WorldQuestion("two_hop", text, answer, (name, bridge), (bridge, answer), statements)
+        labels, name = _draw_chain(facts, rng)
+        first, second = labels
+        asked = _chain(facts, "two_hop", name, labels)
+        plain = facts.plain(name, first) and facts.plain(asked.searches[1], second)
+        if (
+            plain and asked.answer != name
+        ):  # "who founded the company that X works for": X would be the answer
+            return asked
+
+
+def _fork(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
+    return draw_fork(facts, rng)[0]
+
+
+def draw_fork(facts: Facts, rng: np.random.Generator) -> tuple[WorldQuestion, WorldQuestion]:
+    """A fork, and the same with the way and the answer of its rival."""
+    while True:
+        labels, name = _draw_chain(facts, rng)
+        first, second = labels
+        if (name, first) not in facts.rivals or name in facts.wordy:
+            continue
+        right, wrong = (_chain(facts, "fork", name, labels, rival) for rival in (False, True))
+        told_once = all((asked.searches[1], second) not in facts.rivals for asked in (right, wrong))
+        if told_once and len({name, right.answer, wrong.answer}) == 3:
+            return right, wrong
+
+
+def _draw_chain(facts: Facts, rng: np.random.Generator) -> tuple[tuple[str, str], str]:
+    labels = CHAINS[rng.integers(len(CHAINS))]
+    return labels, str(rng.choice(facts.entities[RELATIONS[labels[0]].subject]))
+
+
+def _chain(
+    facts: Facts, kind: Literal["two_hop", "fork"], name: str, labels: tuple[str, str], rival: bool = False
+) -> WorldQuestion:
+    first, second = labels
+    bridge = facts.rivals[name, first] if rival else facts.look_up(name, first)
+    answer = facts.look_up(bridge, second)
+    text = RELATIONS[second].question.format(RELATIONS[first].phrase.format(name))
+    statements = facts.state(name, first, rival), facts.state(bridge, second)
+    return WorldQuestion(kind, text, answer, (name, bridge), (bridge, answer), statements)
 
 
 def _comparison(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
@@ -187,7 +269,8 @@ def _comparison(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
             peers = [name for name in people if facts.look_up(name, label) == facts.look_up(left, label)]
             right = str(rng.choice(peers))
         values = facts.look_up(left, label), facts.look_up(right, label)
-        if left != right and (values[0] == values[1]) == wanted:
+        plain = facts.plain(left, label) and facts.plain(right, label)
+        if left != right and plain and (values[0] == values[1]) == wanted:
             answer = "yes" if wanted else "no"
             text = COMPARISONS[label].format(left, right)
             statements = facts.state(left, label), facts.state(right, label)
@@ -203,7 +286,7 @@ def generate_world(config: WorldConfig) -> World:
         "company": config.companies,
         "work": config.works,
     }
-    splits = {split: make_facts(rng, counts, split) for split in ("train", "eval")}
+    splits = {split: make_facts(rng, counts, split, config.fork > 0) for split in ("train", "eval")}
     texts = [text for facts in splits.values() for text in write_passages(facts, rng)]
     order = rng.permutation(len(texts))
     passages = [Passage(str(number), *texts[index]) for number, index in enumerate(order)]
@@ -223,11 +306,10 @@ def _questions(
     ids: dict[str, str],
     rng: np.random.Generator,
 ) -> list[Question]:
-    shares = np.array([config.one_hop, config.two_hop, config.comparison])
-    kinds = rng.choice(["one_hop", "two_hop", "comparison"], count, p=shares / shares.sum())
+    kinds = draw_kinds(config, count, rng)
     questions = []
     for number, kind in enumerate(kinds):
-        asked = ask(facts, str(kind), rng)
+        asked = ask(facts, kind, rng)
         supporting = tuple(ids[title] for title in asked.searches)
         questions.append(Question(f"{split}_{number}", asked.text, (asked.answer,), asked.kind, supporting))
     return questions
@@ -242,9 +324,10 @@ def write_world(config: WorldConfig) -> Path:
         UserError: the folder holds something else.
     """
     folder = Path(config.dir)
-    manifest = json.dumps(dataclasses.asdict(config) | {"dir": ""}, indent=2)
+    manifest = dataclasses.asdict(config) | {"dir": ""}
     known = folder / "manifest.json"
-    if known.is_file() and known.read_text(encoding="utf-8") == manifest:
+    older = dataclasses.asdict(WorldConfig())  # a key that is newer than the folder has its default there
+    if known.is_file() and older | json.loads(known.read_text(encoding="utf-8")) == manifest:
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: holds something other than this world; remove it or change world.dir")
@@ -256,7 +339,7 @@ def write_world(config: WorldConfig) -> Path:
     write_questions(unfinished / "train.jsonl", world.train)
     write_questions(unfinished / "eval.jsonl", world.eval)
     build_word_tokenizer().save_pretrained(unfinished / "tokenizer")
-    (unfinished / "manifest.json").write_text(manifest, encoding="utf-8")
+    (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     if folder.exists():
         folder.rmdir()
     unfinished.rename(folder)
