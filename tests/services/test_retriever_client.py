@@ -13,7 +13,8 @@ from search_rig import search
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.services import retriever_client
-from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_process import RetrieverProcess
 
 pytest.importorskip("aiohttp")
 
