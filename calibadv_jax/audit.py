@@ -182,7 +182,7 @@ def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console
             for column in found:
                 key = kept.metadata["config"], column.settings
                 if key not in configs:
-                    configs[key] = kept_config(kept, path.name, column.settings.overrides)
+                    configs[key] = kept_config(kept, path, column.settings.overrides)
                 credits = credit_again(kept, configs[key])
                 column.true[step] = gather(credits)
                 column.control[step] = gather(credit_again(kept, configs[key], seed))

@@ -30,7 +30,8 @@ from calibadv_jax.protocol import TAGS
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.sampler.vllm_worker import require_vllm
-from calibadv_jax.services.retriever_client import RetrieverClient, check_running, open_retriever
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_process import check_running, open_retriever
 from calibadv_jax.trajectory import Document
 
 

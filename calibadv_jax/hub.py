@@ -33,17 +33,18 @@ from calibadv_jax.errors import UserError
 DATASETS = "hf://datasets/"
 PINS = "hub.json"  # in a run's folder
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".jsonl.gz", ".json.gz", ".tsv.gz", ".csv.gz")
-# What a policy needs; not other frameworks' weights, which many repositories carry beside.
-SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
+# Patterns of the files that go with a policy's weights, config.json apart.
+TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab*",
     "merges.txt",
     "chat_template*",
+    "generation_config.json",
 )
+# What a policy needs; not other frameworks' weights, which many repositories carry beside.
+SMALL_FILES = ("config.json", *TOKENIZER_FILES)
 WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
 from jax.sharding import Mesh
-from transformers import AutoTokenizer
 
 from calibadv_jax import hub
 from calibadv_jax.config import Config
@@ -23,7 +23,7 @@ from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.protocol import TAGS
 from calibadv_jax.sampler.stopping import end_of_text_ids
 from calibadv_jax.snapshots.checkpoint import restore_params
-from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
+from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, read_json
 from calibadv_jax.snapshots.publish import load_snapshot
 
 
@@ -120,7 +120,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         # transformers would make an empty tokenizer of a model's folder.
         raise UserError(f"{folder}: no tokenizer files there; set policy.tokenizer to a folder that has them")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = _tokenizer_class(folder).from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: no tokenizer can be loaded: {' '.join(str(error).split())}") from error
     if tokenizer.eos_token_id is None:
@@ -133,6 +133,20 @@ def load_tokenizer(folder: str | Path) -> Any:
                 " add the eight protocol tags as tokens"
             )
     return tokenizer
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """The class of `transformers` that reads the folder's tokenizer.
+
+    One that was saved as TokenizersBackend is complete in tokenizer.json. AutoTokenizer would take Qwen's own
+    class for it where a config.json of model_type qwen2 stands beside it, which splits text in another way;
+    and it imports torch where that is installed, which takes seconds.
+    """
+    path = folder / "tokenizer_config.json"
+    saved_as = read_json(path).get("tokenizer_class") if path.is_file() else None
+    if saved_as == transformers.TokenizersBackend.__name__:
+        return transformers.TokenizersBackend
+    return transformers.AutoTokenizer
 
 
 def initial_params(config: Config, model: Model, path: str) -> Params:

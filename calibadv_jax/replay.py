@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import numpy as np
 
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.advantages.registry import AdvantageResult, compute_advantages
-from calibadv_jax.config import Config, load_config
+from calibadv_jax.config import Config, parse_config
 from calibadv_jax.learner.batching import Batch, Sample
 from calibadv_jax.learner.learner import State, on_policy_only
 from calibadv_jax.learner.losses import LossFunction, policy_gradient
@@ -71,12 +70,12 @@ def run(arguments: argparse.Namespace) -> None:
     step = max(kept_steps(folder), default=0) if arguments.step is None else arguments.step
     path = find_step(folder, step)
     kept = read_step(path)
-    config = kept_config(kept, path.name)
+    config = kept_config(kept, path)
     columns = {"run": logged(folder, step)}
     same = replay(kept, config)
     columns["replayed"] = same.metrics
     if arguments.overrides:
-        changed = replay(kept, kept_config(kept, path.name, arguments.overrides))
+        changed = replay(kept, kept_config(kept, path, arguments.overrides))
         columns["changed"] = changed.metrics
     say = Console().say
     num_trajectories = sum(len(group.trajectories) for group in kept.groups)
@@ -91,16 +90,13 @@ def run(arguments: argparse.Namespace) -> None:
         raise SystemExit(DIFFERENT)
 
 
-def kept_config(kept: KeptStep, name: str, overrides: Sequence[str] = ()) -> Config:
+def kept_config(kept: KeptStep, path: Path, overrides: Sequence[str] = ()) -> Config:
     """The config under which the step was made, with some keys changed.
 
     Args:
-        name: of the step's file, for messages.
+        path: the step's file, for messages.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{name}.yaml"  # JSON is YAML
-        path.write_text(kept.metadata["config"], encoding="utf-8")
-        return load_config(path, overrides)
+    return parse_config(kept.metadata["config"], str(path), overrides)
 
 
 def replay(kept: KeptStep, config: Config) -> Replay:

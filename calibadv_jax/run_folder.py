@@ -101,8 +101,11 @@ def enter_run_folder(
     return folder
 
 
-def check_cold_start(config: Config) -> None:
+def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
     """Whether the cold start that lies in sft.output is the one that the config describes.
+
+    Args:
+        may_differ: keys and sections that do not count.
 
     Raises:
         UserError: it was made with other settings.
@@ -114,7 +117,7 @@ def check_cold_start(config: Config) -> None:
     changed = [
         name
         for name, _, _ in differences(before, dataclasses.asdict(config))
-        if _names(COLD_START_KEYS, name)
+        if _names(COLD_START_KEYS, name) and not _names(may_differ, name)
     ]
     if changed:
         raise UserError(

@@ -57,3 +57,9 @@ ensure_venv() {
     fail "installation into $dir failed; see above, then run the same command again"
   printf '%s\n' "$wanted" >"$stamp"
 }
+
+# forget_unused DIR: removes the files that nothing has read for two weeks. For folders of compiled programs:
+# JAX's own bound (jax_compilation_cache_max_size) reads a file of every entry whenever it adds one.
+forget_unused() {
+  find "$1" -type f -atime +14 -delete 2>/dev/null || true # no such folder, or another process does the same
+}

@@ -11,5 +11,6 @@ ensure_venv "$venv" cpu
 export JAX_NUM_CPU_DEVICES="${JAX_NUM_CPU_DEVICES:-2}" # small matrix products fill no more than a core
 # What evaluation and training both compile is compiled once, and a second run finds it.
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$venv/jax_cache}"
+forget_unused "$venv/jax_cache"
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0}"
 exec "$venv/bin/python" -m calibadv_jax.quickstart --config configs/quickstart.yaml "$@"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from http_rig import Handler, serving
 from huggingface_hub import constants
 
 
@@ -41,7 +39,7 @@ class Hub:
         return None if number is None else (self.commit(name, number), commits[number])
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     hub: Hub
 
     def do_GET(self) -> None:
@@ -59,18 +57,21 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, kind: str, name: str, what: str, revision: str, file: str) -> None:
         name = f"datasets/{name}" if kind == "datasets" else name
         if name not in self.hub.repositories:
-            return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+            return self.reply(404, {}, {"X-Error-Code": "RepoNotFound"})
         if name in self.hub.gated:
-            return self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+            return self.reply(403, {}, {"X-Error-Code": "GatedRepo"})
         found = self.hub.find(name, revision)
         if found is None:
-            return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            return self.reply(404, {}, {"X-Error-Code": "RevisionNotFound"})
         commit, files = found
         if what == "revision":
             siblings = [{"rfilename": one} for one in files]
-            return self._json({"id": name.removeprefix("datasets/"), "sha": commit, "siblings": siblings})
+            return self.reply(
+                200, {"id": name.removeprefix("datasets/"), "sha": commit, "siblings": siblings}
+            )
         if what == "tree":
-            return self._json(
+            return self.reply(
+                200,
                 [
                     {
                         "type": "file",
@@ -79,44 +80,22 @@ class _Handler(BaseHTTPRequestHandler):
                         "oid": hashlib.sha1(data).hexdigest(),
                     }
                     for one, data in files.items()
-                ]
+                ],
             )
         if file not in files:
-            return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+            return self.reply(404, {}, {"X-Error-Code": "EntryNotFound"})
         if self.command == "GET":
             self.hub.downloads.append(f"{name}/{file}")
         etag = hashlib.sha1(files[file]).hexdigest()
-        return self._send(200, files[file], {"ETag": f'"{etag}"', "X-Repo-Commit": commit})
-
-    def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in (headers | {"Content-Length": str(len(body))}).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing is logged."""
+        return self.reply(200, files[file], {"ETag": f'"{etag}"', "X-Repo-Commit": commit})
 
 
 @contextmanager
 def serve_hub() -> Iterator[Hub]:
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with serving(handler) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def use_hub(monkeypatch, hub: Hub, cache: Path) -> None:

@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -205,6 +206,17 @@ def test_scripts_are_executable_and_parse(script):
     path = ROOT / script
     assert os.access(path, os.X_OK)
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=10)
+
+
+def test_programs_that_nobody_uses_any_more_are_forgotten(tmp_path):
+    for name, days in (("used", 13), ("unused", 16)):
+        (tmp_path / name).write_text("")
+        # Compiled long ago; the time of the last reading counts.
+        os.utime(tmp_path / name, (time.time() - 86_400 * days, time.time() - 86_400 * 100))
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        command = f'source scripts/common.sh; forget_unused "{folder}"'
+        subprocess.run(["bash", "-euc", command], cwd=ROOT, check=True, timeout=10)
+    assert [path.name for path in tmp_path.iterdir()] == ["used"]
 
 
 def test_no_python_is_one_line():

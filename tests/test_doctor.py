@@ -1,12 +1,10 @@
 """The doctor against files, services and configs that are as they should be, and against others."""
 
 import json
-import threading
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from http_rig import Handler, serving
 
 from calibadv_jax import doctor
 from calibadv_jax.config import load_config
@@ -26,33 +24,17 @@ SHAPE = {
 }
 
 
-@contextmanager
-def serving(routes):
+def replying(routes):
     """Base URL of a server with these replies: path -> status and JSON value; 404 elsewhere."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Routes(Handler):
         def answer(self):
-            status, content = routes.get(self.path, (404, {}))
-            body = json.dumps(content).encode()
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.body()
+            self.reply(*routes.get(self.path, (404, {})))
 
         do_GET = do_POST = answer
 
-        def log_message(self, *_):
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{http.server_port}"
-    finally:
-        http.shutdown()
-        http.server_close()
+    return serving(Routes)
 
 
 def question(name, text, source="test"):
@@ -93,7 +75,7 @@ def with_retriever(config, url):
 
 
 def test_every_check_passes_and_says_what_it_saw(config, capsys):
-    with serving(working_retriever()) as url:
+    with replying(working_retriever()) as url:
         doctor.run(with_retriever(config, url))
     out = capsys.readouterr().out
     lines = out.splitlines()
@@ -109,7 +91,7 @@ def test_every_check_passes_and_says_what_it_saw(config, capsys):
 
 def test_a_check_that_fails_is_counted_and_the_others_still_run(config, capsys):
     broken = replace(config, data=replace(config.data, train="none.jsonl"))
-    with serving(working_retriever()) as url, pytest.raises(SystemExit) as ended:
+    with replying(working_retriever()) as url, pytest.raises(SystemExit) as ended:
         doctor.run(with_retriever(broken, url))
     assert ended.value.code == 1
     lines = capsys.readouterr().out.splitlines()
@@ -156,7 +138,7 @@ def test_every_worker_is_asked_what_it_serves(config):
             replace(config, sampler=replace(config.sampler, name="vllm", urls=list(urls)))
         )
 
-    with serving(good) as first, serving({}) as second:
+    with replying(good) as first, replying({}) as second:
         assert check(first) == [f"{first}: serves weights 'abc/3'"]
         with pytest.raises(UserError, match=f"{second}: no /weight_info"):
             check(first, second)
@@ -172,7 +154,7 @@ def test_every_worker_is_asked_what_it_serves(config):
     ],
 )
 def test_a_retriever_that_does_not_answer_is_told(config, routes, message):
-    with serving(working_retriever() | routes) as url, pytest.raises(UserError, match=message):
+    with replying(working_retriever() | routes) as url, pytest.raises(UserError, match=message):
         config = with_retriever(config, url)
         doctor.check_retriever(replace(config, retriever=replace(config.retriever, timeout=0.3)))
 

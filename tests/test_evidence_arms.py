@@ -174,12 +174,19 @@ def test_paths_are_those_of_the_callers_folder(tmp_path, monkeypatch):
     assert evidence.parse(["out"]).config == CONFIG
 
 
-def test_a_cold_start_may_be_moved_but_not_be_another_one(tmp_path):
+def test_a_cold_start_may_be_moved_but_not_be_another_one(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(evidence_cold, "write_world", lambda world: None)
+    for name in ("sft", "evaluate"):
+        monkeypatch.setattr(getattr(evidence_cold, name), "run", lambda config, name=name: done.append(name))
     command = evidence.cold_command(tmp_path / "then", 3, CONFIG)
     now = tmp_path / "now/cold/seed-3"
-    now.mkdir(parents=True)
+    (now / "sft").mkdir(parents=True)
+    (now / "sft/config.json").write_text("{}")
     (now / "sft.yaml").write_text(dump_config(config_of(command)))
-    evidence_cold.check(config_of(evidence.cold_command(tmp_path / "now", 3, CONFIG)))
+    evidence_cold.run(config_of(evidence.cold_command(tmp_path / "now", 3, CONFIG)))
+    assert done == ["evaluate"]
     other = [*evidence.cold_command(tmp_path / "now", 3, CONFIG), "sft.optimizer.lr=0.02", "learner.steps=7"]
-    with pytest.raises(UserError, match=r"other settings \(sft.optimizer.lr\); remove it"):
-        evidence_cold.check(config_of(other))
+    with pytest.raises(UserError, match=r"other settings \(sft.optimizer.lr\); "):
+        evidence_cold.run(config_of(other))
+    assert done == ["evaluate"]

@@ -1,6 +1,9 @@
 """What a run's model is put together from."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from tiny_policy import SHAPE
@@ -9,7 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
-from calibadv_jax.model import Model, build_model
+from calibadv_jax.model import Model, build_model, load_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(("generation", "expected"), [(None, [1, 5]), ({"eos_token_id": [9, 5]}, [1, 5, 9])])
@@ -22,6 +27,41 @@ def test_every_end_of_text_token_goes_into_the_runs_config(tmp_path, generation,
     model = build_model(Config(mesh=MeshConfig(data=1, fsdp=8)), str(tmp_path))
     assert model.tokenizer.eos_token_id == 1
     assert model.hf_config["eos_token_id"] == expected
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+def test_a_tokenizer_splits_alike_alone_and_beside_a_policy(tmp_path, model_type):
+    """transformers has a class of its own for qwen2, which splits in another way."""
+    build_word_tokenizer().save_pretrained(tmp_path)
+    text = "<think> who founded Zürich in 1291 ? </think><search> city </search>"
+    alone = load_tokenizer(tmp_path).encode(text)
+    assert alone == build_word_tokenizer().encode(text)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": model_type}))
+    assert load_tokenizer(tmp_path).encode(text) == alone
+
+
+@pytest.mark.medium
+def test_a_models_own_tokenizer_keeps_its_class(tmp_path):
+    """As the models of the paper name it, which AutoTokenizer knows how to make."""
+    build_word_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "qwen2"}))
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}))
+    assert type(load_tokenizer(tmp_path)).__name__ == "Qwen2Tokenizer"
+
+
+@pytest.mark.medium
+def test_a_run_on_the_embedded_sampler_needs_no_torch(tmp_path):
+    """Where it is installed, its import takes seconds."""
+    build_word_tokenizer().save_pretrained(tmp_path)
+    program = f"""
+import sys
+from calibadv_jax import ask, evaluate, export, model
+model.load_tokenizer({str(tmp_path)!r})
+sys.stdout.write(" ".join({{"torch", "sympy", "scipy.stats"}} & sys.modules.keys()))
+"""
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout) == (0, ""), answer.stderr
 
 
 def test_a_vocabulary_is_known_by_its_words_and_their_ids(tmp_path):

@@ -6,6 +6,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from tiny_policy import GROUPED
 
 from calibadv_jax import sft
 from calibadv_jax.config import Config, PromptConfig, SftPhase
@@ -231,15 +232,6 @@ def test_the_held_out_loss_is_measured_and_is_the_mean_over_their_tokens(tmp_pat
     path = write(
         tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in ("a", "city", "it", "no"))
     )
-    small = {
-        "model_type": "qwen2",
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "tie_word_embeddings": True,
-    }
     config = config_with(
         demonstrations=str(path),
         held_out=0.5,
@@ -253,7 +245,7 @@ def test_the_held_out_loss_is_measured_and_is_the_mean_over_their_tokens(tmp_pat
         config,
         run=replace(config.run, dir=str(tmp_path / "run")),
         policy=replace(
-            config.policy, init=small, tokenizer=str(tmp_path / "tokenizer"), compute_dtype="float32"
+            config.policy, init=GROUPED, tokenizer=str(tmp_path / "tokenizer"), compute_dtype="float32"
         ),
         log=replace(config.log, backends=[], progress=False),
     )

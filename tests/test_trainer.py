@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,7 @@ def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
         kept = read_step(find_step(folder, 2))
         computed = [values is not None for group in kept.learner_logprobs for values in group]
         assert all(computed) if name == "apart" else not any(computed)
-        found = replay(kept, kept_config(kept, "step"))
+        found = replay(kept, kept_config(kept, Path("step")))
         equal, total = equal_turns(kept.credits, found.advantages.credits)
         assert equal == total == 12
         row = rows(folder)[1]

@@ -18,6 +18,14 @@ WIDER = SHAPE | {  # two layers, and several heads for a key-value head
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
+GROUPED = {  # the same of another type; vocab_size is the test's
+    "model_type": "qwen2",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 NARROW = {  # of another type, and narrower
     "model_type": "qwen2",
     "vocab_size": 16,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from tiny_policy import NARROW
 
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.data.questions import write_questions
@@ -17,16 +18,7 @@ from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
 
-HF_CONFIG = {
-    "model_type": "qwen2",
-    "vocab_size": 24,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "tie_word_embeddings": True,
-}
+HF_CONFIG = NARROW | {"vocab_size": 24, "num_key_value_heads": 1, "tie_word_embeddings": True}
 QUESTIONS = [Question(f"q{number}", f"question {number}?", ("yes",), "toy") for number in range(7)]
 
 

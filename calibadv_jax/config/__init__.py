@@ -1,6 +1,7 @@
 """Every YAML key, typed and documented: a dataclass a section, checked by pydantic.
 
-`load_config` reads a file and the command line's overrides, `dump_config` writes a config out.
+`load_config` reads a file and the command line's overrides, `dump_config` writes a config out,
+and `parse_config` reads that again.
 """
 
 from calibadv_jax.config.credit import AdvantageConfig, RewardConfig
@@ -9,7 +10,7 @@ from calibadv_jax.config.evaluate import EvaluateConfig
 from calibadv_jax.config.guards import GuardsConfig
 from calibadv_jax.config.keys import known_keys
 from calibadv_jax.config.learner import LearnerConfig, LossConfig, OptimizerConfig
-from calibadv_jax.config.load import dump_config, load_config
+from calibadv_jax.config.load import dump_config, load_config, parse_config
 from calibadv_jax.config.policy import MeshConfig, PolicyConfig
 from calibadv_jax.config.retriever import RetrieverConfig
 from calibadv_jax.config.rollout import RolloutConfig, SamplerConfig
@@ -43,4 +44,5 @@ __all__ = [
     "dump_config",
     "known_keys",
     "load_config",
+    "parse_config",
 ]

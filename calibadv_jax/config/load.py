@@ -51,19 +51,22 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[st
         UserError: missing file, bad YAML, unknown key (with the one that was probably meant), bad value.
     """
     given = [paths] if isinstance(paths, str | Path) else paths
-    files = [file for path in given for file in _read(Path(path), ())]
-    # Defaults come first, so that an interpolation may name a key which the files leave alone.
-    config = OmegaConf.create(dataclasses.asdict(Config()))
-    sources = []
-    for path, loaded in files:
-        with _errors_of(str(path)):
-            config.merge_with(loaded)
-        sources.append((str(path), _names(OmegaConf.to_container(loaded))))
-    for override in overrides:
-        sources.append((COMMAND_LINE, {_apply(config, override)}))
-    with _errors_of(_all(sources)):
-        merged = OmegaConf.to_container(config, resolve=True)
-    return _validate(merged, sources)
+    return _merged([file for path in given for file in _read(Path(path), ())], overrides)
+
+
+def parse_config(text: str, name: str, overrides: Sequence[str] = ()) -> Config:
+    """The config that a text holds, such as one that a run kept; overrides as for `load_config`.
+
+    Args:
+        text: YAML or JSON.
+        name: of the file that holds the text, for messages.
+
+    Raises:
+        UserError: as for `load_config`.
+    """
+    with _errors_of(name):
+        loaded = _checked(OmegaConf.create(text), name)
+    return _merged([(name, loaded)], overrides)
 
 
 def dump_config(config: Config) -> str:
@@ -71,7 +74,23 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, DictConfig]]:
+def _merged(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str]) -> Config:
+    """The config of some files, by name, each over the one before it, and of overrides over them all."""
+    # Defaults come first, so that an interpolation may name a key which the files leave alone.
+    config = OmegaConf.create(dataclasses.asdict(Config()))
+    sources = []
+    for name, loaded in files:
+        with _errors_of(name):
+            config.merge_with(loaded)
+        sources.append((name, _names(OmegaConf.to_container(loaded))))
+    for override in overrides:
+        sources.append((COMMAND_LINE, {_apply(config, override)}))
+    with _errors_of(_all(sources)):
+        merged = OmegaConf.to_container(config, resolve=True)
+    return _validate(merged, sources)
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig]]:
     """The file after those that it builds upon; `above`: those that build upon it."""
     if not path.is_file():
         by = f" ({BASE} of {above[-1]})" if above else ""
@@ -80,15 +99,21 @@ def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, DictConfi
         raise UserError(f"{path}: builds upon itself ({BASE} of {above[-1]}); correct one of the two")
     with _errors_of(str(path)):
         loaded = OmegaConf.load(path)
-        if not isinstance(loaded, DictConfig):
-            raise UserError(f"{path}: expected a mapping of sections, got a list")
-        base = loaded.pop(BASE, "")
+        base = loaded.pop(BASE, "") if isinstance(loaded, DictConfig) else ""
         if not isinstance(base, str):
             raise UserError(f"{path}: {BASE} is {base!r}, but must be the name of one config file")
-        refuse_unknown(OmegaConf.to_container(loaded), str(path))
+        checked = _checked(loaded, str(path))
     if base:
         yield from _read(path.parent / base, (*above, path))
-    yield path, loaded
+    yield str(path), checked
+
+
+def _checked(loaded: Any, name: str) -> DictConfig:
+    """What was read, if it is a mapping of known sections and keys."""
+    if not isinstance(loaded, DictConfig):
+        raise UserError(f"{name}: expected a mapping of sections, got a list")
+    refuse_unknown(OmegaConf.to_container(loaded), name)
+    return loaded
 
 
 def _apply(config: DictConfig, override: str) -> str:

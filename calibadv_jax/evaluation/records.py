@@ -15,8 +15,8 @@ from typing import Any
 
 from calibadv_jax.config import Config
 from calibadv_jax.errors import UserError
+from calibadv_jax.evaluation.intervals import pass_at_k
 from calibadv_jax.evaluation.methods import METHODS
-from calibadv_jax.evaluation.statistics import pass_at_k
 from calibadv_jax.trajectory import Group, Question, Trajectory
 
 Row = dict[str, Any]  # one line of the file

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from calibadv_jax.evaluation.intervals import interval, stratified_mean
 from calibadv_jax.evaluation.records import Row
-from calibadv_jax.evaluation.statistics import interval, stratified_mean
 
 Means = dict[str, dict[str, dict[str, float]]]  # temperature -> data source -> metric -> mean
 Intervals = dict[str, dict[str, dict[str, tuple[float, float]]]]

@@ -1,19 +1,15 @@
-"""The retrieval service's client, and the service as a child process."""
+"""The retrieval service's client."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import aiohttp
 import httpx
-from pydantic import BaseModel, Field, ValidationError
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
@@ -25,11 +21,10 @@ from tenacity import (
 )
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.config.retriever import NO_RETRIEVER
 from calibadv_jax.errors import QueryRefused, RequestFailed, UserError
-from calibadv_jax.services.child_process import ChildService
-from calibadv_jax.services.http_client import Reply, Unreachable, open_session
+from calibadv_jax.services.http_client import Unreachable, open_session
 from calibadv_jax.services.replicas import AWAY, Replicas
+from calibadv_jax.services.retriever_replies import BadReply, excerpt, read_documents
 from calibadv_jax.trajectory import Document
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
@@ -45,10 +40,6 @@ Outcome = list[Document] | RequestFailed  # of one query
 
 _REFUSALS = (400, 413, 422)  # of the query; asking again changes nothing
 _WRONG_ADDRESS = (403, 404, 405)
-
-
-class BadReply(Exception):
-    """The service answered, but not what the contract says."""
 
 
 class Away(Exception):
@@ -271,7 +262,7 @@ class RetrieverClient:
             url, reply = await self._replicas.post("/retrieve", body)
         except Unreachable as error:
             raise Away(str(error)) from error
-        said = f"status {reply.status}: {_excerpt(reply.body)}"
+        said = f"status {reply.status}: {excerpt(reply.body)}"
         if reply.status == 401:
             raise UserError(
                 f"retriever {url}: asks for a token; set the environment variable {TOKEN_VARIABLE} to it"
@@ -284,117 +275,4 @@ class RetrieverClient:
             raise Away(said, reply.retry_after)
         if reply.status != 200:
             raise BadReply(said)
-        return _documents(reply, len(queries), _RankedResults if self.config.rerank_topk else _Results)
-
-
-class _Row(BaseModel):
-    id: str | int | None = None
-    contents: str
-
-
-Score = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-
-
-class _Item(BaseModel):
-    """Of Search-R1's contract."""
-
-    document: _Row
-    score: Score | None = None
-
-    def to_document(self) -> Document:
-        row = self.document
-        title, _, text = row.contents.partition("\n")
-        title = title.strip().removeprefix('"').removesuffix('"')
-        name = title if row.id is None else str(row.id)
-        return Document(name, title, text, self.score)
-
-
-class _RankedItem(BaseModel):
-    """Of the CalibAdv authors' contract; this project's service adds the row's id.
-
-    From another one the text is the identity, as it is in the authors' code: passages share titles.
-    """
-
-    document: str
-    id: str | int | None = None
-    score: Score | None = None
-
-    def to_document(self) -> Document:
-        name = self.document if self.id is None else self.id
-        row = _Row(id=name, contents=self.document)
-        return _Item(document=row, score=self.score).to_document()
-
-
-class _Results(BaseModel):
-    """A reply in Search-R1's contract."""
-
-    result: list[list[_Item]]
-
-
-class _RankedResults(BaseModel):
-    """A reply in the authors' contract."""
-
-    result: list[list[_RankedItem]]
-
-
-def _documents(reply: Reply, num_queries: int, kind: type[_Results | _RankedResults]) -> list[list[Document]]:
-    try:
-        lists = kind.model_validate_json(reply.body).result
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise BadReply(f"{place}: {first['msg']} in {_excerpt(reply.body)}") from error
-    if len(lists) != num_queries:
-        raise BadReply(f"{len(lists)} lists for {num_queries} queries")
-    return [[item.to_document() for item in one] for one in lists]
-
-
-def _excerpt(reply: bytes) -> str:
-    """Its beginning, on one line."""
-    return repr(" ".join(reply.decode(errors="replace").split())[:120])
-
-
-class RetrieverProcess(ChildService):
-    """The service as a child process: ready when the block begins, stopped when it ends.
-
-    Args:
-        log_path: the child's output.
-    """
-
-    def __init__(self, config: RetrieverConfig, log_path: Path):
-        command = [sys.executable, "-m", "retriever.serve", "--build_if_missing"]
-        command += ["--corpus_path", config.corpus, "--retriever_name", config.encoder]
-        command += ["--index_path", config.index or f"{config.corpus}.index"]
-        command += ["--retrieval_topk", str(config.topk), "--threads", str(config.threads)]
-        if config.reranker:
-            command += ["--reranker_model", config.reranker]
-        super().__init__("the retriever", command, log_path, config.start_timeout, "retriever.start_timeout")
-
-
-def check_running(config: RetrieverConfig) -> None:
-    """Asks the services of `config.url` whether they are there and rerank as the config says.
-
-    Raises:
-        UserError: one cannot be reached, or is another one than the config asks for.
-    """
-    client = RetrieverClient(config, config.url)
-    client.check_reranker(client.health())
-
-
-@contextmanager
-def open_retriever(config: RetrieverConfig, log_path: Path) -> Iterator[str | list[str]]:
-    """Base URLs of retrieval services: `config.url`, or of a child process that ends with the block.
-
-    Raises:
-        UserError: neither is configured, the running service cannot be reached or is another one than the
-            config asks for, or the child does not become ready.
-    """
-    if config.url:
-        if config.url != NO_RETRIEVER:
-            check_running(config)
-        yield config.url
-        return
-    if not config.corpus:
-        raise UserError("retriever.url is empty: set it, or retriever.corpus to start a service here")
-    with RetrieverProcess(config, log_path) as process:
-        yield process.url
+        return read_documents(reply, len(queries), bool(self.config.rerank_topk))

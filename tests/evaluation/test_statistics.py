@@ -6,8 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
+from scipy.stats import bootstrap
 
-from calibadv_jax.evaluation.statistics import compare_paired, interval, pass_at_k, stratified_mean
+from calibadv_jax.evaluation import intervals
+from calibadv_jax.evaluation.intervals import interval, pass_at_k, stratified_mean
+from calibadv_jax.evaluation.statistics import compare_paired
+from calibadv_jax.seeds import random_state
 
 FIRST = np.array([1.0, 0.0, 0.5, 0.2, 0.9, 0.4])
 SECOND = np.array([0.2, 0.8, 0.6])
@@ -30,6 +34,23 @@ def test_the_interval_of_an_average_resamples_within_each_data_source():
     low, high = np.quantile(means, [0.025, 0.975])
     assert interval([FIRST, SECOND], 0.95, 40_000) == pytest.approx((low, high), abs=0.01)
     assert stratified_mean([FIRST, SECOND]) == pytest.approx((FIRST.mean() + SECOND.mean()) / 2)
+
+
+@pytest.mark.parametrize("elements", [intervals.ELEMENTS, 70])  # 70: eleven resamples at a time
+def test_the_interval_is_that_of_scipy(monkeypatch, elements):
+    monkeypatch.setattr(intervals, "ELEMENTS", elements)
+    expected = bootstrap(
+        (FIRST, SECOND),
+        lambda first, second, axis: (np.mean(first, axis=axis) + np.mean(second, axis=axis)) / 2,
+        n_resamples=500,
+        batch=elements // len(FIRST),
+        vectorized=True,
+        axis=-1,
+        confidence_level=0.9,
+        method="percentile",
+        rng=random_state(0, 0, "bootstrap"),
+    ).confidence_interval
+    assert interval([FIRST, SECOND], 0.9, 500) == pytest.approx((expected.low, expected.high), rel=1e-14)
 
 
 def test_the_interval_is_the_same_every_time_and_none_of_too_little():

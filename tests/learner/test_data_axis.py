@@ -4,6 +4,7 @@ import jax
 import optax
 import pytest
 from test_learner import LOSS, VOCAB, assert_same, samples, sgd_step
+from tiny_policy import GROUPED
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.errors import UserError
@@ -18,16 +19,7 @@ pytestmark = pytest.mark.medium
 
 @pytest.fixture(scope="module")
 def policy():
-    config = {
-        "model_type": "qwen2",
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    }
+    config = GROUPED | {"vocab_size": VOCAB, "num_hidden_layers": 1, "tie_word_embeddings": True}
     return Policy(architecture_from_hf(config), Numerics())
 
 

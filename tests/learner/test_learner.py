@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_policy import GROUPED
 
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
 from calibadv_jax.errors import UserError
@@ -23,16 +24,7 @@ VOCAB = 40
 
 @pytest.fixture(scope="module")
 def policy():
-    config = {
-        "model_type": "qwen2",
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": False,
-    }
+    config = GROUPED | {"vocab_size": VOCAB, "tie_word_embeddings": False}
     return Policy(architecture_from_hf(config), Numerics(remat="full"))
 
 

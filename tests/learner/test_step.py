@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from tiny_policy import GROUPED
 
 from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
 from calibadv_jax.learner.batching import Sample, pack, unpack
@@ -24,15 +25,7 @@ PLAIN = {on_policy: policy_gradient(LossConfig(), on_policy) for on_policy in (F
 
 @pytest.fixture(scope="module")
 def learner():
-    config = {
-        "model_type": "qwen2",
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+    config = GROUPED | {"vocab_size": VOCAB}
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
     return Learner(Policy(architecture_from_hf(config), Numerics()), optax.adam(0.1, 0.5), mesh, 2)
 

@@ -1,11 +1,11 @@
 """The trajectory page in headless Chromium: list, filters, links, keys, and text that stays text."""
 
-import http.server
 import sys
-import threading
 from functools import partial
+from http.server import SimpleHTTPRequestHandler
 
 import pytest
+from http_rig import serving
 
 from benchmarks.generated_run import make_run
 from benchmarks.inspect_page import measure
@@ -222,12 +222,10 @@ def test_dark_and_light_differ(small):
 
 def test_the_written_folder_works_on_any_web_server(small_run, page, tmp_path):
     write_site(Site(RunFiles(small_run)), tmp_path / "page")
-    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "page"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        open_group(page, f"http://127.0.0.1:{server.server_port}", 2, 0)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "page"))
+    with serving(handler) as address:
+        open_group(page, address, 2, 0)
         assert page.locator(".card").count() == 5
-        server.shutdown()
 
 
 def test_ten_thousand_trajectories(served, tmp_path, page, capsys):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_policy import NARROW
 
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.logprobs import token_logprobs
@@ -14,14 +15,7 @@ BATCH, LENGTH, VOCAB, TEMPERATURE = 2, 21, 53, 0.7
 
 @pytest.fixture(scope="module")
 def policy():
-    config = {
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
+    config = NARROW | {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 16}
     return Policy(architecture_from_hf(config), Numerics())
 
 

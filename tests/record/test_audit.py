@@ -163,7 +163,7 @@ def test_several_runs_and_their_mean(tmp_path, capsys):
 def test_the_control_permutes_rewards_over_the_step(tmp_path):
     keep(tmp_path, make_config())
     kept = read_step(find_step(tmp_path, 7))
-    config = kept_config(kept, "step")
+    config = kept_config(kept, Path("step"))
     seen = set()
     for seed in range(20):
         credits = credit_again(kept, config, seed)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from record_rig import keep, make_config, make_groups, unknown
 
 from calibadv_jax import cli
 from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.errors import UserError
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.replay import equal_turns, kept_config
@@ -58,7 +62,8 @@ def test_another_lambda_shows_what_it_would_have_made_of_the_step(tmp_path, caps
 def test_the_kept_step_stays_as_it_is(tmp_path):
     keep(tmp_path, make_config())
     kept = read_step(find_step(tmp_path, 7))
-    found = replay_step(kept, kept_config(kept, "step", ["reward.format=false", "reward.answer=cover_em"]))
+    other = kept_config(kept, Path("step"), ["reward.format=false", "reward.answer=cover_em"])
+    found = replay_step(kept, other)
     scores = [[one.answer_score for one in group.trajectories] for group in (*kept.groups, *found.groups)]
     assert scores[:2] == [[1, 0, 0, 0], [0, 0]]
     found.groups[0].trajectories[0].answer_score = 0.5
@@ -89,7 +94,7 @@ def test_rewards_are_shuffled_as_they_were(tmp_path):
     result = compute_advantages(groups, config.advantage)
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 14)
     kept = read_step(find_step(tmp_path, 7))
-    found = replay_step(kept, kept_config(kept, "step"))
+    found = replay_step(kept, kept_config(kept, Path("step")))
     assert scores(found.groups) == scores(groups)
     equal, total = equal_turns(kept.credits, found.advantages.credits)
     assert equal == total
@@ -108,3 +113,21 @@ def test_the_newest_step_is_the_default_and_mistakes_are_one_line(tmp_path, caps
         assert call(tmp_path, *arguments) == 2
         message = capsys.readouterr().err
         assert words in message and message.count("\n") == 1
+        assert tempfile.gettempdir() not in message.replace(str(tmp_path), "RUN")
+
+
+def test_a_kept_setting_that_does_not_exist_any_more_is_told_with_the_steps_file(tmp_path):
+    keep(tmp_path, make_config(), step=3)
+    path = find_step(tmp_path, 3)
+    kept = read_step(path)
+    config = json.loads(kept.metadata["config"])
+    config["loss"]["clip_both"] = 0.2
+    kept.metadata["config"] = json.dumps(config)
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))}: unknown key 'loss.clip_both'"):
+        kept_config(kept, path)
+    kept.metadata["config"] = "[1, 2"
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))}: not valid YAML"):
+        kept_config(kept, path)
+    kept.metadata["config"] = "[1, 2]"
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))}: expected a mapping of sections"):
+        kept_config(kept, path)

@@ -1,9 +1,7 @@
 """Real indexes over a few passages, for the rooms that stand on one."""
 
-import json
-
 import pytest
-from retriever_rig import NAMES, town_rows
+from retriever_rig import NAMES, town_rows, write_rows
 
 from retriever.corpus.passages import load_corpus
 from retriever.indexing.builder import build_index
@@ -32,8 +30,7 @@ def towns(tmp_path_factory):
 
 def build(folder, rows):
     pytest.importorskip("faiss")
-    corpus = folder / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = write_rows(folder / "corpus.jsonl", rows)
     build_index(load_corpus(corpus), folder / "index", progress=False)
     return corpus, folder / "index"
 

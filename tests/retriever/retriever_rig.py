@@ -1,8 +1,11 @@
 """Passages, and a searcher that counts."""
 
+import json
 import threading
 import time
 from contextlib import contextmanager
+
+from retriever.corpus.passages import load_corpus
 
 NAMES = [f"{a} {b}" for a in ("ada", "bo", "cy", "di") for b in ("almson", "berkson", "carlson", "dorn")]
 TOWNS = {
@@ -11,6 +14,17 @@ TOWNS = {
     "port elton": "port elton has the mayor brulen falkski.",
     "Zürich": "Zürich is a city on the river Limmat.",
 }
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def people_corpus(path, count):
+    """Passages of so many people, who live in seven towns."""
+    rows = [{"id": i, "contents": f'"Person {i}"\nlives in town {i % 7}.'} for i in range(count)]
+    return load_corpus(write_rows(path, rows))
 
 
 def town_rows():

@@ -44,6 +44,16 @@ def stream(background, staleness=0, per_step=PER_STEP, state=None):
     return made
 
 
+def ahead_by_one(*finished):
+    """A stream that has begun two steps, of which these groups are complete."""
+    background = Background(finish_at_once=False)
+    rollouts = stream(background, staleness=1)
+    rollouts._begin_allowed(0)
+    for number in finished:
+        background.finish(number)
+    return background, rollouts
+
+
 def ids(groups):
     return [group.question.id for group in groups]
 
@@ -58,21 +68,13 @@ def test_on_policy_begins_one_step_and_waits_for_all_of_it():
 
 
 def test_ahead_by_one_begins_the_next_step_and_takes_what_is_complete_first():
-    background = Background(finish_at_once=False)
-    rollouts = stream(background, staleness=1)
-    rollouts._begin_allowed(0)
+    background, rollouts = ahead_by_one(4, 1, 5)
     assert sorted(background.futures) == list(range(2 * PER_STEP))
-    for number in (4, 1, 5):
-        background.finish(number)
     assert ids(rollouts.take(0)) == ["q1", "q4", "q5"]
 
 
 def test_the_oldest_must_be_taken_before_they_are_too_stale(monkeypatch):
-    background = Background(finish_at_once=False)
-    rollouts = stream(background, staleness=1)
-    rollouts._begin_allowed(0)
-    for number in (3, 4, 5):
-        background.finish(number)
+    background, rollouts = ahead_by_one(3, 4, 5)
     rollouts.take(0)
     rollouts.commit()
     rollouts._begin_allowed(1)
@@ -119,11 +121,7 @@ def test_no_group_is_ever_staler_than_allowed_whatever_the_order(staleness, monk
 
 
 def test_what_is_not_trained_is_asked_for_again():
-    background = Background(finish_at_once=False)
-    rollouts = stream(background, staleness=1)
-    rollouts._begin_allowed(0)
-    for number in (0, 3, 5):
-        background.finish(number)
+    _, rollouts = ahead_by_one(0, 3, 5)
     rollouts.take(0)
     assert rollouts.state() == {"asked": 6, "pending": [(n, f"q{n}") for n in range(6)]}  # not trained yet
     rollouts.commit()

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("torch")
-from vllm_rig import GREEDY, MAX_LENGTH, MODELS, SHAPE, Rig, gap_to_greedy, prompts
+from vllm_rig import GREEDY, MAX_LENGTH, MODELS, SHAPE, Rig, gap_to_greedy, prompts, running
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.interfaces import SamplingParams
@@ -26,12 +26,8 @@ LONG = SamplingParams(max_tokens=MAX_LENGTH - 100, temperature=0.0)
 def pair(tmp_path_factory):
     """Two workers of one policy."""
     rig = Rig(tmp_path_factory.mktemp("pair"), SHAPE | MODELS["qwen2-tied"], num_workers=2)
-    rig.start()
-    try:
-        rig.wait()
+    with running(rig):
         yield rig
-    finally:
-        rig.stop()
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +41,8 @@ def others(tmp_path_factory):
             ("llama3-untied", "bfloat16"),
         )
     }
-    for rig in rigs.values():
-        rig.start()
-    try:
-        for rig in rigs.values():
-            rig.wait()
+    with running(*rigs.values()):
         yield rigs
-    finally:
-        for rig in rigs.values():
-            rig.stop()
 
 
 def learner_logprobs(rig, params, tokens):

@@ -16,7 +16,7 @@ from chain_policy import (
     chain_params,
     completion_from,
 )
-from vllm_rig import MODELS, SHAPE, Rig
+from vllm_rig import MODELS, SHAPE, Rig, running
 
 from calibadv_jax.interfaces import SamplingParams
 from calibadv_jax.protocol import STOP_STRINGS
@@ -33,12 +33,8 @@ def rig(tmp_path_factory):
     wide = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_attention_heads": WIDTH // SHAPE["head_dim"]}
     shape = SHAPE | MODELS["qwen2-untied"] | wide
     rig = Rig(tmp_path_factory.mktemp("chain"), shape, tokenizer=build_tokenizer())
-    rig.start()
-    try:
-        rig.wait()
+    with running(rig):
         yield rig
-    finally:
-        rig.stop()
 
 
 def note_cuts(sampler, tag, cuts):

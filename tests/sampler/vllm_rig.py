@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,18 @@ class Rig:
                 await sampler.close()
 
         return asyncio.run(run())
+
+
+@contextmanager
+def running(*rigs: Rig) -> Iterator[None]:
+    """Their workers, which start side by side and end with the block."""
+    with ExitStack() as stack:
+        for rig in rigs:
+            stack.callback(rig.stop)
+            rig.start()
+        for rig in rigs:
+            rig.wait()
+        yield
 
 
 def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:

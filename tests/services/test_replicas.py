@@ -2,19 +2,19 @@
 
 import asyncio
 import json
-import threading
 import time
 from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from http_rig import Handler, serving
 
 pytest.importorskip("aiohttp")
 
 from calibadv_jax.config import RetrieverConfig, load_config
 from calibadv_jax.errors import RequestFailed, UserError
 from calibadv_jax.services import replicas, retriever_client
-from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_process import RetrieverProcess
 
 
 class Service:
@@ -26,47 +26,36 @@ class Service:
         self.asked, self.under_way, self.most, self.checks = [], 0, 0, 0
         service = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Named(Handler):
             protocol_version = "HTTP/1.1"
 
             def do_POST(self):
-                queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+                queries = json.loads(self.body())["queries"]
                 service.asked += queries
                 service.under_way += 1
                 service.most = max(service.most, service.under_way)
                 time.sleep(service.seconds)
                 service.under_way -= 1
                 rows = [[{"document": {"id": service.name, "contents": q}, "score": 1.0}] for q in queries]
-                self.reply(service.status, {"result": rows})
+                self.answer(service.status, {"result": rows})
 
             def do_GET(self):
                 service.checks += 1
-                self.reply(service.health, {"status": "ready", **manifest})
+                self.answer(service.health, {"status": "ready", **manifest})
 
-            def reply(self, status, content):
+            def answer(self, status, content):
                 if service.is_stopped:  # also for connections that are open
                     self.close_connection = True
                     return
-                data = json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+                self.reply(status, content)
 
-            def log_message(self, *_):
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.http.daemon_threads = True
-        self.port = self.http.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self._server = ExitStack()
+        self.url = self._server.enter_context(serving(Named, port))
+        self.port = int(self.url.rpartition(":")[2])
 
     def stop(self):
         self.is_stopped = True
-        self.http.shutdown()
-        self.http.server_close()
+        self._server.close()
 
 
 @pytest.fixture

@@ -3,19 +3,18 @@
 import asyncio
 import json
 import socket
-import threading
 import time
-from contextlib import contextmanager
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from http_rig import Handler, serving
 from search_rig import search
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.services import retriever_client
-from calibadv_jax.services.retriever_client import RetrieverClient, RetrieverProcess
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_process import RetrieverProcess
 
 pytest.importorskip("aiohttp")
 
@@ -27,41 +26,24 @@ def good(body):
     return {"result": [documents(query) for query in body["queries"]]}
 
 
-@contextmanager
-def serving(replies, requests=None, port=0):
+def replying(replies, requests=None, port=0):
     """A server that takes its replies (status, content, perhaps headers) from a list; the last one stays."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Planned(Handler):
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = json.loads(self.body())
             if requests is not None:
                 requests.append(body)
-            status, content, *headers = (replies.pop(0) if len(replies) > 1 else replies[0])(body)
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            for name, value in dict(*headers).items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.reply(*(replies.pop(0) if len(replies) > 1 else replies[0])(body))
 
-        def log_message(self, *_):
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{http.server_port}"
-    finally:
-        http.shutdown()
-        http.server_close()
+    return serving(Planned, port)
 
 
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr(retriever_client, "FIRST_PAUSE", 0.01)
     replies, requests = [], []
-    with serving(replies, requests) as url:
+    with replying(replies, requests) as url:
         yield url, replies, requests
 
 
@@ -212,7 +194,7 @@ def test_a_service_that_comes_back_answers_who_waited(monkeypatch):
         waiting = asyncio.gather(*(client.search([str(number)]) for number in range(20)))
         await asyncio.sleep(0.5)
         assert not waiting.done()
-        with serving([ok], port=port):
+        with replying([ok], port=port):
             found = await waiting
             await client.close()
         return [one[0][0].id for one in found]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from published_configs import PUBLISHED
 from safetensors.numpy import load_file
 
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -19,79 +20,38 @@ from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
 
 VOCABULARY = 320
-COMMON = {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True}
 # As published, but for the sizes: hidden, intermediate, layers, heads and vocabulary are divided, the ratio
 # of heads to key-value heads and head_dim x heads = hidden are kept.
-QWEN = COMMON | {
-    "architectures": ["Qwen2ForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "model_type": "qwen2",
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": VOCABULARY,
-}
-LAYOUTS = {
-    "Qwen2.5-3B": QWEN
-    | {
+SMALLER = {
+    "qwen2.5-3b": {
         "hidden_size": 256,
         "intermediate_size": 344,
-        "max_position_embeddings": 32768,
-        "max_window_layers": 36,
         "num_attention_heads": 8,
-        "num_hidden_layers": 2,
         "num_key_value_heads": 1,
-        "sliding_window": 32768,
-        "tie_word_embeddings": True,
-        "transformers_version": "4.40.1",
-        "use_mrope": False,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
     },
-    "Qwen2.5-7B": QWEN
-    | {
+    "qwen2.5-7b": {
         "hidden_size": 224,
         "intermediate_size": 296,
-        "max_position_embeddings": 131072,
-        "max_window_layers": 28,
         "num_attention_heads": 7,
-        "num_hidden_layers": 2,
         "num_key_value_heads": 1,
-        "sliding_window": 131072,
-        "tie_word_embeddings": False,
-        "transformers_version": "4.40.1",
-        "use_mrope": False,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
     },
-    "Llama-3.2-3B-Instruct": COMMON
-    | {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "bos_token_id": 2,
-        "eos_token_id": [1, 5, 6],
-        "head_dim": 32,
+    "llama-3.2-3b-instruct": {
         "hidden_size": 192,
         "intermediate_size": 256,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "model_type": "llama",
+        "head_dim": 32,
         "num_attention_heads": 6,
-        "num_hidden_layers": 2,
         "num_key_value_heads": 2,
-        "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "factor": 32.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.45.0.dev0",
-        "vocab_size": VOCABULARY,
+        "bos_token_id": 2,
+        "eos_token_id": [1, 5, 6],
     },
+}
+LAYOUTS = {
+    name: PUBLISHED[name] | sizes | {"num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    for name, sizes in SMALLER.items()
 }
 TENSORS = {  # of one layer
     "qwen2": {"q_proj.bias", "k_proj.bias", "v_proj.bias"},

@@ -1,15 +1,14 @@
 """The builder: stopped and started again, refused when its settings changed, never half an index."""
 
-import json
 import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from retriever_rig import people_corpus
 
 pytest.importorskip("faiss")
 
-from retriever.corpus.passages import load_corpus
 from retriever.encoders.hashed import HashedEncoder
 from retriever.errors import RetrieverError
 from retriever.indexing import embeddings as embeddings_module
@@ -20,10 +19,7 @@ from retriever.search.opening import open_index
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    rows = [{"id": i, "contents": f'"Person {i}"\nlives in town {i % 7}.'} for i in range(30)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_corpus(path)
+    return people_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 30)
 
 
 class Stopped(Exception):

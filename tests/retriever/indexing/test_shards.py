@@ -1,13 +1,11 @@
 """An index is the same, however many shards its vectors were kept in."""
 
-import json
-
 import numpy as np
 import pytest
+from retriever_rig import people_corpus
 
 pytest.importorskip("faiss")
 
-from retriever.corpus.passages import load_corpus
 from retriever.encoders.hashed import HashedEncoder
 from retriever.indexing import qdrant
 from retriever.indexing.builder import build_index
@@ -20,10 +18,7 @@ QUERIES = ["person 3 lives in town 3", "person 16", "town 5", "person 22 lives"]
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    rows = [{"id": i, "contents": f'"Person {i}"\nlives in town {i % 7}.'} for i in range(23)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_corpus(path)
+    return people_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 23)
 
 
 def found(folder, corpus):

@@ -2,11 +2,10 @@
 
 import json
 import sqlite3
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from http_rig import Handler, serving
 
 pytest.importorskip("fastapi")
 
@@ -32,24 +31,14 @@ class Api:
         self.default = (200, {"items": ITEMS, "organic_results": ITEMS})
         api = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Planned(Handler):
             def do_GET(self):
                 asked = {key: value for key, (value,) in parse_qs(urlsplit(self.path).query).items()}
                 api.asked.append(asked)
                 planned = api.replies.get(asked["q"], [])
-                status, body = planned.pop(0) if planned else api.default
-                data = body if isinstance(body, bytes) else json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+                self.reply(*(planned.pop(0) if planned else api.default))
 
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.handler = Planned
 
 
 @pytest.fixture
@@ -58,9 +47,9 @@ def api(monkeypatch):
         monkeypatch.setenv(name, f"secret-{name}")
     monkeypatch.setattr(web, "FIRST_DELAY", 0.01)
     made = Api()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+    with serving(made.handler) as url:
+        made.url = f"{url}/"
+        yield made
 
 
 @pytest.fixture

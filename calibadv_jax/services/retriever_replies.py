@@ -1,0 +1,90 @@
+"""What a retrieval service answers, in Search-R1's contract or in that of the CalibAdv authors."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field, ValidationError
+
+from calibadv_jax.services.http_client import Reply
+from calibadv_jax.trajectory import Document
+
+
+class BadReply(Exception):
+    """The service answered, but not what the contract says."""
+
+
+class _Row(BaseModel):
+    id: str | int | None = None
+    contents: str
+
+
+_Score = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class _Item(BaseModel):
+    """Of Search-R1's contract."""
+
+    document: _Row
+    score: _Score | None = None
+
+    def to_document(self) -> Document:
+        row = self.document
+        title, _, text = row.contents.partition("\n")
+        title = title.strip().removeprefix('"').removesuffix('"')
+        name = title if row.id is None else str(row.id)
+        return Document(name, title, text, self.score)
+
+
+class _RankedItem(BaseModel):
+    """Of the CalibAdv authors' contract; this project's service adds the row's id.
+
+    From another one the text is the identity, as it is in the authors' code: passages share titles.
+    """
+
+    document: str
+    id: str | int | None = None
+    score: _Score | None = None
+
+    def to_document(self) -> Document:
+        name = self.document if self.id is None else self.id
+        row = _Row(id=name, contents=self.document)
+        return _Item(document=row, score=self.score).to_document()
+
+
+class _Results(BaseModel):
+    """A reply in Search-R1's contract."""
+
+    result: list[list[_Item]]
+
+
+class _RankedResults(BaseModel):
+    """A reply in the authors' contract."""
+
+    result: list[list[_RankedItem]]
+
+
+def read_documents(reply: Reply, num_queries: int, is_reranked: bool) -> list[list[Document]]:
+    """The documents of each query, best first.
+
+    Args:
+        is_reranked: the service was asked in the CalibAdv authors' contract, else in Search-R1's.
+
+    Raises:
+        BadReply: it is no answer to so many queries.
+    """
+    kind: type[_Results | _RankedResults] = _RankedResults if is_reranked else _Results
+    try:
+        lists = kind.model_validate_json(reply.body).result
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise BadReply(f"{place}: {first['msg']} in {excerpt(reply.body)}") from error
+    if len(lists) != num_queries:
+        raise BadReply(f"{len(lists)} lists for {num_queries} queries")
+    return [[item.to_document() for item in one] for one in lists]
+
+
+def excerpt(reply: bytes) -> str:
+    """Its beginning, on one line."""
+    return repr(" ".join(reply.decode(errors="replace").split())[:120])
