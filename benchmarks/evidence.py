@@ -47,7 +47,7 @@ from calibadv_jax.metrics.console import duration, table
 from calibadv_jax.report.evaluations import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "configs/quickstart.yaml"
+CONFIG = ROOT / "configs/evidence.yaml"
 WAIT_SECONDS = 5.0  # between looks at a cold start that somebody else makes
 COMMON = ["evaluate.temperatures=[1.0]", "log.backends=[]"]  # of every command
 

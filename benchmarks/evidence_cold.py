@@ -1,6 +1,6 @@
 """The cold start of one seed, for evidence.py: world, supervised training, evaluation.
 
-python -m benchmarks.evidence_cold --config configs/quickstart.yaml run.dir=FOLDER run.seed=3 world.seed=3
+python -m benchmarks.evidence_cold --config configs/evidence.yaml run.dir=FOLDER run.seed=3 world.seed=3
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from calibadv_jax.errors import UserError
 from calibadv_jax.run_folder import differences
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = str(ROOT / "configs/quickstart.yaml")
+CONFIG = str(ROOT / "configs/evidence.yaml")
 ARMS = list(dict.fromkeys(job.arm for job in plan("all", [0])))
 PLACES = ("run.dir", "evaluate.output", "export.output", "sft.output")
 CALIBADV = {"advantage.name": "calibadv"}

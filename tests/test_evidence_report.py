@@ -28,7 +28,7 @@ from calibadv_jax.errors import UserError
 from calibadv_jax.record.schema import SCHEMA, VERSION
 from calibadv_jax.report.runs import read_runs
 
-CONFIG = str(Path(__file__).resolve().parent.parent / "configs/quickstart.yaml")
+CONFIG = str(Path(__file__).resolve().parent.parent / "configs/evidence.yaml")
 
 
 def by_step(values):
