@@ -2,7 +2,8 @@
 
 No generated demonstration shows a complete two-hop solution. Such a question is answered too early,
 with the bridge; or the demonstration is cut after the second search; or it begins there, and only the
-answer is learned. RL has to put the halves together, and to unlearn answering early.
+answer is learned. RL has to put the halves together, and to unlearn answering early. Only of forks are whole
+ways shown, right and wrong ones: there the question is what RL makes of luck.
 """
 
 from __future__ import annotations
@@ -198,12 +199,14 @@ def _two_hop(
     bridge, answer = asked.findings
     first = _search_turn(world, asked.searches[0])
     second = _search_turn(world, bridge, asked.statements[0])
+    early, last = _answer_turn(asked.statements[0], bridge), _answer_turn(asked.statements[1], answer)
     drawn = rng.random()
-    hasty = flaws.hasty_fork if asked.kind == "fork" else flaws.hasty_bridge
-    if drawn < hasty:
-        return first, _answer_turn(asked.statements[0], bridge)
-    if drawn < hasty + flaws.second_half:
-        return replace(second, trained=False), _answer_turn(asked.statements[1], answer)
+    if asked.kind == "fork":
+        return (first, early) if drawn < flaws.hasty_fork else (first, second, last)
+    if drawn < flaws.hasty_bridge:
+        return first, early
+    if drawn < flaws.hasty_bridge + flaws.second_half:
+        return replace(second, trained=False), last
     return first, second
 
 

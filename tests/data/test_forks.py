@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.data.demonstrations import imperfect, lookups
+from calibadv_jax.data.demonstrations import Flaws, imperfect, lookups
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.data.world import WORDY, draw_fork, generate_world, make_facts, write_passages, write_world
 
@@ -38,7 +38,7 @@ def test_both_ways_of_a_fork_are_told_and_only_one_answer_is_right():
             told = passages[way.searches[0]], passages[way.searches[1]]
             assert all(f"{statement}." in text for statement, text in zip(way.statements, told, strict=True))
         assert wrong.searches[1] in facts.wordy and right.searches[1] not in facts.wordy
-        assert len(wrong.statements[1].split()) > 3 * len(right.statements[1].split())
+        assert len(wrong.statements[1].split()) > 2 * len(right.statements[1].split())
 
 
 def test_the_order_of_the_statements_tells_nothing():
@@ -75,26 +75,24 @@ def test_every_word_is_known(world):
         assert tokenizer.unk_token_id not in tokenizer.encode(text, add_special_tokens=False), text
 
 
-def test_demonstrations_take_either_way_and_show_no_whole_one():
-    right, counts = [], {"early": 0, "cut": 0, "second half": 0}
+def test_demonstrations_take_either_way_and_are_seldom_hasty():
+    right, hasty = [], []
     for demonstration in itertools.islice(imperfect(0, FORKS), 2000):
         if demonstration.question.data_source != "fork":
             continue
-        learned = [turn for turn in demonstration.turns if turn.trained]
-        searches = sum(bool(turn.documents) for turn in learned)
-        counts["cut" if searches == 2 else "second half" if searches == 0 else "early"] += 1
-        if searches == 0:
-            right.append(LONG_START not in learned[-1].text)
-            assert f"<answer> {demonstration.question.golden_answers[0]} </answer>" in learned[-1].text
-        else:
-            assert not (searches == 2 and "<answer>" in learned[-1].text)
-    assert min(counts.values()) > 100, counts
+        assert all(turn.trained for turn in demonstration.turns)
+        *searches, last = demonstration.turns
+        hasty.append(len(searches) == 1)
+        if len(searches) == 2:
+            right.append(LONG_START not in last.text)
+            assert f"<answer> {demonstration.question.golden_answers[0]} </answer>" in last.text
     assert np.mean(right) == pytest.approx(0.5, abs=0.1)
+    assert np.mean(hasty) == pytest.approx(Flaws().hasty_fork, abs=0.04)
 
 
 def test_look_ups_teach_to_quote_long_sentences():
     drawn = [turn.turns[-1].text for turn in itertools.islice(lookups(0, FORKS), 1000)]
-    assert 0.25 < np.mean([LONG_START in text for text in drawn]) < 0.6
+    assert 0.15 < np.mean([LONG_START in text for text in drawn]) < 0.45
     assert not any("in the same city" in text for text in drawn)  # no comparisons where none are asked
 
 
