@@ -146,25 +146,31 @@ class JaxSampler:
             running = {slot: request for slot, request in self._active.items() if slot not in paused}
             if not running and not paused:
                 return
-            if not running:
-                self._hand_back(paused)
-                paused = {}
-                continue
-            chunk = asyncio.create_task(asyncio.to_thread(self._advance, running))
-            await asyncio.sleep(0)  # the chunk begins
-            self._hand_back(paused)  # while the device works
             try:
-                paused = await chunk
-            except Exception as error:
+                paused = await self._round(running, paused)
+            except Exception as error:  # of the engine or of the tokenizer: all who wait must know
                 self._fail(error)
                 raise
+
+    async def _round(self, running: dict[int, _Request], paused: dict[int, _Request]) -> dict[int, _Request]:
+        """Decodes a chunk of the running rows, and hands back the paused ones meanwhile; returns the next."""
+        if not running:
+            self._hand_back(paused)
+            return {}
+        chunk = asyncio.create_task(asyncio.to_thread(self._advance, running))
+        await asyncio.sleep(0)  # it begins
+        try:
+            self._hand_back(paused)
+        finally:
+            pausing = await chunk  # nothing else may use the engine before
+        return pausing
 
     async def _gather(self) -> None:
         """Lets the requests of a step come together: a chunk costs the same for one row and for all."""
         for _ in range(MOST_WAITS):
             before = len(self._waiting)
             await asyncio.sleep(QUIET)
-            if len(self._waiting) in (before, self._engine.slots):
+            if len(self._waiting) == before or before >= self._engine.slots:
                 return
 
     def _hand_back(self, paused: dict[int, _Request]) -> None:

@@ -55,8 +55,8 @@ class TileShape:
     width: int
 
     @classmethod
-    def fitting(cls, groups: int, slots: int, width: int, platform: str) -> TileShape:
-        """For devices of a platform ("cpu", "gpu", "tpu")."""
+    def fitting(cls, groups: int, slots: int, width: int, platform: str = "") -> TileShape:
+        """For devices of a platform as JAX names it; those that are not named in TILE_TOKENS are alike."""
         rows = max(1, TILE_TOKENS.get(platform, MOST_TOKENS) // width)
         return cls(groups, slots, min(rows, slots), width)
 

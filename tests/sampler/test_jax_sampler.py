@@ -212,6 +212,32 @@ def test_rows_that_come_one_after_another_begin_together(sampler, monkeypatch):
     assert sizes == [4]
 
 
+@pytest.mark.parametrize("part", ["find", "_chunk"])
+@pytest.mark.timeout(60)
+def test_an_error_reaches_all_who_wait_and_the_next_ones_are_served(sampler, monkeypatch, part):
+    def fail(*_):
+        raise OSError("broken")
+
+    async def one(
+        number,
+    ):  # of other lengths: some still run while others have ended; more than there are slots
+        try:
+            return await sampler.generate([1, 2, 3], SamplingParams(3 + 3 * number, 0.0), f"bad{number}")
+        finally:
+            sampler.release(f"bad{number}")
+
+    async def everything():
+        with monkeypatch.context() as patch:
+            patch.setattr(sampler.stops if part == "find" else sampler, part, fail)
+            failed = await asyncio.gather(*map(one, range(6)), return_exceptions=True)
+            await asyncio.gather(sampler._pump_task, return_exceptions=True)
+        return failed, await one(0)
+
+    failed, served = asyncio.run(everything())
+    assert [str(error) for error in failed] == ["broken"] * 6
+    assert len(served.token_ids) == 3
+
+
 def test_what_has_ended_is_handed_back_while_the_others_are_decoded(sampler, monkeypatch):
     chunk, ended, chunks = sampler._chunk, threading.Event(), []
 
