@@ -237,11 +237,38 @@ class CacheEngine:
         window: int,
     ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
         """As `decode`; returns the cache too."""
+        _, positions, remaining, *_ = rows
+        columns = jnp.max(positions + jnp.minimum(remaining, self.decode_chunk))
+        loop = partial(self._decode_loop, filtered=filtered, window=window)
+        if 1 < self.mesh.size == self.mesh.shape["data"]:
+            # Every device has all parameters: it decodes its own rows, and waits for no other at every token.
+            batch = P(RULES["batch"])
+            loop = jax.shard_map(
+                loop,
+                mesh=self.mesh,
+                in_specs=(P(), batch, batch, P(), P()),
+                out_specs=(batch, batch, batch, batch),
+                check_vma=False,
+            )
+        return loop(params, cache, rows, pause, columns)
+
+    def _decode_loop(
+        self,
+        params: Params,
+        cache: Cache,
+        rows: tuple[jax.Array, ...],
+        pause: jax.Array,
+        columns: jax.Array,
+        *,
+        filtered: bool,
+        window: int,
+    ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+        """Decodes in all groups of the cache until none of their rows goes on."""
         chunk = self.decode_chunk
         last, positions, remaining, seeds, temperatures, top_p, top_k = rows
         decoder = self.policy.merge(params)
         num_rows = last.shape[0]
-        seen = self._seen(jnp.max(positions + jnp.minimum(remaining, chunk)), window)
+        seen = self._seen(columns, window)
 
         def running(carry: Any) -> jax.Array:
             return (carry[0] < chunk) & jnp.any(carry[3])
@@ -249,7 +276,7 @@ class CacheEngine:
         def one_token(carry: Any) -> Any:
             step, cache, last, live, tokens, logprobs, counts = carry
             at = positions + counts
-            token, position, valid = (x.reshape(self._groups, self._rows, 1) for x in (last, at, live))
+            token, position, valid = (x.reshape(-1, self._rows, 1) for x in (last, at, live))
             hidden, cache = self._append(decoder, cache, token, position, valid, None, seen)
             chosen, chosen_logprobs = sample_tokens(
                 decoder.logits(hidden.reshape(num_rows, -1)), seeds, at, temperatures, top_p, top_k, filtered

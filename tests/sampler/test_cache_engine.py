@@ -89,6 +89,15 @@ def test_rows_are_split_over_the_devices_and_stay_there(policy, params, expected
 
 
 @pytest.mark.medium
+def test_devices_with_all_parameters_wait_for_no_other(policy, params, expected):
+    sampler, found = sample(policy, params, MeshConfig(2, 1, 1))
+    check(found, expected)
+    text = sampler.lower()["decode"].compile().as_text()
+    assert "num_partitions=2" in text
+    assert "all-reduce" not in text and "all-gather" not in text
+
+
+@pytest.mark.medium
 def test_a_window_shows_all_that_is_there(policy, params, expected, monkeypatch):
     """Where each is a program of its own."""
     monkeypatch.setattr(engine, "BRANCHING", set())
