@@ -152,8 +152,8 @@ class Block(nnx.Module):
         k, v = (jax.lax.dynamic_index_in_dim(held, layer, keepdims=False) for held in (keys, values))
 
         def mixed(width: int) -> jax.Array:
-            seen = (held[:, :, :width] if slots is None else held[slots, :, :width] for held in (k, v))
-            return attention.cached_attention(q, *seen, positions)
+            near_k, near_v = (x[:, :, :width] if slots is None else x[slots, :, :width] for x in (k, v))
+            return attention.cached_attention(q, near_k, near_v, positions)
 
         widths, number = window
         branches = [partial(mixed, width) for width in widths]

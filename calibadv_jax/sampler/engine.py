@@ -106,7 +106,7 @@ class CacheEngine:
             pending[slot // self._rows] += self._tile.segments(slot % self._rows, kept, new)
         with jax.set_mesh(self.mesh):
             for call in self._tile.calls(pending):
-                used = np.int32(call.used)
+                used = np.asarray(call.used, np.int32)
                 self._cache = self._prefill(
                     self._params,
                     self._cache,
