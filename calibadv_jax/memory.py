@@ -19,6 +19,7 @@ from calibadv_jax.policy.attention import SCORE_BYTES
 from calibadv_jax.policy.sharding import MESH_AXES, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import flatten
+from calibadv_jax.sampler.tiles import TileShape
 
 GIB = 1024**3
 UPDATE = ("gradients", "activations", "workspace")  # live while gradients are computed only
@@ -192,10 +193,13 @@ def _sampler(config: Config, architecture: Architecture, mesh: Mapping[str, int]
     slots = -(-sampler.slots // (mesh["data"] * mesh["fsdp"]))
     columns = a.num_layers * slots * length
     of_row = 4 * sampler.prefill_chunk * a.num_heads * length
-    scores = of_row * min(slots, max(1, SCORE_BYTES // of_row)) * _share(a.num_heads, mesh) / a.num_heads
-    new = slots * sampler.prefill_chunk * _layer_width(a, mesh) * computed
+    rows = TileShape.fitting(1, slots, sampler.prefill_chunk).rows  # of prefill
+    scores = of_row * min(rows, max(1, SCORE_BYTES // of_row)) * _share(a.num_heads, mesh) / a.num_heads
+    new = rows * sampler.prefill_chunk * _layer_width(a, mesh) * computed
     layers, head = _gathered(config, a, mesh)
     cache = 2 * columns * _share(a.num_kv_heads, mesh) * a.head_dim * computed
+    if rows < slots:  # they are taken out of one layer's cache
+        new += cache / a.num_layers * rows / slots
     # Heads that the axis does not divide are split within the program as far as they go: a copy of the cache.
     common = math.gcd(a.num_kv_heads, mesh["tensor"])
     copy = cache / common if 1 < common < mesh["tensor"] else 0.0

@@ -67,7 +67,7 @@ class SamplerConfig:
     decode_chunk: PositiveInt = 32
     """jax: tokens decoded before finished rows are handed back and waiting ones admitted."""
     prefill_chunk: PositiveInt = 256
-    """jax: tokens of one row that enter the cache in one call."""
+    """jax: tokens of one row that prefill computes together."""
     urls: list[str] = Field(default_factory=list)
     """vllm: running workers (scripts/launch_vllm_worker.sh); empty: start `workers` child processes."""
     workers: PositiveInt = 1

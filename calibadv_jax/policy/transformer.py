@@ -6,7 +6,9 @@ Layers are stacked on a leading axis. Parameters are passed around as a plain ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from calibadv_jax.policy.vocabulary import look_up
 
 Params = dict[str, Any]
 Stack = tuple[jax.Array, jax.Array]  # keys and values of successive layers [L, S, K, T, H]
+Window = tuple[Sequence[int], jax.Array | int]  # widths that may be read of a cache, and which one is
 Cache = list[Stack]  # all layers in one stack; few layers, which are unrolled, in a stack each
 
 UNROLLED_LAYERS = 4  # so few layers are unrolled: faster, and they compile as fast as a loop
@@ -137,7 +140,7 @@ class Block(nnx.Module):
         layer: jax.Array,
         slots: jax.Array | None,
         columns: jax.Array,
-        window: int,
+        window: Window,
     ) -> tuple[jax.Array, Stack]:
         q, k, v = self.attn.project(self.attn_norm(x), cos, sin)
         rows = jnp.arange(x.shape[0]) if slots is None else slots
@@ -147,8 +150,15 @@ class Block(nnx.Module):
             old.at[at].set(new.astype(old.dtype), mode="drop") for old, new in zip(stack, (k, v), strict=True)
         )
         k, v = (jax.lax.dynamic_index_in_dim(held, layer, keepdims=False) for held in (keys, values))
-        k, v = (held[:, :, :window] if slots is None else held[slots, :, :window] for held in (k, v))
-        x = pin_rows(x + self.attn.output(attention.cached_attention(q, k, v, positions).astype(x.dtype)))
+
+        def mixed(width: int) -> jax.Array:
+            near_k, near_v = (x[:, :, :width] if slots is None else x[slots, :, :width] for x in (k, v))
+            return attention.cached_attention(q, near_k, near_v, positions)
+
+        widths, number = window
+        branches = [partial(mixed, width) for width in widths]
+        found = branches[0]() if len(widths) == 1 else jax.lax.switch(number, branches)
+        x = pin_rows(x + self.attn.output(found.astype(x.dtype)))
         return pin_rows(x + self.mlp(self.mlp_norm(x))), (keys, values)
 
 
@@ -198,16 +208,17 @@ class Decoder(nnx.Module):
         valid: jax.Array,
         cache: Cache,
         slots: jax.Array | None = None,
-        window: int | None = None,
+        window: Window | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Appends tokens [B, n] at `positions` to cache rows and returns their hidden states [B, n, D].
 
         Args:
             valid: bool [B, n]; invalid tokens are not written and their output is meaningless.
             slots: int32 [B], the cache row of each batch row; None: row b is slot b.
-            window: columns that are read; every valid position is below it. None: all.
+            window: columns that are read; every valid position is below them. None: all.
         """
         length = cache[0][0].shape[3]
+        window = window or ([length], 0)
         columns = jnp.where(valid, positions, length)  # out of range: the write is dropped
         x = pin_rows(self.embed(tokens).astype(self.numerics.compute_dtype))
         cos, sin = self._rotary(positions)
@@ -217,7 +228,7 @@ class Decoder(nnx.Module):
         def layer(carry: tuple[jax.Array, Stack], inputs: Any) -> tuple[tuple[jax.Array, Stack], None]:
             (x, stack), (params, index) = carry, inputs
             block = nnx.merge(graph, params)
-            return block.cached(x, cos, sin, positions, stack, index, slots, columns, window or length), None
+            return block.cached(x, cos, sin, positions, stack, index, slots, columns, window), None
 
         updated: Cache = []
         first = 0

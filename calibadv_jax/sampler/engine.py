@@ -13,10 +13,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from calibadv_jax.policy.sharding import RULES, param_shardings, placed_params, replicated
-from calibadv_jax.policy.transformer import Cache, Decoder, Params, Policy
+from calibadv_jax.policy.transformer import Cache, Decoder, Params, Policy, Window
 from calibadv_jax.sampler.sampling import sample_tokens
+from calibadv_jax.sampler.tiles import Segment, TileShape
 
 MIN_WINDOW = 1024  # columns; every window is a program to compile, so that short rows have one
+BRANCHING = {"cpu"}  # platforms on which one program has all widths: a branch costs next to nothing there
+STEP, MOST_WIDTHS = 64, 8  # and which: up to eight, multiples of so many columns
 
 
 class CacheEngine:
@@ -26,27 +29,39 @@ class CacheEngine:
     s // rows, and each group is worked on by the device that holds it. Only a window of the columns is read,
     as narrow as the longest row allows, so that a token costs what its context is long.
 
+    On a CPU, what a row computes depends neither on its slot nor on the other rows, to the last bit, where
+    the slots of a device times the vocabulary are a multiple of 16: a vector loop rounds its last elements
+    differently. So do programs of other shapes: prefill has one shape, and decoding takes all slots.
+
     Args:
         slots: at least so many; rounded up to a multiple of the groups.
         max_length: tokens of the longest row.
-        prefill_chunk: tokens of a row that one prefill call takes.
+        prefill_chunk: tokens of a row that prefill computes together.
         decode_chunk: tokens of a row that one decode call makes.
 
     Attributes:
         held: token ids that the cache holds of each slot. `fill` writes here; whoever calls `decode` adds
             what it has decoded, and clears a slot, between calls, that another session takes.
+        in_turn: all slots; successive ones are of different devices, so that few rows keep all busy.
     """
 
     def __init__(
         self, policy: Policy, mesh: Mesh, slots: int, max_length: int, prefill_chunk: int, decode_chunk: int
     ):
         self.policy, self.mesh, self.max_length = policy, mesh, max_length
-        self.prefill_chunk, self.decode_chunk = prefill_chunk, decode_chunk
+        self.decode_chunk = decode_chunk
         self._groups = mesh.shape["data"] * mesh.shape["fsdp"]
         self._rows = -(-slots // self._groups)
         self.slots = self._groups * self._rows
+        platform = mesh.devices.flat[0].platform
+        self._tile = TileShape.fitting(self._groups, self._rows, prefill_chunk, platform)
         self.held: list[list[int]] = [[] for _ in range(self.slots)]
-        self._windows = _halvings(max_length)
+        self.in_turn = [
+            row + first for row in range(self._rows) for first in range(0, self.slots, self._rows)
+        ]
+        branches = platform in BRANCHING
+        self._windows = [max_length] if branches else _halvings(max_length)
+        self._widths = _steps(max_length) if branches else []
         self._params: Params | None = None
         self._cache: Cache | None = None  # leaves [groups, L, rows, K, T, H]
         # A copy even where the precision is the same: the learner donates its parameters at the next update.
@@ -56,7 +71,7 @@ class CacheEngine:
             ),
             out_shardings=param_shardings(policy.abstract_params, mesh),
         )
-        self._prefill = jax.jit(self._prefill_rows, donate_argnums=1, static_argnums=6)
+        self._prefill = jax.jit(self._prefill_tiles, donate_argnums=1, static_argnums=8)
         self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
 
     def load(self, params: Params) -> None:
@@ -82,42 +97,23 @@ class CacheEngine:
         if self._cache is None:
             self._cache = jax.jit(self._empty_cache, out_shardings=self._cache_sharding())()
             self.forget()
-        pending: dict[int, list[int]] = {}
+        pending: list[list[Segment]] = [[] for _ in range(self._groups)]
         for slot, context in contexts.items():
-            kept = _common_prefix(self.held[slot], context[:-1])
-            del self.held[slot][kept:]
-            if kept < len(context) - 1:
-                pending[slot] = context[kept:-1]
+            held = self.held[slot]
+            kept = _common_prefix(held, context[:-1])
+            new = context[kept:-1]
+            held[kept:] = new
+            pending[slot // self._rows] += self._tile.segments(slot % self._rows, kept, new)
         with jax.set_mesh(self.mesh):
-            while pending:
-                pending = self._fill_once(pending)
-
-    def _fill_once(self, pending: dict[int, list[int]]) -> dict[int, list[int]]:
-        """One prefill call for all pending rows; returns what is left of them."""
-        widest = min(max(len(tokens) for tokens in pending.values()), self.prefill_chunk)
-        width = next(width for width in self._widths() if width >= widest)
-        groups = [range(first, first + self._rows) for first in range(0, self.slots, self._rows)]
-        wanted = max(sum(slot in pending for slot in group) for group in groups)
-        count = next(rows for rows in self._row_counts() if rows >= wanted)
-        whole = count == self._rows  # row b of a group is its slot b: no gather of the cache
-        tokens = np.zeros((self._groups, count, width), np.int32)
-        index, starts, counts = (np.zeros((self._groups, count), np.int32) for _ in range(3))
-        for number, group in enumerate(groups):
-            # Rows beyond the pending ones write nothing; an unused slot keeps them harmless.
-            chosen = group if whole else sorted(group, key=lambda slot: slot not in pending)[:count]
-            for row, slot in enumerate(chosen):
-                block, at = pending.get(slot, [])[:width], (number, row)
-                tokens[number, row, : len(block)] = block
-                index[at], starts[at], counts[at] = slot - group.start, len(self.held[slot]), len(block)
-                self.held[slot].extend(block)
-        self._cache = self._prefill(
-            self._params,
-            self._cache,
-            *self._put(tokens, starts, counts),
-            None if whole else self._put(index)[0],
-            self._window(np.where(counts > 0, starts + counts, 0)),
-        )
-        return {slot: rest[width:] for slot, rest in pending.items() if len(rest) > width}
+            for call in self._tile.calls(pending):
+                used = np.asarray(call.used, np.int32)
+                self._cache = self._prefill(
+                    self._params,
+                    self._cache,
+                    *self._put(call.tokens, call.starts, call.counts, call.columns, used),
+                    None if call.slots is None else self._put(call.slots)[0],
+                    self._window(call.columns),
+                )
 
     def decode(
         self, rows: tuple[np.ndarray, ...], pause: jax.Array, filtered: bool
@@ -154,14 +150,18 @@ class CacheEngine:
         def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
 
-        tokens = of(np.int32, self._groups, self._rows, self.prefill_chunk)
-        counts = of(np.int32, self._groups, self._rows)
+        tile = self._tile
+        counts = of(np.int32, tile.at_once, self._groups, tile.rows)
+        tokens = of(np.int32, *counts.shape, tile.width)
+        columns, chosen = of(np.int32, tile.at_once), None if tile.is_whole else counts
         dtypes = (np.int32, np.int32, np.int32, np.uint32, np.float32, np.float32, np.int32)
         rows = tuple(of(dtype, slots) for dtype in dtypes)
         pause = of(np.bool_, policy.architecture.vocab_size)
         with jax.set_mesh(self.mesh):
             return {
-                "prefill": self._prefill.lower(params, cache, tokens, counts, counts, None, self.max_length),
+                "prefill": self._prefill.lower(
+                    params, cache, tokens, counts, counts, columns, of(np.int32), chosen, self.max_length
+                ),
                 "decode": self._decode.lower(params, cache, rows, pause, False, self.max_length),
             }
 
@@ -176,33 +176,42 @@ class CacheEngine:
         one = self.policy.empty_cache(self._rows, self.max_length)
         return jax.tree.map(lambda leaf: jnp.zeros((self._groups, *leaf.shape), leaf.dtype), one)
 
-    def _widths(self) -> list[int]:
-        full = self.prefill_chunk
-        return sorted({max(1, full // 4), full})
-
-    def _row_counts(self) -> list[int]:
-        return sorted({max(1, self._rows // 8), self._rows})
-
     def _window(self, columns: np.ndarray) -> int:
         """The narrowest window over the cache that holds the most columns of a row."""
         return next(window for window in self._windows if window >= columns.max())
 
-    def _prefill_rows(
+    def _prefill_tiles(
         self,
         params: Params,
         cache: Cache,
         tokens: jax.Array,
         starts: jax.Array,
         counts: jax.Array,
+        columns: jax.Array,
+        used: jax.Array,
         slots: jax.Array | None,
         window: int,
     ) -> Cache:
-        """tokens [groups, B, W]: the first counts [groups, B] of a row are written from column starts on."""
+        """Arrays as in `Tiles`: the first counts of a row are written from column starts on."""
         offsets = jnp.arange(tokens.shape[-1])
-        positions = starts[..., None] + offsets
-        valid = offsets < counts[..., None]
         decoder = self.policy.merge(params)
-        return self._append(decoder, cache, tokens, positions, valid, slots, window)[1]
+
+        def one_tile(number: Any, cache: Cache) -> Cache:
+            positions = starts[number][..., None] + offsets
+            valid = offsets < counts[number][..., None]
+            rows = None if slots is None else slots[number]
+            seen = self._seen(columns[number], window)
+            return self._append(decoder, cache, tokens[number], positions, valid, rows, seen)[1]
+
+        if len(tokens) == 1:
+            return one_tile(0, cache)
+        return jax.lax.fori_loop(0, used, one_tile, cache)
+
+    def _seen(self, columns: jax.Array, window: int) -> Window:
+        """What is read of the cache where no row has more than `columns`."""
+        if not self._widths:
+            return [window], 0
+        return self._widths, jnp.sum(columns > jnp.asarray(self._widths[:-1], jnp.int32))
 
     @staticmethod
     def _append(
@@ -212,7 +221,7 @@ class CacheEngine:
         positions: jax.Array,
         valid: jax.Array,
         slots: jax.Array | None,
-        window: int,
+        window: Window,
     ) -> tuple[jax.Array, Cache]:
         """`Decoder.decode` for every group by the devices that hold it; all arrays [groups, ...]."""
         append = partial(decoder.decode, window=window)
@@ -228,10 +237,38 @@ class CacheEngine:
         window: int,
     ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
         """As `decode`; returns the cache too."""
+        _, positions, remaining, *_ = rows
+        columns = jnp.max(positions + jnp.minimum(remaining, self.decode_chunk))
+        loop = partial(self._decode_loop, filtered=filtered, window=window)
+        if 1 < self.mesh.size == self.mesh.shape["data"]:
+            # Every device has all parameters: it decodes its own rows, and waits for no other at every token.
+            batch = P(RULES["batch"])
+            loop = jax.shard_map(
+                loop,
+                mesh=self.mesh,
+                in_specs=(P(), batch, batch, P(), P()),
+                out_specs=(batch, batch, batch, batch),
+                check_vma=False,
+            )
+        return loop(params, cache, rows, pause, columns)
+
+    def _decode_loop(
+        self,
+        params: Params,
+        cache: Cache,
+        rows: tuple[jax.Array, ...],
+        pause: jax.Array,
+        columns: jax.Array,
+        *,
+        filtered: bool,
+        window: int,
+    ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+        """Decodes in all groups of the cache until none of their rows goes on."""
         chunk = self.decode_chunk
         last, positions, remaining, seeds, temperatures, top_p, top_k = rows
         decoder = self.policy.merge(params)
         num_rows = last.shape[0]
+        seen = self._seen(columns, window)
 
         def running(carry: Any) -> jax.Array:
             return (carry[0] < chunk) & jnp.any(carry[3])
@@ -239,8 +276,8 @@ class CacheEngine:
         def one_token(carry: Any) -> Any:
             step, cache, last, live, tokens, logprobs, counts = carry
             at = positions + counts
-            token, position, valid = (x.reshape(self._groups, self._rows, 1) for x in (last, at, live))
-            hidden, cache = self._append(decoder, cache, token, position, valid, None, window)
+            token, position, valid = (x.reshape(-1, self._rows, 1) for x in (last, at, live))
+            hidden, cache = self._append(decoder, cache, token, position, valid, None, seen)
             chosen, chosen_logprobs = sample_tokens(
                 decoder.logits(hidden.reshape(num_rows, -1)), seeds, at, temperatures, top_p, top_k, filtered
             )
@@ -270,6 +307,12 @@ def _halvings(length: int) -> list[int]:
     while widths[0] >= 2 * MIN_WINDOW:
         widths.insert(0, -(-widths[0] // 2))
     return widths
+
+
+def _steps(length: int) -> list[int]:
+    """Widths of a program that chooses among them, ascending: multiples of STEP below `length`, and it."""
+    step = STEP * -(-length // (STEP * MOST_WIDTHS))
+    return [*range(step, length, step), length]
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

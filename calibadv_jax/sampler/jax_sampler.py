@@ -2,7 +2,8 @@
 
 A trajectory owns one row of the cache ("slot") from its first turn to its release, so that each
 turn prefills only what is new. Prefill and decode have static shapes; between chunks of decoded
-tokens finished rows are handed back and waiting ones admitted.
+tokens finished rows are handed back and waiting ones admitted. The next chunk of the others begins
+before the host has read what the finished ones say.
 """
 
 from __future__ import annotations
@@ -24,6 +25,17 @@ from calibadv_jax.sampler.engine import CacheEngine
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.trajectory import StopReason
 
+QUIET = 0.002  # seconds without a new request after which an idle sampler begins
+MOST_WAITS = 10  # of QUIET seconds
+
+
+@dataclass(frozen=True)
+class _Pauses:
+    """Tokens at which a row pauses, for the host to look whether its completion has ended."""
+
+    on_host: np.ndarray  # bool [V]
+    on_device: jax.Array  # the same
+
 
 @dataclass
 class _Request:
@@ -37,8 +49,12 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
 
     @property
-    def everything(self) -> list[int]:
-        return self.context + self.tokens
+    def length(self) -> int:
+        return len(self.context) + len(self.tokens)
+
+    @property
+    def last(self) -> int:
+        return self.tokens[-1] if self.tokens else self.context[-1]
 
 
 class JaxSampler:
@@ -67,7 +83,7 @@ class JaxSampler:
         self._waiting: deque[_Request] = deque()
         self._active: dict[int, _Request] = {}
         self._pump_task: asyncio.Task[None] | None = None
-        self._pause_table: dict[tuple[str, ...], jax.Array] = {}
+        self._pause_table: dict[tuple[str, ...], _Pauses] = {}
 
     async def load(self, version: int, params: Params) -> None:
         """Takes a copy of the parameters in the policy's `compute_dtype`. No completion may be in progress.
@@ -122,25 +138,53 @@ class JaxSampler:
 
     async def _pump(self) -> None:
         """Runs while there is work; one device call at a time, off the event loop."""
+        await self._gather()
+        paused: dict[int, _Request] = {}
         while True:
             await asyncio.sleep(0)  # requests that are ready now are queued before rows are chosen
             self._admit()
-            if not self._active:
+            running = {slot: request for slot, request in self._active.items() if slot not in paused}
+            if not running and not paused:
                 return
-            requests = dict(self._active)
             try:
-                ended = await asyncio.to_thread(self._advance, requests)
-            except Exception as error:
+                paused = await self._round(running, paused)
+            except Exception as error:  # of the engine or of the tokenizer: all who wait must know
                 self._fail(error)
                 raise
-            for slot, reason in ended.items():
-                request = requests[slot]
-                if self._active.get(slot) is request:
-                    del self._active[slot]
-                if not request.future.done():
-                    request.future.set_result(
-                        Completion(request.tokens, request.logprobs, reason, (self._version,))
-                    )
+
+    async def _round(self, running: dict[int, _Request], paused: dict[int, _Request]) -> dict[int, _Request]:
+        """Decodes a chunk of the running rows, and hands back the paused ones meanwhile; returns the next."""
+        if not running:
+            self._hand_back(paused)
+            return {}
+        chunk = asyncio.create_task(asyncio.to_thread(self._advance, running))
+        await asyncio.sleep(0)  # it begins
+        try:
+            self._hand_back(paused)
+        finally:
+            pausing = await chunk  # nothing else may use the engine before
+        return pausing
+
+    async def _gather(self) -> None:
+        """Lets the requests of a step come together: a chunk costs the same for one row and for all."""
+        for _ in range(MOST_WAITS):
+            before = len(self._waiting)
+            await asyncio.sleep(QUIET)
+            if len(self._waiting) == before or before >= self._engine.slots:
+                return
+
+    def _hand_back(self, paused: dict[int, _Request]) -> None:
+        """Resolves the completions that have ended; the other rows go on with the next chunk."""
+        for slot, request in paused.items():
+            if self._active.get(slot) is not request:  # released meanwhile
+                continue
+            reason = self._ended(request)
+            if reason is None:
+                continue
+            del self._active[slot]
+            if not request.future.done():
+                done = Completion(request.tokens, request.logprobs, reason, (self._version,))
+                request.future.set_result(done)
 
     def _fail(self, error: Exception) -> None:
         """Passes an engine error to every waiting request; the donated cache is lost too."""
@@ -154,7 +198,7 @@ class JaxSampler:
     def _admit(self) -> None:
         held = deque[_Request]()
         taken = set(self._slot_of.values())
-        free = deque(slot for slot in range(self._engine.slots) if slot not in taken)
+        free = deque(slot for slot in self._engine.in_turn if slot not in taken)
         while self._waiting:
             request = self._waiting.popleft()
             if request.future.done():
@@ -169,12 +213,12 @@ class JaxSampler:
             self._active[self._slot_of[request.session]] = request
         self._waiting = held
 
-    def _advance(self, requests: dict[int, _Request]) -> dict[int, StopReason]:
-        """Prefills what is new in every row, decodes one chunk, and says which rows ended."""
-        self._engine.fill({slot: request.everything for slot, request in requests.items()})
+    def _advance(self, requests: dict[int, _Request]) -> dict[int, _Request]:
+        """Prefills the contexts that are new, decodes one chunk, and gives the rows that may have ended."""
+        self._engine.fill({slot: one.context for slot, one in requests.items() if not one.tokens})
         self._chunk(requests)
-        reasons = {slot: self._ended(request) for slot, request in requests.items()}
-        return {slot: reason for slot, reason in reasons.items() if reason is not None}
+        pauses = self._pauses(requests).on_host
+        return {slot: one for slot, one in requests.items() if pauses[one.tokens[-1]] or self._is_full(one)}
 
     def _chunk(self, requests: dict[int, _Request]) -> None:
         """Decodes up to `decode_chunk` tokens in every row and appends them to the requests."""
@@ -184,17 +228,15 @@ class JaxSampler:
         temperatures, top_p = np.ones(shape, np.float32), np.ones(shape, np.float32)
         for slot, request in requests.items():
             sampling = request.sampling
-            last[slot] = request.everything[-1]
-            positions[slot] = len(request.everything) - 1
-            room = self.max_length - len(request.everything)
+            last[slot] = request.last
+            positions[slot] = request.length - 1
+            room = self.max_length - request.length
             remaining[slot] = min(sampling.max_tokens - len(request.tokens), room)
             temperatures[slot], top_p[slot] = sampling.temperature, sampling.top_p
             top_k[slot], seeds[slot] = sampling.top_k, sampling.seed & 0xFFFFFFFF
-        stops = {request.sampling.stop for request in requests.values()}
-        pause = self._pauses(tuple(sorted({stop for group in stops for stop in group})))
         filtered = any(r.sampling.top_p < 1 or r.sampling.top_k > 0 for r in requests.values())
         rows = last, positions, remaining, seeds, temperatures, top_p, top_k
-        tokens, logprobs, counts = self._engine.decode(rows, pause, filtered)
+        tokens, logprobs, counts = self._engine.decode(rows, self._pauses(requests).on_device, filtered)
         for slot, request in requests.items():
             count = int(counts[slot])
             self._engine.held[slot].append(int(last[slot]))
@@ -211,20 +253,19 @@ class JaxSampler:
         ended = self.stops.find(request.tokens, request.sampling.stop)
         if ended is not None:
             return ended[1]
-        full = len(request.everything) >= self.max_length
-        return "length" if full or len(request.tokens) >= request.sampling.max_tokens else None
+        return "length" if self._is_full(request) else None
 
-    def _pauses(self, stop: tuple[str, ...]) -> jax.Array:
-        """bool [V]: tokens at which a row pauses, for the host to look whether a stop string is complete.
+    def _is_full(self, request: _Request) -> bool:
+        return request.length >= self.max_length or len(request.tokens) >= request.sampling.max_tokens
 
-        A stop string can only end inside a token that contains its last character.
-        """
+    def _pauses(self, requests: dict[int, _Request]) -> _Pauses:
+        """Where rows pause: at every token with which a completion of one of them may end."""
+        stops = {request.sampling.stop for request in requests.values()}
+        stop = tuple(sorted({stop for group in stops for stop in group}))
         if stop not in self._pause_table:
-            endings = {text[-1] for text in stop}
             table = np.zeros(self.policy.architecture.vocab_size, bool)
             for token in range(min(len(self.stops.tokenizer), len(table))):
-                text = self.stops.text([token])
-                table[token] = any(ending in text for ending in endings)
+                table[token] = self.stops.may_end(token, stop)
             table[list(self.stops.end_ids)] = True
-            self._pause_table[stop] = jax.device_put(table, replicated(self.mesh))
+            self._pause_table[stop] = _Pauses(table, jax.device_put(table, replicated(self.mesh)))
         return self._pause_table[stop]

@@ -40,9 +40,16 @@ def sample_tokens(
     total = cumulative[:, -1:]
     drawn = jnp.sum(cumulative <= uniform[:, None] * total, axis=-1)
     # Rounding may bring the product up to the total: then take the last token with any probability.
-    drawn = jnp.minimum(drawn, jnp.argmax(cumulative >= total, axis=-1))
-    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    drawn = jnp.minimum(drawn, jnp.sum(cumulative < total, axis=-1))
+    tokens = jnp.where(greedy, _first_best(logits), drawn).astype(jnp.int32)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+
+
+def _first_best(logits: jax.Array) -> jax.Array:
+    """As argmax, in two plain reductions, which a CPU computes several times as fast."""
+    vocab = logits.shape[-1]
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(logits == best, jnp.arange(vocab), vocab - 1), axis=-1)
 
 
 def _filter(logprobs: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:

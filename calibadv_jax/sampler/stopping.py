@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,9 @@ class StopRule:
         end = next((index for index, token in enumerate(tokens) if token in self.end_ids), None)
         tokens = tokens if end is None else tokens[:end]
         if self._is_complete(tokens, stop):
-            counts = range(len(tokens) + 1)
+            if not self._is_complete(tokens[:-1], stop):  # as a sampler that stops at once has it
+                return len(tokens), "stop"
+            counts = range(len(tokens))
             return bisect_left(counts, True, key=lambda n: self._is_complete(tokens[:n], stop)), "stop"
         return None if end is None else (end + 1, "eos")
 
@@ -35,6 +38,17 @@ class StopRule:
         """What is still missing of each stop string of which the tokens end with a beginning."""
         text = self.text(tokens)
         return [one[length:] for one in stop for length in range(1, len(one)) if text.endswith(one[:length])]
+
+    def may_end(self, token: int, stop: Sequence[str]) -> bool:
+        """Whether a completion can end at this token, whatever stands before it.
+
+        A stop string ends inside a token that contains it, or that begins with what is missing of it.
+        """
+        text = self.text([token])
+        is_part = "\ufffd" in text  # of a character: it may complete any that is not ASCII
+        return token in self.end_ids or any(
+            one in text or text.startswith(_endings(one)) or (is_part and not one.isascii()) for one in stop
+        )
 
     def text(self, tokens: Sequence[int]) -> str:
         """With every token shown, as the agent loop reads it."""
@@ -45,6 +59,11 @@ class StopRule:
             return False
         text = self.text(tokens)
         return any(one in text for one in stop)
+
+
+@cache
+def _endings(stop: str) -> tuple[str, ...]:
+    return tuple(stop[at:] for at in range(1, len(stop)))
 
 
 def end_of_text_ids(folder: str | Path, hf_config: dict[str, Any], tokenizer: Any) -> int | list[int]:

@@ -14,7 +14,7 @@ from calibadv_jax.policy import attention
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import UNROLLED_LAYERS, Numerics, Policy
-from calibadv_jax.sampler import engine
+from calibadv_jax.sampler import engine, tiles
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
 
@@ -89,7 +89,18 @@ def test_rows_are_split_over_the_devices_and_stay_there(policy, params, expected
 
 
 @pytest.mark.medium
+def test_devices_with_all_parameters_wait_for_no_other(policy, params, expected):
+    sampler, found = sample(policy, params, MeshConfig(2, 1, 1))
+    check(found, expected)
+    text = sampler.lower()["decode"].compile().as_text()
+    assert "num_partitions=2" in text
+    assert "all-reduce" not in text and "all-gather" not in text
+
+
+@pytest.mark.medium
 def test_a_window_shows_all_that_is_there(policy, params, expected, monkeypatch):
+    """Where each is a program of its own."""
+    monkeypatch.setattr(engine, "BRANCHING", set())
     monkeypatch.setattr(engine, "MIN_WINDOW", 8)
     asked = []
     window = engine.CacheEngine._window
@@ -98,6 +109,29 @@ def test_a_window_shows_all_that_is_there(policy, params, expected, monkeypatch)
     )
     check(sample(policy, params, MeshConfig(1, 1, 1))[1], expected)
     assert {8, 16, 32, 64} == set(asked)
+
+
+@pytest.mark.medium
+def test_one_program_reads_no_more_than_the_longest_row_needs(policy, params, expected, monkeypatch):
+    monkeypatch.setattr(engine, "STEP", 16)
+    sampler, found = sample(policy, params, MeshConfig(1, 1, 1))
+    check(found, expected)
+    sampler._engine._cache = jax.tree.map(
+        lambda leaf: leaf.at[..., 32:, :].set(np.nan), sampler._engine._cache
+    )
+    sampler._engine.forget()
+    for length, is_read in ((31, False), (32, True)):  # the last and a new token are added
+        done = asyncio.run(sampler.generate([1] * length, SamplingParams(2, 1.0, seed=1), "one"))
+        sampler.release("one")
+        assert np.isnan(done.logprobs).any() == is_read
+
+
+@pytest.mark.medium
+def test_tiles_of_a_few_rows_on_a_mesh(policy, params, expected, monkeypatch):
+    monkeypatch.setitem(tiles.TILE_TOKENS, "cpu", 24)  # three rows of eight tokens
+    sampler, found = sample(policy, params, MeshConfig(1, 2, 2))
+    assert sampler._engine._tile.rows == 3 and not sampler._engine._tile.is_whole
+    check(found, expected)
 
 
 @pytest.mark.medium
@@ -110,3 +144,15 @@ def test_windows_are_halvings():
     assert engine._halvings(16384) == [1024, 2048, 4096, 8192, 16384]
     assert engine._halvings(5000) == [1250, 2500, 5000]
     assert engine._halvings(320) == [320]
+
+
+def test_widths_are_even_steps():
+    assert engine._steps(320) == [64, 128, 192, 256, 320]
+    assert engine._steps(100) == [64, 100]
+    assert engine._steps(40) == [40]
+    assert engine._steps(16384) == [*range(2048, 16384, 2048), 16384]
+
+
+def test_successive_slots_are_of_different_devices(policy):
+    devices = make_mesh(MeshConfig(2, 1, 1), jax.devices()[:2])
+    assert engine.CacheEngine(policy, devices, 6, LENGTH, 8, 4).in_turn == [0, 3, 1, 4, 2, 5]

@@ -178,6 +178,91 @@ def test_stops_inside_a_token_and_keeps_it(policy, params):
     assert done.stop_reason == "stop"
 
 
+def counted(sampler, monkeypatch):
+    """Numbers of the rows of every chunk that is decoded."""
+    sizes, chunk = [], sampler._chunk
+    monkeypatch.setattr(sampler, "_chunk", lambda requests: sizes.append(len(requests)) or chunk(requests))
+    return sizes
+
+
+@pytest.mark.medium
+def test_a_chunk_goes_on_behind_tokens_that_end_nothing(policy, params, monkeypatch):
+    """ "y>ay>a…" holds the last letter of "ja", which no token of it can complete."""
+    y, more = CharTokenizer.pieces.index("y"), CharTokenizer.pieces.index(">a")
+    sampler = make_sampler(scripted(policy, {y: more, more: y}), params, decode_chunk=12)
+    sizes = counted(sampler, monkeypatch)
+    done = asyncio.run(sampler.generate([1, y], SamplingParams(12, 0.0, stop=("ja",)), "s"))
+    assert len(done.token_ids) == 12
+    assert sizes == [1]
+
+
+def test_rows_that_come_one_after_another_begin_together(sampler, monkeypatch):
+    sizes = counted(sampler, monkeypatch)
+
+    async def late(number):
+        for _ in range(3 * number):
+            await asyncio.sleep(0)
+        return await sampler.generate([1, 2, 3], SamplingParams(2, 0.0), f"late{number}")
+
+    async def everything():
+        await asyncio.gather(*map(late, range(4)))
+
+    asyncio.run(everything())
+    for number in range(4):
+        sampler.release(f"late{number}")
+    assert sizes == [4]
+
+
+@pytest.mark.parametrize("part", ["find", "_chunk"])
+@pytest.mark.timeout(60)
+def test_an_error_reaches_all_who_wait_and_the_next_ones_are_served(sampler, monkeypatch, part):
+    def fail(*_):
+        raise OSError("broken")
+
+    async def one(
+        number,
+    ):  # of other lengths: some still run while others have ended; more than there are slots
+        try:
+            return await sampler.generate([1, 2, 3], SamplingParams(3 + 3 * number, 0.0), f"bad{number}")
+        finally:
+            sampler.release(f"bad{number}")
+
+    async def everything():
+        with monkeypatch.context() as patch:
+            patch.setattr(sampler.stops if part == "find" else sampler, part, fail)
+            failed = await asyncio.gather(*map(one, range(6)), return_exceptions=True)
+            await asyncio.gather(sampler._pump_task, return_exceptions=True)
+        return failed, await one(0)
+
+    failed, served = asyncio.run(everything())
+    assert [str(error) for error in failed] == ["broken"] * 6
+    assert len(served.token_ids) == 3
+
+
+def test_what_has_ended_is_handed_back_while_the_others_are_decoded(sampler, monkeypatch):
+    chunk, ended, chunks = sampler._chunk, threading.Event(), []
+
+    def wait_for_the_first(requests):
+        chunks.append(len(requests))
+        if len(chunks) == 2:
+            assert ended.wait(10), "a chunk waits for it"
+        chunk(requests)
+
+    monkeypatch.setattr(sampler, "_chunk", wait_for_the_first)
+
+    async def one(tokens, session):
+        done = await sampler.generate([1, 2, 3], SamplingParams(tokens, 0.0), session)
+        ended.set()
+        sampler.release(session)
+        return len(done.token_ids)
+
+    async def both():
+        return await asyncio.gather(one(3, "short"), one(9, "long"))
+
+    assert asyncio.run(both()) == [3, 9]
+    assert chunks == [2, 1]
+
+
 def test_every_end_of_text_token_ends_it(policy, params):
     """In the middle of a chunk too."""
     chain = scripted(policy, {1: 2, 2: 6, 6: 3, 3: EOS, EOS: 1})
@@ -261,6 +346,15 @@ def test_filters_keep_the_best_tokens(top_p, top_k, allowed):
     )
     assert set(np.asarray(tokens).tolist()) == allowed
     np.testing.assert_allclose(logprobs, np.asarray(logits)[0, np.asarray(tokens)], atol=1e-6)
+
+
+def test_of_equally_likely_tokens_greedy_takes_the_first():
+    logits = jnp.array([[0.0, 2.0, 1.0, 2.0], [-jnp.inf, -jnp.inf, 0.0, -1.0], [5.0, 5.0, 5.0, 5.0]])
+    zeros = jnp.zeros(3)
+    tokens, _ = sample_tokens(
+        logits, jnp.arange(3, dtype=jnp.uint32), jnp.zeros(3, jnp.int32), zeros, zeros, zeros, filtered=False
+    )
+    assert tokens.tolist() == [1, 2, 0]
 
 
 def test_frequencies_follow_the_distribution():

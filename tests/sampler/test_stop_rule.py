@@ -1,6 +1,7 @@
 """Where a completion ends, whatever pieces its tokens are."""
 
 import json
+import random
 
 import pytest
 
@@ -9,6 +10,7 @@ from calibadv_jax.sampler.stopping import StopRule, end_of_text_ids
 
 STOP = ("</search>", "</answer>")
 PIECES = ["<eos>", "<im_end>", *"abcdefghijklmnopqrstuvwxyz</> \n", ">\n", "</", "</search>", "rch>x", "é"]
+PIECES += ["x>", "<think>", "</think>", "<search>", "\ufffd"]
 
 
 class PieceTokenizer:
@@ -70,6 +72,36 @@ def test_what_is_missing_of_a_stop_string():
     assert RULE.remainders(letters("a </search> b"), STOP) == []
     assert RULE.remainders([], STOP) == []
     assert RULE.remainders(letters("aba"), ("abac", "bad")) == ["bac", "c", "d"]
+
+
+@pytest.mark.parametrize("piece", ["<eos>", "<im_end>", ">", ">\n", "</search>", "rch>x"])
+def test_a_token_at_which_a_completion_may_end(piece):
+    assert RULE.may_end(PIECES.index(piece), STOP)
+
+
+@pytest.mark.parametrize("piece", ["<", "/", "h", "</", " ", "é", "x>", "<think>", "</think>", "<search>"])
+def test_a_token_at_which_none_can_end(piece):
+    assert not RULE.may_end(PIECES.index(piece), STOP)
+
+
+def test_a_part_of_a_character_may_complete_one():
+    part = PIECES.index("\ufffd")
+    assert RULE.may_end(part, ("fin é",)) and not RULE.may_end(part, STOP)
+
+
+def test_every_token_that_ends_a_completion_may_end_it():
+    rng = random.Random(0)
+    ends = 0
+    for _ in range(3000):
+        tokens = [
+            *letters(rng.choice(["</search", "</answer", "</sea", "<"])),
+            *rng.choices(range(len(PIECES)), k=3),
+        ]
+        found = RULE.find(tokens, STOP)
+        if found:
+            ends += 1
+            assert RULE.may_end(tokens[found[0] - 1], STOP)
+    assert ends > 300
 
 
 def test_every_end_of_text_token_of_a_policy(tmp_path):

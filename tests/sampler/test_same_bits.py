@@ -1,0 +1,76 @@
+"""A trajectory is the same to the last bit whoever is sampled with it, and in whichever slot."""
+
+import asyncio
+import random
+
+import jax
+import numpy as np
+import pytest
+from test_jax_sampler import CharTokenizer
+
+from calibadv_jax.config import MeshConfig, SamplerConfig
+from calibadv_jax.interfaces import SamplingParams
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.sampler.jax_sampler import JaxSampler
+from calibadv_jax.sampler.stopping import StopRule
+
+LENGTH = 200  # four widths of the cache
+CONFIG = {  # layers of the quickstart's size: of very small ones XLA computes all shapes alike
+    "model_type": "qwen3",
+    "vocab_size": 398,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
+NUMBERS = range(30)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return Policy(architecture_from_hf(CONFIG), Numerics())
+
+
+@pytest.fixture(scope="module")
+def sampler(policy):
+    """Forty slots on each of two devices; prefill takes eight rows of a device, up to 32 tokens of each."""
+    mesh = make_mesh(MeshConfig(2, 1, 1), jax.devices()[:2])
+    stops = StopRule(CharTokenizer(), [])
+    config = SamplerConfig(slots=80, decode_chunk=6, prefill_chunk=32)
+    sampler = JaxSampler(policy, stops, config, mesh, LENGTH)
+    asyncio.run(sampler.load(1, jax.jit(policy.init)(jax.random.key(5))))
+    return sampler
+
+
+def sample(sampler, numbers):
+    """Sessions of three turns with observations of unequal lengths: [(tokens, log-probabilities)] of each."""
+
+    async def session(number):
+        rng = np.random.default_rng(number)
+        context, found = rng.integers(0, 398, 3 + 5 * (number % 4)).tolist(), []
+        for turn in range(3):
+            sampling = SamplingParams(4 + (number + turn) % 9, 1.0, seed=number)
+            done = await sampler.generate(context, sampling, str(number))
+            found.append((done.token_ids, done.logprobs))
+            context = [*context, *done.token_ids, *rng.integers(0, 398, 1 + (11 * number) % 53).tolist()]
+        sampler.release(str(number))
+        return found
+
+    async def all_of_them():
+        return await asyncio.gather(*map(session, numbers))
+
+    return dict(zip(numbers, asyncio.run(all_of_them()), strict=True))
+
+
+@pytest.mark.medium
+def test_alone_together_and_in_another_order(sampler):
+    together = sample(sampler, list(NUMBERS))
+    shuffled = random.Random(3).sample(NUMBERS, len(NUMBERS))
+    assert sample(sampler, shuffled) == together
+    for number in (0, 3, 19):
+        assert sample(sampler, [number])[number] == together[number]
