@@ -58,9 +58,8 @@ def peak_memory(estimate: Mapping[str, float]) -> float:
     """Bytes on a device at the worst moment: what is always held, and an update or a call of the sampler."""
     held = sum(value for name, value in estimate.items() if name not in UPDATE + STEP + SAMPLING)
     update = sum(estimate[name] for name in UPDATE)
-    step = estimate.get("moments", 0) + estimate["gradients"] / 2
     sampling = max(estimate.get(name, 0) for name in SAMPLING)
-    return held + max(update, step, sampling)
+    return held + max(update, _step(estimate), sampling)
 
 
 def program_memory(estimate: Mapping[str, float]) -> dict[str, float]:
@@ -68,11 +67,17 @@ def program_memory(estimate: Mapping[str, float]) -> dict[str, float]:
     held = estimate["parameters"] + estimate["optimizer"]
     programs = {
         "update": held + sum(estimate[name] for name in UPDATE),
+        "apply": held + _step(estimate),
     }
     if "kv cache" in estimate:
         cache = estimate["sampler weights"] + estimate["kv cache"]
         programs |= {name: cache + estimate[name] for name in SAMPLING}
     return programs
+
+
+def _step(estimate: Mapping[str, float]) -> float:
+    """Bytes that the optimizer's step adds: the sum of the gradients, and moments that lay on the host."""
+    return estimate["gradients"] / 2 + estimate.get("moments", 0)
 
 
 def memory_line(estimate: Mapping[str, float]) -> str:
