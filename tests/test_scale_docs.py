@@ -40,7 +40,10 @@ def test_the_table_is_found():
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[-1].strip("`"))
 def test_a_row_is_a_point_whose_memory_the_doctor_knows(row):
-    """The doctor's figures are what it says today, and within 1.15 times the compiler's plan."""
+    """The doctor's figures are what it says today, and within 1.15 times the compiler's plan.
+
+    But for the gaps that TPU's compiler leaves between the update's arrays: up to 1.35 times.
+    """
     command = row[-1].strip("`")
     assert command in POINTS
     expected = expected_bytes(parse(shlex.split(command)))
@@ -50,8 +53,10 @@ def test_a_row_is_a_point_whose_memory_the_doctor_knows(row):
     assert row[-2] == ", ".join(f"{size:.1f}" for size in counted.values())
     planned = peaks(row)
     planned["sampler"] = max(planned["prefill"], planned["decode"])
-    off = {name: size / planned[name] for name, size in counted.items() if name in planned}
-    assert all(1 / 1.15 < ratio < 1.15 for ratio in off.values()), off
+    off = {name: size / planned[name] for name, size in counted.items()}
+    assert off.pop("update") > (1 / 1.15 if "--gpu" in command else 1 / 1.35)
+    assert all(ratio > 1 / 1.15 for ratio in off.values()), off
+    assert all(size / planned[name] < 1.15 for name, size in counted.items())
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[-1].strip("`"))
