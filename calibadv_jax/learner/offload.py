@@ -48,7 +48,7 @@ class SplitStep:
         for names, part in self._parts:
             new, metrics = part(*self._divided(leaves, names), gradients)
             leaves = [new.get(index, leaf) for index, leaf in enumerate(leaves)]
-        return self._tree.unflatten(leaves), metrics
+        return jax.tree.unflatten(self._tree, leaves), metrics
 
     def lower(self, gradients: Params) -> jax.stages.Lowered:
         """The largest part, to compile ahead of time, with all that lies on the devices meanwhile."""
@@ -75,7 +75,7 @@ class SplitStep:
             known[index] if index in known else jnp.zeros(leaf.shape, leaf.dtype)
             for index, leaf in enumerate(self._abstract)
         ]
-        state, metrics = self._step(self._tree.unflatten(leaves), gradients)
+        state, metrics = self._step(jax.tree.unflatten(self._tree, leaves), gradients)
         new = jax.tree.leaves(state)
         return {index: new[index] for index in mine}, metrics
 
