@@ -86,7 +86,9 @@ def row(point: str, found: dict[str, dict[str, Any]]) -> str:
     for program in PROGRAMS:
         figures = found.get(program, {})
         if "needed" in figures:
-            text = f"{figures['needed']:.1f} in {figures['compile_s']:.0f} s"
+            needed, peak = (f"{figures[name]:.1f}" for name in ("needed", "peak"))
+            gaps = "" if needed == peak else f" ({peak})"
+            text = f"{needed}{gaps} in {figures['compile_s']:.0f} s"
             cells.append(text if figures["needed"] <= limit else f"**{text}**")
         else:
             cells.append("refused" if "refused" in figures else "")
