@@ -1,4 +1,4 @@
-"""Compiles update, log-probabilities and sampler for TPUs or GPUs that are not attached.
+"""Compiles update, optimizer's step, log-probabilities and sampler for TPUs or GPUs that are not attached.
 
     pip install 'jax[tpu]'        # on any Linux machine, but not in vLLM's environment
     python -m benchmarks.ahead_of_time --topology v5e:4x4 --shape qwen2.5-3b --fsdp 8 --tensor 2
@@ -6,10 +6,12 @@
     pip install 'jax[cuda13]'     # an environment of its own; no GPU and no driver are needed
     python -m benchmarks.ahead_of_time --platform cuda --gpu h100 --topology 1x1x8 --shape qwen2.5-3b --fsdp 8
 
-Prints for each program how long it compiled, the bytes of its arguments on one device, the peak of memory
-that the compiler plans there, and what `doctor` would have said. TPU's compiler refuses a program that does
-not fit; XLA:GPU does not, so the status is 1 if a peak is above 0.75 of the GPU's memory, the share that JAX
-takes by default. `--json FILE` writes the figures. Many points and a table: `benchmarks.scale_table`.
+Prints for each program how long it compiled, the bytes of its arguments on one device, the memory that it
+takes there by the compiler's plan, and what `doctor` would have said. `update` is the gradient of a
+microbatch added to a sum, `apply` the optimizer's step. TPU's compiler refuses a program that does not fit;
+XLA:GPU does not. The status is 1 if one is refused or takes more than 0.75 of the GPU's memory, the share
+that JAX takes by default. `--json FILE` writes the figures, program by program. Many points and a table:
+`benchmarks.scale_table`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -55,7 +58,8 @@ KERNELS: dict[str, Kernel] = {
     "tpu": "splash",
     "cuda": "triton",
 }  # "auto" would ask for this machine's backend
-PROGRAMS = ("update", "log-probabilities", "prefill", "decode")
+NO_ROOM = re.compile(r"RESOURCE_EXHAUSTED|Ran out of memory|out of memory", re.IGNORECASE)
+PROGRAMS = ("update", "apply", "log-probabilities", "prefill", "decode")
 
 
 def mesh_sizes(arguments: argparse.Namespace) -> dict[str, int]:
@@ -115,6 +119,8 @@ def lowered_programs(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, jax
     if "update" in names:
         loss = policy_gradient(LossConfig(), on_policy=True)
         lowered["update"] = learner.lower_update(arguments.length, loss)
+    if "apply" in names:
+        lowered["apply"] = learner.lower_apply()
     if "log-probabilities" in names:
         lowered["log-probabilities"] = learner.lower_logprobs(arguments.length)
     if names & {"prefill", "decode"}:
@@ -123,18 +129,31 @@ def lowered_programs(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, jax
     return lowered
 
 
-def compiled_figures(program: jax.stages.Lowered) -> dict[str, float]:
-    """Seconds of compiling, and GiB on a device by the compiler's plan."""
+def compiled_figures(program: jax.stages.Lowered) -> dict[str, Any]:
+    """Seconds of compiling, and GiB on a device by the compiler's plan; or why the compiler refuses.
+
+    *peak* is what lives at once; *needed* is what the program takes: temporary memory is one block, and lies
+    there with its gaps.
+    """
     begun = time.perf_counter()
-    compiled = program.compile()
+    try:
+        compiled = program.compile()
+    except jax.errors.JaxRuntimeError as error:
+        refusal = NO_ROOM.search(str(error))
+        if refusal is None:
+            raise
+        return {"refused": refusal[0]}
     seconds = time.perf_counter() - begun
     memory: Any = compiled.memory_analysis()
-    return {
-        "compile_s": round(seconds, 1),
-        "arguments": memory.argument_size_in_bytes / GIB,
-        "temporary": memory.temp_size_in_bytes / GIB,
-        "peak": memory.peak_memory_in_bytes / GIB,
+    held, made = memory.argument_size_in_bytes, memory.output_size_in_bytes
+    sizes = {
+        "arguments": held,
+        "results": made,
+        "temporary": memory.temp_size_in_bytes,
+        "peak": memory.peak_memory_in_bytes,
+        "needed": held + made - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
     }
+    return {"compile_s": round(seconds, 1)} | {name: size / GIB for name, size in sizes.items()}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -171,17 +190,32 @@ def main() -> None:
         f" {arguments.slots} slots, attention {arguments.attention or KERNELS[arguments.platform]},"
         f" jax {jax.__version__}\n"
     )
-    out(f"{'':20}{'compile s':>10}{'arguments GiB':>15}{'peak GiB':>10}{'doctor GiB':>12}\n")
-    expected, figures = expected_bytes(arguments), {}
+    out(f"{'':20}{'compile s':>10}{'arguments GiB':>15}{'GiB':>8}{'doctor GiB':>12}\n")
+    expected, figures = expected_bytes(arguments), written(arguments.json)
     for name, program in lowered_programs(arguments, mesh).items():
         figures[name] = found = compiled_figures(program)
-        out(f"{name:20}{found['compile_s']:10.1f}{found['arguments']:15.2f}{found['peak']:10.2f}")
+        if "refused" in found:
+            out(f"{name:20}{found['refused']}")
+        else:
+            out(f"{name:20}{found['compile_s']:10.1f}{found['arguments']:15.2f}{found['needed']:8.2f}")
         out(f"{expected[name] / GIB:12.2f}\n" if name in expected else "\n")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2))
-    budget = GPU_SHARE * GPUS[arguments.gpu].memory / GIB if arguments.platform == "cuda" else float("inf")
-    if max(found["peak"] for found in figures.values()) > budget:
-        sys.exit(f"does not fit: more than {budget:.1f} GiB of one {arguments.gpu}")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(figures, indent=2))
+    large = [name for name in arguments.only if not fits(figures[name], arguments)]
+    if large:
+        sys.exit(f"does not fit: {', '.join(large)}")
+
+
+def written(file: Path | None) -> dict[str, dict[str, Any]]:
+    """Figures of the programs that a file already has."""
+    return json.loads(file.read_text()) if file and file.exists() else {}
+
+
+def fits(figures: dict[str, Any], arguments: argparse.Namespace) -> bool:
+    """TPU's compiler has said so itself."""
+    if "refused" in figures or arguments.platform == "tpu":
+        return "refused" not in figures
+    return figures["needed"] * GIB <= GPU_SHARE * GPUS[arguments.gpu].memory
 
 
 if __name__ == "__main__":

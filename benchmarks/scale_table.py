@@ -4,30 +4,29 @@
     python -m benchmarks.scale_table --folder runs/scale --match v5p       # only commands with this text
     python -m benchmarks.scale_table --folder runs/scale --print           # only the table of what is there
 
-Every program of every point is compiled by `benchmarks.ahead_of_time` in a process of its own, and its
-figures lie in a file of the folder: an interrupted table goes on where it was. No TPU and no GPU is needed.
-The compilers lie where scripts/test.sh puts them, or where --libtpu and --cuda say.
+Every point is compiled by `benchmarks.ahead_of_time` in a process of its own, and its figures lie in a file
+of the folder, one program after the other: an interrupted table goes on where it was. No TPU and no GPU is
+needed. The compilers lie where scripts/test.sh puts them, or where --libtpu and --cuda say.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ahead_of_time import GPU_SHARE, PROGRAMS, expected_bytes, mesh_sizes, parse
+from benchmarks.ahead_of_time import GPU_SHARE, PROGRAMS, expected_bytes, mesh_sizes, parse, written
 from benchmarks.gpu_targets import GPUS
 from calibadv_jax.memory import GIB
 
 TPUS = {"v5e": 16e9, "v5p": 95e9, "v6e": 32e9}  # bytes of a chip
-NO_ROOM = re.compile(r"RESOURCE_EXHAUSTED|Ran out of memory|out of memory", re.IGNORECASE)
+HEADINGS = {"apply": "optimizer's step"}  # of programs that have another name in the table
 COMMON = "--length 16384 --tensor 1"
 TPU_POINTS = (
     "--topology v5e:4x4 --shape qwen2.5-3b --fsdp 16 --slots 64",
@@ -49,42 +48,29 @@ GPU_POINTS = tuple(
 POINTS = tuple(f"{point} {COMMON}" for point in (*TPU_POINTS, *GPU_POINTS))
 
 
-def file_of(folder: Path, point: str, program: str) -> Path:
+def file_of(folder: Path, point: str) -> Path:
     words = [word for word in shlex.split(point) if not word.startswith("--")]
-    return folder / f"{'_'.join([*words, program]).replace(':', '-')}.json"
+    return folder / f"{'_'.join(words).replace(':', '-')}.json"
 
 
-def compile_one(point: str, program: str, file: Path, compilers: dict[str, Path]) -> None:
-    """Leaves the figures in the file, or the compiler's refusal.
+def compile_point(point: str, programs: Sequence[str], file: Path, compilers: dict[str, Path]) -> None:
+    """Leaves the programs' figures in the file, with the compiler's refusals.
 
     Raises:
         SystemExit: it failed for another reason than memory.
     """
     folder = compilers[parse(shlex.split(point)).platform]
     path = os.pathsep.join([os.getcwd(), str(folder)])
-    command = [sys.executable, "-m", "benchmarks.ahead_of_time", *shlex.split(point)]
+    command = [sys.executable, "-m", "benchmarks.ahead_of_time", *shlex.split(point), "--only", *programs]
     done = subprocess.run(
-        [*command, "--only", program, "--json", str(file)],
+        [*command, "--json", str(file)],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
     )
-    if file.exists():  # a GPU's program that is too large is compiled all the same
-        return
-    refusal = NO_ROOM.search(done.stderr)
-    if refusal is None:
-        sys.exit(f"{shlex.join(command)} --only {program}:\n{done.stderr[-3000:]}")
-    file.write_text(json.dumps({program: {"refused": refusal[0]}}))
-
-
-def gathered(folder: Path, point: str) -> dict[str, dict[str, Any]]:
-    """Figures of the point's programs that are there."""
-    found: dict[str, dict[str, Any]] = {}
-    for program in PROGRAMS:
-        file = file_of(folder, point, program)
-        if file.exists():
-            found |= json.loads(file.read_text())
-    return found
+    # Status 1 is that of a program that does not fit, too; its figures are there.
+    if done.returncode not in (0, 1) or not set(programs) <= written(file).keys():
+        sys.exit(f"{shlex.join(command)}:\n{done.stderr[-3000:]}")
 
 
 def row(point: str, found: dict[str, dict[str, Any]]) -> str:
@@ -99,25 +85,31 @@ def row(point: str, found: dict[str, dict[str, Any]]) -> str:
     cells = [a.shape, f"{math.prod(mesh_sizes(a).values())} {kind}", f"{limit:.1f}"]
     for program in PROGRAMS:
         figures = found.get(program, {})
-        if "peak" in figures:
-            text = f"{figures['peak']:.1f} in {figures['compile_s']:.0f} s"
-            cells.append(text if figures["peak"] <= limit else f"**{text}**")
+        if "needed" in figures:
+            needed, peak = (f"{figures[name]:.1f}" for name in ("needed", "peak"))
+            gaps = "" if needed == peak else f" ({peak})"
+            text = f"{needed}{gaps} in {figures['compile_s']:.0f} s"
+            cells.append(text if figures["needed"] <= limit else f"**{text}**")
         else:
             cells.append("refused" if "refused" in figures else "")
     cells.append(with_sampler(found, limit))
     expected = expected_bytes(a)
     sampling = max(expected["prefill"], expected["decode"])
-    cells.append(f"{expected['update'] / GIB:.1f}, {sampling / GIB:.1f}")
+    cells.append(", ".join(f"{size / GIB:.1f}" for size in (expected["update"], expected["apply"], sampling)))
     return "| " + " | ".join([*cells, f"`{point}`"]) + " |"
 
 
 def with_sampler(found: dict[str, dict[str, Any]], limit: float) -> str:
     """The most that a device holds where the embedded sampler stays beside the trainer."""
-    if any("peak" not in found.get(program, {}) for program in ("update", "prefill", "decode")):
+    programs = [found.get(name, {}) for name in ("update", "apply", "prefill", "decode")]
+    if any("refused" in figures for figures in programs):
+        return "refused"
+    if not all(programs):
         return ""
-    state, cache = found["update"]["arguments"], found["prefill"]["arguments"]
-    sampling = max(found["prefill"]["peak"], found["decode"]["peak"])
-    most = max(found["update"]["peak"] + cache, state + sampling)
+    state, cache = found["apply"]["results"], found["prefill"]["arguments"]
+    training = max(found["update"]["needed"], found["apply"]["needed"])
+    sampling = max(found["prefill"]["needed"], found["decode"]["needed"])
+    most = max(training + cache, state + sampling)
     return f"{most:.1f}" if most <= limit else f"**{most:.1f}**"
 
 
@@ -126,12 +118,12 @@ def table(folder: Path, points: list[str]) -> str:
         "model",
         "devices",
         "limit GiB",
-        *PROGRAMS,
+        *(HEADINGS.get(name, name) for name in PROGRAMS),
         "with embedded sampler",
-        "`doctor`: update, sampler",
+        "`doctor`: update, step, sampler",
         "arguments of `python -m benchmarks.ahead_of_time`",
     ]
-    found = {point: gathered(folder, point) for point in points}
+    found = {point: written(file_of(folder, point)) for point in points}
     rows = [row(point, figures) for point, figures in found.items() if figures]
     return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *rows]) + "\n"
 
@@ -151,11 +143,11 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     compilers = {"tpu": arguments.libtpu, "cuda": arguments.cuda}
     for point in [] if arguments.print else points:
-        for program in arguments.only:
-            file = file_of(arguments.folder, point, program)
-            if not file.exists():
-                sys.stderr.write(f"{program}: {point}\n")
-                compile_one(point, program, file, compilers)
+        file = file_of(arguments.folder, point)
+        missing = [name for name in arguments.only if name not in written(file)]
+        if missing:
+            sys.stderr.write(f"{', '.join(missing)}: {point}\n")
+            compile_point(point, missing, file, compilers)
     sys.stdout.write(table(arguments.folder, points))
 
 

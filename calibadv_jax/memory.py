@@ -23,9 +23,7 @@ from calibadv_jax.sampler.tiles import TileShape
 
 GIB = 1024**3
 UPDATE = ("gradients", "activations", "workspace")  # live while gradients are computed only
-STEP = (
-    "moments",
-)  # with optimizer.offload: live while they are updated only, beside the sum of the gradients
+STEP = ("moments",)  # with optimizer.offload: those at work, live beside the sum of the gradients
 SAMPLING = ("prefill", "decode")  # live while the embedded sampler works only; one of them at a time
 
 
@@ -39,14 +37,16 @@ def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[st
     computed = jnp.dtype(config.policy.compute_dtype).itemsize
     counts = _held_parameters(architecture, mesh)
     count = sum(counts.values())
+    moments = _moments(config, counts)
     estimate = {
         "parameters": count * stored,
-        "optimizer": _moments(config, counts) * stored,
+        "optimizer": sum(moments.values()) * stored,
         "gradients": count * 4 * 2,  # accumulated, and those of the microbatch
         **_update(config, architecture, mesh),
     }
     if config.learner.optimizer.offload == "host":
-        estimate |= {"moments": estimate["optimizer"], "optimizer": 0.0}
+        part = max(max(moments.values()), sum(moments.values()) / 4)  # as in learner/offload.py
+        estimate |= {"moments": 2 * part * stored, "optimizer": 0.0}  # old and new
     if config.loss.kl_coef:
         estimate["reference policy"] = count * stored
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
@@ -59,9 +59,8 @@ def peak_memory(estimate: Mapping[str, float]) -> float:
     """Bytes on a device at the worst moment: what is always held, and an update or a call of the sampler."""
     held = sum(value for name, value in estimate.items() if name not in UPDATE + STEP + SAMPLING)
     update = sum(estimate[name] for name in UPDATE)
-    step = estimate.get("moments", 0) + estimate["gradients"] / 2
     sampling = max(estimate.get(name, 0) for name in SAMPLING)
-    return held + max(update, step, sampling)
+    return held + max(update, _step(estimate), sampling)
 
 
 def program_memory(estimate: Mapping[str, float]) -> dict[str, float]:
@@ -69,11 +68,17 @@ def program_memory(estimate: Mapping[str, float]) -> dict[str, float]:
     held = estimate["parameters"] + estimate["optimizer"]
     programs = {
         "update": held + sum(estimate[name] for name in UPDATE),
+        "apply": held + _step(estimate),
     }
     if "kv cache" in estimate:
         cache = estimate["sampler weights"] + estimate["kv cache"]
         programs |= {name: cache + estimate[name] for name in SAMPLING}
     return programs
+
+
+def _step(estimate: Mapping[str, float]) -> float:
+    """Bytes that the optimizer's step adds: the sum of the gradients, and moments that come from the host."""
+    return estimate["gradients"] / 2 + estimate.get("moments", 0)
 
 
 def memory_line(estimate: Mapping[str, float]) -> str:
@@ -104,8 +109,8 @@ def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[
         why = "more than" if tensor > kv_heads else "which does not divide"
         warnings.append(
             f"warning: mesh.tensor is {tensor}, {why} the policy's {kv_heads} key-value heads: each device of"
-            f" the axis holds all of them and their whole KV cache; set mesh.tensor to"
-            f" {_divisors(kv_heads, tensor)} and mesh.fsdp to the rest"
+            f" the axis computes all of them, and sampler.name=jax gathers the weights of the whole axis; set"
+            f" mesh.tensor to {_divisors(kv_heads, tensor)} and mesh.fsdp to the rest"
         )
     return warnings
 
@@ -124,13 +129,13 @@ def _held_parameters(architecture: Architecture, mesh: Mapping[str, int]) -> dic
     return flatten(jax.tree.map(lambda leaf, at: math.prod(at.shard_shape(leaf.shape)), abstract, shardings))
 
 
-def _moments(config: Config, counts: Mapping[str, int]) -> int:
-    """Elements of the optimizer's moments on one device: two a parameter, one of what Muon orthogonalises."""
+def _moments(config: Config, counts: Mapping[str, int]) -> dict[str, int]:
+    """Elements of a parameter's moments on one device: two each, one of what Muon orthogonalises."""
     is_muon = config.learner.optimizer.name == "muon"
-    return sum(
-        count * (1 if is_muon and path.startswith("layers.") and path.endswith("kernel") else 2)
+    return {
+        path: count * (1 if is_muon and path.startswith("layers.") and path.endswith("kernel") else 2)
         for path, count in counts.items()
-    )
+    }
 
 
 def _update(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
@@ -189,6 +194,8 @@ def _gathered(config: Config, architecture: Architecture, mesh: Mapping[str, int
 def _sampler(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
     """The KV cache of `CacheEngine`, and what one call of it needs besides."""
     a, sampler, length = architecture, config.sampler, config.rollout.max_length
+    if a.num_kv_heads % mesh["tensor"]:  # its devices have slots of their own, as those of fsdp
+        mesh = {"data": mesh["data"], "fsdp": mesh["fsdp"] * mesh["tensor"], "tensor": 1}
     computed = jnp.dtype(config.policy.compute_dtype).itemsize
     slots = -(-sampler.slots // (mesh["data"] * mesh["fsdp"]))
     columns = a.num_layers * slots * length
@@ -200,13 +207,10 @@ def _sampler(config: Config, architecture: Architecture, mesh: Mapping[str, int]
     cache = 2 * columns * _share(a.num_kv_heads, mesh) * a.head_dim * computed
     if rows < slots:  # they are taken out of one layer's cache
         new += cache / a.num_layers * rows / slots
-    # Heads that the axis does not divide are split within the program as far as they go: a copy of the cache.
-    common = math.gcd(a.num_kv_heads, mesh["tensor"])
-    copy = cache / common if 1 < common < mesh["tensor"] else 0.0
     return {
         "kv cache": cache,
-        "prefill": new + 1.5 * scores + layers + copy,
-        "decode": 2 * slots * a.vocab_size * 4 + head + copy,
+        "prefill": new + 1.5 * scores + layers,
+        "decode": 2 * slots * a.vocab_size * 4 + head,
     }
 
 

@@ -27,7 +27,7 @@ def compile_all() -> None:
     options = ["--platform", "cuda", "--gpu", "h100", "--topology", "1x1x8", "--slots", "8"]
     arguments = parse([*options, "--length", str(LENGTH)])
     lowered = lowered_programs(arguments, make_topology_mesh(arguments))
-    assert sorted(lowered) == ["decode", "log-probabilities", "prefill", "update"]
+    assert sorted(lowered) == ["apply", "decode", "log-probabilities", "prefill", "update"]
     square = re.compile(rf"[\[<x,](?:{LENGTH}x{LENGTH}x|{LENGTH},{LENGTH}\])")
     for name, program in lowered.items():
         before = program.as_text()

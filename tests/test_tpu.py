@@ -27,7 +27,7 @@ def compile_all() -> None:
     arguments = parse(["--topology", "v5e:2x4", "--length", str(LENGTH), "--slots", "8"])
     lowered = lowered_programs(arguments, make_topology_mesh(arguments))
     compiled = {name: program.compile() for name, program in lowered.items()}
-    assert sorted(compiled) == ["decode", "log-probabilities", "prefill", "update"]
+    assert sorted(compiled) == ["apply", "decode", "log-probabilities", "prefill", "update"]
     for name, program in compiled.items():
         assert "all-reduce" in program.as_text(), f"{name} is not sharded"
     for name in ("update", "log-probabilities"):

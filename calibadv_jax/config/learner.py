@@ -54,8 +54,9 @@ class OptimizerConfig:
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
     offload: Literal["none", "host"] = "none"
-    """host: the moments lie in host memory, and on the devices only while they are updated. On GPU and TPU
-    that saves their memory and costs two copies of the moments an update; on the CPU it saves nothing."""
+    """host: the moments lie in host memory. A quarter of them, or those of the largest parameter, are on the
+    devices at once while they are updated. On GPU and TPU that saves their memory and costs two copies of the
+    moments an update; on the CPU it saves nothing."""
 
 
 @dataclass(frozen=True, config=SECTION)

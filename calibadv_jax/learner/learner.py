@@ -15,11 +15,13 @@ from calibadv_jax.config import LossConfig
 from calibadv_jax.errors import UserError
 from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches
 from calibadv_jax.learner.losses import LossFunction, Metrics
+from calibadv_jax.learner.offload import SplitStep
 from calibadv_jax.learner.packing import rows_at
 from calibadv_jax.policy import attention
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import batch_sharding, param_shardings, placed_params, replicated
 from calibadv_jax.policy.transformer import Params, Policy
+from calibadv_jax.policy.weights import flatten
 
 State = dict[str, Any]  # {"params", "opt_state", "updates": int32 []}; what a checkpoint holds
 HOST = "pinned_host"  # JAX's name of host memory from which devices copy
@@ -63,9 +65,10 @@ class Learner:
         self.policy, self.optimizer, self.mesh = policy, optimizer, mesh
         self.rows, self.temperature, self.logprob_chunk = rows, temperature, logprob_chunk
         self.entropy_gradient, self.row_length, self.offload = entropy_gradient, row_length, offload
+        self._shapes = {name: leaf.shape for name, leaf in flatten(policy.abstract_params).items()}
         self._kept = self._shardings(jax.eval_shape(self._state_of, policy.abstract_params), offload)
         self._accumulate: dict[LossFunction, jax.stages.Wrapped] = {}
-        self._apply = jax.jit(self._applied, donate_argnums=0, out_shardings=(self._kept, None))
+        self._apply = self._make_apply()
         placed = param_shardings(policy.abstract_params, mesh)
         self._nothing = jax.jit(self._zeros, out_shardings=placed)
         self._logprobs = jax.jit(lambda params, one: self._values(params, one)[0])
@@ -132,6 +135,8 @@ class Learner:
     def lower_apply(self) -> jax.stages.Lowered:
         """The optimizer's step with a sum of gradients, as `lower_update`."""
         with jax.set_mesh(self.mesh):
+            if isinstance(self._apply, SplitStep):
+                return self._apply.lower(self._abstract_gradients())
             return self._apply.lower(self.abstract_state(), self._abstract_gradients())
 
     def lower_logprobs(self, length: int) -> jax.stages.Lowered:
@@ -163,11 +168,17 @@ class Learner:
         # Unused arguments stay, so that the compiler's plan of the memory counts the optimizer's state.
         return jax.jit(accumulate, donate_argnums=1, keep_unused=True, out_shardings=(placed, None))
 
+    def _make_apply(self) -> SplitStep | jax.stages.Wrapped:
+        if not self.offload:
+            return jax.jit(self._applied, donate_argnums=0, out_shardings=(self._kept, None))
+        state = self.abstract_state()
+        owners = jax.tree.leaves(jax.tree_util.tree_map_with_path(self._parameter, state))
+        placed = jax.tree.leaves(self._shardings(state, offload=False))
+        return SplitStep(self._applied, state, placed, owners)
+
     def _applied(self, state: State, gradients: Params) -> tuple[State, Metrics]:
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(norm)
-        if self.offload:
-            state = jax.device_put(state, self._shardings(state, offload=False))
         changes, opt_state = self.optimizer.update(gradients, state["opt_state"], state["params"])
         new = {
             "params": optax.apply_updates(state["params"], changes),
@@ -202,26 +213,22 @@ class Learner:
         }
 
     def _shardings(self, state: State, offload: bool) -> State:
-        """Moments live where their parameter lives, or near it: matched by the tail of the tree path."""
-        params = param_shardings(self.policy.abstract_params, self.mesh)
-        flat = {
-            tuple(str(key.key) for key in path): (leaf.shape, at)
-            for (path, leaf), at in zip(
-                jax.tree_util.tree_leaves_with_path(self.policy.abstract_params),
-                jax.tree.leaves(params),
-                strict=True,
-            )
-        }
+        """Moments live where their parameter lives, or near it."""
+        of = flatten(param_shardings(self.policy.abstract_params, self.mesh))
 
         def sharding(path: Any, leaf: Any) -> Any:
-            names = tuple(str(getattr(key, "key", getattr(key, "name", ""))) for key in path)
-            tails = (names[start:] for start in range(len(names)))
-            known = next((flat[tail] for tail in tails if tail in flat), None)
-            if known is None or known[0] != leaf.shape:
+            name = self._parameter(path, leaf)
+            if not name:
                 return replicated(self.mesh)
-            return known[1].with_memory_kind(HOST) if offload and names[0] == "opt_state" else known[1]
+            return of[name].with_memory_kind(HOST) if offload and path[0].key == "opt_state" else of[name]
 
         return jax.tree_util.tree_map_with_path(sharding, state)
+
+    def _parameter(self, path: Any, leaf: Any) -> str:
+        """The parameter that a leaf of the state belongs to, by the tail of its path and its shape, or ""."""
+        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+        tails = (".".join(names[start:]) for start in range(len(names)))
+        return next((tail for tail in tails if self._shapes.get(tail) == leaf.shape), "")
 
 
 def init_params(policy: Policy, mesh: Mesh, seed: int) -> Params:

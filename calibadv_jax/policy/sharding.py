@@ -24,6 +24,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "activation": None,
     "layers": None,
     "stack": MESH_AXES,  # layers too, where each is worked on by itself
+    "slots": MESH_AXES,  # of a KV cache whose heads cannot be split
     "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
@@ -102,6 +103,14 @@ def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any) -> Any:
     return jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=at), abstract, shardings
     )
+
+
+def cache_axes(num_kv_heads: int, tensor: int) -> tuple[str, str | None]:
+    """Logical axes of a KV cache's slots and heads.
+
+    Devices of a `tensor` axis that does not divide the heads have all heads of slots of their own.
+    """
+    return ("batch", "kv_heads") if num_kv_heads % tensor == 0 else ("slots", None)
 
 
 def batch_sharding(mesh: Mesh, leading: int = 0) -> NamedSharding:

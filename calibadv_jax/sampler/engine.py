@@ -12,7 +12,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from calibadv_jax.policy.sharding import RULES, param_shardings, placed_params, replicated
+from calibadv_jax.policy.sharding import (
+    RULES,
+    axis_size,
+    cache_axes,
+    param_shardings,
+    placed_params,
+    replicated,
+    spec,
+)
 from calibadv_jax.policy.transformer import Cache, Decoder, Params, Policy, Window
 from calibadv_jax.sampler.sampling import sample_tokens
 from calibadv_jax.sampler.tiles import Segment, TileShape
@@ -25,7 +33,7 @@ STEP, MOST_WIDTHS = 64, 8  # and which: up to eight, multiples of so many column
 class CacheEngine:
     """Slots of a KV cache on a mesh. Every call has one of a few static shapes.
 
-    The slots lie in groups, one for every device of the mesh's batch axes: slot s is row s % rows of group
+    The slots lie in groups, one for every device of the axes that split them: slot s is row s % rows of group
     s // rows, and each group is worked on by the device that holds it. Only a window of the columns is read,
     as narrow as the longest row allows, so that a token costs what its context is long.
 
@@ -50,7 +58,8 @@ class CacheEngine:
     ):
         self.policy, self.mesh, self.max_length = policy, mesh, max_length
         self.decode_chunk = decode_chunk
-        self._groups = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._slot_axis, self._head_axis = cache_axes(policy.architecture.num_kv_heads, mesh.shape["tensor"])
+        self._groups = axis_size(mesh, RULES[self._slot_axis])
         self._rows = -(-slots // self._groups)
         self.slots = self._groups * self._rows
         platform = mesh.devices.flat[0].platform
@@ -169,8 +178,7 @@ class CacheEngine:
         return jax.device_put(arrays, replicated(self.mesh))
 
     def _cache_sharding(self) -> NamedSharding:
-        fits = self.policy.architecture.num_kv_heads % self.mesh.shape["tensor"] == 0
-        return NamedSharding(self.mesh, P(RULES["batch"], None, None, RULES["kv_heads"] if fits else None))
+        return NamedSharding(self.mesh, spec(self._slot_axis, None, None, self._head_axis))
 
     def _empty_cache(self) -> Cache:
         one = self.policy.empty_cache(self._rows, self.max_length)
@@ -213,8 +221,8 @@ class CacheEngine:
             return [window], 0
         return self._widths, jnp.sum(columns > jnp.asarray(self._widths[:-1], jnp.int32))
 
-    @staticmethod
     def _append(
+        self,
         decoder: Decoder,
         cache: Cache,
         tokens: jax.Array,
@@ -225,7 +233,7 @@ class CacheEngine:
     ) -> tuple[jax.Array, Cache]:
         """`Decoder.decode` for every group by the devices that hold it; all arrays [groups, ...]."""
         append = partial(decoder.decode, window=window)
-        return jax.vmap(append, spmd_axis_name=RULES["batch"])(tokens, positions, valid, cache, slots)
+        return jax.vmap(append, spmd_axis_name=RULES[self._slot_axis])(tokens, positions, valid, cache, slots)
 
     def _decode_rows(
         self,

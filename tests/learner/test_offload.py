@@ -1,5 +1,7 @@
 """Moments in host memory: where they lie, the same updates, and checkpoints from and to them."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.offload import parts
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
@@ -48,6 +51,15 @@ def kinds(state):
     }
 
 
+def assert_same(found, expected):
+    """Equal to rounding: the step is one program for the one and several for the other."""
+
+    def same(left, right):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 * np.abs(right).max())
+
+    jax.tree.map(same, found, expected)
+
+
 def one_device():
     return make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
 
@@ -65,7 +77,11 @@ def test_moments_lie_on_the_host_and_the_updates_are_the_same(name):
             state, metrics = learner.update(state, [batch()], LOSS)
         assert metrics["actor/skipped"] == 0
         states[offload] = jax.device_get(state)
-    jax.tree.map(np.testing.assert_array_equal, states[True], states[False])
+        broken = dataclasses.replace(batch(), weights=batch().weights * np.nan)
+        state, metrics = learner.update(state, [broken], LOSS)
+        assert metrics["actor/skipped"] == 1
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), states[offload])
+    assert_same(states[True], states[False])
 
 
 def test_the_moments_of_a_mesh_lie_on_its_hosts():
@@ -99,4 +115,25 @@ def test_a_checkpoint_goes_on_with_or_without_the_host(tmp_path, offload):
     assert kinds(restored)["opt_state"] == {"pinned_host" if offload else "device"}
     expected, _ = first.update(state, [batch()], LOSS)
     found, _ = then.update(restored, [batch()], LOSS)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(expected))
+    assert_same(jax.device_get(found), jax.device_get(expected))
+
+
+def test_each_part_brings_the_moments_of_its_parameters_only():
+    """Every leaf is given to one part to change; what lies on the host is given to no other."""
+    step = make_learner("adamw", True, one_device())._apply
+    leaves = jax.tree.leaves(make_learner("adamw", True, one_device()).abstract_state())
+    changed, near = zip(*(step._divided(leaves, names) for names, _ in step._parts), strict=True)
+    assert sorted(index for mine in changed for index in mine) == list(range(len(leaves)))
+    assert len(changed) > 2
+    assert {leaf.sharding.memory_kind for others in near for leaf in others.values()} == {"device"}
+    on_device = sum(leaf.sharding.memory_kind == "device" for leaf in leaves)
+    assert all(
+        len(others) + sum(leaf.sharding.memory_kind == "device" for leaf in mine.values()) == on_device
+        for mine, others in zip(changed, near, strict=True)
+    )
+
+
+def test_parts_are_as_large_as_the_largest_parameter_or_a_quarter():
+    assert parts({"a": 3, "b": 10, "c": 7, "d": 4}) == [["b"], ["c", "a"], ["d"]]
+    assert parts({"a": 1}) == [["a"]]
+    assert parts({str(number): 1 for number in range(8)}) == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]
