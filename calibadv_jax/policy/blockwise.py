@@ -86,20 +86,21 @@ def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, j
             weights = weights.astype(q.dtype)
             return (
                 to_queries + product("bkqt,bkth->bkqh", change, keys[other]),
-                to_keys.at[other].add(product("bkqt,bkqh->bkth", change, mine)),
-                to_values.at[other].add(product("bkqt,bkqh->bkth", weights, wanted)),
+                to_keys.at[other].add(product("bkqh,bkqt->bkht", mine, change)),
+                to_values.at[other].add(product("bkqh,bkqt->bkht", wanted, weights)),
             )
 
         start = (jnp.zeros(mine.shape, jnp.float32), *carry)
         to_queries, *carry = jax.lax.fori_loop(first[index], index + 1, visit, start)
         return tuple(carry), to_queries.astype(q.dtype)
 
-    nothing = jnp.zeros(keys.shape, jnp.float32)
+    # [n, B, K, H, C]: the small operand of their products is then the one that is transposed.
+    nothing = jnp.zeros(keys.shape, jnp.float32).swapaxes(-1, -2)
     (to_keys, to_values), to_queries = jax.lax.scan(attend, (nothing, nothing), jnp.arange(queries.shape[0]))
     return (
         _rows(to_queries, q.shape),
-        _rows(to_keys.astype(k.dtype), k.shape),
-        _rows(to_values.astype(v.dtype), v.shape),
+        _rows(to_keys.swapaxes(-1, -2).astype(k.dtype), k.shape),
+        _rows(to_values.swapaxes(-1, -2).astype(v.dtype), v.shape),
         None,
     )
 

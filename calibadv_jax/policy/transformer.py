@@ -6,6 +6,8 @@ Layers are stacked on a leading axis. Parameters are passed around as a plain ne
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from flax import nnx
 from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy import attention, rotary
 from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.policy.products import rows_product
 from calibadv_jax.policy.sharding import constrain, pin_rows
 from calibadv_jax.policy.vocabulary import look_up
 
@@ -41,6 +44,11 @@ class Numerics:
     kernel: attention.Kernel = "xla"
     attention_chunk: int = 128
 
+    @property
+    def product(self) -> Callable[..., jax.Array]:
+        """Of activations and weights. TPU and GPU compilers find the layouts by themselves."""
+        return rows_product if self.kernel == "xla" else jax.lax.dot_general
+
     @classmethod
     def from_config(cls, config: PolicyConfig) -> Numerics:
         kernel: attention.Kernel
@@ -64,10 +72,11 @@ class Attention(nnx.Module):
         a = architecture
         dtypes: Any = {"dtype": numerics.compute_dtype, "param_dtype": numerics.param_dtype, "rngs": rngs}
         self.architecture, self.numerics = architecture, numerics
-        self.q = nnx.Linear(a.hidden_size, a.num_heads * a.head_dim, use_bias=a.qkv_bias, **dtypes)
-        self.k = nnx.Linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias, **dtypes)
-        self.v = nnx.Linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias, **dtypes)
-        self.o = nnx.Linear(a.num_heads * a.head_dim, a.hidden_size, use_bias=a.out_bias, **dtypes)
+        linear = functools.partial(nnx.Linear, dot_general=numerics.product, **dtypes)
+        self.q = linear(a.hidden_size, a.num_heads * a.head_dim, use_bias=a.qkv_bias)
+        self.k = linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias)
+        self.v = linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias)
+        self.o = linear(a.num_heads * a.head_dim, a.hidden_size, use_bias=a.out_bias)
         if a.qk_norm:
             self.q_norm = nnx.RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
             self.k_norm = nnx.RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
@@ -94,6 +103,7 @@ class Mlp(nnx.Module):
             "use_bias": a.mlp_bias,
             "dtype": numerics.compute_dtype,
             "param_dtype": numerics.param_dtype,
+            "dot_general": numerics.product,
             "rngs": rngs,
         }
         self.gate = nnx.Linear(a.hidden_size, a.intermediate_size, **kwargs)
