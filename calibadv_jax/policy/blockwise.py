@@ -63,14 +63,16 @@ def _forward(
         return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
     out, normaliser = jax.lax.map(attend, jnp.arange(queries.shape[0]))
-    return _rows(out, q.shape), (q, k, v, segment_ids, out, normaliser)
+    return _rows(out, q.shape), (queries, keys, values, segment_ids, out, normaliser)
 
 
 def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, segment_ids, out, normaliser = saved
-    queries, keys, values, gradients = (_blocks(x, k.shape[2], block) for x in (q, k, v, gradient))
+    queries, keys, values, segment_ids, out, normaliser = saved
+    num_kv = keys.shape[2]
+    gradients = _blocks(gradient, num_kv, block)
     segments, first = _segment_blocks(segment_ids, block)
-    scale = 1.0 / math.sqrt(q.shape[-1])
+    scale = 1.0 / math.sqrt(queries.shape[-1])
+    of_keys = (*gradient.shape[:2], num_kv, gradient.shape[3])
     inner = jnp.sum(gradients.astype(jnp.float32) * out.astype(jnp.float32), -1)  # [n, B, K, G*C]
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -82,8 +84,8 @@ def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, j
             scores = _scores(mine, keys[other], segments, index, other, scale)
             weights = jnp.exp(scores - normaliser[index][..., None])
             change = product("bkqh,bkth->bkqt", wanted, values[other]) - inner[index][..., None]
-            change = (weights * change * scale).astype(q.dtype)
-            weights = weights.astype(q.dtype)
+            change = (weights * change * scale).astype(mine.dtype)
+            weights = weights.astype(mine.dtype)
             return (
                 to_queries + product("bkqt,bkth->bkqh", change, keys[other]),
                 to_keys.at[other].add(product("bkqh,bkqt->bkht", mine, change)),
@@ -92,15 +94,15 @@ def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, j
 
         start = (jnp.zeros(mine.shape, jnp.float32), *carry)
         to_queries, *carry = jax.lax.fori_loop(first[index], index + 1, visit, start)
-        return tuple(carry), to_queries.astype(q.dtype)
+        return tuple(carry), to_queries.astype(mine.dtype)
 
     # [n, B, K, H, C]: the small operand of their products is then the one that is transposed.
     nothing = jnp.zeros(keys.shape, jnp.float32).swapaxes(-1, -2)
     (to_keys, to_values), to_queries = jax.lax.scan(attend, (nothing, nothing), jnp.arange(queries.shape[0]))
     return (
-        _rows(to_queries, q.shape),
-        _rows(to_keys.swapaxes(-1, -2).astype(k.dtype), k.shape),
-        _rows(to_values.swapaxes(-1, -2).astype(v.dtype), v.shape),
+        _rows(to_queries, gradient.shape),
+        _rows(to_keys.swapaxes(-1, -2).astype(keys.dtype), of_keys),
+        _rows(to_values.swapaxes(-1, -2).astype(values.dtype), of_keys),
         None,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 FIRST_WITH_FIRST = (((0,), (0,)), ((), ()))
 LAST_WITH_LAST = (((1,), (1,)), ((), ()))

@@ -18,6 +18,7 @@ from flax import nnx
 from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy import attention, rotary
 from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.policy.elementwise import RMSNorm, gated
 from calibadv_jax.policy.products import rows_product
 from calibadv_jax.policy.sharding import constrain, pin_rows
 from calibadv_jax.policy.vocabulary import look_up
@@ -78,8 +79,8 @@ class Attention(nnx.Module):
         self.v = linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias)
         self.o = linear(a.num_heads * a.head_dim, a.hidden_size, use_bias=a.out_bias)
         if a.qk_norm:
-            self.q_norm = nnx.RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
-            self.k_norm = nnx.RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
+            self.q_norm = RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
+            self.k_norm = RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
 
     def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, D] -> q [B, T, N, H], k and v [B, T, K, H], rotated."""
@@ -111,7 +112,7 @@ class Mlp(nnx.Module):
         self.down = nnx.Linear(a.intermediate_size, a.hidden_size, **kwargs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+        return self.down(gated(self.gate(x), self.up(x)))
 
 
 class Block(nnx.Module):
@@ -125,9 +126,9 @@ class Block(nnx.Module):
             "param_dtype": numerics.param_dtype,
             "rngs": rngs,
         }
-        self.attn_norm = nnx.RMSNorm(a.hidden_size, **norm)
+        self.attn_norm = RMSNorm(a.hidden_size, **norm)
         self.attn = Attention(a, numerics, rngs)
-        self.mlp_norm = nnx.RMSNorm(a.hidden_size, **norm)
+        self.mlp_norm = RMSNorm(a.hidden_size, **norm)
         self.mlp = Mlp(a, numerics, rngs)
 
     def packed(self, x: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids: jax.Array) -> jax.Array:
@@ -179,7 +180,7 @@ class Decoder(nnx.Module):
             return Block(a, numerics, rngs)
 
         self.layers = stacked(rngs)
-        self.final_norm = nnx.RMSNorm(a.hidden_size, epsilon=a.rms_norm_eps, **dtypes)
+        self.final_norm = RMSNorm(a.hidden_size, epsilon=a.rms_norm_eps, **dtypes)
         if not a.tie_word_embeddings:
             self.lm_head = nnx.Linear(a.hidden_size, a.vocab_size, use_bias=False, **dtypes)
 
