@@ -63,7 +63,8 @@ def _forward(
         return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
     out, normaliser = jax.lax.map(attend, jnp.arange(queries.shape[0]))
-    return _rows(out, q.shape), (queries, keys, values, segment_ids, out, normaliser)
+    rows = _rows(out, q.shape)
+    return rows, (queries, keys, values, segment_ids, rows, normaliser)
 
 
 def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
@@ -73,7 +74,8 @@ def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, j
     segments, first = _segment_blocks(segment_ids, block)
     scale = 1.0 / math.sqrt(queries.shape[-1])
     of_keys = (*gradient.shape[:2], num_kv, gradient.shape[3])
-    inner = jnp.sum(gradients.astype(jnp.float32) * out.astype(jnp.float32), -1)  # [n, B, K, G*C]
+    inner = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), -1, keepdims=True)
+    inner = _blocks(inner, num_kv, block)  # [n, B, K, G*C, 1]
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def attend(carry: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[Any, jax.Array]:
@@ -83,7 +85,7 @@ def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, j
             to_queries, to_keys, to_values = carry
             scores = _scores(mine, keys[other], segments, index, other, scale)
             weights = jnp.exp(scores - normaliser[index][..., None])
-            change = product("bkqh,bkth->bkqt", wanted, values[other]) - inner[index][..., None]
+            change = product("bkqh,bkth->bkqt", wanted, values[other]) - inner[index]
             change = (weights * change * scale).astype(mine.dtype)
             weights = weights.astype(mine.dtype)
             return (
