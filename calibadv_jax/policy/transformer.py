@@ -6,7 +6,6 @@ Layers are stacked on a leading axis. Parameters are passed around as a plain ne
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,11 +72,11 @@ class Attention(nnx.Module):
         a = architecture
         dtypes: Any = {"dtype": numerics.compute_dtype, "param_dtype": numerics.param_dtype, "rngs": rngs}
         self.architecture, self.numerics = architecture, numerics
-        linear = functools.partial(nnx.Linear, dot_general=numerics.product, **dtypes)
-        self.q = linear(a.hidden_size, a.num_heads * a.head_dim, use_bias=a.qkv_bias)
-        self.k = linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias)
-        self.v = linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias)
-        self.o = linear(a.num_heads * a.head_dim, a.hidden_size, use_bias=a.out_bias)
+        linear: Any = dtypes | {"dot_general": numerics.product}
+        self.q = nnx.Linear(a.hidden_size, a.num_heads * a.head_dim, use_bias=a.qkv_bias, **linear)
+        self.k = nnx.Linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias, **linear)
+        self.v = nnx.Linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias, **linear)
+        self.o = nnx.Linear(a.num_heads * a.head_dim, a.hidden_size, use_bias=a.out_bias, **linear)
         if a.qk_norm:
             self.q_norm = RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
             self.k_norm = RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
