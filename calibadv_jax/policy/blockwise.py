@@ -63,15 +63,19 @@ def _forward(
         return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
     out, normaliser = jax.lax.map(attend, jnp.arange(queries.shape[0]))
-    return _rows(out, q.shape), (q, k, v, segment_ids, out, normaliser)
+    rows = _rows(out, q.shape)
+    return rows, (queries, keys, values, segment_ids, rows, normaliser)
 
 
 def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, segment_ids, out, normaliser = saved
-    queries, keys, values, gradients = (_blocks(x, k.shape[2], block) for x in (q, k, v, gradient))
+    queries, keys, values, segment_ids, out, normaliser = saved
+    num_kv = keys.shape[2]
+    gradients = _blocks(gradient, num_kv, block)
     segments, first = _segment_blocks(segment_ids, block)
-    scale = 1.0 / math.sqrt(q.shape[-1])
-    inner = jnp.sum(gradients.astype(jnp.float32) * out.astype(jnp.float32), -1)  # [n, B, K, G*C]
+    scale = 1.0 / math.sqrt(queries.shape[-1])
+    of_keys = (*gradient.shape[:2], num_kv, gradient.shape[3])
+    inner = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), -1, keepdims=True)
+    inner = _blocks(inner, num_kv, block)  # [n, B, K, G*C, 1]
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def attend(carry: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[Any, jax.Array]:
@@ -81,25 +85,26 @@ def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, j
             to_queries, to_keys, to_values = carry
             scores = _scores(mine, keys[other], segments, index, other, scale)
             weights = jnp.exp(scores - normaliser[index][..., None])
-            change = product("bkqh,bkth->bkqt", wanted, values[other]) - inner[index][..., None]
-            change = (weights * change * scale).astype(q.dtype)
-            weights = weights.astype(q.dtype)
+            change = product("bkqh,bkth->bkqt", wanted, values[other]) - inner[index]
+            change = (weights * change * scale).astype(mine.dtype)
+            weights = weights.astype(mine.dtype)
             return (
                 to_queries + product("bkqt,bkth->bkqh", change, keys[other]),
-                to_keys.at[other].add(product("bkqt,bkqh->bkth", change, mine)),
-                to_values.at[other].add(product("bkqt,bkqh->bkth", weights, wanted)),
+                to_keys.at[other].add(product("bkqh,bkqt->bkht", mine, change)),
+                to_values.at[other].add(product("bkqh,bkqt->bkht", wanted, weights)),
             )
 
         start = (jnp.zeros(mine.shape, jnp.float32), *carry)
         to_queries, *carry = jax.lax.fori_loop(first[index], index + 1, visit, start)
-        return tuple(carry), to_queries.astype(q.dtype)
+        return tuple(carry), to_queries.astype(mine.dtype)
 
-    nothing = jnp.zeros(keys.shape, jnp.float32)
+    # [n, B, K, H, C]: the small operand of their products is then the one that is transposed.
+    nothing = jnp.zeros(keys.shape, jnp.float32).swapaxes(-1, -2)
     (to_keys, to_values), to_queries = jax.lax.scan(attend, (nothing, nothing), jnp.arange(queries.shape[0]))
     return (
-        _rows(to_queries, q.shape),
-        _rows(to_keys.astype(k.dtype), k.shape),
-        _rows(to_values.astype(v.dtype), v.shape),
+        _rows(to_queries, gradient.shape),
+        _rows(to_keys.swapaxes(-1, -2).astype(keys.dtype), of_keys),
+        _rows(to_values.swapaxes(-1, -2).astype(values.dtype), of_keys),
         None,
     )
 

@@ -109,13 +109,17 @@ class _Head:
     def to_inputs(
         self, change: jax.Array, states: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Gradients of the states [B, C, D], and float32 of the whole width of the weights."""
-        products = ("btv,vd->btd", "btv,btd->vd") if self.vocab_first else ("btv,dv->btd", "btv,btd->dv")
-        to_states, to_weights = (
-            jnp.einsum(product, change, other, preferred_element_type=jnp.float32)
-            for product, other in zip(products, (weights, states.astype(self.dtype)), strict=True)
-        )
-        return self.layout.over_vocab(to_states).astype(states.dtype), to_weights
+        """Gradients of the states [B, C, D], and float32 of the whole width of the weights.
+
+        All tokens are one axis: see `products.rows_product`.
+        """
+        changes = change.reshape(-1, change.shape[-1])
+        rows = states.astype(self.dtype).reshape(-1, states.shape[-1])
+        products = ("tv,vd->td", "tv,td->vd") if self.vocab_first else ("tv,dv->td", "td,tv->dv")
+        to_states = jnp.einsum(products[0], changes, weights, preferred_element_type=jnp.float32)
+        pair = (changes, rows) if self.vocab_first else (rows, changes)
+        to_weights = jnp.einsum(products[1], *pair, preferred_element_type=jnp.float32)
+        return self.layout.over_vocab(to_states).reshape(states.shape).astype(states.dtype), to_weights
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -6,7 +6,7 @@ Layers are stacked on a leading axis. Parameters are passed around as a plain ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from flax import nnx
 from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy import attention, rotary
 from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.policy.elementwise import RMSNorm, gated
+from calibadv_jax.policy.products import rows_product
 from calibadv_jax.policy.sharding import constrain, pin_rows
 from calibadv_jax.policy.vocabulary import look_up
 
@@ -44,6 +46,11 @@ class Numerics:
     kernel: attention.Kernel = "xla"
     attention_chunk: int = 128
 
+    @property
+    def product(self) -> Callable[..., jax.Array]:
+        """Of activations and weights. TPU and GPU compilers find the layouts by themselves."""
+        return rows_product if self.kernel == "xla" else jax.lax.dot_general
+
     @classmethod
     def from_config(cls, config: PolicyConfig) -> Numerics:
         kernel: attention.Kernel
@@ -67,13 +74,14 @@ class Attention(nnx.Module):
         a = architecture
         dtypes: Any = {"dtype": numerics.compute_dtype, "param_dtype": numerics.param_dtype, "rngs": rngs}
         self.architecture, self.numerics = architecture, numerics
-        self.q = nnx.Linear(a.hidden_size, a.num_heads * a.head_dim, use_bias=a.qkv_bias, **dtypes)
-        self.k = nnx.Linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias, **dtypes)
-        self.v = nnx.Linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias, **dtypes)
-        self.o = nnx.Linear(a.num_heads * a.head_dim, a.hidden_size, use_bias=a.out_bias, **dtypes)
+        linear: Any = dtypes | {"dot_general": numerics.product}
+        self.q = nnx.Linear(a.hidden_size, a.num_heads * a.head_dim, use_bias=a.qkv_bias, **linear)
+        self.k = nnx.Linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias, **linear)
+        self.v = nnx.Linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias, **linear)
+        self.o = nnx.Linear(a.num_heads * a.head_dim, a.hidden_size, use_bias=a.out_bias, **linear)
         if a.qk_norm:
-            self.q_norm = nnx.RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
-            self.k_norm = nnx.RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
+            self.q_norm = RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
+            self.k_norm = RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
 
     def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, D] -> q [B, T, N, H], k and v [B, T, K, H], rotated."""
@@ -97,6 +105,7 @@ class Mlp(nnx.Module):
             "use_bias": a.mlp_bias,
             "dtype": numerics.compute_dtype,
             "param_dtype": numerics.param_dtype,
+            "dot_general": numerics.product,
             "rngs": rngs,
         }
         self.gate = nnx.Linear(a.hidden_size, a.intermediate_size, **kwargs)
@@ -104,7 +113,7 @@ class Mlp(nnx.Module):
         self.down = nnx.Linear(a.intermediate_size, a.hidden_size, **kwargs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+        return self.down(gated(self.gate(x), self.up(x)))
 
 
 class Block(nnx.Module):
@@ -118,9 +127,9 @@ class Block(nnx.Module):
             "param_dtype": numerics.param_dtype,
             "rngs": rngs,
         }
-        self.attn_norm = nnx.RMSNorm(a.hidden_size, **norm)
+        self.attn_norm = RMSNorm(a.hidden_size, **norm)
         self.attn = Attention(a, numerics, rngs)
-        self.mlp_norm = nnx.RMSNorm(a.hidden_size, **norm)
+        self.mlp_norm = RMSNorm(a.hidden_size, **norm)
         self.mlp = Mlp(a, numerics, rngs)
 
     def packed(self, x: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids: jax.Array) -> jax.Array:
@@ -179,7 +188,7 @@ class Decoder(nnx.Module):
             return Block(a, numerics, rngs)
 
         self.layers = stacked(rngs)
-        self.final_norm = nnx.RMSNorm(a.hidden_size, epsilon=a.rms_norm_eps, **dtypes)
+        self.final_norm = RMSNorm(a.hidden_size, epsilon=a.rms_norm_eps, **dtypes)
         if not a.tie_word_embeddings:
             self.lm_head = nnx.Linear(a.hidden_size, a.vocab_size, use_bias=False, **dtypes)
 

@@ -1,0 +1,68 @@
+"""Functions between the matrix products that keep no more for the backward pass than their inputs.
+
+Differentiated by JAX itself they keep each intermediate array of all tokens: on a CPU, where nothing is
+fused across the two passes, writing and reading these costs more than computing them again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Saved = tuple[Any, ...]
+
+
+class RMSNorm(nnx.RMSNorm):
+    """Flax's over the last axis, with the same parameter and values."""
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        assert mask is None and self.scale is not None
+        x, scale = self.promote_dtype((x, self.scale[...]), dtype=self.dtype)
+        return _normalised(self.epsilon, x, scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normalised(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+    return _norm_forward(epsilon, x, scale)[0]
+
+
+def _norm_forward(epsilon: float, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, Saved]:
+    exact = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(exact * exact, -1, keepdims=True) + epsilon)
+    return (exact * (inverse * scale.astype(jnp.float32))).astype(x.dtype), (x, scale, inverse)
+
+
+def _norm_backward(epsilon: float, saved: Saved, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, scale, inverse = saved
+    unit = x.astype(jnp.float32) * inverse
+    change = gradient.astype(jnp.float32)
+    to_unit = change * scale.astype(jnp.float32)
+    to_x = inverse * (to_unit - unit * jnp.mean(to_unit * unit, -1, keepdims=True))
+    to_scale = jnp.sum(change * unit, axis=range(x.ndim - 1))
+    return to_x.astype(x.dtype), to_scale.astype(scale.dtype)
+
+
+_normalised.defvjp(_norm_forward, _norm_backward)
+
+
+@jax.custom_vjp
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up, all of one shape and dtype."""
+    return jax.nn.silu(gate) * up
+
+
+def _gated_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, Saved]:
+    return gated(gate, up), (gate, up)
+
+
+def _gated_backward(saved: Saved, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    gate, up = saved
+    share = jax.nn.sigmoid(gate)
+    return gradient * up * share * (1 + gate * (1 - share)), gradient * gate * share
+
+
+gated.defvjp(_gated_forward, _gated_backward)
