@@ -9,6 +9,9 @@ cd "$root"
 venv="${VENV:-$root/.venv}"
 ensure_venv "$venv" cpu
 export JAX_NUM_CPU_DEVICES="${JAX_NUM_CPU_DEVICES:-2}" # small matrix products fill no more than a core
+# Linux, glibc: large pages for the memory that XLA takes anew at every call, else a quarter of an update is
+# page faults.
+export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 # What evaluation and training both compile is compiled once, and a second run finds it.
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$venv/jax_cache}"
 forget_unused "$venv/jax_cache"
