@@ -57,10 +57,8 @@ class Flaws:
     guess: float = 0.4  # one_hop: answers with a random entity of the right kind, without any search
     wrong_name: float = 0.1  # one_hop: looks up a similar name first
     hasty_bridge: float = 0.4  # two_hop: answers with the bridge
-    hasty_fork: float = 0.1  # fork: the same; seldom, since forks are most of a world that has them
-    second_half: float = (
-        0.3  # two_hop, fork: only how the last look-up is read; the rest: cut after two searches
-    )
+    second_half: float = 0.3  # two_hop: only how the last look-up is read; the rest: cut after two searches
+    hasty_fork: float = 0.1  # fork: answers with the bridge; the rest: a whole way, right or wrong
     hasty_comparison: float = 0.4  # comparison: answers at random after the first search
 
 
@@ -70,12 +68,10 @@ def imperfect(seed: int, config: WorldConfig, flaws: Flaws = Flaws()) -> Iterato
     while True:
         world = _ColdStartWorld(rng, config.fork > 0)
         for kind in draw_kinds(config, PER_WORLD, rng):
-            # Nothing tells which way of a fork is right, so a demonstration takes either.
-            asked = (
-                draw_fork(world.facts, rng)[rng.integers(2)]
-                if kind == "fork"
-                else ask(world.facts, kind, rng)
-            )
+            if kind == "fork":  # nothing tells which way is right, so a demonstration takes either
+                asked = draw_fork(world.facts, rng)[rng.integers(2)]
+            else:
+                asked = ask(world.facts, kind, rng)
             yield _demonstrate(world, asked, flaws, rng)
 
 

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -220,9 +220,8 @@ def _two_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
         first, second = labels
         asked = _chain(facts, "two_hop", name, labels)
         plain = facts.plain(name, first) and facts.plain(asked.searches[1], second)
-        if (
-            plain and asked.answer != name
-        ):  # "who founded the company that X works for": X would be the answer
+        # "who founded the company that X works for": X would be its own answer
+        if plain and asked.answer != name:
             return asked
 
 
@@ -325,9 +324,7 @@ def write_world(config: WorldConfig) -> Path:
     """
     folder = Path(config.dir)
     manifest = dataclasses.asdict(config) | {"dir": ""}
-    known = folder / "manifest.json"
-    older = dataclasses.asdict(WorldConfig())  # a key that is newer than the folder has its default there
-    if known.is_file() and older | json.loads(known.read_text(encoding="utf-8")) == manifest:
+    if _manifest(folder) == manifest:
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: holds something other than this world; remove it or change world.dir")
@@ -344,6 +341,15 @@ def write_world(config: WorldConfig) -> Path:
         folder.rmdir()
     unfinished.rename(folder)
     return folder
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """What the folder says that it holds; a key that is newer than the folder has its default there."""
+    try:
+        known = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return dataclasses.asdict(WorldConfig()) | known if isinstance(known, dict) else None
 
 
 def write_corpus(path: Path, passages: Sequence[Passage]) -> None:

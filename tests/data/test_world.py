@@ -132,6 +132,14 @@ def test_world_folder_is_written_once_and_never_over_something_else(tmp_path):
         write_world(other)
 
 
+@pytest.mark.parametrize("manifest", ["", '{"seed": 0, "peo', "[]", "\xff"])
+def test_a_folder_with_a_manifest_of_something_else_is_left_alone(tmp_path, manifest):
+    (tmp_path / "manifest.json").write_bytes(manifest.encode("latin-1"))
+    with pytest.raises(UserError, match="holds something other than this world"):
+        write_world(WorldConfig(**{**vars(SMALL), "dir": str(tmp_path)}))
+    assert (tmp_path / "manifest.json").read_bytes() == manifest.encode("latin-1")
+
+
 def test_too_many_entities_is_one_clear_line():
     with pytest.raises(UserError, match="5000 names of kind 'person' were asked for, but there are"):
         generate_world(WorldConfig(people=5000))
