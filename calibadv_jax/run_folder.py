@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from calibadv_jax import hub
 from calibadv_jax.config import Config, dump_config, known_keys
@@ -174,17 +175,9 @@ def _check_resume(
 
 def _written(path: Path) -> dict[str, Any]:
     """The config that an earlier start wrote. A key that is newer than the file had its default."""
-    return _filled(dataclasses.asdict(Config()), yaml.safe_load(path.read_text(encoding="utf-8")))
-
-
-def _filled(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    filled = dict(defaults)
-    for name, value in values.items():
-        default = defaults.get(name)
-        if isinstance(value, Mapping) and isinstance(default, Mapping):
-            value = _filled(default, value)
-        filled[name] = value
-    return filled
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    found: Any = OmegaConf.to_container(OmegaConf.merge(dataclasses.asdict(Config()), values))
+    return dict(found)
 
 
 def differences(
