@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from calibadv_jax.config import Config
+from calibadv_jax.learner.offload import most_at_once
 from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.attention import SCORE_BYTES
 from calibadv_jax.policy.sharding import MESH_AXES, param_shardings
@@ -45,8 +46,8 @@ def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[st
         **_update(config, architecture, mesh),
     }
     if config.learner.optimizer.offload == "host":
-        part = max(max(moments.values()), sum(moments.values()) / 4)  # as in learner/offload.py
-        estimate |= {"moments": 2 * part * stored, "optimizer": 0.0}  # old and new
+        at_work = 2 * most_at_once(moments.values())  # old and new
+        estimate |= {"moments": at_work * stored, "optimizer": 0.0}
     if config.loss.kl_coef:
         estimate["reference policy"] = count * stored
     if config.sampler.name == "jax":  # vLLM's workers have their own memory

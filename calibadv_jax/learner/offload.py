@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -80,9 +80,14 @@ class SplitStep:
         return {index: new[index] for index in mine}, metrics
 
 
+def most_at_once(sizes: Collection[int]) -> float:
+    """Of so many elements a parameter, those that are on the devices together: the largest, or a quarter."""
+    return max(max(sizes), sum(sizes) / 4)
+
+
 def parts(sizes: dict[str, int]) -> list[list[str]]:
-    """Names in groups, the largest first: each at most the largest name, or a quarter of all."""
-    most = max(max(sizes.values()), sum(sizes.values()) / 4)
+    """Names in groups, the largest first: each has at most `most_at_once`."""
+    most = most_at_once(sizes.values())
     groups: list[list[str]] = []
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         room = (group for group in groups if sum(sizes[other] for other in group) + sizes[name] <= most)

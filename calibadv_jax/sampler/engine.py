@@ -27,7 +27,7 @@ from calibadv_jax.sampler.tiles import Segment, TileShape
 
 MIN_WINDOW = 1024  # columns; every window is a program to compile, so that short rows have one
 BRANCHING = {"cpu"}  # platforms on which one program has all widths: a branch costs next to nothing there
-STEP, MOST_WIDTHS = 64, 8  # and which: up to eight, multiples of so many columns
+STEP, MOST_WIDTHS = 64, 8  # the widths of such a program are multiples of STEP columns, at most so many
 
 
 class CacheEngine:
@@ -37,9 +37,10 @@ class CacheEngine:
     s // rows, and each group is worked on by the device that holds it. Only a window of the columns is read,
     as narrow as the longest row allows, so that a token costs what its context is long.
 
-    On a CPU, what a row computes depends neither on its slot nor on the other rows, to the last bit, where
-    the slots of a device times the vocabulary are a multiple of 16: a vector loop rounds its last elements
-    differently. So do programs of other shapes: prefill has one shape, and decoding takes all slots.
+    On a CPU, a row gets the same bits in every slot and beside any other rows, where the slots of a device
+    times the vocabulary are a multiple of 16 (else the last elements of a vector loop round differently).
+    Programs of different shapes round differently, too: so prefill has one shape, and decoding takes all
+    slots.
 
     Args:
         slots: at least so many; rounded up to a multiple of the groups.
