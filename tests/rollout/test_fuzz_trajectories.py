@@ -263,6 +263,7 @@ def run_steps(seeds, tokenizer):
     return met
 
 
+@pytest.mark.medium
 def test_a_thousand_hostile_trajectories(byte_tokenizer):
     met = run_steps(range(10), byte_tokenizer)
     assert met["trajectories"] == 1000
