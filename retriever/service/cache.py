@@ -6,6 +6,7 @@ import hashlib
 import json
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,13 +46,26 @@ class ResultCache:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._store = sqlite3.connect(path, WAIT, check_same_thread=False, isolation_level=None)
-            self._store.execute("PRAGMA journal_mode=WAL")
-            self._store.execute("PRAGMA synchronous=NORMAL")
-            self._store.execute("CREATE TABLE IF NOT EXISTS results (key BLOB PRIMARY KEY, found TEXT)")
+            self._set_up()
         except sqlite3.DatabaseError as error:
             raise RetrieverError(
                 f"{path}: not a result store ({error}); choose another --cache_path"
             ) from error
+
+    def _set_up(self) -> None:
+        """SQLite itself does not wait for another process that changes the journal mode: this does."""
+        patience = time.monotonic() + WAIT
+        while True:
+            try:
+                self._store.execute("PRAGMA journal_mode=WAL")
+                self._store.execute("PRAGMA synchronous=NORMAL")
+                self._store.execute("CREATE TABLE IF NOT EXISTS results (key BLOB PRIMARY KEY, found TEXT)")
+                return
+            except sqlite3.OperationalError as error:
+                busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY  # the rest says why
+                if not busy or time.monotonic() > patience:
+                    raise
+            time.sleep(0.01)
 
     def look_up(self, queries: Sequence[str], k: int) -> list[Found | None]:
         """What is known of each query.

@@ -1,7 +1,9 @@
 """A run is repeated from the store, exactly."""
 
+import sqlite3
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -74,6 +76,18 @@ def test_half_a_surrogate_pair_is_kept(tmp_path):
     store.store(["q"], 1, [one("half \ud800 of it")])
     store.store(["r"], 1, [one("Zürich 日本")])
     assert store.look_up(["q", "r"], 1) == [one("half \ud800 of it"), one("Zürich 日本")]
+
+
+def test_who_opens_it_waits_for_another_that_sets_it_up(tmp_path):
+    path = tmp_path / "s"
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    thread = threading.Timer(0.3, other.execute, ["COMMIT"])
+    thread.start()
+    store = ResultCache(path, {}, "use")
+    thread.join()
+    store.store(["q"], 1, [one("a")])
+    assert store.look_up(["q"], 1) == [one("a")]
 
 
 WRITER = """
