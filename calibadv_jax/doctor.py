@@ -22,7 +22,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.errors import UserError
-from calibadv_jax.memory import GIB, estimate_memory, heads_warnings, memory_line, peak_memory
+from calibadv_jax.memory import GAPS, GIB, estimate_memory, heads_warnings, memory_line, peak_memory
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.model import Model, build_model
 from calibadv_jax.offline_checks import OFFLINE_CHECKS
@@ -112,11 +112,14 @@ def memory_lines(config: Config, model: Model) -> list[str]:
     architecture = model.policy.architecture
     estimate = estimate_memory(config, architecture, model.mesh.shape)
     lines = [memory_line(estimate), *heads_warnings(architecture, model.mesh.shape)]
-    stats: dict[str, Any] = jax.devices()[0].memory_stats() or {}
-    limit = stats.get("bytes_limit")
-    if limit and peak_memory(estimate) > limit:
+    device = jax.devices()[0]
+    stats: dict[str, Any] = device.memory_stats() or {}
+    limit, peak = stats.get("bytes_limit"), peak_memory(estimate)
+    gaps = GAPS.get(device.platform, 1.0)
+    if limit and peak * gaps > limit:
+        gapped = f", and programs can need {gaps} times the estimate (docs/scale.md)" if peak <= limit else ""
         lines.append(
-            f"warning: the device has {limit / GIB:.1f} GiB; raise mesh.fsdp or mesh.tensor, or lower"
+            f"warning: the device has {limit / GIB:.1f} GiB{gapped}; raise mesh.fsdp or mesh.tensor, or lower"
             " learner.microbatch_rows, sampler.slots or learner.row_length"
         )
     return lines

@@ -23,6 +23,7 @@ from calibadv_jax.policy.weights import flatten
 from calibadv_jax.sampler.tiles import TileShape
 
 GIB = 1024**3
+GAPS = {"tpu": 1.6}  # a program takes up to so many times what it has in use at once (docs/scale.md)
 UPDATE = ("gradients", "activations", "workspace")  # live while gradients are computed only
 STEP = ("moments",)  # with optimizer.offload: those at work, live beside the sum of the gradients
 SAMPLING = ("prefill", "decode")  # live while the embedded sampler works only; one of them at a time

@@ -226,8 +226,8 @@ def test_key_value_heads_may_be_more_than_the_axis_and_not_divided():
 class Device:
     """A device with so much memory."""
 
-    def __init__(self, limit):
-        self.limit = limit
+    def __init__(self, limit, platform):
+        self.limit, self.platform = limit, platform
 
     def memory_stats(self):
         return {"bytes_limit": self.limit}
@@ -240,9 +240,13 @@ def test_a_device_that_is_too_small_is_told(monkeypatch):
     needed = peak_memory(estimate_memory(config, ARCHITECTURE, model.mesh.shape))
     assert needed < sum(estimate_memory(config, ARCHITECTURE, model.mesh.shape).values())
 
-    def lines(limit):
-        monkeypatch.setattr(jax, "devices", lambda: [Device(limit)])
+    def lines(limit, platform="gpu"):
+        monkeypatch.setattr(jax, "devices", lambda: [Device(limit, platform)])
         return doctor.memory_lines(config, model)
 
     assert len(lines(needed)) == 1  # update and sampler are not at work together
     assert lines(needed - 1)[-1].startswith("warning: the device has 0.0 GiB; raise mesh.fsdp")
+    assert "times the estimate" not in lines(needed - 1)[-1]
+    assert len(lines(1.7 * needed, "tpu")) == 1
+    assert "programs can need 1.6 times the estimate" in lines(1.5 * needed, "tpu")[-1]
+    assert "times the estimate" not in lines(needed - 1, "tpu")[-1]
