@@ -22,6 +22,7 @@ TEMPERATURE = "1"
 FREE = (
     *IGNORED, "world", "sft", "data.train", "policy.path", "policy.tokenizer", "retriever.corpus",
     "retriever.index", "sampler", "learner.row_length", "learner.microbatch_rows",
+    "policy.attention_chunk",
 )  # fmt: skip
 
 

@@ -291,6 +291,13 @@ def test_unlike_runs_do_not_stand_in_one_table(tmp_path, override, key):
         read_results(tmp_path)
 
 
+def test_what_only_makes_them_faster_may_differ(tmp_path):
+    make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
+    for seed, faster in enumerate(("policy.attention_chunk=64", "learner.microbatch_rows=2"), 4):
+        make_run(tmp_path, "grpo-lr1.9e-3", seed, STEADY, 0.7, faster)
+    assert [len(runs) for runs in read_results(tmp_path).values()] == [3]
+
+
 def test_runs_of_another_length_do_not_either(tmp_path):
     make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
     make_run(tmp_path, "calibadv-lr1.9e-3", 3, STEADY[:20], 0.7)
