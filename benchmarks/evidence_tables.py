@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,13 +27,14 @@ from benchmarks.evidence_measures import (
 from benchmarks.evidence_results import Result, Results
 
 NOTHING = "-"
-TIED, ENTROPY = "group/tied", "actor/entropy"
+TIED, ENTROPY, SEARCHES = "group/tied", "actor/entropy", "rollout/searches/mean"
 ABOUT_ARMS = f"""\
 - Collapsed: the mean reward of {WINDOW} steps fell below {LEAST_SHARE:g} of its own earlier maximum, or that
   of format validity below {LEAST_FORMAT:g}. Exact binomial intervals.
 - F1 is that of held-out questions at temperature 1. Student's t intervals.
 - Tied: share of the groups whose trajectories all have the same reward, in the last ten steps. They teach
   nothing; where all are tied, training stands still.
+- Searches: of a trajectory, in the last ten steps. A policy that gave up its second search is near one.
 - The last column pairs an arm with GRPO of the same seed, cold start, learning rate and updates.
 """
 ABOUT_WARNINGS = f"""\
@@ -67,7 +69,7 @@ def page(results: Results, cold: Mapping[int, float]) -> str:
         "Each collapsed run: the step of the warning, the side, and in brackets the lead.\n",
         warnings_table(warnings(runs)),
         "## Runs\n",
-        "Reward, entropy and tied groups are means of the last ten steps.\n",
+        "Reward, entropy, tied groups and searches are means of the last ten steps.\n",
         runs_table(runs),
     ]
     return "\n".join(parts)
@@ -87,11 +89,12 @@ def with_interval(value: float, interval: Interval | None, sign: str = "") -> st
 def cold_line(cold: Mapping[int, float]) -> str:
     values = list(cold.values())
     each = ", ".join(f"{value:.3f} (seed {seed})" for seed, value in cold.items())
-    return f"Cold starts: F1 {with_interval(statistics.fmean(values), mean_interval(values))}: {each}.\n"
+    line = f"Cold starts: F1 {with_interval(statistics.fmean(values), mean_interval(values))}: {each}."
+    return textwrap.fill(line, 110) + "\n"
 
 
 def arms_table(results: Results) -> str:
-    headers = ["arm", "seeds", "collapsed", "final F1", "best F1", "tied", "final F1 minus GRPO's"]
+    headers = ["arm", "seeds", "collapsed", "final F1", "best F1", "tied", "searches", "final F1 - GRPO's"]
     rows = []
     for arm, runs in results.items():
         count = sum(result.collapse is not None for result in runs)
@@ -105,6 +108,7 @@ def arms_table(results: Results) -> str:
                 with_interval(statistics.fmean(final), mean_interval(final)),
                 with_interval(statistics.fmean(best), mean_interval(best)),
                 end_of(runs, TIED, ".2f"),
+                end_of(runs, SEARCHES, ".2f"),
                 minus_grpo(arm, results),
             ]
         )
@@ -229,9 +233,9 @@ def runs_table(runs: Sequence[Result]) -> str:
             NOTHING if one.collapse is None else str(one.collapse),
             f"{one.final_f1:.3f}",
             f"{one.best_f1:.3f}",
-            *(end_of([one], metric, ".3f") for metric in (REWARD, ENTROPY, TIED)),
+            *(end_of([one], metric, ".3f") for metric in (REWARD, ENTROPY, TIED, SEARCHES)),
         ]
         for one in runs
     ]
-    headers = ["arm", "seed", "collapse at step", "final F1", "best F1", "reward", "entropy", "tied"]
+    headers = ["arm", "seed", "collapse step", "final F1", "best F1", "reward", "entropy", "tied", "searches"]
     return markdown(headers, rows)

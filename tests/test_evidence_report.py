@@ -179,7 +179,8 @@ def output(tmp_path_factory):
         **{AT_1: {20: 0.75, 40: 0.1}},
     )  # fmt: skip
     tied = {step: float(step > 34) for step in range(1, 41)}  # six of the last ten steps
-    make_run(output, "grpo-lr1.9e-3", 4, FALLEN, 0.3, group__tied=tied)
+    searches = {step: 1.0 + (step > 35) for step in range(1, 41)}
+    make_run(output, "grpo-lr1.9e-3", 4, FALLEN, 0.3, group__tied=tied, rollout__searches__mean=searches)
     make_run(output, "grpo-lr1.9e-3", 5, STEADY, 0.7, "data.train=/elsewhere/train.jsonl")
     make_run(
         output, "calibadv-lr1.9e-3", 3, STEADY, 0.8,
@@ -222,14 +223,23 @@ def test_only_finished_runs_count(output):
 
 def test_the_table_of_arms(output):
     rows = cells(evidence_tables.arms_table(read_results(output)))
-    assert rows["arm"] == ["seeds", "collapsed", "final F1", "best F1", "tied", "final F1 minus GRPO's"]
+    assert rows["arm"] == [
+        "seeds",
+        "collapsed",
+        "final F1",
+        "best F1",
+        "tied",
+        "searches",
+        "final F1 - GRPO's",
+    ]
     assert rows["grpo-lr1.9e-3"] == [
-        "3", "2 [0.09, 0.99]", "0.400 [-0.257, 1.057]", "0.583 [-0.029, 1.196]", "0.60", "-"
+        "3", "2 [0.09, 0.99]", "0.400 [-0.257, 1.057]", "0.583 [-0.029, 1.196]", "0.60", "1.50", "-"
     ]  # fmt: skip
     assert rows["calibadv-lr1.9e-3"] == [
-        "3", "0 [0.00, 0.71]", "0.700 [0.452, 0.948]", "0.700 [0.452, 0.948]", "-", "+0.300 [-0.596, 1.196]"
+        "3", "0 [0.00, 0.71]", "0.700 [0.452, 0.948]", "0.700 [0.452, 0.948]",
+        "-", "-", "+0.300 [-0.596, 1.196]",
     ]  # fmt: skip
-    seeds, collapsed, final, best, _, difference = rows["calibadv-lambda0.5-lr1.9e-3"]
+    seeds, collapsed, final, best, _, _, difference = rows["calibadv-lambda0.5-lr1.9e-3"]
     assert (seeds, final, best, difference) == ("1", "0.100", "0.100", "-0.100")
     assert collapsed.startswith("1 [")
 
@@ -269,7 +279,7 @@ def test_the_page_says_how_many_runs_and_how_the_cold_starts_were(output):
     assert "8 finished runs of 40 steps, seeds 3, 4, 5. In brackets 95 % intervals" in text
     assert "Cold starts: F1 0.250 [0.126, 0.374]: 0.200 (seed 3), 0.300 (seed 4), 0.250 (seed 5)." in text
     assert cells(text)["calibadv-lambda0.5-lr1.9e-3"]== [
-        "3", "29", "0.100", "0.100", "0.320", "0.100", "-"
+        "3", "29", "0.100", "0.100", "0.320", "0.100", "-", "-"
     ]  # fmt: skip
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 110
 
