@@ -5,8 +5,8 @@
     python -m benchmarks.beside_vllm quickstart --arms jax jax:whole
 
 `quickstart` is a step of configs/quickstart.yaml: 80 trajectories whose prompts, turns and documents are as
-long as those of its demonstrations. `30m` is a policy of 31 million parameters: 32 trajectories of up to four
-turns, contexts of 200 to 1,024 tokens, 16 at once. Random weights. Every turn has the length that was drawn
+long as those of its demonstrations. `30m` is a policy of 31 million parameters: 16 trajectories of up to four
+turns, contexts of 200 to 1,024 tokens. Random weights. Every turn has the length that was drawn
 for it, and a stop string is looked for that no token can write. Documents are there at once, or after
 `--search-ms`; there is no search service. Every round has prompts of its own, so that vLLM finds in its
 prefix cache what the same trajectories have written, and nothing else.
@@ -173,7 +173,7 @@ def work_of(samples: list[Sample], search_seconds: float) -> Work:
 
 
 def middle(arguments: argparse.Namespace, folder: Path) -> Setting:
-    vocabulary, trajectories = MIDDLE["vocab_size"], arguments.trajectories or 32
+    vocabulary, trajectories = MIDDLE["vocab_size"], arguments.trajectories or 16
     words = {f"w{number}": number for number in range(vocabulary)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")))
 
@@ -187,7 +187,13 @@ def middle(arguments: argparse.Namespace, folder: Path) -> Setting:
             documents = rng.integers(0, vocabulary, (trajectories, 4, MIDDLE_DOCUMENTS)).tolist()
             yield Work(prompts, turns, documents, np.array(arguments.search_ms / 1000), NEVER)
 
-    return Setting(MIDDLE, tokenizer, changed(SamplerConfig(slots=16), arguments), 1024, rounds())
+    return Setting(
+        MIDDLE,
+        tokenizer,
+        changed(SamplerConfig(slots=16, decode_chunk=8, prefill_chunk=64), arguments),
+        1024,
+        rounds(),
+    )
 
 
 SETTINGS = {"quickstart": quickstart, "30m": middle}
@@ -225,6 +231,7 @@ async def measure(
             difference = await compared(samplers, work.prompts[0])
         for arm in list(samplers) if number % 2 else reversed(samplers):
             seconds = await one_round(Loops(samplers[arm], work), with_children=arm == "vllm")
+            sys.stderr.write(f"round {number}, {arm}: {seconds.wall:.2f} s, {seconds.cpu:.2f} s of CPU\n")
             if number:  # the first one compiles
                 timed[arm].append(seconds)
     for sampler in samplers.values():
