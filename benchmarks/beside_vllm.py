@@ -169,7 +169,8 @@ def work_of(samples: list[Sample], search_seconds: float) -> Work:
         prompts.append(pieces[0])
         turns.append([len(piece) for piece in pieces[1::2]])
         documents.append(([*pieces[2::2], []])[: len(turns[-1])])
-    return Work(prompts, turns, documents, np.array(search_seconds), NEVER)
+    searches = np.full((len(turns), max(map(len, turns))), search_seconds)
+    return Work(prompts, turns, documents, searches, NEVER)
 
 
 def middle(arguments: argparse.Namespace, folder: Path) -> Setting:
@@ -185,7 +186,8 @@ def middle(arguments: argparse.Namespace, folder: Path) -> Setting:
             ]
             prompts = [rng.integers(0, vocabulary, rng.integers(*MIDDLE_PROMPT)).tolist() for _ in turns]
             documents = rng.integers(0, vocabulary, (trajectories, 4, MIDDLE_DOCUMENTS)).tolist()
-            yield Work(prompts, turns, documents, np.array(arguments.search_ms / 1000), NEVER)
+            searches = np.full((trajectories, 4), arguments.search_ms / 1000)
+            yield Work(prompts, turns, documents, searches, NEVER)
 
     return Setting(
         MIDDLE,

@@ -79,7 +79,7 @@ class Work:
     Attributes:
         prompts: tokens of each.
         documents: tokens of each that follow each of its turns.
-        search_seconds: float [trajectories, most turns], or one number: what the documents take.
+        search_seconds: float [trajectories, most turns], what the documents of a turn take.
         stop: strings at which turns end; one that no token can write costs as those of the protocol do.
     """
 
@@ -103,8 +103,6 @@ class Loops:
 
     def __init__(self, sampler: Sampler, work: Work):
         self.sampler, self.work = sampler, work
-        shape = len(work.turns), max(map(len, work.turns))
-        self.search_seconds = np.broadcast_to(work.search_seconds, shape)
 
     async def turn(self, number: int, index: int, context: list[int]) -> list[int]:
         sampling = SamplingParams(
@@ -114,7 +112,7 @@ class Loops:
         return context + completion.token_ids
 
     async def search(self, number: int, index: int, context: list[int]) -> list[int]:
-        await asyncio.sleep(float(self.search_seconds[number, index]))
+        await asyncio.sleep(float(self.work.search_seconds[number, index]))
         return context + self.work.documents[number][index]
 
     async def continuous(self, at_once: int) -> None:
