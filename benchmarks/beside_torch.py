@@ -41,6 +41,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from benchmarks.device import SHAPES
 from benchmarks.update_speed import drawn, seconds
 from calibadv_jax.config import Config, LearnerConfig, LossConfig, MeshConfig, OptimizerConfig, load_config
 from calibadv_jax.data.world import write_world
@@ -60,20 +61,7 @@ THREADS = 2
 LOSS = LossConfig()
 OPTIMIZER = OptimizerConfig(lr=1e-6, schedule="constant")
 ARMS = ("padded", "sorted", "packed")
-MIDDLE: dict[str, Any] = {  # 31 million parameters
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 16384,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
+MIDDLE = SHAPES["30m"]
 
 
 @dataclass(frozen=True)

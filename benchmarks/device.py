@@ -49,6 +49,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "tie_word_embeddings": True,
     },
+    "30m": {  # 31 million parameters
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 16384,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    },
     "qwen2.5-0.5b": QWEN
     | {
         "hidden_size": 896,

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import numpy as np
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
-from calibadv_jax.interfaces import SamplingParams
+from calibadv_jax.interfaces import Sampler, SamplingParams
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.stopping import StopRule
@@ -71,40 +72,67 @@ def draw_turns(trajectories: int, turns: int, median: float, sigma: float, seed:
     ]
 
 
-class Loops:
-    """Both loops over one sampler, for the same turns."""
+@dataclass(frozen=True)
+class Work:
+    """Trajectories to write.
 
-    def __init__(self, sampler: VllmSampler, turns: Turns, search_seconds: np.ndarray, seed: int):
-        self.sampler, self.turns, self.search_seconds = sampler, turns, search_seconds
-        rng = np.random.default_rng(seed)
-        self.prompts = rng.integers(11, 398, (len(turns), 40)).tolist()
-        self.documents = rng.integers(11, 398, (len(turns), max(map(len, turns)), DOCUMENT_TOKENS)).tolist()
+    Attributes:
+        prompts: tokens of each.
+        documents: tokens of each that follow each of its turns.
+        search_seconds: float [trajectories, most turns], what the documents of a turn take.
+        stop: strings at which turns end; one that no token can write costs as those of the protocol do.
+    """
+
+    prompts: list[list[int]]
+    turns: Turns
+    documents: list[list[list[int]]]
+    search_seconds: np.ndarray
+    stop: tuple[str, ...] = ()
+
+
+def random_work(turns: Turns, search_seconds: np.ndarray, seed: int) -> Work:
+    """Prompts and documents of random words, the same number of them everywhere."""
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(11, 398, (len(turns), 40)).tolist()
+    documents = rng.integers(11, 398, (len(turns), max(map(len, turns)), DOCUMENT_TOKENS)).tolist()
+    return Work(prompts, turns, documents, search_seconds)
+
+
+class Loops:
+    """Both loops over one sampler, for the same work."""
+
+    def __init__(self, sampler: Sampler, work: Work):
+        self.sampler, self.work = sampler, work
 
     async def turn(self, number: int, index: int, context: list[int]) -> list[int]:
-        sampling = SamplingParams(max_tokens=self.turns[number][index], seed=number * 100 + index)
+        sampling = SamplingParams(
+            max_tokens=self.work.turns[number][index], seed=number * 100 + index, stop=self.work.stop
+        )
         completion = await self.sampler.generate(context, sampling, str(number))
         return context + completion.token_ids
 
     async def search(self, number: int, index: int, context: list[int]) -> list[int]:
-        await asyncio.sleep(float(self.search_seconds[number, index]))
-        return context + self.documents[number][index]
+        await asyncio.sleep(float(self.work.search_seconds[number, index]))
+        return context + self.work.documents[number][index]
 
     async def continuous(self, at_once: int) -> None:
         free = asyncio.Semaphore(at_once)
 
         async def one(number: int) -> None:
             async with free:
-                context = self.prompts[number]
-                for index in range(len(self.turns[number])):
+                context = self.work.prompts[number]
+                for index in range(len(self.work.turns[number])):
                     context = await self.turn(number, index, context)
                     context = await self.search(number, index, context)
+                self.sampler.release(str(number))
 
-        await asyncio.gather(*(one(number) for number in range(len(self.turns))))
+        await asyncio.gather(*(one(number) for number in range(len(self.work.turns))))
 
     async def lock_step(self) -> None:
-        contexts = dict(enumerate(self.prompts))
-        for index in range(max(map(len, self.turns))):
-            live = [number for number in contexts if index < len(self.turns[number])]
+        contexts = dict(enumerate(self.work.prompts))
+        turns = self.work.turns
+        for index in range(max(map(len, turns))):
+            live = [number for number in contexts if index < len(turns[number])]
             written = await asyncio.gather(*(self.turn(number, index, contexts[number]) for number in live))
             contexts |= dict(zip(live, written, strict=True))
             found = await asyncio.gather(*(self.search(number, index, contexts[number]) for number in live))
@@ -123,7 +151,7 @@ async def measure(url: str, snapshot: Path, arguments: argparse.Namespace) -> di
             0.0, arguments.search_sigma, (len(turns), arguments.turns)
         )
         searches = arguments.search_ms / 1000 * np.exp(spread)
-        first, second = (Loops(sampler, turns, searches, 2 * number + n) for n in (0, 1))
+        first, second = (Loops(sampler, random_work(turns, searches, 2 * number + n)) for n in (0, 1))
         both: list[tuple[str, Callable[[], Coroutine[None, None, None]]]] = [
             ("continuous", partial(first.continuous, len(turns))),
             ("lock step", second.lock_step),
@@ -136,7 +164,7 @@ async def measure(url: str, snapshot: Path, arguments: argparse.Namespace) -> di
         if number:
             all_turns += turns
             all_searches.append(searches)
-    stream = Loops(sampler, all_turns, np.concatenate(all_searches), 2 * arguments.rounds + 2)
+    stream = Loops(sampler, random_work(all_turns, np.concatenate(all_searches), 2 * arguments.rounds + 2))
     begun = time.monotonic()
     await stream.continuous(arguments.trajectories)
     seconds["stream"].append((time.monotonic() - begun) / arguments.rounds)

@@ -6,7 +6,7 @@ Trains on demonstrations and writes a HuggingFace folder that `train` starts fro
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -137,13 +137,33 @@ def _batches(
 ) -> Iterator[Batch]:
     """Endless packed batches of exactly `sft.rows` rows."""
     sft = config.sft
+    demonstrations = _demonstrations(config, phase, own, seed)
+    samples = (encode_demonstration(one, config, tokenizer, phase.loss_on) for one in demonstrations)
+    for full in _row_fulls(samples, sft.rows, sft.row_length):
+        yield pack(full, sft.row_length, weights=token_weights(full, "token_mean"))
+
+
+def _row_fulls(samples: Iterable[Sample], rows: int, row_length: int) -> Iterator[list[Sample]]:
+    """The samples in their order, each time as many as go into the rows; a rest that does not fill them is
+    left out."""
     pending: list[Sample] = []
-    for demonstration in _demonstrations(config, phase, own, seed):
-        pending.append(encode_demonstration(demonstration, config, tokenizer, phase.loss_on))
-        _, rows = place([len(sample.tokens) for sample in pending], sft.row_length)
-        if rows > sft.rows:
-            full, pending = pending[:-1], pending[-1:]
-            yield pack(full, sft.row_length, weights=token_weights(full, "token_mean"))
+    lengths: list[int] = []
+    for sample in samples:
+        pending.append(sample)
+        lengths.append(len(sample.tokens))
+        if _may_need_more(lengths, rows, row_length) and place(lengths, row_length)[1] > rows:
+            yield pending[:-1]
+            pending, lengths = pending[-1:], lengths[-1:]
+
+
+def _may_need_more(lengths: Sequence[int], rows: int, row_length: int) -> bool:
+    """False only where `place` needs no more than so many rows; costs a small part of it.
+
+    Where a sample opens one more row, it has room in none of the others: so many tokens lie there already.
+    """
+    ordered = np.sort(lengths)[::-1]  # as first-fit decreasing takes them
+    fewest = rows * (row_length + 1 - ordered) + ordered
+    return bool(np.any(np.cumsum(ordered) >= fewest))
 
 
 def _demonstrations(

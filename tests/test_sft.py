@@ -14,13 +14,24 @@ from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.errors import UserError
-from calibadv_jax.learner.batching import pack
+from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.optimizer import make_optimizer
+from calibadv_jax.learner.packing import place
 from calibadv_jax.model import build_model, initial_params
 from calibadv_jax.trajectory import Document, Question
 
 pytestmark = pytest.mark.medium
+
+# Tokens of a row, rows, tokens of the shortest and of the longest sample.
+SHAPES = [
+    (128, 4, 5, 30),
+    (128, 4, 1, 128),
+    (128, 3, 40, 70),
+    (64, 1, 1, 64),
+    (96, 5, 25, 50),
+    (50, 2, 50, 50),
+]
 
 QUESTION = Question("1", "who wrote silent garden ?", ("ada",), "test")
 
@@ -87,6 +98,30 @@ def test_batches_have_the_rows_that_were_asked_for(tokenizer):
     for batch in islice(sft._batches(config, SftPhase(kind="drills"), [], tokenizer, seed=0), 5):
         assert batch.tokens.shape == (3, 128)
         assert np.isclose(batch.weights.sum(), 1.0)
+
+
+@pytest.mark.parametrize("row_length, rows, shortest, longest", SHAPES)
+def test_as_many_samples_go_into_a_batch_as_first_fit_places(row_length, rows, shortest, longest):
+    lengths = np.random.default_rng(rows).integers(shortest, longest + 1, 400).tolist()
+    pending, expected = [], []
+    for number in range(len(lengths)):
+        pending.append(number)
+        if place([lengths[one] for one in pending], row_length)[1] > rows:
+            expected.append(pending[:-1])
+            pending = pending[-1:]
+    samples = [Sample(np.full(length, number), *[None] * 3) for number, length in enumerate(lengths)]
+    found = [[int(sample.tokens[0]) for sample in full] for full in sft._row_fulls(samples, rows, row_length)]
+    assert found == expected and len(found) > 3
+
+
+def test_rows_are_counted_only_where_one_more_may_be_needed(monkeypatch):
+    counted = []
+    monkeypatch.setattr(
+        sft, "place", lambda lengths, row_length: counted.append(1) or place(lengths, row_length)
+    )
+    samples = [Sample(np.zeros(20, np.int32), *[None] * 3)] * 200
+    assert [len(full) for full in sft._row_fulls(samples, 4, 320)] == [64, 64, 64]
+    assert len(counted) < 20
 
 
 def test_a_demonstration_too_long_for_a_row_is_named(tokenizer):
