@@ -32,10 +32,10 @@ TPU_POINTS = (
     "--topology v5e:4x4 --shape qwen2.5-3b --fsdp 16 --slots 64",
     "--topology v5p:2x2x1 --shape qwen2.5-3b --fsdp 4 --slots 64",
     "--topology v6e:2x4 --shape qwen2.5-3b --fsdp 8 --slots 64",
-    "--topology v5e:4x8 --shape qwen2.5-7b --fsdp 32 --slots 64",
+    "--topology v5e:8x8 --shape qwen2.5-7b --fsdp 64 --slots 64",
     "--topology v5p:2x2x2 --shape qwen2.5-7b --fsdp 8 --slots 64",
     "--topology v6e:4x4 --shape qwen2.5-7b --fsdp 16 --slots 64",
-    "--topology v5e:4x8 --shape llama-3.2-3b --fsdp 32 --slots 64",
+    "--topology v5e:8x8 --shape llama-3.2-3b --fsdp 64 --slots 64",
     "--topology v5p:2x2x1 --shape llama-3.2-3b --fsdp 4 --slots 64",
     "--topology v6e:4x4 --shape llama-3.2-3b --fsdp 16 --slots 64",
 )
