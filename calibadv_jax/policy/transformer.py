@@ -158,10 +158,12 @@ class Block(nnx.Module):
         keys, values = (
             old.at[at].set(new.astype(old.dtype), mode="drop") for old, new in zip(stack, (k, v), strict=True)
         )
-        k, v = (jax.lax.dynamic_index_in_dim(held, layer, keepdims=False) for held in (keys, values))
 
         def mixed(width: int) -> jax.Array:
-            near_k, near_v = (x[:, :, :width] if slots is None else x[slots, :, :width] for x in (k, v))
+            # Of the layer within the branch: what a branch is given is copied, all columns of it.
+            sizes = 1, *keys.shape[1:3], width, keys.shape[4]
+            near = (jax.lax.dynamic_slice(held, (layer, 0, 0, 0, 0), sizes)[0] for held in (keys, values))
+            near_k, near_v = (x if slots is None else x[slots] for x in near)
             return attention.cached_attention(q, near_k, near_v, positions)
 
         widths, number = window
