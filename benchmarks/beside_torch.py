@@ -16,7 +16,11 @@ Before timing, log-probabilities, loss and norm of the gradient of every arm are
 the status is 1 where they differ. Prints median wall-clock and CPU seconds and the ratios of PyTorch's to the
 learner's (above 1: the learner is faster). Wall-clock ratios need an otherwise idle machine. `--idle S` gives
 a share of the trajectories no advantage: the learner leaves those out of the update, PyTorch computes them.
-JAX_NUM_CPU_DEVICES=2 gives the learner two devices, as the quickstart does.
+JAX_NUM_CPU_DEVICES=2 gives the learner two devices, as the quickstart does. At `30m` both sides should keep
+their memory between calls, else the kernel zeroes gigabytes at each microbatch:
+
+    M=glibc.malloc
+    export GLIBC_TUNABLES=$M.hugetlb=1:$M.mmap_max=0:$M.trim_threshold=17179869184:$M.arena_max=1
 """
 
 from __future__ import annotations

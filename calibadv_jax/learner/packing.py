@@ -6,7 +6,7 @@ the rows have one of a few widths, each compiled once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import combinations
@@ -15,6 +15,8 @@ import numpy as np
 
 WIDTHS = (Fraction(1), Fraction(1, 2), Fraction(3, 4), Fraction(1, 4), Fraction(3, 8))  # most useful first
 WORTH = 0.01  # share of the cost that another width must save: it takes a compilation
+FEW = 32  # samples: a microbatch is a large share of them, so that more ways to lay them are tried
+ORDERS = 32  # for FEW samples, besides that by length
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,11 @@ def place(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int
 
 
 def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
-    """The cheapest way to lay samples into rows of some of these widths, by first-fit decreasing.
+    """The cheapest way found to lay samples into rows of some of these widths, by first-fit decreasing.
 
     Long samples open rows of the narrowest of the chosen widths that holds them; what is left free there, and
-    in the empty rows of the last microbatch, is offered to the shorter ones.
+    in the empty rows of the last microbatch, is offered to the shorter ones. Every number of microbatches of
+    the widest rows is tried, and few samples in other orders, too: what remains may fit into narrower ones.
 
     Args:
         shapes: widest first.
@@ -94,19 +97,36 @@ def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
     if longest > shapes[0].length:
         index = int(np.argmax(lengths))
         raise ValueError(f"sample {index} has {longest} tokens, but a row holds {shapes[0].length}")
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     choices = [
         list(chosen)
         for count in range(1, len(shapes) + 1)
         for chosen in combinations(shapes, count)
         if chosen[0].length >= longest
     ]
-    plans = (_laid(lengths, order, chosen) for chosen in choices)
+    plans = (
+        _laid(lengths, order, chosen, more)
+        for order in _orders(lengths, len(shapes))
+        for chosen in choices
+        for more in range(1 + (len(chosen) > 1) * (sum(lengths) // (chosen[0].rows * chosen[0].length)))
+    )
     return min(plans, key=lambda found: found.cost * (1.0 + WORTH * len(found.shapes)))
 
 
-def _laid(lengths: Sequence[int], order: list[int], shapes: Sequence[RowShape]) -> Plan:
-    """Samples in `order` of falling length into rows of all `shapes` that have use for them."""
+def _orders(lengths: Sequence[int], num_shapes: int) -> Iterator[list[int]]:
+    """Samples by falling length, then by lengths that chance has raised by up to their double."""
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    yield order
+    rng = np.random.default_rng(0)
+    for _ in range(ORDERS if 1 < len(lengths) <= FEW and num_shapes > 1 else 0):
+        raised = np.asarray(lengths) * rng.uniform(1.0, 2.0, len(lengths))
+        yield np.argsort(-raised, kind="stable").tolist()
+
+
+def _laid(lengths: Sequence[int], order: list[int], shapes: Sequence[RowShape], more: int) -> Plan:
+    """Samples in `order` into rows of all `shapes` that have use for them.
+
+    `more` microbatches of the widest rows are offered to all samples, besides those that long ones open.
+    """
     placements: dict[int, Placement] = {}
     used: list[RowShape] = []
     num_rows: list[int] = []
@@ -114,11 +134,12 @@ def _laid(lengths: Sequence[int], order: list[int], shapes: Sequence[RowShape]) 
     for shape, limit in zip(shapes, narrower, strict=True):
         left = [index for index in order if index not in placements]
         needed = [index for index in left if lengths[index] > limit]
-        if not needed and (limit or used):
+        offered = 0 if used else more * shape.rows
+        if not needed and not offered and (limit or used):
             continue
-        rows = _Rows(shape.length, len(left))
+        rows = _Rows(shape.length, len(left) + offered)
         found = {index: rows.put(lengths[index], opens=True) for index in needed}
-        rows.count = -(-rows.count // shape.rows) * shape.rows
+        rows.count = -(-rows.count // shape.rows) * shape.rows + offered
         found |= {index: rows.put(lengths[index], opens=False) for index in left if index not in found}
         batch = len(used)
         placements |= {index: replace(at, batch=batch) for index, at in found.items() if at is not None}

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from calibadv_jax.policy.elementwise import inner_product
+
 MASKED = -1e30  # finite, so that a row without any visible key gives no NaN
 
 
@@ -74,8 +76,8 @@ def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, j
     segments, first = _segment_blocks(segment_ids, block)
     scale = 1.0 / math.sqrt(queries.shape[-1])
     of_keys = (*gradient.shape[:2], num_kv, gradient.shape[3])
-    inner = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), -1, keepdims=True)
-    inner = _blocks(inner, num_kv, block)  # [n, B, K, G*C, 1]
+    inner = inner_product(gradient.astype(jnp.float32), out.astype(jnp.float32))
+    inner = _blocks(inner[..., None], num_kv, block)  # [n, B, K, G*C, 1]
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def attend(carry: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[Any, jax.Array]:

@@ -16,6 +16,14 @@ from flax import nnx
 Saved = tuple[Any, ...]
 
 
+def inner_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The sum of x * y over the last axis, both float32 [..., D] -> [...].
+
+    As one product: the same written with `sum` takes XLA's CPU compiler 7 to 18 times as long.
+    """
+    return jnp.einsum("...d,...d->...", x, y, precision=jax.lax.Precision.HIGHEST)
+
+
 class RMSNorm(nnx.RMSNorm):
     """Flax's over the last axis, with the same parameter and values."""
 
@@ -41,7 +49,8 @@ def _norm_backward(epsilon: float, saved: Saved, gradient: jax.Array) -> tuple[j
     unit = x.astype(jnp.float32) * inverse
     change = gradient.astype(jnp.float32)
     to_unit = change * scale.astype(jnp.float32)
-    to_x = inverse * (to_unit - unit * jnp.mean(to_unit * unit, -1, keepdims=True))
+    along = inner_product(to_unit, unit)[..., None] / x.shape[-1]
+    to_x = inverse * (to_unit - unit * along)
     to_scale = jnp.sum(change * unit, axis=range(x.ndim - 1))
     return to_x.astype(x.dtype), to_scale.astype(scale.dtype)
 

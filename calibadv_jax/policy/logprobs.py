@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from calibadv_jax.policy.elementwise import inner_product
 from calibadv_jax.policy.transformer import Decoder
 from calibadv_jax.policy.vocabulary import Layout, layout_of
 
@@ -83,7 +84,7 @@ class _Head:
             largest = jax.lax.pmax(largest, layout.vocab)
         exponentials = jnp.exp(logits - largest[..., None])
         total = layout.over_vocab(exponentials.sum(-1))
-        expected = layout.over_vocab((exponentials * logits).sum(-1)) / total
+        expected = layout.over_vocab(inner_product(exponentials, logits)) / total
         index = targets - layout.first(logits.shape[-1])
         mine = (index >= 0) & (index < logits.shape[-1])
         chosen = jnp.take_along_axis(logits, jnp.where(mine, index, 0)[..., None], axis=-1)[..., 0]

@@ -123,3 +123,19 @@ def test_samples_in_rows_of_two_widths_are_found_again():
     back = taken([batch.sampler_logprobs for batch in batches], found.placements)
     for sample, values in zip(samples, back, strict=True):
         np.testing.assert_allclose(values[1:], sample.logprobs[1:], rtol=1e-6)
+
+
+def test_what_wide_rows_leave_over_lies_in_a_narrower_one():
+    lengths = [40] * 17 + [24] * 17 + [30]  # none needs a row of 64; more than are tried in other orders
+    found = plan(lengths, shapes(64, 48, rows=1))
+    assert found.num_rows == [17, 1] and found.positions == [17 * 64, 48]
+    assert plan([40, 40, 30], shapes(64, 48, rows=2)).positions == [4 * 48]
+
+
+def test_few_samples_are_laid_in_other_orders_too():
+    lengths = [431, 369, 587, 425, 290, 496, 874, 706, 262, 187, 275, 410]
+    found = plan(lengths, shapes(1024, 768, 512))
+    assert found.positions == [4 * 1024, 2 * 768]  # in falling order they take six wide rows
+    assert found == plan(lengths, shapes(1024, 768, 512))
+    alone = plan(lengths, shapes(1024))
+    assert [at.row for at in alone.placements][6:8] == [0, 1] and alone.num_rows == [6]
