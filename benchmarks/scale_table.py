@@ -27,12 +27,11 @@ from calibadv_jax.memory import GIB
 
 TPUS = {"v5e": 16e9, "v5p": 95e9, "v6e": 32e9}  # bytes of a chip
 HEADINGS = {"apply": "optimizer's step"}  # of programs that have another name in the table
-COMMON = "--length 16384 --tensor 1"
+COMMON = "--length 16384 --tensor"
 TPU_POINTS = (
     "--topology v5e:4x4 --shape qwen2.5-3b --fsdp 16 --slots 64",
     "--topology v5p:2x2x1 --shape qwen2.5-3b --fsdp 4 --slots 64",
     "--topology v6e:2x4 --shape qwen2.5-3b --fsdp 8 --slots 64",
-    "--topology v5e:8x8 --shape qwen2.5-7b --fsdp 64 --slots 64",
     "--topology v5p:2x2x2 --shape qwen2.5-7b --fsdp 8 --slots 64",
     "--topology v6e:4x4 --shape qwen2.5-7b --fsdp 16 --slots 64",
     "--topology v5e:8x8 --shape llama-3.2-3b --fsdp 64 --slots 64",
@@ -45,7 +44,10 @@ GPU_POINTS = tuple(
     for topology, devices, slots in (("1x1x8", 8, 64), ("1x2x8", 16, 128), ("1x1x1", 1, 4))
     for gpu in GPUS
 )
-POINTS = tuple(f"{point} {COMMON}" for point in (*TPU_POINTS, *GPU_POINTS))
+POINTS = (
+    *(f"{point} {COMMON} 1" for point in (*TPU_POINTS, *GPU_POINTS)),
+    f"--topology v5e:4x8 --shape qwen2.5-7b --fsdp 16 --slots 64 {COMMON} 2",  # too large where tensor is 1
+)
 
 
 def file_of(folder: Path, point: str) -> Path:
