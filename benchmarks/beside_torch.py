@@ -121,7 +121,7 @@ def parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("setting", choices=["quickstart", "30m"])
+    parser.add_argument("setting", choices=list(SETTINGS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--idle", type=float, default=0.0, help="share of trajectories without advantage")
     parser.add_argument("--rounds", type=int, default=8)

@@ -6,10 +6,10 @@
 
 `quickstart` is a step of configs/quickstart.yaml: 80 trajectories whose prompts, turns and documents are as
 long as those of its demonstrations. `30m` is a policy of 31 million parameters: 16 trajectories of up to four
-turns, contexts of 200 to 1,024 tokens. Random weights. Every turn has the length that was drawn
-for it, and a stop string is looked for that no token can write. Documents are there at once, or after
-`--search-ms`; there is no search service. Every round has prompts of its own, so that vLLM finds in its
-prefix cache what the same trajectories have written, and nothing else.
+turns, contexts of 200 to 1,024 tokens. Random weights. Every turn has the length that was drawn for it: the
+stop string is one that no token can write. Documents are there at once, or after `--search-ms`; there is no
+search service. Every round has prompts of its own, so that vLLM finds in its prefix cache what the same
+trajectories have written, and nothing else.
 
 Arms: `jax`: the embedded sampler; `jax:whole`: it reads all columns of its cache at every token; `vllm`: one
 worker, started and asked as the trainer does. A first round, which compiles, is not counted.
@@ -32,9 +32,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -130,7 +130,7 @@ def parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("setting", choices=["quickstart", "30m"])
+    parser.add_argument("setting", choices=list(SETTINGS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["jax", "vllm"])
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32")
     parser.add_argument("--rounds", type=int, default=3)
@@ -299,24 +299,20 @@ def report(
         f" {len(os.sched_getaffinity(0))} core(s), {jax.device_count()} device(s),"
         f" jax {jax.__version__}{vllm}; log-probabilities differ by {difference:.1e} at most\n"
     )
-    columns = ("wall s", "cpu s", "trajectories/s", "tokens/s", "wall ratio", "cpu ratio", "best wall s")
-    out(f"{'':10}" + "".join(f"{name:>16}" for name in columns) + "\n")
-    base = timed[arguments.arms[0]]
+    headings = ("wall s", "cpu s", "trajectories/s", "tokens/s", "wall ratio", "cpu ratio", "best wall s")
+    out(f"{'':10}" + "".join(f"{name:>16}" for name in headings) + "\n")
+    base = medians(timed[arguments.arms[0]])
     for arm, rounds in timed.items():
-        wall, cpu = (statistics.median(getattr(one, part) for one in rounds) for part in ("wall", "cpu"))
-        rates = [
-            statistics.median(getattr(one, f"{part}_per_second") for one in rounds)
-            for part in ("trajectories", "tokens")
-        ]
-        ratios = [
-            statistics.median(getattr(one, part) for one in rounds)
-            / statistics.median(getattr(one, part) for one in base)
-            for part in ("wall", "cpu")
-        ]
-        best = min(one.wall for one in rounds)
-        values = [f"{x:.3f}" for x in (wall, cpu)] + [f"{x:.1f}" for x in rates]
-        values += [f"{x:.2f}" for x in ratios] + [f"{best:.3f}"]
+        found, best = medians(rounds), min(one.wall for one in rounds)
+        values = [f"{x:.3f}" for x in (found.wall, found.cpu)]
+        values += [f"{x:.1f}" for x in (found.trajectories_per_second, found.tokens_per_second)]
+        values += [f"{x:.2f}" for x in (found.wall / base.wall, found.cpu / base.cpu)] + [f"{best:.3f}"]
         out(f"{arm:10}" + "".join(f"{value:>16}" for value in values) + "\n")
+
+
+def medians(rounds: Sequence[Seconds]) -> Seconds:
+    """Of every figure by itself."""
+    return Seconds(*map(statistics.median, zip(*map(astuple, rounds), strict=True)))
 
 
 if __name__ == "__main__":

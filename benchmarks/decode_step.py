@@ -22,7 +22,7 @@ from benchmarks.device import SHAPES
 from benchmarks.update_speed import seconds
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Cache, Numerics, Params, Policy
-from calibadv_jax.sampler.engine import _steps
+from calibadv_jax.sampler.engine import even_widths
 from calibadv_jax.sampler.sampling import sample_tokens
 
 TOKENS = 8  # of one call
@@ -33,7 +33,7 @@ def main() -> None:
     policy = Policy(architecture_from_hf(SHAPES[arguments.shape]), Numerics(jnp.dtype(arguments.dtype)))
     params = jax.jit(policy.init)(jax.random.key(0))
     params = jax.tree.map(lambda leaf: leaf.astype(policy.numerics.compute_dtype), params)
-    rows, widths = arguments.rows, _steps(arguments.length)
+    rows, widths = arguments.rows, even_widths(arguments.length)
     cache = policy.empty_cache(rows, arguments.length)
     hidden = jnp.ones((rows, policy.architecture.hidden_size), policy.numerics.compute_dtype)
     logits = jax.random.normal(jax.random.key(1), (rows, policy.architecture.vocab_size))

@@ -144,8 +144,7 @@ def _batches(
 
 
 def _row_fulls(samples: Iterable[Sample], rows: int, row_length: int) -> Iterator[list[Sample]]:
-    """The samples in their order, each time as many as go into the rows; a rest that does not fill them is
-    left out."""
+    """Samples in their order, in lists that each fill the rows. A rest that does not is left out."""
     pending: list[Sample] = []
     lengths: list[int] = []
     for sample in samples:

@@ -71,7 +71,7 @@ class CacheEngine:
         ]
         branches = platform in BRANCHING
         self._windows = [max_length] if branches else _halvings(max_length)
-        self._widths = _steps(max_length) if branches else []
+        self._widths = even_widths(max_length) if branches else []
         self._params: Params | None = None
         self._cache: Cache | None = None  # leaves [groups, L, rows, K, T, H]
         # A copy even where the precision is the same: the learner donates its parameters at the next update.
@@ -318,7 +318,7 @@ def _halvings(length: int) -> list[int]:
     return widths
 
 
-def _steps(length: int) -> list[int]:
+def even_widths(length: int) -> list[int]:
     """Widths of a program that chooses among them, ascending: multiples of STEP below `length`, and it."""
     step = STEP * -(-length // (STEP * MOST_WIDTHS))
     return [*range(step, length, step), length]

@@ -147,10 +147,10 @@ def test_windows_are_halvings():
 
 
 def test_widths_are_even_steps():
-    assert engine._steps(320) == [64, 128, 192, 256, 320]
-    assert engine._steps(100) == [64, 100]
-    assert engine._steps(40) == [40]
-    assert engine._steps(16384) == [*range(2048, 16384, 2048), 16384]
+    assert engine.even_widths(320) == [64, 128, 192, 256, 320]
+    assert engine.even_widths(100) == [64, 100]
+    assert engine.even_widths(40) == [40]
+    assert engine.even_widths(16384) == [*range(2048, 16384, 2048), 16384]
 
 
 def test_successive_slots_are_of_different_devices(policy):
