@@ -174,12 +174,11 @@ async function start() {
   setUpList(chooseGroup);
   setUpKeys();
   setUpTip();
-  const showAddress = () => {
+  // A change of the fragment fires this too: with "hashchange" beside it, a group would be drawn twice.
+  window.addEventListener("popstate", () => {
     state = readState();
     showState();
-  };
-  window.addEventListener("popstate", showAddress);
-  window.addEventListener("hashchange", showAddress);
+  });
   const shown = showState();
   performance.mark("list");
   find("list").dataset.ready = "yes";
