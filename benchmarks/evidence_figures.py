@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.evidence_arms import FOUR, MINIBATCHES, NEAR, Arm
-from benchmarks.evidence_measures import WINDOW, mean_interval
+from benchmarks.evidence_arms import FOUR, MINIBATCHES, Arm
+from benchmarks.evidence_measures import REWARD, SEARCHES, WINDOW, finite, mean_interval
 from benchmarks.evidence_results import Result, Results
 from calibadv_jax.report.curves import over_seeds
 from calibadv_jax.report.draw import COLOURS, DASHES, LINE_WIDTH, MUTED, SMALL_TEXT, STYLE, UNIT, draw
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 COLUMN, ROW = 300, 170  # of a sweep's panel, in units of `draw`
 DODGE = 0.006  # share of the axis by which neighbouring intervals are moved apart
+CURVES = {"rewards": (REWARD, "reward"), "searches": (SEARCHES, "searches")}  # name -> metric, unit
 UPDATES = {"": "5 updates a step", "-1update": "1 update a step"}
 
 Points = Mapping[float, Sequence[Result]]  # place on the x axis -> the seeds there
@@ -36,12 +37,12 @@ def figures(results: Results) -> dict[str, Figure]:
             columns[UPDATES[updates]] = lines
     if columns:
         found["frontier"] = sweep(columns, "learning rate in 1e-3")
-    near = {
+    pair = {
         arm: runs for arm, runs in results.items() if arm.method in ("grpo", "calibadv") and not arm.updates
     }
-    near = {arm: runs for arm, runs in near.items() if arm.lr in NEAR}
-    if near:
-        found["rewards"] = reward_curves(near)
+    for name, (metric, _) in CURVES.items():
+        if any(finite(one.run.values(metric)) for runs in pair.values() for one in runs):
+            found[name] = curves(pair, name)
     lambdas = _by_lambda(results)
     if lambdas:
         found["lambda"] = sweep(lambdas, "λ")
@@ -69,15 +70,21 @@ def _by_lambda(results: Results) -> dict[str, dict[str, Points]]:
     return columns
 
 
-def reward_curves(results: Results) -> Figure:
-    """Training reward by step, a panel for each learning rate: mean of the seeds, band over all of them."""
+def curves(results: Results, name: str) -> Figure:
+    """One of CURVES by step, a panel for each learning rate: mean of the seeds, band over all of them."""
+    metric, unit = CURVES[name]
     panels = []
     for rate in sorted({arm.lr for arm in results}, key=float):
         arms = {arm.method: runs for arm, runs in results.items() if arm.lr == rate}
-        curves = [over_seeds(method, [one.reward for one in runs], WINDOW) for method, runs in arms.items()]
-        panels.append(Panel(f"learning rate {rate}", tuple(curves)))
+        lines = [
+            over_seeds(method, [finite(one.run.values(metric)) for one in runs], WINDOW)
+            for method, runs in arms.items()
+        ]
+        known = tuple(line for line in lines if not line.is_empty)
+        if known:
+            panels.append(Panel(f"learning rate {rate}", known))
     names = list(dict.fromkeys(arm.method for arm in results))
-    what = Description("rewards", "Training reward", "", "reward", {})
+    what = Description(name, "", "", unit, {metric: ""}, from_zero=False)
     figure, _ = draw(Chart(what, tuple(panels)), [method for method in FOUR if method in names])
     return figure
 

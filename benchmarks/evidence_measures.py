@@ -23,6 +23,7 @@ PATIENCE = 3  # steps in a row outside the range that make a warning, as guards.
 CONFIDENCE = 0.95
 
 REWARD, FORMAT = "reward/mean", "reward/format_valid"
+SEARCHES = "rollout/searches/mean"
 SOFTENED = "advantage/search/softened_share"
 WRONG_LENGTH, RIGHT_LENGTH = "length/wrong", "length/right"  # from the kept trajectories
 QUANTITIES = {  # metric -> its name in the tables

@@ -1,6 +1,6 @@
 """Tables and figures of docs/evidence.md from the folder that evidence.sh filled.
 
-    python -m benchmarks.evidence_report OUTPUT [--docs docs/] [--name evidence_forks]
+    python -m benchmarks.evidence_report OUTPUT [--docs docs/] [--name evidence_rumours]
 
 Writes NAME_tables.md and NAME_*.svg into OUTPUT/report, or into the folder given by --docs. A run counts when
 the policy of its last step has been evaluated.
@@ -34,7 +34,7 @@ def write_short(output: Path, names: Sequence[str]) -> tuple[str, Path]:
     """The table of some arms, and the one picture of the short version: their reward by step."""
     results = read_results(output, names)
     path = output / "short.svg"
-    evidence_figures.save(evidence_figures.reward_curves(results), path)
+    evidence_figures.save(evidence_figures.curves(results, "rewards"), path)
     return evidence_tables.arms_table(results), path
 
 

@@ -16,6 +16,7 @@ from benchmarks.evidence_measures import (
     QUANTITIES,
     REACH,
     REWARD,
+    SEARCHES,
     WINDOW,
     Departure,
     Interval,
@@ -27,7 +28,7 @@ from benchmarks.evidence_measures import (
 from benchmarks.evidence_results import Result, Results
 
 NOTHING = "-"
-TIED, ENTROPY, SEARCHES = "group/tied", "actor/entropy", "rollout/searches/mean"
+TIED, ENTROPY = "group/tied", "actor/entropy"
 ABOUT_ARMS = f"""\
 - Collapsed: the mean reward of {WINDOW} steps fell below {LEAST_SHARE:g} of its own earlier maximum, or that
   of format validity below {LEAST_FORMAT:g}. Exact binomial intervals.

@@ -99,7 +99,7 @@ def test_a_resolved_config_reads_back_as_itself(write):
         (
             "world: {one_hop: 0, two_hop: 0, comparison: 0}",
             [],
-            "world: one_hop, two_hop, comparison and fork",
+            "world: one_hop, two_hop, comparison and rumour",
         ),
         ("advantage: {name: ppo}", [], "advantage.name: must be 'grpo' or 'calibadv' (got \"ppo\")"),
         ("learner: {row_length: 100}", [], "rollout.max_length"),

@@ -261,14 +261,16 @@ def words(path):
 def test_the_report_writes_what_there_are_results_for(output, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     evidence_report.main([str(output), "--docs", str(tmp_path)])
-    names = ["evidence_tables.md", "evidence_frontier.svg", "evidence_rewards.svg", "evidence_lambda.svg"]
+    kinds = ("frontier", "rewards", "searches", "lambda")
+    names = ["evidence_tables.md", *(f"evidence_{kind}.svg" for kind in kinds)]
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / name) for name in names]
     assert {"grpo", "calibadv", "soft", "5 updates a step", "1.9"} <= words(tmp_path / names[1])
     assert {"grpo", "calibadv", "reward"} <= words(tmp_path / names[2])
-    assert {"grpo", "calibadv", "λ", "0.5", "1"} <= words(tmp_path / names[3])
-    evidence_report.main([str(output), "--docs", str(tmp_path / "more"), "--name", "forks"])
+    assert {"grpo", "searches"} <= words(tmp_path / names[3])
+    assert {"grpo", "calibadv", "λ", "0.5", "1"} <= words(tmp_path / names[4])
+    evidence_report.main([str(output), "--docs", str(tmp_path / "more"), "--name", "rumours"])
     more = {path.name for path in (tmp_path / "more").iterdir()}
-    assert more == {name.replace("evidence", "forks") for name in names}
+    assert more == {name.replace("evidence", "rumours") for name in names}
 
 
 def test_the_frontier_shows_shares_and_means(output):
@@ -307,7 +309,7 @@ def test_the_lambda_sweep_has_1_where_calibadv_is(output):
 def test_the_reward_curves_are_means_with_bands_over_the_seeds(output):
     pytest.importorskip("matplotlib")
     results = {arm: runs for arm, runs in read_results(output).items() if arm.method == "grpo"}
-    axes = evidence_figures.reward_curves(results).axes[0]
+    axes = evidence_figures.curves(results, "rewards").axes[0]
     (band,) = axes.collections
     low, high = band.get_datalim(axes.transData).intervaly
     assert (low, high) == pytest.approx((0.32, 0.8))

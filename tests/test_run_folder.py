@@ -221,10 +221,10 @@ def test_a_run_and_a_cold_start_of_an_older_version_have_the_defaults_of_newer_k
 
     cold = Config(run=replace(Config().run, dir=str(tmp_path)))
     (tmp_path / "sft.yaml").write_text(dump_config(cold))
-    without(tmp_path / "sft.yaml", "world", "fork")
+    without(tmp_path / "sft.yaml", "world", "rumour")
     check_cold_start(cold)
-    with pytest.raises(UserError, match=r"other settings \(world.fork"):
-        check_cold_start(replace(cold, world=replace(cold.world, fork=0.5)))
+    with pytest.raises(UserError, match=r"other settings \(world.rumour"):
+        check_cold_start(replace(cold, world=replace(cold.world, rumour=0.5)))
 
 
 def test_the_policy_folder_is_what_export_needs(tmp_path):

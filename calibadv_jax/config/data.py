@@ -65,12 +65,17 @@ class WorldConfig:
     """Share of questions that need a passage to find the next."""
     comparison: NonNegativeFloat = 0.25
     """Share of questions that compare two entities."""
-    fork: NonNegativeFloat = 0.0
-    """Share of two-hop questions whose first passage names two bridges. Luck tells which is true; the other
-    has a longer passage and a wrong answer. The four shares need not sum to 1."""
+    rumour: NonNegativeFloat = 0.0
+    """Share of two-hop questions whose first passage already says an answer, which may be false. The four
+    shares need not sum to 1."""
+    rumour_truth: float = Field(default=0.5, ge=0, le=1)
+    """Share of the rumours that are true: what answering without the second search earns."""
+    misread: float = Field(default=0.0, ge=0, le=1)
+    """Share of the cold start's demonstrations that look further than a rumour, and then answer with another
+    fact than the one that was asked for."""
 
     @model_validator(mode="after")
     def _asks_something(self) -> WorldConfig:
-        if self.one_hop + self.two_hop + self.comparison + self.fork == 0:
-            raise ValueError("one_hop, two_hop, comparison and fork are all 0: give at least one a share")
+        if self.one_hop + self.two_hop + self.comparison + self.rumour == 0:
+            raise ValueError("one_hop, two_hop, comparison and rumour are all 0: give at least one a share")
         return self

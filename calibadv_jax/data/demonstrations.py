@@ -2,13 +2,13 @@
 
 No generated demonstration shows a complete two-hop solution. Such a question is answered too early,
 with the bridge; or the demonstration is cut after the second search; or it begins there, and only the
-answer is learned. RL has to put the halves together, and to unlearn answering early. Only of forks are whole
-ways shown, right and wrong ones: there the question is what RL makes of luck.
+answer is learned. RL has to put the halves together, and to unlearn answering early. Rumours alone are
+shown whole: some are believed at once, and whoever looks further may misread what was found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,10 +19,10 @@ from calibadv_jax.data.world import (
     Facts,
     WorldQuestion,
     ask,
-    draw_fork,
     draw_kinds,
     make_facts,
     one_hop,
+    rumour_truth,
     write_passages,
 )
 from calibadv_jax.trajectory import Document, Question
@@ -31,6 +31,7 @@ NUM_DOCUMENTS = 3
 PER_WORLD = 100  # demonstrations before a fresh world is drawn
 DRILL_SHARE = 0.1  # of the look-ups
 COMPARISON_SHARE = 0.25  # of the rest of them
+RUMOUR_SHARE = 0.35  # of the rest of them, where there are rumours
 SIZES = {"person": 60, "city": 20, "company": 20, "work": 20}
 
 
@@ -58,7 +59,7 @@ class Flaws:
     wrong_name: float = 0.1  # one_hop: looks up a similar name first
     hasty_bridge: float = 0.4  # two_hop: answers with the bridge
     second_half: float = 0.3  # two_hop: only how the last look-up is read; the rest: cut after two searches
-    hasty_fork: float = 0.1  # fork: answers with the bridge; the rest: a whole way, right or wrong
+    credulous: float = 0.5  # rumour: answers with what is rumoured; the rest: a whole way
     hasty_comparison: float = 0.4  # comparison: answers at random after the first search
 
 
@@ -66,29 +67,27 @@ def imperfect(seed: int, config: WorldConfig, flaws: Flaws = Flaws()) -> Iterato
     """Endless demonstrations of all question types, in the shares of the config."""
     rng = np.random.default_rng(seed)
     while True:
-        world = _ColdStartWorld(rng, config.fork > 0)
+        world = _ColdStartWorld(rng, config)
         for kind in draw_kinds(config, PER_WORLD, rng):
-            if kind == "fork":  # nothing tells which way is right, so a demonstration takes either
-                asked = draw_fork(world.facts, rng)[rng.integers(2)]
-            else:
-                asked = ask(world.facts, kind, rng)
-            yield _demonstrate(world, asked, flaws, rng)
+            yield _demonstrate(world, ask(world.facts, kind, rng), flaws, rng)
 
 
 def lookups(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
     """Endless careful demonstrations, none of them two-hop: facts are found, quoted and compared."""
     rng = np.random.default_rng(seed)
-    careful = Flaws(guess=0.0, hasty_comparison=0.0)
+    careful = Flaws(guess=0.0, credulous=1.0, hasty_comparison=0.0)
     comparisons = COMPARISON_SHARE if config.comparison else 0.0
     while True:
-        world = _ColdStartWorld(rng, config.fork > 0)
+        world = _ColdStartWorld(rng, config)
         for _ in range(PER_WORLD):
             if rng.random() < DRILL_SHARE:
                 yield _same_or_not(rng)
             elif rng.random() < comparisons:
                 yield _demonstrate(world, ask(world.facts, "comparison", rng), careful, rng)
+            elif config.rumour and rng.random() < RUMOUR_SHARE:
+                yield _demonstrate(world, ask(world.facts, "rumour", rng), careful, rng)
             else:
-                yield _demonstrate(world, one_hop(world.facts, rng, wordy=True), careful, rng)
+                yield _demonstrate(world, one_hop(world.facts, rng), careful, rng)
 
 
 def drills(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
@@ -127,8 +126,9 @@ GENERATORS: dict[str, Callable[[int, WorldConfig], Iterator[Demonstration]]] = {
 class _ColdStartWorld:
     """A small world of cold-start entities with a simple replacement for its search engine."""
 
-    def __init__(self, rng: np.random.Generator, forked: bool):
-        self.facts: Facts = make_facts(rng, SIZES, "cold_start", forked)
+    def __init__(self, rng: np.random.Generator, config: WorldConfig):
+        self.misread = config.misread
+        self.facts: Facts = make_facts(rng, SIZES, "cold_start", rumour_truth(config))
         self.rng = rng
         self.passages = [
             Document(str(number), title, text)
@@ -157,6 +157,16 @@ class _ColdStartWorld:
         others = [pool[index] for index in order if pool[index] is not wanted][: NUM_DOCUMENTS - 1]
         return (wanted, *others)
 
+    def misread_from(self, documents: Sequence[Document], statement: str) -> tuple[str, str]:
+        """Another fact than `statement` in the documents, and its object."""
+        others = [
+            (self.facts.state(document.title, label), found)
+            for document in documents
+            for label, found in self.facts.objects[document.title].items()
+        ]
+        others = [other for other in others if other[0] != statement]
+        return others[self.rng.integers(len(others))]
+
 
 def _search_turn(world: _ColdStartWorld, title: str, thought: str = "") -> DemoTurn:
     thought = thought or f"find {title}"
@@ -171,7 +181,7 @@ def _demonstrate(
     world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
 ) -> Demonstration:
     question = Question("demonstration", asked.text, (asked.answer,), asked.kind)
-    ways = {"one_hop": _one_hop, "two_hop": _two_hop, "fork": _two_hop, "comparison": _comparison}
+    ways = {"one_hop": _one_hop, "two_hop": _two_hop, "rumour": _rumour, "comparison": _comparison}
     return Demonstration(question, ways[asked.kind](world, asked, flaws, rng))
 
 
@@ -197,13 +207,25 @@ def _two_hop(
     second = _search_turn(world, bridge, asked.statements[0])
     early, last = _answer_turn(asked.statements[0], bridge), _answer_turn(asked.statements[1], answer)
     drawn = rng.random()
-    if asked.kind == "fork":
-        return (first, early) if drawn < flaws.hasty_fork else (first, second, last)
     if drawn < flaws.hasty_bridge:
         return first, early
     if drawn < flaws.hasty_bridge + flaws.second_half:
         return replace(second, trained=False), last
     return first, second
+
+
+def _rumour(
+    world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
+) -> tuple[DemoTurn, ...]:
+    name, bridge = asked.searches
+    first = _search_turn(world, name)
+    if rng.random() < flaws.credulous:
+        return first, _answer_turn(world.facts.state_rumour(name), world.facts.rumours[name].said)
+    second = _search_turn(world, bridge, asked.statements[0])
+    thought, answer = asked.statements[1], asked.answer
+    if rng.random() < world.misread:
+        thought, answer = world.misread_from(second.documents, thought)
+    return first, second, _answer_turn(thought, answer)
 
 
 def _comparison(

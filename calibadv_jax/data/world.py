@@ -65,9 +65,7 @@ COMPARISONS = {
     "employer": "do {} and {} work for the same company?",
 }
 
-WORDY_SHARE = 0.3  # of the entities of a world with forks
-FORKED_SHARE = 0.5  # of the facts there that may be forked
-WORDY = "it was written by an author of the same city that {}"
+RUMOUR = "it was written that {}"
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Passage:
 class WorldQuestion:
     """A question with the way to its answer."""
 
-    kind: Literal["one_hop", "two_hop", "comparison", "fork"]
+    kind: Literal["one_hop", "two_hop", "comparison", "rumour"]
     text: str
     answer: str
     searches: tuple[str, ...]  # titles to look up, in order
@@ -92,30 +90,34 @@ class WorldQuestion:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The entities of one split and what is true of them.
+class Rumour:
+    """What a passage says of the object of one of its own facts. It may be false."""
 
-    A fact may be forked: the passage then states a rival beside the true object, and nothing tells which is
-    true. A rival is wordy: whoever follows it finds long sentences, and an answer that is wrong.
-    """
+    first: str  # the relation that leads to that object
+    second: str  # what is said of it
+    said: str  # name of the object that it is said to have
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The entities of one split and what is true of them."""
 
     entities: dict[str, list[str]]  # kind -> names
     objects: dict[str, dict[str, str]]  # name -> relation -> object's name
-    rivals: dict[tuple[str, str], str] = field(default_factory=dict)  # (name, relation) -> name of the rival
-    wordy: frozenset[str] = frozenset()  # names whose facts are stated in long sentences
+    rumours: dict[str, Rumour] = field(default_factory=dict)  # name -> the rumour in its passage
 
     def look_up(self, name: str, relation: str) -> str:
         return self.objects[name][relation]
 
-    def state(self, name: str, relation: str, rival: bool = False) -> str:
-        """The sentence in the passage of `name`, of the true object or of its rival."""
-        found = self.rivals[name, relation] if rival else self.look_up(name, relation)
-        statement = RELATIONS[relation].statement.format(name, found)
-        return WORDY.format(statement) if name in self.wordy else statement
+    def state(self, name: str, relation: str) -> str:
+        """The sentence in the passage of `name`."""
+        return RELATIONS[relation].statement.format(name, self.look_up(name, relation))
 
-    def plain(self, name: str, relation: str) -> bool:
-        """Whether the passage states one object, in a short sentence."""
-        return name not in self.wordy and (name, relation) not in self.rivals
+    def state_rumour(self, name: str) -> str:
+        """The sentence in the passage of `name` that may be false."""
+        rumour = self.rumours[name]
+        bridge = self.look_up(name, rumour.first)
+        return RUMOUR.format(RELATIONS[rumour.second].statement.format(bridge, rumour.said))
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,13 @@ def split_of(name: str) -> Split:
     return SPLITS[hashlib.sha256(name.encode()).digest()[0] % len(SPLITS)]
 
 
-def make_facts(rng: np.random.Generator, counts: dict[str, int], split: Split, forked: bool = False) -> Facts:
-    """Draws distinct entities of a split, one object for every relation of each, and forks where asked for.
+def make_facts(
+    rng: np.random.Generator, counts: dict[str, int], split: Split, rumour_truth: float | None = None
+) -> Facts:
+    """Draws distinct entities of a split, and one object for every relation of each.
+
+    Args:
+        rumour_truth: share of the rumours that are true; None: passages hold no rumours.
 
     Raises:
         UserError: more entities of a kind are asked for than there are names in the split.
@@ -148,19 +155,20 @@ def make_facts(rng: np.random.Generator, counts: dict[str, int], split: Split, f
                 if relation.subject == kind
             }
     facts = Facts(entities, objects)
-    return _with_forks(facts, rng) if forked else facts
+    return facts if rumour_truth is None else _with_rumours(facts, rng, rumour_truth)
 
 
-def _with_forks(facts: Facts, rng: np.random.Generator) -> Facts:
-    wordy = frozenset(name for name in facts.objects if rng.random() < WORDY_SHARE)
-    rivals = {}
+def _with_rumours(facts: Facts, rng: np.random.Generator, truth: float) -> Facts:
+    rumours = {}
     for name, objects in facts.objects.items():
-        for label, found in objects.items():
-            leads_on = any(first == label for first, _ in CHAINS)
-            candidates = [other for other in facts.entities[RELATIONS[label].object] if other in wordy]
-            if leads_on and candidates and found not in wordy and rng.random() < FORKED_SHARE:
-                rivals[name, label] = str(rng.choice(candidates))
-    return dataclasses.replace(facts, rivals=rivals, wordy=wordy)
+        chains = [chain for chain in CHAINS if chain[0] in objects]
+        first, second = chains[rng.integers(len(chains))]
+        said = facts.look_up(objects[first], second)
+        if rng.random() >= truth:
+            others = [other for other in facts.entities[RELATIONS[second].object] if other != said]
+            said = str(rng.choice(others))
+        rumours[name] = Rumour(first, second, said)
+    return dataclasses.replace(facts, rumours=rumours)
 
 
 def _names(rng: np.random.Generator, kind: str, count: int, split: Split) -> list[str]:
@@ -174,7 +182,7 @@ def _names(rng: np.random.Generator, kind: str, count: int, split: Split) -> lis
 
 def draw_kinds(config: WorldConfig, count: int, rng: np.random.Generator) -> list[str]:
     """Kinds of `count` questions, in the shares of the config."""
-    kinds = ["one_hop", "two_hop", "comparison", "fork"]
+    kinds = ["one_hop", "two_hop", "comparison", "rumour"]
     shares = np.array([getattr(config, kind) for kind in kinds])
     return [str(kind) for kind in rng.choice(kinds, count, p=shares / shares.sum())]
 
@@ -184,30 +192,26 @@ def write_passages(facts: Facts, rng: np.random.Generator) -> list[tuple[str, st
     passages = []
     for name, objects in facts.objects.items():
         statements = [facts.state(name, label) for label in objects]
-        statements += [
-            facts.state(name, label, rival=True) for label in objects if (name, label) in facts.rivals
-        ]
+        if name in facts.rumours:
+            statements.append(facts.state_rumour(name))
         passages.append((name, " ".join(f"{statement}." for statement in rng.permutation(statements))))
     return passages
 
 
 def ask(facts: Facts, kind: str, rng: np.random.Generator) -> WorldQuestion:
-    """Draws a question of a kind: one_hop, two_hop, comparison or fork.
+    """Draws a question of a kind: one_hop, two_hop, comparison or rumour.
 
-    Only a fork's way has a forked fact, its first, and no right way leads through a wordy entity.
+    A rumour is a two-hop question whose first passage already says an answer, which may be false.
     """
-    draw = {"one_hop": one_hop, "two_hop": _two_hop, "comparison": _comparison, "fork": _fork}[kind]
+    draw = {"one_hop": one_hop, "two_hop": _two_hop, "comparison": _comparison, "rumour": _rumour}[kind]
     return draw(facts, rng)
 
 
-def one_hop(facts: Facts, rng: np.random.Generator, wordy: bool = False) -> WorldQuestion:
-    """Draws a question that one passage answers; `wordy`: a wordy entity's may be among them."""
-    while True:
-        label = str(rng.choice(list(RELATIONS)))
-        relation = RELATIONS[label]
-        name = str(rng.choice(facts.entities[relation.subject]))
-        if (name, label) not in facts.rivals and (wordy or name not in facts.wordy):
-            break
+def one_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
+    """Draws a question that one passage answers."""
+    label = str(rng.choice(list(RELATIONS)))
+    relation = RELATIONS[label]
+    name = str(rng.choice(facts.entities[relation.subject]))
     answer = facts.look_up(name, label)
     return WorldQuestion(
         "one_hop", relation.question.format(name), answer, (name,), (answer,), (facts.state(name, label),)
@@ -216,45 +220,33 @@ def one_hop(facts: Facts, rng: np.random.Generator, wordy: bool = False) -> Worl
 
 def _two_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     while True:
-        labels, name = _draw_chain(facts, rng)
-        first, second = labels
+        labels = CHAINS[rng.integers(len(CHAINS))]
+        name = str(rng.choice(facts.entities[RELATIONS[labels[0]].subject]))
+        rumour = facts.rumours.get(name)
         asked = _chain(facts, "two_hop", name, labels)
-        plain = facts.plain(name, first) and facts.plain(asked.searches[1], second)
         # "who founded the company that X works for": X would be its own answer
-        if plain and asked.answer != name:
+        if asked.answer != name and (rumour is None or (rumour.first, rumour.second) != labels):
             return asked
 
 
-def _fork(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
-    return draw_fork(facts, rng)[0]
-
-
-def draw_fork(facts: Facts, rng: np.random.Generator) -> tuple[WorldQuestion, WorldQuestion]:
-    """A fork, and the same with the way and the answer of its rival."""
+def _rumour(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
+    names = list(facts.rumours)
     while True:
-        labels, name = _draw_chain(facts, rng)
-        first, second = labels
-        if (name, first) not in facts.rivals or name in facts.wordy:
-            continue
-        right, wrong = (_chain(facts, "fork", name, labels, rival) for rival in (False, True))
-        told_once = all((asked.searches[1], second) not in facts.rivals for asked in (right, wrong))
-        if told_once and len({name, right.answer, wrong.answer}) == 3:
-            return right, wrong
-
-
-def _draw_chain(facts: Facts, rng: np.random.Generator) -> tuple[tuple[str, str], str]:
-    labels = CHAINS[rng.integers(len(CHAINS))]
-    return labels, str(rng.choice(facts.entities[RELATIONS[labels[0]].subject]))
+        name = names[rng.integers(len(names))]
+        rumour = facts.rumours[name]
+        asked = _chain(facts, "rumour", name, (rumour.first, rumour.second))
+        if name not in (asked.answer, rumour.said):
+            return asked
 
 
 def _chain(
-    facts: Facts, kind: Literal["two_hop", "fork"], name: str, labels: tuple[str, str], rival: bool = False
+    facts: Facts, kind: Literal["two_hop", "rumour"], name: str, labels: tuple[str, str]
 ) -> WorldQuestion:
     first, second = labels
-    bridge = facts.rivals[name, first] if rival else facts.look_up(name, first)
+    bridge = facts.look_up(name, first)
     answer = facts.look_up(bridge, second)
     text = RELATIONS[second].question.format(RELATIONS[first].phrase.format(name))
-    statements = facts.state(name, first, rival), facts.state(bridge, second)
+    statements = facts.state(name, first), facts.state(bridge, second)
     return WorldQuestion(kind, text, answer, (name, bridge), (bridge, answer), statements)
 
 
@@ -268,8 +260,7 @@ def _comparison(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
             peers = [name for name in people if facts.look_up(name, label) == facts.look_up(left, label)]
             right = str(rng.choice(peers))
         values = facts.look_up(left, label), facts.look_up(right, label)
-        plain = facts.plain(left, label) and facts.plain(right, label)
-        if left != right and plain and (values[0] == values[1]) == wanted:
+        if left != right and (values[0] == values[1]) == wanted:
             answer = "yes" if wanted else "no"
             text = COMPARISONS[label].format(left, right)
             statements = facts.state(left, label), facts.state(right, label)
@@ -285,7 +276,8 @@ def generate_world(config: WorldConfig) -> World:
         "company": config.companies,
         "work": config.works,
     }
-    splits = {split: make_facts(rng, counts, split, config.fork > 0) for split in ("train", "eval")}
+    truth = rumour_truth(config)
+    splits = {split: make_facts(rng, counts, split, truth) for split in ("train", "eval")}
     texts = [text for facts in splits.values() for text in write_passages(facts, rng)]
     order = rng.permutation(len(texts))
     passages = [Passage(str(number), *texts[index]) for number, index in enumerate(order)]
@@ -295,6 +287,11 @@ def generate_world(config: WorldConfig) -> World:
         _questions(splits["train"], config, config.train_questions, "train", ids, rng),
         _questions(splits["eval"], config, config.eval_questions, "eval", ids, rng),
     )
+
+
+def rumour_truth(config: WorldConfig) -> float | None:
+    """Of `make_facts`: only a world that asks about rumours has some."""
+    return config.rumour_truth if config.rumour else None
 
 
 def _questions(
