@@ -33,6 +33,7 @@ from benchmarks.evidence_arms import (
     NEAR,
     PARTS,
     SEEDS,
+    SHORT_LR,
     SHORT_SEEDS,
     SHORT_STEPS,
     STEPS,
@@ -47,7 +48,7 @@ from calibadv_jax.metrics.console import duration, table
 from calibadv_jax.report.evaluations import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "configs/evidence.yaml"
+CONFIG, SHORT_CONFIG = ROOT / "configs/evidence.yaml", ROOT / "configs/rumours.yaml"
 WAIT_SECONDS = 5.0  # between looks at a cold start that somebody else makes
 COMMON = ["evaluate.temperatures=[1.0]", "log.backends=[]"]  # of every command
 
@@ -290,17 +291,20 @@ class Harness:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; seeds, steps and workers as the part has them where they are not given."""
+    """The command line; what is not given is as the part has it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output", type=Path, metavar="OUTPUT")
     parser.add_argument("--part", choices=PARTS, default="all", help="default: %(default)s but short")
     parser.add_argument("--seeds", metavar='"N N …"', help=f"default: {SEEDS}; short: {SHORT_SEEDS}")
     parser.add_argument(
-        "--lr", default=NEAR[0], help="learning rate of halves, lambda, remedies and short (%(default)s)"
+        "--lr",
+        help=f"learning rate of halves, lambda and remedies; default: {NEAR[0]}; of short: {SHORT_LR}",
     )
     parser.add_argument("--steps", type=_count, metavar="N", help=f"default: {STEPS}; short: {SHORT_STEPS}")
     parser.add_argument("--workers", type=_count, metavar="N", help="runs at a time; default: 1; short: 2")
-    parser.add_argument("--config", type=Path, default=CONFIG, metavar="FILE", help="%(default)s")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help=f"default: {CONFIG.name}; short: {SHORT_CONFIG.name}"
+    )
     parser.add_argument("--list", action="store_true", help="show the runs in their order, and stop")
     arguments = parser.parse_args(argv)
     is_short = arguments.part == "short"
@@ -311,6 +315,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments.seeds = given or list(SHORT_SEEDS if is_short else SEEDS)
     arguments.steps = arguments.steps or (SHORT_STEPS if is_short else STEPS)
     arguments.workers = arguments.workers or (2 if is_short else 1)
+    arguments.lr = arguments.lr or (SHORT_LR if is_short else NEAR[0])
+    arguments.config = arguments.config or (SHORT_CONFIG if is_short else CONFIG)
     # The commands run in another folder.
     arguments.output, arguments.config = arguments.output.resolve(), str(arguments.config.resolve())
     return arguments
