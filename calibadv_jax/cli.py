@@ -1,8 +1,9 @@
 """The command line: ``calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]``.
 
 Some commands work on files instead of a config and take arguments of their own: see TOOLS.
-``python -m calibadv_jax.COMMAND`` does the same. `calibadv` reads and checks the config before it imports
-what the command needs, so that a mistake is found at once.
+``python -m calibadv_jax COMMAND`` does the same; for those with a config ``python -m calibadv_jax.COMMAND``
+too. `calibadv` reads and checks the config before it imports what the command needs, so that a mistake is
+found at once.
 """
 
 from __future__ import annotations

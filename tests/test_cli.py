@@ -172,3 +172,9 @@ def test_an_unknown_command_is_one_line(argv, words, capsys):
         cli.calibadv(argv)
     message = capsys.readouterr().err
     assert stop.value.code == 2 and words in message and message.count("\n") == 1
+
+
+def test_the_package_is_the_console_script(tmp_path):
+    command = [sys.executable, "-m", "calibadv_jax", "audit", str(tmp_path / "nowhere")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2 and ran.stderr.startswith("error: ") and "nowhere" in ran.stderr

@@ -1,0 +1,6 @@
+"""``python -m calibadv_jax COMMAND …``: as ``calibadv COMMAND …``, where the script is not on the path."""
+
+from calibadv_jax.cli import calibadv
+
+if __name__ == "__main__":
+    calibadv()
