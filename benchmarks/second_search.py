@@ -1,19 +1,22 @@
 """Whether the advantages push a policy to search again or to answer at once, by what each earns.
 
-    python -m benchmarks.second_search [--believed 0.5] [--share 0.5] [--group-size 16] [--groups 4000]
+    python -m benchmarks.second_search [--truth 0.65] [--quoted 0.85] [--share 0.5] [--questions 5]
 
 Every question needs two searches, as in configs/rumours.yaml. After the first one a trajectory answers with
-the rumour, which is right with the chance `believed`, or searches again and is right with the chance at the
-head of the column. Both turns begin with the same decision. Shown is the mean advantage of the turns that
-search again minus that of the turns that answer: where it is above 0, the policy gradient makes searching
-again more frequent. Turns have the lengths of that world, and every second search finds its passage.
+the rumour, or searches again and is right with the chance at the head of the column. Both turns begin with
+the same decision: what a group adds to the policy gradient of its log-odds is the mean over its trajectories
+of advantage × (whether it searched again - share). Shown is the mean over groups, and in brackets that of a
+step over its standard deviation: how much of a step is direction, and how much chance. Turns have the lengths
+of that world, and every second search finds its passage.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,17 +44,23 @@ BELIEVE = [FIRST, make_turn("answer", "believe")]
 FURTHER = [FIRST, make_turn("search", "search again", SHOWN_SECOND), make_turn("answer", "answer")]
 
 
-def draw_group(rng: np.random.Generator, size: int, share: float, believed: float, found: float) -> Group:
-    """A group of scored trajectories.
+@dataclass(frozen=True)
+class World:
+    """What is drawn."""
 
-    Args:
-        share: chance of searching again.
-        believed, found: chance of a right answer after one search and after two.
-    """
+    truth: float = 0.65  # share of the questions whose rumour is true
+    quoted: float = 0.85  # of those who believe it, the share that quotes it without a mistake
+    share: float = 0.5  # that searches again
+    group_size: int = 16
+
+
+def draw_group(rng: np.random.Generator, world: World, found: float) -> Group:
+    """A group of scored trajectories; `found`: the chance of a right answer after two searches."""
     question = Question("q", "q", ("x",), "rumour")
+    believed = world.quoted * (rng.random() < world.truth)  # the rumour is the same for the whole group
     trajectories = []
-    for index in range(size):
-        is_further = rng.random() < share
+    for index in range(world.group_size):
+        is_further = rng.random() < world.share
         one = Trajectory(question, np.zeros(1, np.int32), FURTHER if is_further else BELIEVE, index)
         one.format_valid = True
         one.answer_score = float(rng.random() < (found if is_further else believed))
@@ -59,35 +68,41 @@ def draw_group(rng: np.random.Generator, size: int, share: float, believed: floa
     return Group(question, trajectories)
 
 
-def push(groups: Sequence[Group], config: AdvantageConfig) -> float:
-    """Mean advantage of the second turns that search minus that of those that answer."""
-    credits = compute_advantages(groups, config).credits
-    second = [
-        (len(turns) > 2, float(turns[1])) for credit in credits for turns in credit.turns if len(turns) > 1
-    ]
-    again, at_once = ([value for is_again, value in second if is_again is kind] for kind in (True, False))
-    return float(np.mean(again) - np.mean(at_once))
+def push(groups: Sequence[Group], share: float, config: AdvantageConfig) -> np.ndarray:
+    """float64 [number of groups]: what each adds to the gradient of the log-odds of searching again."""
+    return np.array(
+        [
+            np.mean([turns[1] * ((len(turns) > 2) - share) for turns in credit.turns])
+            for credit in compute_advantages(groups, config).credits
+        ]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--believed", type=float, default=0.5, help="default: %(default)s")
-    parser.add_argument("--share", type=float, default=0.5, help="that searches again (%(default)s)")
-    parser.add_argument("--group-size", type=int, default=16, help="default: %(default)s")
+    for name, what in (
+        ("truth", "share of rumours that are true"),
+        ("quoted", "of these, quoted without a mistake"),
+        ("share", "that searches again"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=float, default=getattr(World, name), help=f"{what}; %(default)s"
+        )
+    parser.add_argument("--group-size", type=int, default=World.group_size, help="default: %(default)s")
+    parser.add_argument("--questions", type=int, default=5, help="of a step; default: %(default)s")
     parser.add_argument("--groups", type=int, default=4000, help="for each column; default: %(default)s")
     arguments = parser.parse_args(argv)
+    world = World(arguments.truth, arguments.quoted, arguments.share, arguments.group_size)
     rng = np.random.default_rng(0)
-    drawn = {
-        found: [
-            draw_group(rng, arguments.group_size, arguments.share, arguments.believed, found)
-            for _ in range(arguments.groups)
-        ]
-        for found in CHANCES
-    }
+    drawn = {found: [draw_group(rng, world, found) for _ in range(arguments.groups)] for found in CHANCES}
     rows = []
     for name in ARMS:
         config = load_config(SHORT_CONFIG, Arm(name, SHORT_LR).overrides()).advantage
-        rows.append([name, *(f"{push(groups, config):+.2f}" for groups in drawn.values())])
+        pushes = [push(groups, world.share, config) for groups in drawn.values()]
+        steps = [one.mean() / one.std() * math.sqrt(arguments.questions) for one in pushes]
+        rows.append(
+            [name, *(f"{one.mean():+.3f} ({step:+.1f})" for one, step in zip(pushes, steps, strict=True))]
+        )
     sys.stdout.write(table(rows, ["arm", *map(str, CHANCES)]) + "\n")
 
 

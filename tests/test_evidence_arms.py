@@ -127,14 +127,14 @@ def test_the_most_telling_runs_come_first():
 
 def test_the_short_version_has_one_cold_start():
     arguments = evidence.parse(["out", "--part", "short"])
-    assert (arguments.seeds, arguments.steps, arguments.workers) == ([4, 5], 30, 2)
+    assert (arguments.seeds, arguments.steps, arguments.workers) == ([6, 7], 30, 2)
     assert Path(arguments.config) == ROOT / "configs/rumours.yaml"
     jobs = plan("short", arguments.seeds, arguments.lr, arguments.steps)
     assert [(job.name, job.cold_seed, job.steps) for job in jobs] == [
-        ("short-grpo-lr1e-3/seed-4", 4, 30),
-        ("short-calibadv-lr1e-3/seed-4", 4, 30),
-        ("short-grpo-lr1e-3/seed-5", 4, 30),
-        ("short-calibadv-lr1e-3/seed-5", 4, 30),
+        ("short-grpo-lr1e-3/seed-6", 6, 30),
+        ("short-calibadv-lr1e-3/seed-6", 6, 30),
+        ("short-grpo-lr1e-3/seed-7", 6, 30),
+        ("short-calibadv-lr1e-3/seed-7", 6, 30),
     ]
 
 
