@@ -77,14 +77,14 @@ def curves(results: Results, name: str) -> Figure:
     for rate in sorted({arm.lr for arm in results}, key=float):
         arms = {arm.method: runs for arm, runs in results.items() if arm.lr == rate}
         lines = [
-            over_seeds(method, [finite(one.run.values(metric)) for one in runs], WINDOW)
+            over_seeds(method, [one.run.values(metric) for one in runs], WINDOW)
             for method, runs in arms.items()
         ]
         known = tuple(line for line in lines if not line.is_empty)
         if known:
             panels.append(Panel(f"learning rate {rate}", known))
     names = list(dict.fromkeys(arm.method for arm in results))
-    what = Description(name, "", "", unit, {metric: ""}, from_zero=False)
+    what = Description(name, "", "", unit, {metric: ""})
     figure, _ = draw(Chart(what, tuple(panels)), [method for method in FOUR if method in names])
     return figure
 

@@ -75,7 +75,11 @@ class WorldConfig:
     fact than the one that was asked for."""
 
     @model_validator(mode="after")
-    def _asks_something(self) -> WorldConfig:
+    def _can_be_drawn(self) -> WorldConfig:
         if self.one_hop + self.two_hop + self.comparison + self.rumour == 0:
             raise ValueError("one_hop, two_hop, comparison and rumour are all 0: give at least one a share")
+        if self.rumour and min(self.people, self.cities, self.companies) < 2:
+            raise ValueError(
+                "a false rumour names another one: people, cities and companies must be 2 or more"
+            )
         return self

@@ -84,7 +84,7 @@ def lookups(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
                 yield _same_or_not(rng)
             elif rng.random() < comparisons:
                 yield _demonstrate(world, ask(world.facts, "comparison", rng), careful, rng)
-            elif config.rumour and rng.random() < RUMOUR_SHARE:
+            elif config.rumour and rng.random() < RUMOUR_SHARE:  # draws nothing in a world without rumours
                 yield _demonstrate(world, ask(world.facts, "rumour", rng), careful, rng)
             else:
                 yield _demonstrate(world, one_hop(world.facts, rng), careful, rng)

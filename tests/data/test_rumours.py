@@ -83,6 +83,14 @@ def test_a_world_that_asks_no_rumours_holds_none():
     assert {question.data_source for question in plain.train} == {"one_hop", "two_hop", "comparison"}
 
 
+def test_the_smallest_world_has_rumours():
+    """One true object and one other, which every false rumour names."""
+    config = WorldConfig(
+        people=2, cities=2, companies=2, works=1, one_hop=0, two_hop=0, comparison=0, rumour=1
+    )
+    assert len(generate_world(config).train) == config.train_questions
+
+
 def test_every_word_is_known(world):
     tokenizer = build_word_tokenizer()
     for text in (passage.text for passage in world.passages):
