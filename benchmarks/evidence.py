@@ -12,6 +12,7 @@ With --workers the runs share out the cores. `python -m benchmarks.evidence_repo
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fcntl
 import importlib.util
 import json
@@ -29,17 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks.evidence_arms import (
-    NEAR,
-    PARTS,
-    SEEDS,
-    SHORT_LR,
-    SHORT_SEEDS,
-    SHORT_STEPS,
-    STEPS,
-    Job,
-    plan,
-)
+from benchmarks.evidence_arms import LONG, PARTS, ROOT, SHORT, Job, plan
 from benchmarks.evidence_report import write_short
 from benchmarks.evidence_results import evaluated_step, held_out_f1
 from calibadv_jax.config import load_config
@@ -47,8 +38,6 @@ from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import duration, table
 from calibadv_jax.report.evaluations import read_json
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIG, SHORT_CONFIG = ROOT / "configs/evidence.yaml", ROOT / "configs/rumours.yaml"
 WAIT_SECONDS = 5.0  # between looks at a cold start that somebody else makes
 COMMON = ["evaluate.temperatures=[1.0]", "log.backends=[]"]  # of every command
 
@@ -295,31 +284,32 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output", type=Path, metavar="OUTPUT")
     parser.add_argument("--part", choices=PARTS, default="all", help="default: %(default)s but short")
-    parser.add_argument("--seeds", metavar='"N N …"', help=f"default: {SEEDS}; short: {SHORT_SEEDS}")
-    parser.add_argument(
-        "--lr",
-        help=f"learning rate of halves, lambda and remedies; default: {NEAR[0]}; of short: {SHORT_LR}",
-    )
-    parser.add_argument("--steps", type=_count, metavar="N", help=f"default: {STEPS}; short: {SHORT_STEPS}")
-    parser.add_argument("--workers", type=_count, metavar="N", help="runs at a time; default: 1; short: 2")
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help=f"default: {CONFIG.name}; short: {SHORT_CONFIG.name}"
-    )
+    for name, kind, metavar, what in (
+        ("seeds", str, '"N N …"', ""),
+        ("lr", str, "LR", "learning rate of halves, lambda, remedies and short; "),
+        ("steps", _count, "N", ""),
+        ("workers", _count, "N", "runs at a time; "),
+        ("config", Path, "FILE", ""),
+    ):
+        long, short = (_shown(getattr(one, name)) for one in (LONG, SHORT))
+        default = f"{what}default: {long}; short: {short}"
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=default)
     parser.add_argument("--list", action="store_true", help="show the runs in their order, and stop")
     arguments = parser.parse_args(argv)
-    is_short = arguments.part == "short"
-    try:
-        given = [int(one) for one in (arguments.seeds or "").split()]
-    except ValueError:
+    for name, value in dataclasses.asdict(SHORT if arguments.part == "short" else LONG).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    seeds = arguments.seeds.split()
+    if not seeds or not all(one.isdecimal() for one in seeds):
         parser.error(f"--seeds {arguments.seeds!r}: must be numbers with spaces between them")
-    arguments.seeds = given or list(SHORT_SEEDS if is_short else SEEDS)
-    arguments.steps = arguments.steps or (SHORT_STEPS if is_short else STEPS)
-    arguments.workers = arguments.workers or (2 if is_short else 1)
-    arguments.lr = arguments.lr or (SHORT_LR if is_short else NEAR[0])
-    arguments.config = arguments.config or (SHORT_CONFIG if is_short else CONFIG)
+    arguments.seeds = [int(one) for one in seeds]
     # The commands run in another folder.
     arguments.output, arguments.config = arguments.output.resolve(), str(arguments.config.resolve())
     return arguments
+
+
+def _shown(default: object) -> object:
+    return default.name if isinstance(default, Path) else default
 
 
 def _count(text: str) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 # What a method changes. Every key that any of them sets is set by all, so that a config of either advantage
 # can be the base.
 _PLAIN = {
@@ -31,12 +33,24 @@ METHODS: dict[str, dict[str, str]] = {
 }
 FOUR = ("grpo", "calibadv", "soft", "rebalance")
 REMEDIES = ("grpo-cliphigh", "grpo-kl0.001", "drgrpo")
-MINIBATCHES = {"": "16", "-1update": "0"}  # of a step of 80 trajectories: five updates, and one
+UPDATES: dict[str, dict[str, str]] = {"": {}, "-1update": {"learner.minibatch_size": "0"}}  # five, and one
 NEAR, OTHERS = ("1.9e-3", "2.2e-3"), ("3e-3", "1.5e-3", "1e-3")  # learning rates at the frontier, and others
 PARTS = ("all", "frontier", "halves", "lambda", "remedies", "short")
-STEPS, SHORT_STEPS = 60, 30
-SEEDS, SHORT_SEEDS = (3, 4, 5, 6, 7), (6, 7)
-SHORT_LR = "1e-3"
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a command line may leave out."""
+
+    config: Path
+    seeds: str
+    lr: str  # of the parts halves, lambda, remedies and short
+    steps: int
+    workers: int  # runs at a time
+
+
+LONG = Defaults(ROOT / "configs/evidence.yaml", "3 4 5 6 7", NEAR[0], 60, 1)
+SHORT = Defaults(ROOT / "configs/rumours.yaml", "6 7", "1e-3", 30, 2)
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,7 @@ class Arm:
 
     method: str  # of METHODS
     lr: str  # as it is written in the name and on the command line
-    updates: str = ""  # of MINIBATCHES
+    updates: str = ""  # of UPDATES
     is_short: bool = False
 
     @property
@@ -55,11 +69,7 @@ class Arm:
 
     def overrides(self) -> list[str]:
         """``key.path=value`` of everything in which arms differ."""
-        values = _PLAIN | METHODS[self.method]
-        values |= {
-            "learner.minibatch_size": MINIBATCHES[self.updates],
-            "learner.optimizer.lr": self.lr,
-        }
+        values = _PLAIN | METHODS[self.method] | UPDATES[self.updates] | {"learner.optimizer.lr": self.lr}
         return [f"{key}={value}" for key, value in values.items()]
 
 
@@ -80,12 +90,12 @@ class Job:
 def parse_name(name: str) -> Arm | None:
     """The arm whose folder has this name; None for another folder."""
     rest, _, lr = name.removeprefix("short-").rpartition("-lr")
-    updates = next((one for one in MINIBATCHES if one and rest.endswith(one)), "")
+    updates = next((one for one in UPDATES if one and rest.endswith(one)), "")
     method = rest.removesuffix(updates)
     return Arm(method, lr, updates, name.startswith("short-")) if method in METHODS and lr else None
 
 
-def plan(part: str, seeds: Sequence[int], lr: str = NEAR[0], steps: int = STEPS) -> list[Job]:
+def plan(part: str, seeds: Sequence[int], lr: str = LONG.lr, steps: int = LONG.steps) -> list[Job]:
     """The trainings of a part, the most telling first, since a session may end in between.
 
     Every part goes seed by seed: after each seed, all arms have been compared once more from one cold start.

@@ -1,13 +1,20 @@
 """Whether the advantages push a policy to search again or to answer at once, by what each earns.
 
-    python -m benchmarks.second_search [--truth 0.65] [--quoted 0.85] [--share 0.5] [--questions 5]
+    python -m benchmarks.second_search [--truth 0.85] [--quoted 0.85] [--share 0.5] [--questions 10]
+    python -m benchmarks.second_search --runs RUN... [--steps 5]
 
-Every question needs two searches, as in configs/rumours.yaml. After the first one a trajectory answers with
-the rumour, or searches again and is right with the chance at the head of the column. Both turns begin with
-the same decision: what a group adds to the policy gradient of its log-odds is the mean over its trajectories
-of advantage × (whether it searched again - share). Shown is the mean over groups, and in brackets that of a
-step over its standard deviation: how much of a step is direction, and how much chance. Turns have the lengths
-of that world, and every second search finds its passage.
+After its first search a trajectory answers, or searches again. Both turns begin with the same decision: what
+a group adds to the policy gradient of its log-odds is the mean over its trajectories of
+advantage × (whether it searched again - share that does).
+
+Without --runs the groups are drawn: every question needs two searches, as in configs/rumours.yaml; after the
+first a trajectory answers with the rumour, or searches again and is right with the chance at the head of the
+column. Shown is the mean over groups, and in brackets that of a step over its standard deviation: how much of
+a step is direction, and how much chance. Turns have the lengths of that world, and every second search finds
+its passage.
+
+With --runs the groups are those of the first kept steps of runs: every arm gives credit for the same
+trajectories. Shown are the mean over groups and the difference from GRPO's, with their standard errors.
 """
 
 from __future__ import annotations
@@ -17,14 +24,16 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from benchmarks.evidence import SHORT_CONFIG
-from benchmarks.evidence_arms import SHORT_LR, Arm
+from benchmarks.evidence_arms import SHORT, Arm
 from calibadv_jax.advantages.registry import compute_advantages
 from calibadv_jax.config import AdvantageConfig, load_config
+from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import table
+from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.trajectory import Document, Group, Question, Trajectory, Turn, TurnKind
 
 SHOWN_FIRST, SHOWN_SECOND = "abc", "dea"  # a second search mostly shows one passage of the first again
@@ -48,7 +57,7 @@ FURTHER = [FIRST, make_turn("search", "search again", SHOWN_SECOND), make_turn("
 class World:
     """What is drawn."""
 
-    truth: float = 0.65  # share of the questions whose rumour is true
+    truth: float = 0.85  # share of the questions whose rumour is true
     quoted: float = 0.85  # of those who believe it, the share that quotes it without a mistake
     share: float = 0.5  # that searches again
     group_size: int = 16
@@ -68,14 +77,71 @@ def draw_group(rng: np.random.Generator, world: World, found: float) -> Group:
     return Group(question, trajectories)
 
 
+def searches_again(trajectory: Trajectory) -> bool | None:
+    """What was decided after the first search; None where there was nothing to decide."""
+    kinds = [turn.kind for turn in trajectory.turns[:2]]
+    return kinds[1] == "search" if len(kinds) == 2 and kinds[0] == "search" else None
+
+
 def push(groups: Sequence[Group], share: float, config: AdvantageConfig) -> np.ndarray:
     """float64 [number of groups]: what each adds to the gradient of the log-odds of searching again."""
-    return np.array(
-        [
-            np.mean([turns[1] * ((len(turns) > 2) - share) for turns in credit.turns])
-            for credit in compute_advantages(groups, config).credits
+    pushes = []
+    for group, credit in zip(groups, compute_advantages(groups, config).credits, strict=True):
+        decided = [
+            advantages[1] * (is_further - share)
+            for one, advantages in zip(group.trajectories, credit.turns, strict=True)
+            if (is_further := searches_again(one)) is not None
         ]
+        pushes.append(sum(decided) / max(len(credit.turns), 1))
+    return np.array(pushes)
+
+
+def drawn_table(world: World, num_groups: int, num_questions: int) -> str:
+    rng = np.random.default_rng(0)
+    drawn = {found: [draw_group(rng, world, found) for _ in range(num_groups)] for found in CHANCES}
+    rows = []
+    for name in ARMS:
+        pushes = [push(groups, world.share, advantage_config(name)) for groups in drawn.values()]
+        steps = [one.mean() / one.std() * math.sqrt(num_questions) for one in pushes]
+        rows.append(
+            [name, *(f"{one.mean():+.3f} ({step:+.1f})" for one, step in zip(pushes, steps, strict=True))]
+        )
+    return table(rows, ["arm", *map(str, CHANCES)])
+
+
+def kept_table(runs: Sequence[Path], num_steps: int) -> str:
+    """The first steps of runs under every arm.
+
+    Raises:
+        UserError: a step is not kept, or nobody had anything to decide.
+    """
+    kept = [read_step(find_step(run, step)) for run in runs for step in range(1, num_steps + 1)]
+    groups = [group.finished() for step in kept for group in step.groups]
+    decided = [
+        (is_further, one.answer_score)
+        for group in groups
+        for one in group.trajectories
+        if (is_further := searches_again(one)) is not None
+    ]
+    earned = [[score for further, score in decided if further == which] for which in (False, True)]
+    if not all(earned):
+        raise UserError(f"{runs[0]}: all trajectories of these steps decide alike after their first search")
+    share = len(earned[1]) / len(decided)
+    pushes = {name: push(groups, share, advantage_config(name)) for name in ARMS}
+    rows = [[name, _with_error(one), _with_error(one - pushes["grpo"])] for name, one in pushes.items()]
+    return (
+        f"{len(groups)} groups; {share:.2f} of {len(decided)} trajectories search again, and earn "
+        f"{np.mean(earned[1]):.2f}; answering at once earns {np.mean(earned[0]):.2f}\n"
+        + table(rows, ["arm", "push", "less GRPO's"])
     )
+
+
+def _with_error(values: np.ndarray) -> str:
+    return f"{values.mean():+.3f} ± {values.std(ddof=1) / math.sqrt(len(values)):.3f}"
+
+
+def advantage_config(arm: str) -> AdvantageConfig:
+    return load_config(SHORT.config, Arm(arm, SHORT.lr).overrides()).advantage
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -89,22 +155,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--{name}", type=float, default=getattr(World, name), help=f"{what}; %(default)s"
         )
     parser.add_argument("--group-size", type=int, default=World.group_size, help="default: %(default)s")
-    parser.add_argument("--questions", type=int, default=5, help="of a step; default: %(default)s")
+    parser.add_argument("--questions", type=int, default=10, help="of a step; default: %(default)s")
     parser.add_argument("--groups", type=int, default=4000, help="for each column; default: %(default)s")
+    parser.add_argument("--runs", type=Path, nargs="+", metavar="RUN", help="take the groups of these runs")
+    parser.add_argument("--steps", type=int, default=5, help="of each run; default: %(default)s")
     arguments = parser.parse_args(argv)
-    world = World(arguments.truth, arguments.quoted, arguments.share, arguments.group_size)
-    rng = np.random.default_rng(0)
-    drawn = {found: [draw_group(rng, world, found) for _ in range(arguments.groups)] for found in CHANCES}
-    rows = []
-    for name in ARMS:
-        config = load_config(SHORT_CONFIG, Arm(name, SHORT_LR).overrides()).advantage
-        pushes = [push(groups, world.share, config) for groups in drawn.values()]
-        steps = [one.mean() / one.std() * math.sqrt(arguments.questions) for one in pushes]
-        rows.append(
-            [name, *(f"{one.mean():+.3f} ({step:+.1f})" for one, step in zip(pushes, steps, strict=True))]
-        )
-    sys.stdout.write(table(rows, ["arm", *map(str, CHANCES)]) + "\n")
+    if arguments.runs:
+        text = kept_table(arguments.runs, arguments.steps)
+    else:
+        world = World(arguments.truth, arguments.quoted, arguments.share, arguments.group_size)
+        text = drawn_table(world, arguments.groups, arguments.questions)
+    sys.stdout.write(text + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -9,15 +9,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from benchmarks import evidence
-from benchmarks.evidence_arms import Arm, Job
+from benchmarks.evidence_arms import LONG, ROOT, Arm, Job
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIG = str(evidence.CONFIG)
+CONFIG = str(LONG.config)
 
 
 # What the harness starts, made small: each writes its name to calls.txt and leaves what the real one would.

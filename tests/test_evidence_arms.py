@@ -142,9 +142,10 @@ def test_the_long_version_has_five_seeds_and_one_worker(capsys):
     arguments = evidence.parse(["out"])
     assert (arguments.seeds, arguments.steps, arguments.workers) == ([3, 4, 5, 6, 7], 60, 1)
     assert evidence.parse(["out", "--seeds", "8 11"]).seeds == [8, 11]
-    with pytest.raises(SystemExit):
-        evidence.parse(["out", "--seeds", "8,11"])
-    assert "--seeds '8,11': must be numbers with spaces between them" in capsys.readouterr().err
+    for wrong in ("8,11", ""):
+        with pytest.raises(SystemExit):
+            evidence.parse(["out", f"--seeds={wrong}"])
+        assert f"--seeds {wrong!r}: must be numbers with spaces between them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--steps", "--workers"])
