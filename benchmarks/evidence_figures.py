@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.evidence_arms import FOUR, MINIBATCHES, Arm
+from benchmarks.evidence_arms import FOUR, METHODS, Arm
 from benchmarks.evidence_measures import REWARD, SEARCHES, WINDOW, finite, mean_interval
 from benchmarks.evidence_results import Result, Results
 from calibadv_jax.report.curves import over_seeds
@@ -30,19 +30,18 @@ def figures(results: Results) -> dict[str, Figure]:
     """By name; one without results is left out."""
     found: dict[str, Figure] = {}
     columns = {}
-    for updates in MINIBATCHES:
+    for updates, title in UPDATES.items():
         lines = {method: _by_rate(results, method, updates) for method in FOUR}
         lines = {method: points for method, points in lines.items() if points}
         if lines:
-            columns[UPDATES[updates]] = lines
+            columns[title] = lines
     if columns:
         found["frontier"] = sweep(columns, "learning rate in 1e-3")
-    pair = {
-        arm: runs for arm, runs in results.items() if arm.method in ("grpo", "calibadv") and not arm.updates
-    }
-    for name, (metric, _) in CURVES.items():
-        if any(finite(one.run.values(metric)) for runs in pair.values() for one in runs):
-            found[name] = curves(pair, name)
+    usual = {arm: runs for arm, runs in results.items() if not arm.updates}
+    for name, make_panels in (("rewards", _pairs), ("searches", _families)):
+        metric = CURVES[name][0]
+        if any(finite(one.run.values(metric)) for runs in usual.values() for one in runs):
+            found[name] = curves(make_panels(usual), name)
     lambdas = _by_lambda(results)
     if lambdas:
         found["lambda"] = sweep(lambdas, "λ")
@@ -70,22 +69,54 @@ def _by_lambda(results: Results) -> dict[str, dict[str, Points]]:
     return columns
 
 
-def curves(results: Results, name: str) -> Figure:
-    """One of CURVES by step, a panel for each learning rate: mean of the seeds, band over all of them."""
+def _pairs(results: Results) -> dict[str, Results]:
+    """Title -> GRPO and CalibAdv of a learning rate."""
+    return _of_rates(_pair(results))
+
+
+def _pair(results: Results) -> dict[Arm, Sequence[Result]]:
+    return {arm: runs for arm, runs in results.items() if arm.method in ("grpo", "calibadv")}
+
+
+def _of_rates(results: Results) -> dict[str, Results]:
+    rates = sorted({arm.lr for arm in results}, key=float)
+    return {
+        f"learning rate {rate}": {arm: runs for arm, runs in results.items() if arm.lr == rate}
+        for rate in rates
+    }
+
+
+def _families(results: Results) -> dict[str, Results]:
+    """Title -> GRPO, CalibAdv and its halves; and where λ was varied, GRPO and every λ."""
+    panels: dict[str, Results] = {}
+    for title, arms in _of_rates(results).items():
+        panels[title] = {arm: runs for arm, runs in arms.items() if arm.method in FOUR}
+        lambdas = {arm: runs for arm, runs in arms.items() if "lambda" in arm.method}
+        if lambdas:
+            panels[f"{title}: λ"] = _pair(arms) | lambdas
+    return {title: arms for title, arms in panels.items() if arms}
+
+
+def curves(panels: Mapping[str, Results], name: str) -> Figure:
+    """One of CURVES by step, in panels: mean of the seeds, band over all of them.
+
+    Args:
+        panels: title -> what is shown there.
+    """
     metric, unit = CURVES[name]
-    panels = []
-    for rate in sorted({arm.lr for arm in results}, key=float):
-        arms = {arm.method: runs for arm, runs in results.items() if arm.lr == rate}
+    drawn = []
+    for title, arms in panels.items():
         lines = [
-            over_seeds(method, [one.run.values(metric) for one in runs], WINDOW)
-            for method, runs in arms.items()
+            over_seeds(arm.method, [one.run.values(metric) for one in runs], WINDOW)
+            for arm, runs in arms.items()
         ]
         known = tuple(line for line in lines if not line.is_empty)
         if known:
-            panels.append(Panel(f"learning rate {rate}", known))
-    names = list(dict.fromkeys(arm.method for arm in results))
+            drawn.append(Panel(title, known))
+    there = {arm.method for arms in panels.values() for arm in arms}
+    order = [method for method in dict.fromkeys((*FOUR, *METHODS)) if method in there]
     what = Description(name, "", "", unit, {metric: ""})
-    figure, _ = draw(Chart(what, tuple(panels)), [method for method in FOUR if method in names])
+    figure, _ = draw(Chart(what, tuple(drawn)), order)
     return figure
 
 

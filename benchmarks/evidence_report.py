@@ -31,10 +31,10 @@ def write_report(output: Path, folder: Path, name: str = "evidence") -> list[Pat
 
 
 def write_short(output: Path, names: Sequence[str]) -> tuple[str, Path]:
-    """The table of some arms, and the one picture of the short version: their reward by step."""
+    """The table of some arms, and the one picture of the short version: their searches by step."""
     results = read_results(output, names)
     path = output / "short.svg"
-    evidence_figures.save(evidence_figures.curves(results, "rewards"), path)
+    evidence_figures.save(evidence_figures.curves({"": results}, "searches"), path)
     return evidence_tables.arms_table(results), path
 
 

@@ -103,17 +103,21 @@ def output(tmp_path_factory):
     )  # fmt: skip
     make_run(output, "calibadv-lr1.9e-3", 4, STEADY, 0.7)
     make_run(output, "calibadv-lr1.9e-3", 5, STEADY, 0.6, actor__entropy=entropy(1, 0.95))
-    make_run(output, "soft-lr1.9e-3", 3, STEADY, 0.5, actor__entropy=entropy(38, 0.7))
+    make_run(
+        output, "soft-lr1.9e-3", 3, STEADY, 0.5,
+        actor__entropy=entropy(38, 0.7), rollout__searches__mean=searches,
+    )  # fmt: skip
     make_run(
         output, "calibadv-lambda0.5-lr1.9e-3", 3, FALLEN, 0.1,
         actor__entropy=entropy(31, 0.1), advantage__search__softened_share=entropy(21, 0.2),
+        rollout__searches__mean=searches,
     )  # fmt: skip
     # Not finished: no evaluation, that of an earlier step, and no run at all.
     (make_run(output, "calibadv-lr2.2e-3", 3, STEADY, 0.9) / "evaluation.json").unlink()
     make_run(output, "calibadv-lr2.2e-3", 4, STEADY, 0.9, step=20)
     (output / "runs/notes").mkdir()
-    make_run(output, "short-calibadv-lr1.9e-3", 3, STEADY, 0.9)
-    make_run(output, "short-grpo-lr1.9e-3", 3, STEADY, 0.9)
+    for name in ("short-calibadv-lr1.9e-3", "short-grpo-lr1.9e-3"):
+        make_run(output, name, 3, STEADY, 0.9, rollout__searches__mean=searches)
     for seed, f1 in ((3, 0.2), (4, 0.3), (5, 0.25)):
         write_evaluation(output / f"cold/seed-{seed}", f1, None)
     return output
@@ -194,7 +198,7 @@ def test_the_page_says_how_many_runs_and_how_the_cold_starts_were(output):
     assert "8 finished runs of 40 steps, seeds 3, 4, 5. In brackets 95 % intervals" in text
     assert "Cold starts: F1 0.250 [0.126, 0.374]: 0.200 (seed 3), 0.300 (seed 4), 0.250 (seed 5)." in text
     assert cells(text)["calibadv-lambda0.5-lr1.9e-3"]== [
-        "3", "29", "0.100", "0.100", "0.320", "0.100", "-", "-"
+        "3", "29", "0.100", "0.100", "0.320", "0.100", "-", "1.500"
     ]  # fmt: skip
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 110
 
@@ -266,7 +270,8 @@ def test_the_report_writes_what_there_are_results_for(output, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / name) for name in names]
     assert {"grpo", "calibadv", "soft", "5 updates a step", "1.9"} <= words(tmp_path / names[1])
     assert {"grpo", "calibadv", "reward"} <= words(tmp_path / names[2])
-    assert {"grpo", "searches"} <= words(tmp_path / names[3])
+    panels = {"learning rate 1.9e-3", "learning rate 1.9e-3: λ"}
+    assert {"grpo", "soft", "calibadv-lambda0.5", "searches", *panels} <= words(tmp_path / names[3])
     assert {"grpo", "calibadv", "λ", "0.5", "1"} <= words(tmp_path / names[4])
     evidence_report.main([str(output), "--docs", str(tmp_path / "more"), "--name", "rumours"])
     more = {path.name for path in (tmp_path / "more").iterdir()}
@@ -309,7 +314,7 @@ def test_the_lambda_sweep_has_1_where_calibadv_is(output):
 def test_the_reward_curves_are_means_with_bands_over_the_seeds(output):
     pytest.importorskip("matplotlib")
     results = {arm: runs for arm, runs in read_results(output).items() if arm.method == "grpo"}
-    axes = evidence_figures.curves(results, "rewards").axes[0]
+    axes = evidence_figures.curves({"": results}, "rewards").axes[0]
     (band,) = axes.collections
     low, high = band.get_datalim(axes.transData).intervaly
     assert (low, high) == pytest.approx((0.32, 0.8))
@@ -321,4 +326,4 @@ def test_the_short_version_ends_with_its_own_arms(output, tmp_path):
     pytest.importorskip("matplotlib")
     table, picture = evidence_report.write_short(output, ["short-calibadv-lr1.9e-3", "short-grpo-lr1.9e-3"])
     assert list(cells(table)) == ["arm", "short-grpo-lr1.9e-3", "short-calibadv-lr1.9e-3"]
-    assert {"grpo", "calibadv", "reward"} <= words(picture)
+    assert {"grpo", "calibadv", "searches"} <= words(picture)
