@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMN, ROW = 300, 170  # of a sweep's panel, in units of `draw`
+MARKERS = "osD^vPX*"  # of a scatter
 DODGE = 0.006  # share of the axis by which neighbouring intervals are moved apart
 CURVES = {"rewards": (REWARD, "reward"), "searches": (SEARCHES, "searches")}  # name -> metric, unit
 UPDATES = {"": "5 updates a step", "-1update": "1 update a step"}
@@ -152,6 +153,28 @@ def sweep(columns: Mapping[str, Mapping[str, Points]], x_name: str) -> Figure:
         axes[0, 0].set_ylabel("share of seeds\nthat collapsed", color=MUTED, fontsize=SMALL_TEXT)
         axes[1, 0].set_ylabel("final held-out F1", color=MUTED, fontsize=SMALL_TEXT)
         axes[0, 0].legend(fontsize=SMALL_TEXT, frameon=False)
+    return figure
+
+
+def scatter(points: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_name: str) -> Figure:
+    """One mark for each run, with a line where x is 0.
+
+    Args:
+        points: method -> (x, y) of its runs.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(2 * COLUMN / UNIT, 2 * ROW / UNIT), dpi=UNIT, layout="tight")
+        axes = figure.subplots()
+        axes.axvline(0, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
+        for index, (method, places) in enumerate(points.items()):
+            xs, ys = zip(*places, strict=True)
+            axes.scatter(xs, ys, s=50, alpha=0.85, color=COLOURS[index], marker=MARKERS[index], label=method)
+        axes.set_xlabel(x_name, color=MUTED, fontsize=SMALL_TEXT)
+        axes.set_ylabel(y_name, color=MUTED, fontsize=SMALL_TEXT)
+        axes.legend(fontsize=SMALL_TEXT, frameon=False)
     return figure
 
 

@@ -1,20 +1,16 @@
 """Whether the advantages push a policy to search again or to answer at once, by what each earns.
 
     python -m benchmarks.second_search [--truth 0.85] [--quoted 0.85] [--share 0.5] [--questions 10]
-    python -m benchmarks.second_search --runs RUN... [--steps 5]
 
 After its first search a trajectory answers, or searches again. Both turns begin with the same decision: what
 a group adds to the policy gradient of its log-odds is the mean over its trajectories of
 advantage × (whether it searched again - share that does).
 
-Without --runs the groups are drawn: every question needs two searches, as in configs/rumours.yaml; after the
-first a trajectory answers with the rumour, or searches again and is right with the chance at the head of the
-column. Shown is the mean over groups, and in brackets that of a step over its standard deviation: how much of
-a step is direction, and how much chance. Turns have the lengths of that world, and every second search finds
-its passage.
-
-With --runs the groups are those of the first kept steps of runs: every arm gives credit for the same
-trajectories. Shown are the mean over groups and the difference from GRPO's, with their standard errors.
+The groups are drawn: every question needs two searches, as in configs/rumours.yaml; after the first one a
+trajectory answers with the rumour, or searches again and is right with the chance at the head of the column.
+Shown is the mean over groups, and in brackets that of a step over its standard deviation: how much of a step
+is direction, and how much chance. Turns have the lengths of that world, and every second search finds its
+passage. What was pushed in runs: `python -m benchmarks.second_search_runs`.
 """
 
 from __future__ import annotations
@@ -24,16 +20,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks.evidence_arms import SHORT, Arm
+from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.advantages.registry import compute_advantages
-from calibadv_jax.config import AdvantageConfig, load_config
-from calibadv_jax.errors import UserError
+from calibadv_jax.config import load_config
 from calibadv_jax.metrics.console import table
-from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.trajectory import Document, Group, Question, Trajectory, Turn, TurnKind
 
 SHOWN_FIRST, SHOWN_SECOND = "abc", "dea"  # a second search mostly shows one passage of the first again
@@ -83,10 +77,15 @@ def searches_again(trajectory: Trajectory) -> bool | None:
     return kinds[1] == "search" if len(kinds) == 2 and kinds[0] == "search" else None
 
 
-def push(groups: Sequence[Group], share: float, config: AdvantageConfig) -> np.ndarray:
-    """float64 [number of groups]: what each adds to the gradient of the log-odds of searching again."""
+def push(groups: Sequence[Group], credits: Sequence[GroupCredit], share: float) -> np.ndarray:
+    """float64 [number of groups]: what each adds to the gradient of the log-odds of searching again.
+
+    Args:
+        groups: of finished trajectories.
+        share: of the trajectories that have the choice, those that search again.
+    """
     pushes = []
-    for group, credit in zip(groups, compute_advantages(groups, config).credits, strict=True):
+    for group, credit in zip(groups, credits, strict=True):
         decided = [
             advantages[1] * (is_further - share)
             for one, advantages in zip(group.trajectories, credit.turns, strict=True)
@@ -101,7 +100,7 @@ def drawn_table(world: World, num_groups: int, num_questions: int) -> str:
     drawn = {found: [draw_group(rng, world, found) for _ in range(num_groups)] for found in CHANCES}
     rows = []
     for name in ARMS:
-        pushes = [push(groups, world.share, advantage_config(name)) for groups in drawn.values()]
+        pushes = [push(groups, credit_of(name, groups), world.share) for groups in drawn.values()]
         steps = [one.mean() / one.std() * math.sqrt(num_questions) for one in pushes]
         rows.append(
             [name, *(f"{one.mean():+.3f} ({step:+.1f})" for one, step in zip(pushes, steps, strict=True))]
@@ -109,39 +108,10 @@ def drawn_table(world: World, num_groups: int, num_questions: int) -> str:
     return table(rows, ["arm", *map(str, CHANCES)])
 
 
-def kept_table(runs: Sequence[Path], num_steps: int) -> str:
-    """The first steps of runs under every arm.
-
-    Raises:
-        UserError: a step is not kept, or nobody had anything to decide.
-    """
-    kept = [read_step(find_step(run, step)) for run in runs for step in range(1, num_steps + 1)]
-    groups = [group.finished() for step in kept for group in step.groups]
-    decided = [
-        (is_further, one.answer_score)
-        for group in groups
-        for one in group.trajectories
-        if (is_further := searches_again(one)) is not None
-    ]
-    earned = [[score for further, score in decided if further == which] for which in (False, True)]
-    if not all(earned):
-        raise UserError(f"{runs[0]}: all trajectories of these steps decide alike after their first search")
-    share = len(earned[1]) / len(decided)
-    pushes = {name: push(groups, share, advantage_config(name)) for name in ARMS}
-    rows = [[name, _with_error(one), _with_error(one - pushes["grpo"])] for name, one in pushes.items()]
-    return (
-        f"{len(groups)} groups; {share:.2f} of {len(decided)} trajectories search again, and earn "
-        f"{np.mean(earned[1]):.2f}; answering at once earns {np.mean(earned[0]):.2f}\n"
-        + table(rows, ["arm", "push", "less GRPO's"])
-    )
-
-
-def _with_error(values: np.ndarray) -> str:
-    return f"{values.mean():+.3f} ± {values.std(ddof=1) / math.sqrt(len(values)):.3f}"
-
-
-def advantage_config(arm: str) -> AdvantageConfig:
-    return load_config(SHORT.config, Arm(arm, SHORT.lr).overrides()).advantage
+def credit_of(arm: str, groups: Sequence[Group]) -> list[GroupCredit]:
+    """What an arm makes of scored groups."""
+    config = load_config(SHORT.config, Arm(arm, SHORT.lr).overrides())
+    return compute_advantages(groups, config.advantage).credits
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -157,20 +127,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--group-size", type=int, default=World.group_size, help="default: %(default)s")
     parser.add_argument("--questions", type=int, default=10, help="of a step; default: %(default)s")
     parser.add_argument("--groups", type=int, default=4000, help="for each column; default: %(default)s")
-    parser.add_argument("--runs", type=Path, nargs="+", metavar="RUN", help="take the groups of these runs")
-    parser.add_argument("--steps", type=int, default=5, help="of each run; default: %(default)s")
     arguments = parser.parse_args(argv)
-    if arguments.runs:
-        text = kept_table(arguments.runs, arguments.steps)
-    else:
-        world = World(arguments.truth, arguments.quoted, arguments.share, arguments.group_size)
-        text = drawn_table(world, arguments.groups, arguments.questions)
-    sys.stdout.write(text + "\n")
+    world = World(arguments.truth, arguments.quoted, arguments.share, arguments.group_size)
+    sys.stdout.write(drawn_table(world, arguments.groups, arguments.questions) + "\n")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
+    main()
