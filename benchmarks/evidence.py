@@ -38,6 +38,7 @@ from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import duration, table
 from calibadv_jax.report.evaluations import read_json
 
+EVALUATE_EVERY = 20  # steps
 WAIT_SECONDS = 5.0  # between looks at a cold start that somebody else makes
 COMMON = ["evaluate.temperatures=[1.0]", "log.backends=[]"]  # of every command
 
@@ -92,7 +93,8 @@ def _values(output: Path, job: Job) -> dict[str, Any]:
         "learner.steps": job.steps,
         "checkpoint.keep": 1,
         "log.rollouts_keep": 0,  # all: the lengths of wrong and right trajectories come from them
-        "evaluate.every": 20,
+        # The last policy is evaluated in any case.
+        "evaluate.every": EVALUATE_EVERY if job.steps > EVALUATE_EVERY else 0,
         "evaluate.sample_size": 100,
     }
 

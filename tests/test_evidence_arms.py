@@ -62,6 +62,8 @@ def test_grpo_is_grpo_with_five_updates_a_step():
     config = training(Arm("grpo", "1.9e-3"))
     assert (config.advantage.name, config.learner.optimizer.lr) == ("grpo", 0.0019)
     assert config.learner.optimizer.schedule == "constant"
+    assert config.evaluate.every == 20
+    assert training(Arm("grpo", "1.9e-3"), steps=20).evaluate.every == 0
     trajectories = config.rollout.questions_per_step * config.rollout.group_size
     assert trajectories / config.learner.minibatch_size == 5
 
@@ -127,14 +129,14 @@ def test_the_most_telling_runs_come_first():
 
 def test_the_short_version_has_one_cold_start():
     arguments = evidence.parse(["out", "--part", "short"])
-    assert (arguments.seeds, arguments.steps, arguments.workers) == ([6, 7], 30, 2)
+    assert (arguments.seeds, arguments.steps, arguments.workers) == ([9, 10], 20, 2)
     assert Path(arguments.config) == ROOT / "configs/rumours.yaml"
     jobs = plan("short", arguments.seeds, arguments.lr, arguments.steps)
     assert [(job.name, job.cold_seed, job.steps) for job in jobs] == [
-        ("short-grpo-lr1e-3/seed-6", 6, 30),
-        ("short-calibadv-lr1e-3/seed-6", 6, 30),
-        ("short-grpo-lr1e-3/seed-7", 6, 30),
-        ("short-calibadv-lr1e-3/seed-7", 6, 30),
+        ("short-calibadv-lambda2-lr1e-3/seed-9", 9, 20),
+        ("short-grpo-lr1e-3/seed-9", 9, 20),
+        ("short-calibadv-lambda2-lr1e-3/seed-10", 9, 20),
+        ("short-grpo-lr1e-3/seed-10", 9, 20),
     ]
 
 
