@@ -72,7 +72,9 @@ def test_port_and_output_exclude_each_other(run_folder, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_server_says_its_address_and_ends_with_ctrl_c(run_folder):
-    command = "from calibadv_jax import cli; cli.calibadv()"
+    # The tests may run as a background job, whose children ignore SIGINT from their start.
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = f"{heeding}; from calibadv_jax import cli; cli.calibadv()"
     process = subprocess.Popen(
         [sys.executable, "-c", command, "inspect", str(run_folder), "--port", "0"],
         cwd=ROOT,
