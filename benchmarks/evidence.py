@@ -33,6 +33,7 @@ from typing import Any
 from benchmarks.evidence_arms import LONG, PARTS, ROOT, SHORT, Job, plan
 from benchmarks.evidence_report import write_short
 from benchmarks.evidence_results import evaluated_step, held_out_f1
+from calibadv_jax import cli
 from calibadv_jax.config import load_config
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import duration, table
@@ -294,8 +295,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("config", Path, "FILE", ""),
     ):
         long, short = (_shown(getattr(one, name)) for one in (LONG, SHORT))
-        default = f"{what}default: {long}; short: {short}"
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=default)
+        text = f"{what}default: {long}; short: {short}"
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
     parser.add_argument("--list", action="store_true", help="show the runs in their order, and stop")
     arguments = parser.parse_args(argv)
     for name, value in dataclasses.asdict(SHORT if arguments.part == "short" else LONG).items():
@@ -373,8 +374,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
+    cli.end(lambda: sys.exit(main()))

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMN, ROW = 300, 170  # of a sweep's panel, in units of `draw`
-MARKERS = "osD^vPX*"  # of a scatter
+MARKERS = "osD^vPX*<>p"  # of a scatter
 DODGE = 0.006  # share of the axis by which neighbouring intervals are moved apart
 CURVES = {"rewards": (REWARD, "reward"), "searches": (SEARCHES, "searches")}  # name -> metric, unit
-UPDATES = {"": "5 updates a step", "-1update": "1 update a step"}
+UPDATE_TITLES = {"": "5 updates a step", "-1update": "1 update a step"}
 
 Points = Mapping[float, Sequence[Result]]  # place on the x axis -> the seeds there
 
@@ -31,7 +31,7 @@ def figures(results: Results) -> dict[str, Figure]:
     """By name; one without results is left out."""
     found: dict[str, Figure] = {}
     columns = {}
-    for updates, title in UPDATES.items():
+    for updates, title in UPDATE_TITLES.items():
         lines = {method: _by_rate(results, method, updates) for method in FOUR}
         lines = {method: points for method, points in lines.items() if points}
         if lines:
@@ -39,10 +39,10 @@ def figures(results: Results) -> dict[str, Figure]:
     if columns:
         found["frontier"] = sweep(columns, "learning rate in 1e-3")
     usual = {arm: runs for arm, runs in results.items() if not arm.updates}
-    for name, make_panels in (("rewards", _pairs), ("searches", _families)):
+    for name, panels in (("rewards", _of_rates(_pair(usual))), ("searches", _families(usual))):
         metric = CURVES[name][0]
         if any(finite(one.run.values(metric)) for runs in usual.values() for one in runs):
-            found[name] = curves(make_panels(usual), name)
+            found[name] = curves(panels, name)
     lambdas = _by_lambda(results)
     if lambdas:
         found["lambda"] = sweep(lambdas, "λ")
@@ -68,11 +68,6 @@ def _by_lambda(results: Results) -> dict[str, dict[str, Points]]:
             lines["grpo"] = dict.fromkeys((min(points), max(points)), plain)
         columns[f"learning rate {rate}"] = lines
     return columns
-
-
-def _pairs(results: Results) -> dict[str, Results]:
-    """Title -> GRPO and CalibAdv of a learning rate."""
-    return _of_rates(_pair(results))
 
 
 def _pair(results: Results) -> dict[Arm, Sequence[Result]]:
@@ -171,7 +166,8 @@ def scatter(points: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_
         axes.axvline(0, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
         for index, (method, places) in enumerate(points.items()):
             xs, ys = zip(*places, strict=True)
-            axes.scatter(xs, ys, s=50, alpha=0.85, color=COLOURS[index], marker=MARKERS[index], label=method)
+            colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+            axes.scatter(xs, ys, s=50, alpha=0.85, color=colour, marker=marker, label=method)
         axes.set_xlabel(x_name, color=MUTED, fontsize=SMALL_TEXT)
         axes.set_ylabel(y_name, color=MUTED, fontsize=SMALL_TEXT)
         axes.legend(fontsize=SMALL_TEXT, frameon=False)

@@ -99,6 +99,12 @@ def finite(values: Mapping[int, float | None]) -> Values:
     return {step: value for step, value in values.items() if value is not None}
 
 
+def mean_at_the_end(values: Mapping[int, float | None], steps: int = 10) -> float | None:
+    """Mean over the last steps that have a value; None where none has."""
+    last = [value for _, value in sorted(finite(values).items())][-steps:]
+    return statistics.fmean(last) if last else None
+
+
 def lengths(run: Run) -> dict[str, Values]:
     """Mean sampled tokens of the trajectories with reward 0 and with reward 1, of the kept steps."""
     found: dict[str, Values] = {WRONG_LENGTH: {}, RIGHT_LENGTH: {}}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import evidence_figures, evidence_tables
 from benchmarks.evidence_results import cold_starts, read_results
-from calibadv_jax.errors import UserError
+from calibadv_jax import cli
 
 
 def write_report(output: Path, folder: Path, name: str = "evidence") -> list[Path]:
@@ -50,8 +50,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
+    cli.end(main)

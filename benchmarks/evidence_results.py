@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence_arms import METHODS, Arm, parse_name, plan
-from benchmarks.evidence_measures import FORMAT, REWARD, Values, collapse_step, finite, quantities
+from benchmarks.evidence_measures import (
+    FORMAT,
+    REWARD,
+    Values,
+    collapse_step,
+    finite,
+    mean_at_the_end,
+    quantities,
+)
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluation.report import ALL, AVERAGE
 from calibadv_jax.report.evaluations import read_json
@@ -54,10 +61,9 @@ class Result:
         logged = next((found for name in names if (found := finite(self.run.values(name)))), {})
         return max([self.final_f1, *logged.values()])
 
-    def at_the_end(self, metric: str, steps: int = 10) -> float | None:
-        """Mean over the last steps that have the metric."""
-        last = [value for _, value in sorted(finite(self.run.values(metric)).items())][-steps:]
-        return statistics.fmean(last) if last else None
+    def at_the_end(self, metric: str) -> float | None:
+        """Mean over the last ten steps that have the metric."""
+        return mean_at_the_end(self.run.values(metric))
 
     @cached_property
     def quantities(self) -> dict[str, Values]:

@@ -20,13 +20,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from benchmarks.evidence_arms import SHORT, Arm
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.advantages.registry import compute_advantages
-from calibadv_jax.config import load_config
+from calibadv_jax.config import AdvantageConfig, load_config
 from calibadv_jax.metrics.console import table
 from calibadv_jax.trajectory import Document, Group, Question, Trajectory, Turn, TurnKind
 
@@ -110,8 +111,12 @@ def drawn_table(world: World, num_groups: int, num_questions: int) -> str:
 
 def credit_of(arm: str, groups: Sequence[Group]) -> list[GroupCredit]:
     """What an arm makes of scored groups."""
-    config = load_config(SHORT.config, Arm(arm, SHORT.lr).overrides())
-    return compute_advantages(groups, config.advantage).credits
+    return compute_advantages(groups, _advantage_config(arm)).credits
+
+
+@cache  # a table asks for it once in every cell
+def _advantage_config(arm: str) -> AdvantageConfig:
+    return load_config(SHORT.config, Arm(arm, SHORT.lr).overrides()).advantage
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -24,8 +24,9 @@ import numpy as np
 
 from benchmarks import evidence_figures
 from benchmarks.evidence_arms import METHODS, parse_name
-from benchmarks.evidence_measures import SEARCHES, WINDOW
+from benchmarks.evidence_measures import SEARCHES, mean_at_the_end
 from benchmarks.second_search import ARMS, credit_of, push, searches_again
+from calibadv_jax import cli
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import table
@@ -55,9 +56,16 @@ class Beginning:
 
     @property
     def searches_at_the_end(self) -> float:
-        """Of a trajectory, mean of the last ten steps."""
-        rows = read_metrics(self.run / "metrics.jsonl")[-WINDOW:]
-        return statistics.fmean(row[SEARCHES] for row in rows)
+        """Of a trajectory, mean of the last ten steps.
+
+        Raises:
+            UserError: the run has not logged them.
+        """
+        path = self.run / "metrics.jsonl"
+        found = mean_at_the_end({row["step"]: row.get(SEARCHES) for row in read_metrics(path)})
+        if found is None:
+            raise UserError(f"{path}: no step has {SEARCHES}; give the folder of a training run")
+        return found
 
 
 def read_beginning(run: Path, num_steps: int) -> Beginning:
@@ -144,8 +152,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
+    cli.end(main)

@@ -94,7 +94,7 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     def run(config: Config, **options: bool) -> None:
         importlib.import_module(f"calibadv_jax.{command}").run(config, **options)
 
-    _end(lambda: _with_config(run, arguments))
+    end(lambda: _with_config(run, arguments))
 
 
 def _run_tool(name: str, argv: Sequence[str]) -> NoReturn:
@@ -102,7 +102,7 @@ def _run_tool(name: str, argv: Sequence[str]) -> NoReturn:
     parser = _Parser(prog=f"calibadv {name}", description=TOOLS[name], allow_abbrev=False)
     tool.add_arguments(parser)
     arguments = parser.parse_intermixed_args(argv)  # options may stand between the other arguments
-    _end(lambda: tool.run(arguments))
+    end(lambda: tool.run(arguments))
 
 
 def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = None) -> NoReturn:
@@ -114,7 +114,7 @@ def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = 
     Any other exception is a defect of this program and shows its traceback.
     """
     arguments = parse(f"python -m calibadv_jax.{command}", COMMANDS[command], argv, OPTIONS.get(command, {}))
-    _end(lambda: _with_config(run, arguments))
+    end(lambda: _with_config(run, arguments))
 
 
 def parse(
@@ -165,7 +165,7 @@ def _with_config(run: Callable[..., object], arguments: Arguments) -> None:
         run(config, **arguments.options)
 
 
-def _end(work: Callable[[], object]) -> NoReturn:
+def end(work: Callable[[], object]) -> NoReturn:
     """Does the work and ends the process with the status of how it went."""
     try:
         work()

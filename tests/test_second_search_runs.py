@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import second_search_runs
-from benchmarks.evidence_arms import SHORT, parse_name
+from benchmarks import evidence_figures, second_search_runs
+from benchmarks.evidence_arms import METHODS, SHORT, parse_name
 from benchmarks.second_search import ARMS, BELIEVE, World, credit_of, draw_group, push
 from calibadv_jax.config import load_config
 from calibadv_jax.errors import UserError
@@ -87,3 +87,21 @@ def test_a_step_that_is_not_kept_is_named(tmp_path):
     run = make_run(tmp_path / "grpo-lr1e-3/seed-3", draw_steps(0, number=1))
     with pytest.raises(UserError, match="step 2 is not kept"):
         second_search_runs.main([str(run)])
+
+
+def test_a_run_that_has_not_logged_its_searches_is_named(tmp_path):
+    run = make_run(tmp_path / "grpo-lr1e-3/seed-3", draw_steps(0, number=1), searches=())
+    with pytest.raises(UserError, match=r"seed-3/metrics.jsonl: no step has rollout/searches/mean"):
+        second_search_runs.main([str(run), "--steps", "1"])
+
+
+def test_every_method_has_a_mark_of_its_own():
+    pytest.importorskip("matplotlib")
+    names = [*METHODS, "mine", "another"]
+    figure = evidence_figures.scatter({name: [(0.0, 1.0)] for name in names}, "x", "y")
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    marks = [
+        (tuple(one.get_facecolor()[0]), one.get_paths()[0].vertices.tobytes())
+        for one in figure.axes[0].collections
+    ]
+    assert labels == names and len(set(marks)) == len(names)
