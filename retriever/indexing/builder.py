@@ -77,7 +77,8 @@ def _write(
         where = {"url": options.qdrant_url, "collection": options.qdrant_collection, "search": options.search}
         return manifest | where | {"factory": "qdrant"}
     write_faiss(folder / INDEX_FILE, embeddings, options.factory, options.search, progress)
-    return manifest | {"bytes": (folder / INDEX_FILE).stat().st_size}
+    search = {"search": options.search} if options.search else {}
+    return manifest | search | {"bytes": (folder / INDEX_FILE).stat().st_size}
 
 
 def _check_factory(encoder: Encoder, options: BuildOptions, shards: Path) -> None:

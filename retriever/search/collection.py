@@ -58,6 +58,8 @@ class Collection:
             "url": options.qdrant_url,
             "collection": options.qdrant_collection,
         }
+        if options.qdrant_search:
+            self.manifest["search"] = options.qdrant_search
         self._check()
 
     def search(self, queries: Sequence[str], k: int) -> list[Found]:

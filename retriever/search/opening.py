@@ -66,9 +66,9 @@ def open_index(path: Path, corpus: Corpus, options: IndexOptions = IndexOptions(
         options.refuse(("faiss_gpu", "engine", "mmap"), "Qdrant")
         encoder = _load_encoder(path, manifest, options)
         _check_files(path, manifest, options)
-        vectors = QdrantVectors(
-            path, manifest["url"], manifest["collection"], options.qdrant_search or manifest.get("search", "")
-        )
+        search = options.qdrant_search or manifest.get("search", "")
+        vectors = QdrantVectors(path, manifest["url"], manifest["collection"], search)
+        manifest = manifest | {"search": search}
         _check_dimension(str(path), vectors.dimension, encoder)
         ranker = Dense(encoder, vectors)
     else:

@@ -22,8 +22,9 @@ from retriever.service.batching import Overloaded
 from retriever.service.cache import NotRecorded, ResultCache
 from retriever.service.contracts import AccessRequest, RetrieveRequest, error_reply, render
 from retriever.service.engine import Depths, Engine, Limits, Refused
+from retriever.service.identity import index_identity
 from retriever.service.metrics import Metrics
-from retriever.service.middleware import BodyLimit, Measure, RequireToken
+from retriever.service.middleware import BodyLimit, Identify, Measure, RequireToken
 
 TITLE = "calibadv retriever"
 RETRY_SECONDS = 1  # what a refused client is told to wait
@@ -54,12 +55,15 @@ def make_app(
     )
     if token:
         app.add_middleware(RequireToken, token=token)
+    model = reranker.model if reranker else ""
+    identity = index_identity(searcher.manifest, model)
+    app.add_middleware(Identify, identity=identity)
     app.add_middleware(Measure, metrics=metrics)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ready", **searcher.manifest, "reranker": reranker.model if reranker else ""}
+        return {"status": "ready", **searcher.manifest, "reranker": model, "identity": identity}
 
     @app.get("/metrics")
     async def show_metrics() -> Response:

@@ -1,4 +1,4 @@
-"""Around every request, from the outside in: measured, asked for the token, its body limited."""
+"""Around every request, from the outside in: measured, named, asked for the token, its body limited."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import Response
 
 from retriever.service.contracts import error_reply
+from retriever.service.identity import HEADER
 from retriever.service.metrics import Metrics
 
 ROUTES = {"/retrieve", "/access", "/health", "/metrics"}  # a label each; the others share one
@@ -40,6 +41,22 @@ class Measure:
         finally:
             self.metrics.requests.labels(route, str(status)).inc()
             self.metrics.seconds.labels(route).observe(time.monotonic() - begun)
+
+
+class Identify:
+    """ASGI middleware: every reply of ``/retrieve`` says which index gave it, also a refusal."""
+
+    def __init__(self, app: Any, identity: str):
+        self.app, self.header = app, (HEADER.lower().encode(), identity.encode())
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def say(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = message | {"headers": [*message.get("headers", ()), self.header]}
+            await send(message)
+
+        is_search = scope["type"] == "http" and scope["path"] == "/retrieve"
+        await self.app(scope, receive, say if is_search else send)
 
 
 class RequireToken:

@@ -115,6 +115,8 @@ def test_the_reranker_runs_in_one_thread(towns):
     threads = set()
 
     class Reranker:
+        model = "m"
+
         def rerank(self, queries, found, k):
             threads.add(threading.get_ident())
             time.sleep(0.05)

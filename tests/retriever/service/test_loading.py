@@ -20,6 +20,7 @@ from retriever.errors import RetrieverError
 from retriever.options import parse
 from retriever.service.app import make_app
 from retriever.service.engine import Depths
+from retriever.service.identity import index_identity
 from retriever.service.loading import Loading
 from retriever.service.server import run
 
@@ -54,7 +55,8 @@ def test_it_says_what_it_loads_and_then_hands_over():
             go_on.set()
             await waiting
             ready = (await client.get("/health")).json()
-            assert ready == {"status": "ready", "documents": 0, "reranker": ""}
+            identity = index_identity(Empty.manifest, "")
+            assert ready == {"status": "ready", "documents": 0, "reranker": "", "identity": identity}
             assert (await client.post("/retrieve", json={"queries": ["q"]})).json() == {"result": [[]]}
 
     asyncio.run(ask())
