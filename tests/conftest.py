@@ -14,10 +14,12 @@ from urllib.parse import urlsplit
 import jax
 import numpy as np
 import pytest
+import rounding
 
 # Set here and not in the environment, so that programs which a test starts see the machine as it is.
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_disable_most_optimizations", True)  # tests compile far longer than they compute
+if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:  # tests compile far longer than they compute
+    jax.config.update("jax_disable_most_optimizations", True)
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 
@@ -38,10 +40,13 @@ LONGEST = {f"test_{name}.py" for name in ("kill", "train", "train_vllm", "vllm",
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="fuzz tests try all their cases (minutes more)")
+    parser.addoption("--perturb", action="store_true", help="round as another CPU does: tests/rounding.py")
 
 
-def pytest_configure() -> None:
-    """Modules of tests are imported by their bare names, so that two of one name would hide each other."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuses two modules of one name: tests are imported by it, so that one would hide the other."""
+    if config.getoption("--perturb"):
+        rounding.perturb()
     places: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("*.py")):
         places.setdefault(path.name, []).append(str(path.relative_to(ROOT)))

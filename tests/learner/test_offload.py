@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from rounding import close_in_norm
 from tiny_policy import NARROW
 
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
@@ -14,7 +15,7 @@ from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.offload import parts
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.snapshots.checkpoint import CheckpointStore
 
@@ -51,13 +52,14 @@ def kinds(state):
     }
 
 
-def assert_same(found, expected):
-    """Equal to rounding: the step is one program for the one and several for the other."""
-
-    def same(left, right):
-        np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 * np.abs(right).max())
-
-    jax.tree.map(same, found, expected)
+def step(learner, state, seed):
+    """The optimizer's step with drawn gradients, none near zero, where AdamW would follow rounding."""
+    rng = np.random.default_rng(seed)
+    abstract = learner.policy.abstract_params
+    drawn = jax.tree.map(lambda p: rng.uniform(0.5, 1.5, p.shape) * rng.choice([-1, 1], p.shape), abstract)
+    gradients = jax.device_put(jax.tree.map(np.float32, drawn), param_shardings(abstract, learner.mesh))
+    with jax.set_mesh(learner.mesh):
+        return learner._apply(state, gradients)
 
 
 def one_device():
@@ -71,17 +73,18 @@ def test_moments_lie_on_the_host_and_the_updates_are_the_same(name):
         mesh = one_device()
         learner = make_learner(name, offload, mesh)
         state = learner.init(init_params(learner.policy, mesh, 0))
-        for _ in range(2):
+        for number in range(2):
             expected = {"params": {"device"}, "opt_state": {"pinned_host" if offload else "device"}}
             assert kinds(state) == kinds(learner.abstract_state()) == expected
-            state, metrics = learner.update(state, [batch()], LOSS)
+            state, metrics = step(learner, state, number)
         assert metrics["actor/skipped"] == 0
         states[offload] = jax.device_get(state)
         broken = dataclasses.replace(batch(), weights=batch().weights * np.nan)
         state, metrics = learner.update(state, [broken], LOSS)
         assert metrics["actor/skipped"] == 1
+        # To the bit: what was there is kept.
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), states[offload])
-    assert_same(states[True], states[False])
+    jax.tree.map(close_in_norm, states[True], states[False])
 
 
 def test_the_moments_of_a_mesh_lie_on_its_hosts():
@@ -93,12 +96,11 @@ def test_the_moments_of_a_mesh_lie_on_its_hosts():
     assert kinds(state)["opt_state"] == {"pinned_host"}
     alone = make_learner("adamw", False, one_device())
     other = alone.init(init_params(alone.policy, alone.mesh, 0))
-    for _ in range(2):
-        state, _ = learner.update(state, [batch()], LOSS)
-        other, _ = alone.update(other, [batch()], LOSS)
+    for number in range(2):
+        state, _ = step(learner, state, number)
+        other, _ = step(alone, other, number)
     assert kinds(state)["opt_state"] == {"pinned_host"}
-    for left, right in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-4)
+    jax.tree.map(close_in_norm, state, other)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["to_device", "to_host"])
@@ -113,9 +115,9 @@ def test_a_checkpoint_goes_on_with_or_without_the_host(tmp_path, offload):
     restored, _ = store.restore(1, then.abstract_state())
     store.close()
     assert kinds(restored)["opt_state"] == {"pinned_host" if offload else "device"}
-    expected, _ = first.update(state, [batch()], LOSS)
-    found, _ = then.update(restored, [batch()], LOSS)
-    assert_same(jax.device_get(found), jax.device_get(expected))
+    expected, _ = step(first, state, 1)
+    found, _ = step(then, restored, 1)
+    jax.tree.map(close_in_norm, found, expected)
 
 
 def test_each_part_brings_the_moments_of_its_parameters_only():

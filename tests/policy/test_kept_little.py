@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from rounding import close_in_norm
 
 from calibadv_jax.policy.elementwise import RMSNorm, gated
 from calibadv_jax.policy.products import rows_product
@@ -25,7 +26,7 @@ def assert_same(found, plain, *inputs):
 
         return jax.jit(jax.grad(objective, argnums=tuple(range(len(inputs))), has_aux=True))(*inputs)
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), both(found), both(plain))
+    close_in_norm(both(found), both(plain))
 
 
 @pytest.mark.medium

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rounding import close_in_norm
 from tiny_policy import WIDER
 
 from calibadv_jax.config import MeshConfig
@@ -67,6 +68,7 @@ def test_a_token_sees_nothing_of_the_future(forward, params):
     changed[:, 10:] = (changed[:, 10:] + 1) % 64
     before = forward(params, tokens, positions, segments)
     after = forward(params, changed, positions, segments)
+    # To the bit: one program, which multiplies what it may not see by 0.
     np.testing.assert_array_equal(before[:, :10], after[:, :10])
     assert np.abs(before[:, 10:] - after[:, 10:]).min(axis=-1).max() > 0
 
@@ -89,7 +91,7 @@ def test_rematerialised_chunked_attention_equals_plain(forward, params):
         for one in (Policy(ARCHITECTURE, Numerics()), other)
     )
     np.testing.assert_allclose(plain[1], chunked[1], atol=1e-4)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), plain[0], chunked[0])
+    close_in_norm(chunked[0], plain[0])
 
 
 def test_decoding_with_a_cache_equals_packed_rows(policy, forward, params):

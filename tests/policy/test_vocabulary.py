@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rounding import close_in_norm
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -94,7 +95,7 @@ def test_a_mesh_computes_the_plain_formula_and_its_gradients(mesh, tied, vocab):
     compiled, placed = on_mesh(policy, make_mesh(MeshConfig(**mesh)), CHUNK)
     (_, found), gradients = compiled(*placed)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-4), gradients, wanted)
+    close_in_norm(gradients, wanted)
 
 
 def computations(text):
@@ -179,7 +180,7 @@ def test_gradients_of_bfloat16_look_ups_add_up_in_float32(mesh):
     else:
         with jax.set_mesh(make_mesh(MeshConfig(**mesh))):
             found = jax.jit(jax.grad(total))(table)
-    np.testing.assert_array_equal(found[7], ROWS * 128)
+    np.testing.assert_array_equal(found[7], ROWS * 128)  # float32 holds such whole numbers without rounding
     assert float(jnp.abs(found).sum()) == ROWS * 128 * WIDTH
 
 
@@ -197,4 +198,4 @@ def test_gradients_of_a_bfloat16_head_add_up_in_float32():
     kernel = params["lm_head"]["kernel"]
     many = jax.grad(total)(kernel, hidden, targets)
     one = jax.grad(total)(kernel, hidden[:, :2], targets[:, :2])
-    np.testing.assert_allclose(many, 512 * one, rtol=1e-4, atol=1e-3)
+    close_in_norm(many, 512 * one, 1e-4)
