@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from calibadv_jax import cli
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, RetrieverConfig
+from calibadv_jax.config.retriever import NO_RETRIEVER
 from calibadv_jax.data.questions import load_questions, select_evenly
 from calibadv_jax.errors import QueryRefused, UserError
 from calibadv_jax.evaluation.methods import method_config, method_retriever, with_passages
@@ -33,6 +34,7 @@ from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.model import PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.rewards.score import score_trajectory
 from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.services.retriever_client import SAME, RetrieverClient
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
 from calibadv_jax.trajectory import Document, Group, Question
 from calibadv_jax.wiring import open_rollouts
@@ -79,8 +81,9 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
     console = console or Console(config.log.progress)
     output = Path(config.evaluate.output)
     questions, source = evaluation_questions(config), at_step(source)
-    policy = describe_policy(source)
-    file = RowFile(output.with_suffix(".jsonl"), identity(config, policy, questions), questions)
+    policy, retriever = describe_policy(source), describe_retriever(method_config(config).retriever)
+    evaluation = identity(config, policy, retriever, questions)
+    file = RowFile(output.with_suffix(".jsonl"), evaluation, questions)
     if file.others:
         console.note(f"{file.path}: {file.others} lines of another evaluation are replaced")
     temperatures = dict.fromkeys(config.evaluate.temperatures)
@@ -89,10 +92,10 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
     if len(missing) < len(wanted):
         console.note(f"{len(wanted) - len(missing)} of {len(wanted)} answers are there; going on")
     if missing:
-        _answer_missing(config, source, questions, missing, file, console)
+        _answer_missing(config, source, questions, missing, file, retriever, console)
     rows = file.finish([_key(*one) for one in wanted])
     report = summarise(rows, config.evaluate.resamples, config.evaluate.confidence)
-    _write(output, config, policy, report)
+    _write(output, config, policy, retriever, report)
     return report
 
 
@@ -116,15 +119,37 @@ def describe_policy(source: PolicySource) -> dict[str, Any]:
     return {"kind": source.kind, "path": str(source.path), "step": step, "modified": modified}
 
 
+def describe_retriever(config: RetrieverConfig) -> dict[str, Any]:
+    """What answers the searches, as plain values; empty where nothing is searched.
+
+    A running service is what it says of itself. One that does not say which corpus it has is its address. A
+    service that is started here is its corpus: `modified` tells apart what was written to one place in turn.
+
+    Raises:
+        UserError: a running service cannot be reached.
+    """
+    if config.url == NO_RETRIEVER:
+        return {}
+    if config.url:
+        client = RetrieverClient(config, config.url)
+        health = client.health()
+        said = {name: health[name] for name in (*SAME, "identity") if name in health}
+        return said if {"identity", "corpus_sha256"} & said.keys() else said | {"url": client.url}
+    corpus = Path(config.corpus)
+    found = corpus.stat() if corpus.is_file() else None
+    return {"corpus": str(corpus), "modified": found.st_mtime_ns} if found else {"corpus": str(corpus)}
+
+
 def _answer_missing(
     config: Config,
     source: PolicySource,
     questions: Sequence[Question],
     missing: Sequence[tuple[float, Question]],
     file: RowFile,
+    service: dict[str, Any],
     console: Console,
 ) -> None:
-    """Writes the rows of `missing` to the file as they are answered."""
+    """Writes the rows of `missing` to the file as they are answered, with the `service` that searched."""
     asked, name = method_config(config), config.evaluate.method
     model = build_model(asked, str(source.model_folder))
     with (
@@ -140,7 +165,7 @@ def _answer_missing(
 
         def keep(row: Row) -> None:
             nonlocal done
-            file.add(row)
+            file.add(row | {"retriever": service})
             done += 1
             show(done)
 
@@ -226,10 +251,13 @@ def _passages_of_one(rollouts: Rollouts, text: str) -> list[Document]:
         return []
 
 
-def _write(output: Path, config: Config, policy: dict[str, Any], report: Report) -> None:
+def _write(
+    output: Path, config: Config, policy: dict[str, Any], retriever: dict[str, Any], report: Report
+) -> None:
     evaluate = config.evaluate
     about = {
         "policy": policy,
+        "retriever": retriever,
         "method": evaluate.method,
         "data": config.data.eval,
         "samples": evaluate.samples,

@@ -20,7 +20,8 @@ class DataConfig:
     """Share of each data_source in the training questions, in any unit; empty: every question once an
     epoch."""
     eval_limit: NonNegativeInt = 0
-    """Evaluate on this many questions, evenly spread over data sources; 0: all."""
+    """Evaluate on this many questions, evenly spread over data sources, the same ones for every run.seed; 0:
+    all."""
     shuffle: bool = True
     """Shuffle training questions again in every epoch."""
 
