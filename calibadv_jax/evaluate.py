@@ -31,8 +31,9 @@ from calibadv_jax.evaluation.report import (
     table_rows,
 )
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.model import PolicySource, build_model, find_folder, find_policy
+from calibadv_jax.model import Model, PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.rewards.score import score_trajectory
+from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.services.retriever_client import SAME, RetrieverClient
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
@@ -66,10 +67,31 @@ def choose_policy(config: Config) -> PolicySource:
     return find_policy(find_folder(config, chosen, with_weights=True)[0])
 
 
-def evaluation_questions(config: Config) -> list[Question]:
-    """The questions of data.eval, at most data.eval_limit of them."""
-    questions, limit = load_questions(config.data.eval), config.data.eval_limit
-    return select_evenly(questions, limit, seed=0) if limit else questions
+def evaluation_questions(config: Config, tokenizer: Any, sample_size: int = 0) -> tuple[list[Question], str]:
+    """The questions of data.eval, at most data.eval_limit and `sample_size` (0: no limit) of them.
+
+    The same ones for every run.seed.
+
+    Returns:
+        The questions whose prompts fit, and in words how many do not; "" where all fit.
+
+    Raises:
+        UserError: a file cannot be read, or prompts are too long; see `drop_overlong`.
+    """
+    questions = load_questions(config.data.eval)
+    for limit in (config.data.eval_limit, sample_size):
+        questions = select_evenly(questions, limit, seed=0) if limit else questions
+    config = method_config(config)
+    asked = [with_passages(one, ()) for one in questions] if config.evaluate.method == "rag" else questions
+    longest = config.rollout.max_prompt_length
+    lengths = prompt_lengths(asked, tokenizer, config.prompt, longest)
+    return drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.eval")
+
+
+def validation_questions(config: Config, tokenizer: Any) -> tuple[list[Question], str]:
+    """Likewise those of `validate`."""
+    agent = replace(config, evaluate=replace(config.evaluate, method="agent"))
+    return evaluation_questions(agent, tokenizer, config.evaluate.sample_size)
 
 
 def evaluate_policy(config: Config, source: PolicySource, console: Console | None = None) -> Report:
@@ -80,7 +102,11 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
     """
     console = console or Console(config.log.progress)
     output = Path(config.evaluate.output)
-    questions, source = evaluation_questions(config), at_step(source)
+    source = at_step(source)
+    model = build_model(method_config(config), str(source.model_folder))
+    questions, overlong = evaluation_questions(config, model.tokenizer)
+    if overlong:
+        console.warn(overlong)
     policy, retriever = describe_policy(source), describe_retriever(method_config(config).retriever)
     evaluation = identity(config, policy, retriever, questions)
     file = RowFile(output.with_suffix(".jsonl"), evaluation, questions)
@@ -92,10 +118,11 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
     if len(missing) < len(wanted):
         console.note(f"{len(wanted) - len(missing)} of {len(wanted)} answers are there; going on")
     if missing:
-        _answer_missing(config, source, questions, missing, file, retriever, console)
+        _answer_missing(config, source, model, questions, missing, file, retriever, console)
     rows = file.finish([_key(*one) for one in wanted])
     report = summarise(rows, config.evaluate.resamples, config.evaluate.confidence)
-    _write(output, config, policy, retriever, report)
+    about = {"policy": policy, "retriever": retriever, "overlong_prompts": overlong}
+    _write(output, config, about, report)
     return report
 
 
@@ -143,6 +170,7 @@ def describe_retriever(config: RetrieverConfig) -> dict[str, Any]:
 def _answer_missing(
     config: Config,
     source: PolicySource,
+    model: Model,
     questions: Sequence[Question],
     missing: Sequence[tuple[float, Question]],
     file: RowFile,
@@ -151,7 +179,6 @@ def _answer_missing(
 ) -> None:
     """Writes the rows of `missing` to the file as they are answered, with the `service` that searched."""
     asked, name = method_config(config), config.evaluate.method
-    model = build_model(asked, str(source.model_folder))
     with (
         tempfile.TemporaryDirectory() as snapshots,
         open_rollouts(asked, model, source.model_folder, Path(snapshots)) as rollouts,
@@ -181,9 +208,7 @@ def validate(config: Config, rollouts: Rollouts) -> Means:
     The agent answers, whatever evaluate.method is, and nothing is written.
     """
     config = replace(config, evaluate=replace(config.evaluate, method="agent"))
-    questions, limit = evaluation_questions(config), config.evaluate.sample_size
-    if limit:
-        questions = select_evenly(questions, limit, seed=0)
+    questions, _ = validation_questions(config, rollouts.context.tokenizer)
     rows: list[Row] = []
     for temperature in dict.fromkeys(config.evaluate.temperatures):
         found: list[Row] = []
@@ -211,7 +236,8 @@ def answer(
     method = config.evaluate.method
     asked = list(questions)
     if method == "rag":
-        asked = [with_passages(*one) for one in zip(asked, _passages(rollouts, asked), strict=True)]
+        found = zip(asked, _passages(rollouts, asked), strict=True)
+        asked = [with_passages(*one, fits=lambda one: _fits(one, rollouts)) for one in found]
     original = {id(one): question for one, question in zip(asked, questions, strict=True)}
 
     def complete(group: Group) -> None:
@@ -229,6 +255,12 @@ def answer(
         temperature=temperature,
         group_size=samples,
     )
+
+
+def _fits(question: Question, rollouts: Rollouts) -> bool:
+    context = rollouts.context
+    longest = context.rollout.max_prompt_length
+    return not prompt_lengths([question], context.tokenizer, context.prompt, longest)
 
 
 def _passages(rollouts: Rollouts, questions: Sequence[Question]) -> list[list[Document]]:
@@ -251,13 +283,9 @@ def _passages_of_one(rollouts: Rollouts, text: str) -> list[Document]:
         return []
 
 
-def _write(
-    output: Path, config: Config, policy: dict[str, Any], retriever: dict[str, Any], report: Report
-) -> None:
+def _write(output: Path, config: Config, about: dict[str, Any], report: Report) -> None:
     evaluate = config.evaluate
-    about = {
-        "policy": policy,
-        "retriever": retriever,
+    about |= {
         "method": evaluate.method,
         "data": config.data.eval,
         "samples": evaluate.samples,
