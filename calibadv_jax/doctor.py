@@ -79,7 +79,9 @@ def check_questions(config: Config) -> list[str]:
         questions = load_questions(path)
         check_fit(questions, config.data.weights if key == "train" else {}, config.prompt.template)
         sources = sorted({question.data_source for question in questions})
-        lines.append(f"data.{key}: {len(questions)} questions ({', '.join(sources)}) in {path}")
+        answers = sum(len(question.golden_answers) for question in questions)
+        found = f"{len(questions)} questions ({', '.join(sources)}) in {path}"
+        lines.append(f"data.{key}: {found}, with {answers} golden answers")
     shared = {q.text for q in load_questions(config.data.train)} & {
         q.text for q in load_questions(config.data.eval)
     }

@@ -81,7 +81,7 @@ def test_every_check_passes_and_says_what_it_saw(config, capsys):
     lines = out.splitlines()
     assert lines[-1] == "ready: every check passed"
     assert all(line.startswith("ok   ") for line in lines[:-1])
-    assert f"data.train: 2 questions (other, test) in {config.data.train}" in out
+    assert f"data.train: 2 questions (other, test) in {config.data.train}, with 2 golden" in out
     assert f"data.eval: 2 questions (test) in {config.data.eval}" in out
     assert f"ok   retriever: {url}: status ready, kind faiss" in out
     assert "-> 'Ada'" in out  # a real query, and its first document

@@ -6,18 +6,15 @@ import csv
 import dataclasses
 import json
 import os
-from contextlib import contextmanager
 
 import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
-from http_rig import Handler, serving
 
 from calibadv_jax.config import Config, EvaluateConfig, PolicyConfig, RunConfig
 from calibadv_jax.errors import RequestFailed, UserError
 from calibadv_jax.evaluate import at_step, choose_policy, describe_policy, report_table
-from calibadv_jax.evaluation.methods import METHODS
 from calibadv_jax.model import PolicySource
-from calibadv_jax.trajectory import Document, Question
+from calibadv_jax.trajectory import Question
 
 
 @pytest.fixture
@@ -214,73 +211,6 @@ def test_speed_and_place_do_not_make_it_another(run, changed):
     assert run(**changed)[1].asked == []
 
 
-SERVICE = {"status": "ready", "corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": ""}
-
-
-@contextmanager
-def service(**said):
-    """URL of a service that says this of itself and answers nothing."""
-
-    class Health(Handler):
-        def do_GET(self):
-            self.reply(200, said)
-
-    with serving(Health) as url:
-        yield {"retriever": {"url": url}}
-
-
-@pytest.mark.parametrize(
-    "other", [{"corpus_sha256": "c2"}, {"encoder": "e5"}, {"reranker": "m"}, {"identity": "i2"}], ids=str
-)
-def test_another_service_is_another_evaluation(run, other):
-    """One with another corpus must not be given what the first one found."""
-    with service(**SERVICE) as first, service(**SERVICE | other) as second:
-        assert len(run(**first)[1].asked) == 16 and run(**first)[1].asked == []
-        assert len(run(**second)[1].asked) == 16
-        assert {row["retriever"].get("corpus_sha256") for row in rows(run)} == {
-            other.get("corpus_sha256", "c1")
-        }
-
-
-def test_an_evaluation_is_not_continued_with_another_service(run):
-    with service(**SERVICE) as first, service(**SERVICE | {"corpus_sha256": "c2"}) as second:
-        with pytest.raises(Stopped):
-            run(Scripted(stop_after=9), rollout={"max_concurrency": 1}, **first)
-        assert len(run(rollout={"max_concurrency": 1}, **second)[1].asked) == 16
-
-
-def test_the_same_service_at_another_address_is_the_same(run):
-    with service(**SERVICE) as first, service(**SERVICE | {"status": "loading"}) as second:
-        run(**first)
-        assert run(**second)[1].asked == []
-
-
-def test_a_service_that_says_nothing_is_its_address(run):
-    with service() as first, service() as second:
-        run(**first)
-        assert run(**first)[1].asked == []
-        assert len(run(**second)[1].asked) == 16
-        assert rows(run)[0]["retriever"] == json.loads(run.file(".json").read_text())["retriever"]
-        assert rows(run)[0]["retriever"] == second["retriever"]
-
-
-@pytest.mark.parametrize("method", ["direct", "empty_retriever"])
-def test_what_searches_nothing_asks_no_service(run, method):
-    keys = {"evaluate": {"method": method}}
-    run(**keys, retriever={"url": "http://127.0.0.1:9"})
-    assert run(**keys, retriever={"url": "http://127.0.0.1:10"})[1].asked == []
-
-
-def test_a_corpus_written_anew_to_the_same_place_is_another_one(run, tmp_path):
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("{}")
-    keys = {"retriever": {"corpus": str(corpus)}}
-    run(**keys)
-    assert run(**keys)[1].asked == []
-    os.utime(corpus, ns=(1, 1))
-    assert len(run(**keys)[1].asked) == 16
-
-
 @pytest.mark.parametrize("seed", [1, 2, 77])
 def test_a_limit_asks_the_same_questions_whatever_the_seed(run, seed):
     """Pairs of two runs are made by question."""
@@ -289,54 +219,6 @@ def test_a_limit_asks_the_same_questions_whatever_the_seed(run, seed):
     first = [row["id"] for row in rows(run)]
     run(data={"eval_limit": 5}, run={"seed": seed})
     assert [row["id"] for row in rows(run)] == first
-
-
-LONG = Question("long", "why " * 40, ("yes",), "a")
-
-
-def test_a_prompt_that_is_too_long_is_refused_before_anything_is_asked(run):
-    run.questions = {"eval.jsonl": [*QUESTIONS, LONG]}
-    sampler = Scripted()
-    words = r"data.eval: the prompts of 1 of 9 questions are longer than .*=100, .* 171 tokens \(.*'long'\)"
-    with pytest.raises(UserError, match=words):
-        run(sampler, rollout={"max_prompt_length": 100})
-    assert sampler.asked == sampler.loaded == []
-
-
-def test_prompts_that_are_too_long_are_left_out_and_told(run, capsys):
-    run.questions = {"eval.jsonl": [LONG, *QUESTIONS]}
-    keys = {"rollout": {"max_prompt_length": 100}, "data": {"overlong_prompts": "leave_out"}}
-    report, _ = run(**keys)
-    assert report.means["0"]["all"]["questions"] == 8
-    found = json.loads(run.file(".json").read_text())["overlong_prompts"]
-    assert found.startswith("data.eval: the prompts of 1 of 9 questions") and found.endswith("are left out")
-    assert found in " ".join(capsys.readouterr().err.split())
-    assert run(**keys)[1].asked == []
-    means, _ = run.validate(**keys)
-    assert means["0"]["all"]["questions"] == 8
-
-
-def test_passages_lose_their_end_where_the_prompt_would_be_too_long(run):
-    """Two passages of a million letters, and room for 300 and the question."""
-    run.shelf = Shelf()
-    run.shelf.found = [Document("1", "first", "word " * 200_000), Document("2", "second", "x")]
-    config = {"max_prompt_length": 200, "max_observation_length": 400, "max_length": 4000}
-    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)
-    assert {len(prompt) for prompt in sampler.prompts} == {600}
-    assert all('Passage 1: "first" word word' in prompt for prompt in sampler.prompts)
-    assert not any("second" in prompt for prompt in sampler.prompts)
-    assert [prompt.strip()[-3:] for prompt in sampler.prompts] == [one.text for one in QUESTIONS]
-
-
-def test_a_question_that_leaves_no_room_for_passages_is_asked_without(run):
-    bare = len(METHODS["rag"].template.format(question="Question: a 0"))
-    config = {"max_prompt_length": bare - 10, "max_observation_length": 15, "max_length": 4000}
-    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)
-    assert {len(prompt) for prompt in sampler.prompts} == {bare + 5}
-    config |= {"max_observation_length": 10}
-    run.file(".jsonl").unlink()
-    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)
-    assert {len(prompt) for prompt in sampler.prompts} == {bare}
 
 
 def test_a_policy_written_anew_to_the_same_place_is_another_one(run):
