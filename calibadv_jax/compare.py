@@ -1,6 +1,7 @@
 """Two policies on the same questions: ``calibadv compare A B``.
 
-A and B are the per-question files of two evaluations (or the .json beside them).
+A and B are the per-question files of two evaluations (or the .json beside them). Where other retrievers
+answered, a warning says so; two retrievers with one policy may be what is compared.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluation.records import Row, read_scores
@@ -52,6 +54,9 @@ def run(arguments: argparse.Namespace) -> None:
             f"{arguments.first} has temperatures {', '.join(first)} and {arguments.second} has"
             f" {', '.join(second)}: evaluate both at one temperature"
         )
+    differing = _differing_service(*(_service(one) for one in (first, second)))
+    if differing:
+        console.warn(f"other retrievers searched for {arguments.first} and {arguments.second}: {differing}")
     found: dict[str, dict[str, dict[str, Comparison]]] = {}
     for temperature in common:
         _check_same(arguments, temperature, first[temperature], second[temperature])
@@ -70,6 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
         }
         names = {"first": str(arguments.first), "second": str(arguments.second)}
         about = names | {"confidence": arguments.confidence, "resamples": arguments.resamples}
+        about |= {"other_retrievers": bool(differing)}
         arguments.output.write_text(json.dumps(about | {"differences": numbers}, indent=2) + "\n")
 
 
@@ -82,6 +88,21 @@ def _load(path: Path) -> dict[str, Questions]:
     if not found:
         raise UserError(f"{path}: no questions in it; run calibadv evaluate first")
     return found
+
+
+def _service(found: dict[str, Questions]) -> dict[str, Any]:
+    """What searched for an evaluation (`evaluate.describe_retriever`); empty where it is not known."""
+    row = next(iter(next(iter(found.values())).values()))
+    service: dict[str, Any] = row.get("retriever") or {}
+    return service
+
+
+def _differing_service(first: dict[str, Any], second: dict[str, Any]) -> str:
+    """In words; empty where the two are the same, or one of them searched nothing."""
+    names = [name for name in first | second if first.get(name) != second.get(name)]
+    if not first or not second:
+        return ""
+    return ", ".join(f"{name} {first.get(name)!r} and {second.get(name)!r}" for name in names)
 
 
 def _check_same(arguments: argparse.Namespace, temperature: str, first: Questions, second: Questions) -> None:

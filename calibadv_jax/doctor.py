@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import jax
+import numpy as np
 
 from calibadv_jax import cli
 from calibadv_jax.advantages.registry import describe
@@ -28,6 +29,7 @@ from calibadv_jax.model import Model, build_model
 from calibadv_jax.offline_checks import OFFLINE_CHECKS
 from calibadv_jax.protocol import TAGS
 from calibadv_jax.rollout.observation import encode
+from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.sampler.vllm_worker import require_vllm
 from calibadv_jax.services.retriever_client import RetrieverClient
@@ -77,7 +79,9 @@ def check_questions(config: Config) -> list[str]:
         questions = load_questions(path)
         check_fit(questions, config.data.weights if key == "train" else {}, config.prompt.template)
         sources = sorted({question.data_source for question in questions})
-        lines.append(f"data.{key}: {len(questions)} questions ({', '.join(sources)}) in {path}")
+        answers = sum(len(question.golden_answers) for question in questions)
+        found = f"{len(questions)} questions ({', '.join(sources)}) in {path}"
+        lines.append(f"data.{key}: {found}, with {answers} golden answers")
     shared = {q.text for q in load_questions(config.data.train)} & {
         q.text for q in load_questions(config.data.eval)
     }
@@ -90,21 +94,32 @@ def check_policy(config: Config) -> list[str]:
     """Tokenizer, prompt lengths of every question, mesh and memory."""
     model = build_model(config, config.policy.path)
     pieces = {tag: len(encode(model.tokenizer, tag)) for tag in TAGS}
-    longest = 0
-    example = ""
-    for path in (config.data.train, config.data.eval):
-        for question in load_questions(path):
-            ids = build_prompt(question, model.tokenizer, config.prompt, config.rollout.max_prompt_length)
-            if len(ids) > longest:
-                longest, example = len(ids), model.tokenizer.decode(ids)
     architecture = model.policy.architecture
     return [
         f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters, mesh"
         f" {dict(model.mesh.shape)}",
         "tokens of each tag: " + ", ".join(f"{tag} {count}" for tag, count in pieces.items()),
-        f"longest prompt {longest} of {config.rollout.max_prompt_length} tokens: {example!r}",
+        *prompt_lines(config, model.tokenizer),
         *memory_lines(config, model),
     ]
+
+
+def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
+    """The longest prompt that fits, and how many do not.
+
+    Raises:
+        UserError: some do not, and data.overlong_prompts is "refuse".
+    """
+    limit, warnings, example = config.rollout.max_prompt_length, [], np.zeros(0, np.int32)
+    for key in ("train", "eval"):
+        questions = load_questions(getattr(config.data, key))
+        lengths = prompt_lengths(questions, tokenizer, config.prompt, limit)
+        kept, overlong = drop_overlong(questions, lengths, limit, config.data.overlong_prompts, f"data.{key}")
+        warnings += [f"warning: {overlong}"] if overlong else []
+        longest = max(kept, key=lambda question: len(question.text))
+        example = max(example, build_prompt(longest, tokenizer, config.prompt, limit), key=len)
+    shown = f"the longest question's prompt has {len(example)} of {limit} tokens"
+    return [*warnings, f"{shown}: {tokenizer.decode(example)!r}"]
 
 
 def memory_lines(config: Config, model: Model) -> list[str]:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from calibadv_jax import cli
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, RetrieverConfig
+from calibadv_jax.config.retriever import NO_RETRIEVER
 from calibadv_jax.data.questions import load_questions, select_evenly
 from calibadv_jax.errors import QueryRefused, UserError
 from calibadv_jax.evaluation.methods import method_config, method_retriever, with_passages
@@ -30,9 +31,11 @@ from calibadv_jax.evaluation.report import (
     table_rows,
 )
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.model import PolicySource, build_model, find_folder, find_policy
+from calibadv_jax.model import Model, PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.rewards.score import score_trajectory
+from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.services.retriever_client import SAME, RetrieverClient
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
 from calibadv_jax.trajectory import Document, Group, Question
 from calibadv_jax.wiring import open_rollouts
@@ -64,10 +67,31 @@ def choose_policy(config: Config) -> PolicySource:
     return find_policy(find_folder(config, chosen, with_weights=True)[0])
 
 
-def evaluation_questions(config: Config) -> list[Question]:
-    """The questions of data.eval, at most data.eval_limit of them."""
-    questions, limit = load_questions(config.data.eval), config.data.eval_limit
-    return select_evenly(questions, limit, seed=0) if limit else questions
+def evaluation_questions(config: Config, tokenizer: Any, sample_size: int = 0) -> tuple[list[Question], str]:
+    """The questions of data.eval, at most data.eval_limit and `sample_size` (0: no limit) of them.
+
+    The same ones for every run.seed.
+
+    Returns:
+        The questions whose prompts fit, and in words how many do not; "" where all fit.
+
+    Raises:
+        UserError: a file cannot be read, or prompts are too long; see `drop_overlong`.
+    """
+    questions = load_questions(config.data.eval)
+    for limit in (config.data.eval_limit, sample_size):
+        questions = select_evenly(questions, limit, seed=0) if limit else questions
+    config = method_config(config)
+    asked = [with_passages(one, ()) for one in questions] if config.evaluate.method == "rag" else questions
+    longest = config.rollout.max_prompt_length
+    lengths = prompt_lengths(asked, tokenizer, config.prompt, longest)
+    return drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.eval")
+
+
+def validation_questions(config: Config, tokenizer: Any) -> tuple[list[Question], str]:
+    """Likewise those of `validate`."""
+    agent = replace(config, evaluate=replace(config.evaluate, method="agent"))
+    return evaluation_questions(agent, tokenizer, config.evaluate.sample_size)
 
 
 def evaluate_policy(config: Config, source: PolicySource, console: Console | None = None) -> Report:
@@ -78,9 +102,14 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
     """
     console = console or Console(config.log.progress)
     output = Path(config.evaluate.output)
-    questions, source = evaluation_questions(config), at_step(source)
-    policy = describe_policy(source)
-    file = RowFile(output.with_suffix(".jsonl"), identity(config, policy, questions), questions)
+    source = at_step(source)
+    model = build_model(method_config(config), str(source.model_folder))
+    questions, overlong = evaluation_questions(config, model.tokenizer)
+    if overlong:
+        console.warn(overlong)
+    policy, retriever = describe_policy(source), describe_retriever(method_config(config).retriever)
+    evaluation = identity(config, policy, retriever, questions)
+    file = RowFile(output.with_suffix(".jsonl"), evaluation, questions)
     if file.others:
         console.note(f"{file.path}: {file.others} lines of another evaluation are replaced")
     temperatures = dict.fromkeys(config.evaluate.temperatures)
@@ -89,10 +118,11 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
     if len(missing) < len(wanted):
         console.note(f"{len(wanted) - len(missing)} of {len(wanted)} answers are there; going on")
     if missing:
-        _answer_missing(config, source, questions, missing, file, console)
+        _answer_missing(config, source, model, questions, missing, file, retriever, console)
     rows = file.finish([_key(*one) for one in wanted])
     report = summarise(rows, config.evaluate.resamples, config.evaluate.confidence)
-    _write(output, config, policy, report)
+    about = {"policy": policy, "retriever": retriever, "overlong_prompts": overlong}
+    _write(output, config, about, report)
     return report
 
 
@@ -116,17 +146,39 @@ def describe_policy(source: PolicySource) -> dict[str, Any]:
     return {"kind": source.kind, "path": str(source.path), "step": step, "modified": modified}
 
 
+def describe_retriever(config: RetrieverConfig) -> dict[str, Any]:
+    """What answers the searches, as plain values; empty where nothing is searched.
+
+    A running service is what it says of itself. One that does not say which corpus it has is its address. A
+    service that is started here is its corpus: `modified` tells apart what was written to one place in turn.
+
+    Raises:
+        UserError: a running service cannot be reached.
+    """
+    if config.url == NO_RETRIEVER:
+        return {}
+    if config.url:
+        client = RetrieverClient(config, config.url)
+        health = client.health()
+        said = {name: health[name] for name in (*SAME, "identity") if name in health}
+        return said if {"identity", "corpus_sha256"} & said.keys() else said | {"url": client.url}
+    corpus = Path(config.corpus)
+    found = corpus.stat() if corpus.is_file() else None
+    return {"corpus": str(corpus), "modified": found.st_mtime_ns} if found else {"corpus": str(corpus)}
+
+
 def _answer_missing(
     config: Config,
     source: PolicySource,
+    model: Model,
     questions: Sequence[Question],
     missing: Sequence[tuple[float, Question]],
     file: RowFile,
+    service: dict[str, Any],
     console: Console,
 ) -> None:
-    """Writes the rows of `missing` to the file as they are answered."""
+    """Writes the rows of `missing` to the file as they are answered, with the `service` that searched."""
     asked, name = method_config(config), config.evaluate.method
-    model = build_model(asked, str(source.model_folder))
     with (
         tempfile.TemporaryDirectory() as snapshots,
         open_rollouts(asked, model, source.model_folder, Path(snapshots)) as rollouts,
@@ -140,7 +192,7 @@ def _answer_missing(
 
         def keep(row: Row) -> None:
             nonlocal done
-            file.add(row)
+            file.add(row | {"retriever": service})
             done += 1
             show(done)
 
@@ -156,9 +208,7 @@ def validate(config: Config, rollouts: Rollouts) -> Means:
     The agent answers, whatever evaluate.method is, and nothing is written.
     """
     config = replace(config, evaluate=replace(config.evaluate, method="agent"))
-    questions, limit = evaluation_questions(config), config.evaluate.sample_size
-    if limit:
-        questions = select_evenly(questions, limit, seed=0)
+    questions, _ = validation_questions(config, rollouts.context.tokenizer)
     rows: list[Row] = []
     for temperature in dict.fromkeys(config.evaluate.temperatures):
         found: list[Row] = []
@@ -186,7 +236,8 @@ def answer(
     method = config.evaluate.method
     asked = list(questions)
     if method == "rag":
-        asked = [with_passages(*one) for one in zip(asked, _passages(rollouts, asked), strict=True)]
+        found = zip(asked, _passages(rollouts, asked), strict=True)
+        asked = [with_passages(*one, fits=lambda one: _fits(one, rollouts)) for one in found]
     original = {id(one): question for one, question in zip(asked, questions, strict=True)}
 
     def complete(group: Group) -> None:
@@ -204,6 +255,12 @@ def answer(
         temperature=temperature,
         group_size=samples,
     )
+
+
+def _fits(question: Question, rollouts: Rollouts) -> bool:
+    context = rollouts.context
+    longest = context.rollout.max_prompt_length
+    return not prompt_lengths([question], context.tokenizer, context.prompt, longest)
 
 
 def _passages(rollouts: Rollouts, questions: Sequence[Question]) -> list[list[Document]]:
@@ -226,10 +283,9 @@ def _passages_of_one(rollouts: Rollouts, text: str) -> list[Document]:
         return []
 
 
-def _write(output: Path, config: Config, policy: dict[str, Any], report: Report) -> None:
+def _write(output: Path, config: Config, about: dict[str, Any], report: Report) -> None:
     evaluate = config.evaluate
-    about = {
-        "policy": policy,
+    about |= {
         "method": evaluate.method,
         "data": config.data.eval,
         "samples": evaluate.samples,

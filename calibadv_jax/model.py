@@ -120,8 +120,15 @@ def load_tokenizer(folder: str | Path) -> Any:
         # transformers would make an empty tokenizer of a model's folder.
         raise UserError(f"{folder}: no tokenizer files there; set policy.tokenizer to a folder that has them")
     try:
-        tokenizer = _tokenizer_class(folder).from_pretrained(folder, local_files_only=True)
+        tokenizer = _tokenizer_class(folder).from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{folder}: its tokenizer is a program of its own (auto_map in tokenizer_config.json), which"
+                " is never run; set policy.tokenizer to a folder with a tokenizer.json and no auto_map"
+            ) from error
         raise UserError(f"{folder}: no tokenizer can be loaded: {' '.join(str(error).split())}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"{folder}: the tokenizer has no eos_token; add one to tokenizer_config.json")

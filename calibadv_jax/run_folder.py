@@ -29,6 +29,7 @@ FREE = (
     "data.train",  # what the file holds is data.content
     "data.eval",
     "data.eval_limit",
+    "data.overlong_prompts",  # which questions are left is data.content
     "policy.path",  # what the folder holds is policy.config and policy.vocabulary
     "policy.tokenizer",
     "policy.attention",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from calibadv_jax import cli
 from calibadv_jax.advantages.registry import compute_advantages, describe
@@ -13,7 +14,7 @@ from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.doctor import check_inputs
 from calibadv_jax.errors import UserError
-from calibadv_jax.evaluate import validate
+from calibadv_jax.evaluate import validate, validation_questions
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import guard_metrics
@@ -23,11 +24,13 @@ from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.model import build_model
 from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run_folder import enter_run_folder
 from calibadv_jax.seeds import random_state
 from calibadv_jax.stopping import Stop
 from calibadv_jax.trainer import Trainer
+from calibadv_jax.trajectory import Question
 from calibadv_jax.wiring import open_rollouts
 
 
@@ -41,6 +44,7 @@ def run(config: Config) -> None:
     check_inputs(config)
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
         model = build_model(config, config.policy.path)
+        questions, left_out = fitting_questions(config, questions, model.tokenizer, console)
     folder = enter_run_folder(config, model, questions, console.say)
     with Stop() as stop, ExitStack() as stack:
         with console.phase(f"waiting for {services(config)}", announce=True):
@@ -50,7 +54,24 @@ def run(config: Config) -> None:
             trainer = Trainer(config, model, questions, rollouts, folder, console)
             trainer.restore()
         with trainer:
-            train(config, trainer, rollouts, folder, console, stop)
+            train(config, trainer, rollouts, folder, console, stop, left_out)
+
+
+def fitting_questions(
+    config: Config, questions: Sequence[Question], tokenizer: Any, console: Console
+) -> tuple[list[Question], int]:
+    """The training questions whose prompts fit, and how many were left out; said for the held-out ones too.
+
+    Raises:
+        UserError: some do not fit and data.overlong_prompts is "refuse".
+    """
+    longest = config.rollout.max_prompt_length
+    lengths = prompt_lengths(questions, tokenizer, config.prompt, longest)
+    kept, overlong = drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.train")
+    held_out = validation_questions(config, tokenizer)[1] if config.evaluate.every else ""
+    for found in filter(None, (overlong, held_out)):
+        console.warn(found)
+    return kept, len(lengths)
 
 
 def services(config: Config) -> str:
@@ -63,9 +84,19 @@ def services(config: Config) -> str:
 
 
 def train(
-    config: Config, trainer: Trainer, rollouts: Rollouts, folder: Path, console: Console, stop: Stop
+    config: Config,
+    trainer: Trainer,
+    rollouts: Rollouts,
+    folder: Path,
+    console: Console,
+    stop: Stop,
+    left_out: int = 0,
 ) -> None:
-    """The algorithm. All parts of the run are built before."""
+    """The algorithm. All parts of the run are built before.
+
+    Args:
+        left_out: questions whose prompts are too long, for the metrics.
+    """
     first, total = trainer.step + 1, config.learner.steps
     record = RolloutWriter(folder, config, first)
     with MetricsWriter(folder, open_backends(config.log, folder, first), first) as writer:
@@ -82,7 +113,7 @@ def train(
                 score_groups(groups, config.reward, config.prompt.prepend_think, rng)
                 advantages = compute_advantages(groups, config.advantage)
                 metrics = trajectory_metrics(groups, begun) | guard_metrics(groups) | advantages.metrics
-                metrics |= rollouts.metrics()
+                metrics |= rollouts.metrics() | {"rollout/overlong_prompts": float(left_out)}
             try:
                 with stop.held():
                     with (

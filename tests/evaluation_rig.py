@@ -67,7 +67,13 @@ class Scripted:
 
 
 class Shelf:
-    """Two documents for every query, whose ids and texts tell the query; `raises`: query -> exception."""
+    """Two documents for every query, whose ids and texts tell the query, or those of `found`.
+
+    Args:
+        raises: query -> exception.
+    """
+
+    found = None
 
     def __init__(self, raises=None):
         self.queries, self.raises, self.closed = [], raises or {}, 0
@@ -77,6 +83,8 @@ class Shelf:
         for query in queries:
             if query in self.raises:
                 raise self.raises[query]
+        if self.found is not None:
+            return [list(self.found) for _ in queries]
         return [[Document(f"{q}/{n}", f"title {q}", f"text {q} {n}") for n in range(2)] for q in queries]
 
     async def close(self):
@@ -132,6 +140,7 @@ class Rig:
 
         class NoModel:
             policy = mesh = None
+            tokenizer = Letters()
 
         self.patch.setattr(evaluate, "open_rollouts", opened)
         self.patch.setattr(evaluate, "build_model", lambda config, path: NoModel())

@@ -112,3 +112,30 @@ def test_a_question_without_a_score_is_left_out_for_both(pair):
     arguments = argparse.Namespace(first=first, second=second, resamples=100, confidence=0.95)
     a, b = (compare._load(one)["0"] for one in (first, second))
     assert dict(compare._compare(arguments, "em", a, b))["a"].questions == 3
+
+
+def searched_by(path, **said):
+    """The evaluation's rows, as another retriever's."""
+    path = Path(path).with_suffix(".jsonl")
+    lines = [json.loads(line) | {"retriever": said} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({"corpus_sha256": "c1"}, {"corpus_sha256": "c2"}, "corpus_sha256 'c1' and 'c2'"),
+        ({"corpus_sha256": "c1"}, {"corpus_sha256": "c1", "reranker": "m"}, "reranker None and 'm'"),
+        ({"corpus_sha256": "c1"}, {"corpus_sha256": "c1"}, ""),
+        ({"corpus_sha256": "c1"}, {}, ""),  # a policy that searched nothing
+    ],
+)
+def test_other_retrievers_are_told(pair, capsys, tmp_path, first, second, words):
+    paths = pair[:2]
+    for path, said in zip(paths, (first, second), strict=True):
+        searched_by(path, **said)
+    status, out, error = call(*paths, "--output", tmp_path / "c.json", capsys=capsys)
+    assert status == 0 and out
+    shown = " ".join(error.split())
+    assert ("other retrievers searched for" in shown) == bool(words) and words in shown
+    assert json.loads((tmp_path / "c.json").read_text())["other_retrievers"] == bool(words)

@@ -81,7 +81,7 @@ def test_every_check_passes_and_says_what_it_saw(config, capsys):
     lines = out.splitlines()
     assert lines[-1] == "ready: every check passed"
     assert all(line.startswith("ok   ") for line in lines[:-1])
-    assert f"data.train: 2 questions (other, test) in {config.data.train}" in out
+    assert f"data.train: 2 questions (other, test) in {config.data.train}, with 2 golden" in out
     assert f"data.eval: 2 questions (test) in {config.data.eval}" in out
     assert f"ok   retriever: {url}: status ready, kind faiss" in out
     assert "-> 'Ada'" in out  # a real query, and its first document
@@ -111,8 +111,20 @@ def test_questions_that_are_in_both_files_are_a_warning(config, tmp_path):
 
 
 def test_the_longest_prompt_of_both_files_is_found(config):
-    (longest,) = (line for line in doctor.check_policy(config) if line.startswith("longest prompt"))
+    (longest,) = (line for line in doctor.check_policy(config) if line.startswith("the longest question"))
     assert "where is it" in longest and f"of {config.rollout.max_prompt_length} tokens" in longest
+
+
+def test_prompts_that_are_too_long_are_counted_or_refused(config):
+    """Three of the four questions are shorter."""
+    (line,) = doctor.prompt_lines(config, build_word_tokenizer())
+    longest = int(line.split(" tokens")[0].split()[-3])
+    short = replace(config, rollout=replace(config.rollout, max_prompt_length=longest - 1))
+    with pytest.raises(UserError, match=r"data.eval: the prompts of 1 of 2 questions are longer than .*'4'"):
+        doctor.check_policy(short)
+    left_out = replace(short, data=replace(short.data, overlong_prompts="leave_out"))
+    lines = doctor.check_policy(left_out)
+    assert any(line.startswith("warning: data.eval: the prompts of 1 of 2 questions") for line in lines)
 
 
 def test_a_start_checks_evaluation_questions_only_where_they_are_used(config):

@@ -203,12 +203,22 @@ def test_another_evaluation_is_not_continued(run, changed):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"retriever": {"url": "http://elsewhere", "patience": 3}}, {"rollout": {"max_concurrency": 2}}],
+    [{"retriever": {"index": "elsewhere", "patience": 3}}, {"rollout": {"max_concurrency": 2}}],
     ids=str,
 )
 def test_speed_and_place_do_not_make_it_another(run, changed):
     run()
     assert run(**changed)[1].asked == []
+
+
+@pytest.mark.parametrize("seed", [1, 2, 77])
+def test_a_limit_asks_the_same_questions_whatever_the_seed(run, seed):
+    """Pairs of two runs are made by question."""
+    run.questions = {"eval.jsonl": [Question(str(n), f"a {n}", ("yes",), "a") for n in range(50)]}
+    run(data={"eval_limit": 5})
+    first = [row["id"] for row in rows(run)]
+    run(data={"eval_limit": 5}, run={"seed": seed})
+    assert [row["id"] for row in rows(run)] == first
 
 
 def test_a_policy_written_anew_to_the_same_place_is_another_one(run):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tiny_policy import Letters
 from trainer_rig import QUESTIONS, ScriptedRollouts, make_config, make_model, write_group
 
 from calibadv_jax import sft
@@ -32,6 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 class EventfulRollouts(ScriptedRollouts):
     """Everything that a metric counts happens: searches that find, a failure, workers, an evaluation."""
+
+    context = SimpleNamespace(tokenizer=Letters())
 
     def begin(self, number, question):
         future = Future()
@@ -74,10 +77,11 @@ def training(tmp_path_factory):
         rollout={
             "questions_per_step": 2,
             "group_size": 3,
-            "max_prompt_length": 8,
+            "max_prompt_length": 12,
             "max_length": 16,
             "max_failed_share": 0.5,
         },
+        prompt={"template": "{question}"},
         evaluate={"every": 1, "temperatures": [1.0]},
         data={"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl")},
         checkpoint={"every": 0},

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.errors import UserError
 from calibadv_jax.model import Model, build_model, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +49,20 @@ def test_a_models_own_tokenizer_keeps_its_class(tmp_path):
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}))
     assert type(load_tokenizer(tmp_path)).__name__ == "Qwen2Tokenizer"
+
+
+@pytest.mark.medium
+def test_a_tokenizer_that_is_a_program_is_refused_and_nobody_is_asked(tmp_path, monkeypatch):
+    """transformers would ask on the terminal whether to run it."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    build_word_tokenizer().save_pretrained(tmp_path)
+    path, ran = tmp_path / "tokenizer_config.json", tmp_path / "ran"
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
+    with pytest.raises(UserError, match=r"its tokenizer is a program of its own \(auto_map in") as refused:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(refused.value) and not ran.exists()
 
 
 @pytest.mark.medium

@@ -51,6 +51,9 @@ class Letters:
     def encode(self, text, add_special_tokens):
         return [ord(letter) for letter in text]
 
+    def __call__(self, texts, add_special_tokens, verbose):
+        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
+
     def decode(self, ids, **_):
         return "".join(map(chr, ids))
 

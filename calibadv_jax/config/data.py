@@ -20,7 +20,12 @@ class DataConfig:
     """Share of each data_source in the training questions, in any unit; empty: every question once an
     epoch."""
     eval_limit: NonNegativeInt = 0
-    """Evaluate on this many questions, evenly spread over data sources; 0: all."""
+    """Evaluate on this many questions, evenly spread over data sources, the same ones for every run.seed; 0:
+    all."""
+    overlong_prompts: Literal["refuse", "leave_out"] = "refuse"
+    """Questions whose prompt is longer than rollout.max_prompt_length, in training and evaluation. They are
+    looked for before anything is asked. refuse: the command ends; leave_out: it goes on without them and says
+    how many (verl: data.filter_overlong_prompts)."""
     shuffle: bool = True
     """Shuffle training questions again in every epoch."""
 

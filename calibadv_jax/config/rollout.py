@@ -19,7 +19,7 @@ class RolloutConfig:
     max_searches: NonNegativeInt = 4
     """Search turns; after the last one comes one final turn without retrieval."""
     max_prompt_length: PositiveInt = 2048
-    """Tokens; a longer prompt is an error."""
+    """Tokens; what becomes of longer prompts: data.overlong_prompts."""
     max_turn_length: PositiveInt = 1024
     """Tokens sampled in one turn."""
     max_observation_length: PositiveInt = 2048

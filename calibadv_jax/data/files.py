@@ -13,6 +13,7 @@ import io
 import json
 import re
 import sys
+import tokenize
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,9 @@ UNREAD = (
     "search_results",
     "supporting_facts",
 )
+# Columns of tables that may hold a list; in other files a text is one text.
+LISTS = ("answer", "answers", "answer_aliases", "golden_answers", "possible_answers", "supporting_ids")
+_OPEN_LIST = re.compile(r"""\s*\[\s*["']""")
 _TRIVIA = re.compile(rb'\s*\{\s*"Data"\s*:\s*\[')
 
 
@@ -172,16 +176,56 @@ def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, Row]]:
                     f"{where}: {len(cells)} columns, but the header has {len(header)} ({', '.join(header)});"
                     " correct the row"
                 )
-            yield where, dict(zip(header, cells, strict=True))
+            row = zip(header, cells, strict=True)
+            yield where, {name: _cell(name, text, where) for name, text in row}
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: not a table ({error}); correct the row") from error
 
 
 def _dpr(cells: list[str], where: str) -> Row:
-    try:
-        question, answers = cells
-        return {"question": question, "answers": ast.literal_eval(answers)}
-    except (ValueError, SyntaxError) as error:
+    answers = _listed(cells[1]) if len(cells) == 2 else None
+    if answers is None:
         raise UserError(
             f"{where}: expected a question, a tab and a list of answers, got {cells!r}; correct the row"
-        ) from error
+        )
+    return {"question": cells[0], "answers": answers}
+
+
+def _cell(name: str, text: str, where: str) -> str | list[Any]:
+    """The cell of a table: text, or the list that is written in it where a column may hold several.
+
+    Raises:
+        UserError: it begins as a list of texts, but is none.
+    """
+    if name.lower() not in LISTS:
+        return text
+    found = _listed(text)
+    if found is None and _OPEN_LIST.match(text):
+        raise UserError(
+            f'{where}: column {name!r} begins as a list, but is none: {text[:80]!r}; write ["one", "two"]'
+        )
+    if found is None and name.lower() == "golden_answers" and text.strip():
+        return [text]
+    return text if found is None else found
+
+
+def _listed(text: str) -> list[Any] | None:
+    """A list of texts and numbers as JSON, Python or numpy writes it; None: it is no such list."""
+    text = text.strip()
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        kinds = {type(one) for one in found} if isinstance(found, list) else {object}
+        if kinds <= {str, int, float}:
+            return _apart(text) if kinds == {str} and read is ast.literal_eval else found
+    return None
+
+
+def _apart(text: str) -> list[Any]:
+    """The texts of a Python list; numpy writes no commas, and Python would join ['a' 'b'] to one text."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [ast.literal_eval(token.string) for token in tokens if token.type == tokenize.STRING]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from calibadv_jax.config import Config
@@ -15,6 +15,7 @@ _ANSWER = (
     "the answer, short and without explanation, between <answer> and </answer>, for example"
     " <answer> Beijing </answer>."
 )
+FIRST_TRY = 16384  # letters of passages whose tokens are counted first; a page may be a million
 MAX_DRAWS = 8  # other questions whose documents are tried, before a search shows fewer than it found
 
 
@@ -123,10 +124,30 @@ class RandomDocuments:
         return list(drawn.values())[: len(related)]
 
 
-def with_passages(question: Question, documents: Sequence[Document]) -> Question:
+def with_passages(
+    question: Question, documents: Sequence[Document], fits: Callable[[Question], bool] = lambda _: True
+) -> Question:
     """The question as one-shot RAG asks it: passages, then the question.
 
     They become part of the question's text, which is neutralised like any other untrusted text.
+
+    Args:
+        fits: whether the prompt is short enough; where it is not, passages lose their end, the last ones
+            first.
     """
     lines = [f'Passage {n}: "{d.title}" {" ".join(d.text.split())}' for n, d in enumerate(documents, 1)]
-    return replace(question, text="\n".join([*lines, f"Question: {question.text}"]))
+    passages = "\n".join(lines)
+
+    def shown(length: int) -> Question:
+        some = [passages[:length]] if length else []
+        return replace(question, text="\n".join([*some, f"Question: {question.text}"]))
+
+    least, most = 0, min(len(passages), FIRST_TRY)  # letters that fit, and that may not
+    while fits(shown(most)):
+        if most == len(passages):
+            return shown(most)
+        least, most = most, min(len(passages), 2 * most)
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(shown(middle)) else (least, middle)
+    return shown(least)

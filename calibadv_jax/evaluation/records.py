@@ -34,11 +34,14 @@ _NOT_OF_ROLLOUT = (
 _NOT_OF_RETRIEVER = ("url", "index", "timeout", "patience", "start_timeout", "threads")
 
 
-def identity(config: Config, policy: dict[str, Any], questions: Sequence[Question]) -> str:
+def identity(
+    config: Config, policy: dict[str, Any], service: dict[str, Any], questions: Sequence[Question]
+) -> str:
     """Hash of what decides an answer: policy, method, prompt, sampling, retrieval, seed.
 
     Args:
         config: as given, before `method_config`.
+        service: which retriever answers.
         questions: all of the evaluation; "random_documents" draws from them.
     """
     evaluate = config.evaluate
@@ -51,6 +54,7 @@ def identity(config: Config, policy: dict[str, Any], questions: Sequence[Questio
         "prompt": dataclasses.asdict(config.prompt),
         "rollout": {name: rollout[name] for name in rollout.keys() - set(_NOT_OF_ROLLOUT)},
         "retriever": {name: retriever[name] for name in retriever.keys() - set(_NOT_OF_RETRIEVER)},
+        "service": service,
         "pool": [q.text for q in questions] if evaluate.method == "random_documents" else [],
     }
     return _hash(value)

@@ -66,6 +66,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/refused_queries", "turns", "searches whose query the retriever did not take, in the step"
         ),
+        Metric("rollout/overlong_prompts", "questions", "of data.train left out: data.overlong_prompts"),
         Metric(f"rollout/prompt_length/{SPREAD}", "tokens", "prompt of a trajectory"),
         Metric(f"rollout/response_length/{SPREAD}", "tokens", "sampled and observed tokens of a trajectory"),
         Metric(f"rollout/sampled_tokens/{SPREAD}", "tokens", "sampled tokens of a trajectory"),

@@ -13,6 +13,7 @@ from calibadv_jax.protocol import CLOSE_INFORMATION, OPEN_INFORMATION, OPEN_THIN
 from calibadv_jax.trajectory import Document
 
 _MARKUP = frozenset("<>[]{}|｜")
+LETTERS = 16  # of a text that are looked at first, for each of the tokens that will be shown
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -47,12 +48,12 @@ def neutralise_documents(documents: Sequence[Document], tokenizer: Any) -> tuple
 def render_observation(
     documents: Sequence[Document], tokenizer: Any, max_length: int, prepend_think: bool
 ) -> tuple[np.ndarray, str]:
-    """`render_information` of neutralised documents, best first."""
+    """`render_information` of neutralised documents, best first; the last one loses the space at its end."""
     body = "\n".join(
         f'Doc {number}(Title: "{document.title}") {document.text}'
         for number, document in enumerate(documents, 1)
     )
-    return render_information(body, tokenizer, max_length, prepend_think)
+    return render_information(body.strip(), tokenizer, max_length, prepend_think)
 
 
 def render_information(
@@ -71,14 +72,30 @@ def render_information(
         UserError: not even the tags fit.
     """
     ending = CLOSE_INFORMATION + (OPEN_THINK if prepend_think else "")
-    whole = encode(tokenizer, OPEN_INFORMATION + body + ending)
+    begun = cut_early(OPEN_INFORMATION + body, tokenizer, max_length)
+    whole = encode(tokenizer, begun + ending)
     if len(whole) <= max_length:
-        return np.asarray(whole, np.int32), OPEN_INFORMATION + body + ending
+        return np.asarray(whole, np.int32), begun + ending
     closing = encode(tokenizer, ending)
-    opening = encode(tokenizer, OPEN_INFORMATION + body)[: max(0, max_length - len(closing))]
+    opening = encode(tokenizer, begun)[: max(0, max_length - len(closing))]
     if len(encode(tokenizer, OPEN_INFORMATION)) > len(opening):
         raise UserError(
             f"rollout.max_observation_length is {max_length}, but the tags alone need"
             f" {len(encode(tokenizer, OPEN_INFORMATION)) + len(closing)} tokens: raise it"
         )
     return np.asarray([*opening, *closing], np.int32), decode(tokenizer, opening) + ending
+
+
+def cut_early(text: str, tokenizer: Any, max_length: int) -> str:
+    """A text of which only the first `max_length` tokens are wanted, without an end that cannot change them.
+
+    A page may have a million letters. What is left holds at least twice as many tokens as are wanted, so
+    that the cut is far behind the last of them. How many letters that takes is tried out: a tokenizer may
+    make one token of a word or a run of spaces of any length.
+    """
+    length = LETTERS * max_length
+    while length < len(text):
+        if len(encode(tokenizer, text[:length])) >= 2 * max_length:
+            return text[:length]
+        length *= 2
+    return text

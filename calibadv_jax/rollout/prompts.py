@@ -55,7 +55,21 @@ def build_prompt(question: Question, tokenizer: Any, config: PromptConfig, max_l
         UserError: longer than `max_length`; chat is "on" for a tokenizer without a chat template; the row has
             no prompt, or one that needs a chat template which is not there.
     """
-    extra = added_token_strings(tokenizer)
+    ids = encode(tokenizer, prompt_text(question, tokenizer, config, added_token_strings(tokenizer)))
+    if len(ids) > max_length:
+        raise UserError(
+            f"question {question.id!r}: its prompt has {len(ids)} tokens, but rollout.max_prompt_length is"
+            f" {max_length}: raise it, or drop the question"
+        )
+    return np.asarray(ids, np.int32)
+
+
+def prompt_text(question: Question, tokenizer: Any, config: PromptConfig, extra: Collection[str]) -> str:
+    """What `build_prompt` encodes.
+
+    Args:
+        extra: the tokenizer's `added_token_strings`.
+    """
     if config.template == FROM_DATA:
         messages = _carried(question, extra)
     else:
@@ -81,13 +95,7 @@ def build_prompt(question: Question, tokenizer: Any, config: PromptConfig, max_l
             f"question {question.id!r}: its prompt has {len(messages)} messages, which need a chat template:"
             " choose a tokenizer that has one and prompt.chat=auto, or another prompt.template"
         )
-    ids = encode(tokenizer, text + (OPEN_THINK if config.prepend_think else ""))
-    if len(ids) > max_length:
-        raise UserError(
-            f"question {question.id!r}: its prompt has {len(ids)} tokens, but rollout.max_prompt_length is"
-            f" {max_length}: raise it, or drop the question"
-        )
-    return np.asarray(ids, np.int32)
+    return str(text) + (OPEN_THINK if config.prepend_think else "")
 
 
 def _carried(question: Question, extra: Collection[str]) -> list[tuple[str, str]]:

@@ -1,9 +1,14 @@
 """The information block: its exact form, its limit, and what a document cannot do in it."""
 
+import gzip
+import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.protocol import TAG_NAMES
@@ -57,6 +62,72 @@ def test_a_cut_inside_a_character_is_shown_as_such(byte_tokenizer):
     documents = (Document("1", "T", "ü" * 40),)
     texts = [render_observation(documents, byte_tokenizer, limit, False)[1] for limit in (60, 61)]
     assert sorted(text.count("\ufffd") for text in texts) == [0, 1]
+
+
+@pytest.mark.parametrize("space", ["\n", " \n\n", "\t", "\u00a0"])
+def test_the_space_around_the_documents_is_not_shown(byte_tokenizer, space):
+    """As in the authors' code, which strips what it lists; space between documents stays."""
+    documents = [replace(one, text=one.text + space) for one in TWO]
+    _, text = render_observation(documents, byte_tokenizer, 1000, False)
+    assert text == WHOLE.replace("painter.\n", f"painter.{space}\n")
+
+
+class Watched:
+    """A tokenizer that notes the longest text it is given."""
+
+    def __init__(self, inner):
+        self.inner, self.longest = inner, 0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def encode(self, text, **options):
+        self.longest = max(self.longest, len(text))
+        return self.inner.encode(text, **options)
+
+
+@pytest.fixture(scope="module")
+def passages(shared):
+    """Titles and texts of Wikipedia."""
+    with gzip.open(shared / "data/wiki_sample/corpus.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for _, line in zip(range(600), file, strict=False)]
+    return [row["contents"].split("\n", 1) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def merging_tokenizer(passages):
+    """Byte-level BPE with merges learned from real text, as policies have them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([text for _, text in passages[:300]], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+@pytest.mark.parametrize("limit", [16, 64, 128, 500])
+def test_a_page_of_a_million_letters_is_not_tokenised_whole(merging_tokenizer, passages, limit):
+    """What is shown is the same to the last token as if it were."""
+    tokenizer = Watched(merging_tokenizer)
+    for start in range(0, 600, 60):
+        some = passages[start : start + 60]
+        page = Document("1", "Page", " ".join(text for _, text in some))
+        ids, _ = render_observation([page, *TWO], tokenizer, limit, False)
+        whole = f'\n\n<information>Doc 1(Title: "Page") {page.text}'
+        closing = encode(merging_tokenizer, "</information>\n\n")
+        assert ids.tolist() == [*encode(merging_tokenizer, whole)[: limit - len(closing)], *closing]
+    tokenizer.longest = 0
+    render_observation([Document("1", "T", page.text * 40)], tokenizer, limit, False)
+    assert len(page.text) * 40 > 10**6 and tokenizer.longest < 20 * limit
+
+
+def test_a_word_of_many_letters_is_one_token_all_the_same(word_tokenizer):
+    """The tokenizer knows no such word: what comes behind it is shown."""
+    long = Document("1", "Ann", "x" * 10**5 + " is a painter")
+    ids, _ = render_observation([long], word_tokenizer, 40, False)
+    assert len(ids) < 40
+    assert word_tokenizer.get_vocab()["painter"] in ids.tolist()
 
 
 def test_a_limit_below_the_tags_is_refused(byte_tokenizer):
