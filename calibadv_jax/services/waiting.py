@@ -66,9 +66,7 @@ def wait_for_any(
                 if left <= 0:
                     raise UserError(f"{what} {names}: cannot be reached ({reason}); {advice}")
                 if pause == FIRST_PAUSE:
-                    say(
-                        f"waiting up to {patience:g} s for {what} {names} ({reason}); if it is gone, {advice}"
-                    )
+                    say(f"waiting up to {patience:g} s for {what} {names} ({reason}); otherwise {advice}")
                 await asyncio.sleep(min(pause, left))
                 pause = min(2 * pause, LAST_PAUSE)
 
