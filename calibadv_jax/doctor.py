@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import jax
 import numpy as np
 
@@ -31,10 +30,12 @@ from calibadv_jax.protocol import TAGS
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.prompts import build_prompt
-from calibadv_jax.sampler.vllm_worker import require_vllm
+from calibadv_jax.sampler.vllm_worker import find_workers, require_vllm
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import check_running, open_retriever
 from calibadv_jax.trajectory import Document
+
+ONCE = 1e-3  # seconds of patience: what is loading or gone is what the doctor is to tell
 
 
 def run(config: Config, offline: bool = False) -> None:
@@ -57,8 +58,13 @@ def run(config: Config, offline: bool = False) -> None:
         raise SystemExit(1)
 
 
-def check_inputs(config: Config) -> None:
+def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None) -> None:
     """What costs next to nothing to check and would be found minutes later, at the start of a run.
+
+    Services that are started elsewhere are waited for, as long as their `patience` says.
+
+    Args:
+        warn: told what is waited for.
 
     Raises:
         UserError: the evaluation file is missing or malformed, or a service does not answer.
@@ -66,9 +72,9 @@ def check_inputs(config: Config) -> None:
     if config.evaluate.every:
         check_fit(load_questions(config.data.eval), {}, config.prompt.template)
     if config.retriever.url:
-        check_running(config.retriever)
+        check_running(config.retriever, warn)
     if config.sampler.urls:
-        check_sampler(config)
+        find_workers(config.sampler, warn)
 
 
 def check_questions(config: Config) -> list[str]:
@@ -148,27 +154,17 @@ def check_sampler(config: Config) -> list[str]:
     if not sampler.urls:
         require_vllm()
         return [f"{sampler.workers} vLLM worker(s) of flavour {sampler.flavour} will be started here"]
-    lines = []
-    for url in sampler.urls:
-        try:
-            answer = httpx.get(f"{url.rstrip('/')}/weight_info", timeout=30.0, trust_env=False)
-        except httpx.HTTPError as error:
-            raise UserError(
-                f"vLLM worker {url}: cannot be reached ({type(error).__name__}); start it with"
-                " scripts/launch_vllm_worker.sh or correct sampler.urls"
-            ) from error
-        if answer.status_code != 200:
-            raise UserError(f"{url}: no /weight_info; start the worker with scripts/launch_vllm_worker.sh")
-        lines.append(f"{url}: serves weights {answer.json()['weight_version']!r}")
-    return lines
+    found = find_workers(replace(sampler, patience=ONCE), lambda _: None)
+    lines = [f"{url}: serves weights {label!r}" for url, label in found.answers.items()]
+    return lines + [f"warning: {url} is away ({reason})" for url, reason in found.missing.items()]
 
 
 def check_retriever(config: Config) -> list[str]:
     """The service's corpus and index (a child service checks them as it starts), and one real query."""
     question = load_questions(config.data.eval)[0]
-    with open_retriever(config.retriever, Path(config.run.dir) / "retriever.log") as url:
-        # Asked once: what is loading or gone is what the doctor is to tell.
-        retriever = RetrieverClient(replace(config.retriever, patience=config.retriever.timeout), url)
+    asked = replace(config.retriever, patience=ONCE)
+    with open_retriever(asked, Path(config.run.dir) / "retriever.log", lambda _: None) as url:
+        retriever = RetrieverClient(asked, url)
         health = retriever.health()
         state = ", ".join(f"{name} {value}" for name, value in health.items() if value != "")
         reranked = retriever.check_reranker(health)
@@ -179,6 +175,7 @@ def check_retriever(config: Config) -> list[str]:
             raise UserError(f"{retriever.url}: no document for {question.text!r}; is its corpus empty?")
         return [
             f"{retriever.url}: {state}",
+            *(f"warning: {url} is away ({reason})" for url, reason in retriever.missing.items()),
             reranked,
             f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}",
         ]

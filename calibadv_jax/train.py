@@ -41,7 +41,7 @@ def run(config: Config) -> None:
         console.say(line)
     questions = load_questions(config.data.train)
     check_questions(questions, config.data.weights, config.prompt.template)
-    check_inputs(config)
+    check_inputs(config, console.warn)
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
         model = build_model(config, config.policy.path)
         questions, left_out = fitting_questions(config, questions, model.tokenizer, console)

@@ -9,7 +9,9 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from calibadv_jax.config import Config
+from calibadv_jax.config.retriever import NO_RETRIEVER
 from calibadv_jax.interfaces import Sampler
+from calibadv_jax.metrics.console import Console
 from calibadv_jax.model import Model
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.agent import RolloutContext
@@ -33,14 +35,14 @@ def open_services(config: Config, model_folder: Path) -> Iterator[tuple[str | li
     Args:
         model_folder: HuggingFace folder whose config.json and tokenizer the workers take.
     """
-    folder, rollout = Path(config.run.dir), config.rollout
+    folder, rollout, warn = Path(config.run.dir), config.rollout, Console(config.log.progress).warn
     with ExitStack() as stack:
-        retriever = stack.enter_context(open_retriever(config.retriever, folder / "retriever.log"))
+        retriever = stack.enter_context(open_retriever(config.retriever, folder / "retriever.log", warn))
         workers: list[str] = []
         if config.sampler.name == "vllm":
             dtype = config.policy.compute_dtype
             workers = stack.enter_context(
-                open_workers(config.sampler, model_folder, folder, dtype, rollout.max_length)
+                open_workers(config.sampler, model_folder, folder, dtype, rollout.max_length, warn)
             )
         yield retriever, workers
 
@@ -53,10 +55,13 @@ def open_rollouts(config: Config, model: Model, model_folder: Path, snapshots: P
         model_folder: as for `open_services`.
         snapshots: folder in which policies are published for vLLM workers.
     """
-    with open_services(config, model_folder) as (retriever, workers):
+    with open_services(config, model_folder) as (urls, workers):
+        retriever = RetrieverClient(config.retriever, urls, Console(config.log.progress).warn)
+        if urls != NO_RETRIEVER:
+            retriever.health()  # what it gives from now on must be of this index
         context = RolloutContext(
             sampler=_make_sampler(config, model, workers, snapshots),
-            retriever=RetrieverClient(config.retriever, retriever),
+            retriever=retriever,
             tokenizer=model.tokenizer,
             rollout=config.rollout,
             prompt=config.prompt,
@@ -78,4 +83,5 @@ def _make_sampler(config: Config, model: Model, workers: list[str], snapshots: P
             version, params, step=version, hf_config=model.hf_config, tokenizer_hash=tokenizer_hash
         )
 
-    return VllmSampler(workers, config.sampler, stops, tokenizer_hash, publish)
+    vocab_size = model.policy.architecture.vocab_size
+    return VllmSampler(workers, config.sampler, stops, tokenizer_hash, publish, vocab_size)

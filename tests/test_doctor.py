@@ -137,7 +137,7 @@ def test_a_start_checks_evaluation_questions_only_where_they_are_used(config):
 def test_a_start_checks_the_services_that_are_named(config):
     with pytest.raises(UserError, match="retriever http://127.0.0.1:9: cannot be reached"):
         doctor.check_inputs(with_retriever(config, "http://127.0.0.1:9"))
-    sampler = replace(config.sampler, name="vllm", urls=["http://127.0.0.1:9"])
+    sampler = replace(config.sampler, name="vllm", urls=["http://127.0.0.1:9"], patience=0.3)
     with pytest.raises(UserError, match="vLLM worker http://127.0.0.1:9: cannot be reached"):
         doctor.check_inputs(replace(config, sampler=sampler))
 

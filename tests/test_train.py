@@ -197,7 +197,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
     )
     data = f"data.train={tmp_path}/questions.jsonl"
     assert "sft/config.json: no such file; give a HuggingFace folder" in run(data)
-    assert "cannot be reached" in run(data, "retriever.url=http://127.0.0.1:9")
+    assert "cannot be reached" in run(data, "retriever.url=http://127.0.0.1:9", "retriever.patience=0.2")
     assert "did you mean 'rollout.group_size'" in run("rollout.group_sise=3")
     assert "no such tokenizer folder" in run(data, "policy.path=")
     assert "learner.row_length is 10" in run("learner.row_length=10")

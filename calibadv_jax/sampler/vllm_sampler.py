@@ -25,12 +25,15 @@ from calibadv_jax.errors import REFUSAL, RequestFailed, UserError
 from calibadv_jax.interfaces import Completion, SamplingParams
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.vllm_replies import error_message, read_completion
 from calibadv_jax.services.http_client import Unreachable, limit, open_session, post
 from calibadv_jax.trajectory import StopReason
 
 PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
 SWAP_TIMEOUT = 1800.0  # seconds a worker may take to load a snapshot
 MAX_LOSSES = 5  # workers lost over one completion: it may be what kills them
+MAX_EMPTY = 6  # replies without a token, one after another, after which their worker counts as lost
+EMPTY_PAUSE = 0.05  # seconds after the first of them; doubles
 GENERATE = "/inference/v1/generate"
 
 
@@ -60,6 +63,7 @@ class VllmSampler:
         tokenizer_hash: identity of the vocabulary; a worker with another one refuses the run.
         publish: writes parameters as the policy snapshot of a version, and returns its folder; None where
             `load_snapshot` alone is used.
+        vocab_size: the policy's; a reply with a token beyond it is unusable.
     """
 
     def __init__(
@@ -69,8 +73,10 @@ class VllmSampler:
         stops: StopRule,
         tokenizer_hash: str,
         publish: Callable[[int, Params], Path] | None = None,
+        vocab_size: int = 2**31,
     ):
         self.config, self.stops, self.tokenizer_hash = config, stops, tokenizer_hash
+        self.vocab_size = vocab_size
         self._publish = publish
         self.run = uuid.uuid4().hex[:12]
         self.workers = [Worker(url.rstrip("/")) for url in urls]
@@ -96,12 +102,16 @@ class VllmSampler:
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
-        losses = 0
+        losses = empty = 0
         while True:
             worker = await self._choose(session)
             worker.busy += 1
             try:
                 part = await self._ask(worker, token_ids, tokens, sampling)
+                empty = 0 if part.token_ids else empty + 1
+                if empty == MAX_EMPTY:
+                    empty = 0
+                    raise WorkerLost(f"{MAX_EMPTY} replies without a token")
             except WorkerLost as error:
                 self._lose(worker, str(error))
                 losses += 1
@@ -114,6 +124,9 @@ class VllmSampler:
             tokens += part.token_ids
             logprobs += part.logprobs
             versions += [version for version in part.policy_versions if version not in versions]
+            if empty:  # cut before its first token, by a swap or by someone else
+                await asyncio.sleep(EMPTY_PAUSE * 2 ** (empty - 1))
+                continue
             if ended := self.stops.find(tokens, sampling.stop):
                 count, why = ended
                 return Completion(tokens[:count], logprobs[:count], why, tuple(versions))
@@ -220,8 +233,9 @@ class VllmSampler:
         self, worker: Worker, context: Sequence[int], done: list[int], sampling: SamplingParams
     ) -> Completion:
         """What the worker adds to the tokens that are `done`."""
+        most = sampling.max_tokens - len(done)
         parameters = {
-            "max_tokens": sampling.max_tokens - len(done),
+            "max_tokens": most,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -236,30 +250,21 @@ class VllmSampler:
         request = {"token_ids": [*context, *done], "sampling_params": parameters}
         reply = await self._post(worker, GENERATE, json=request)
         try:
-            (choice,) = reply["choices"]
-            tokens = choice["token_ids"] or []
-            content = (choice["logprobs"] or {}).get("content") or []
-            logprobs = [float(entry["logprob"]) for entry in content]
-            labels = [span["version"] for span in choice["weight_versions"] or []]
-            if len(logprobs) != len(tokens) or (tokens and not labels):
-                raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, labels {labels}")
-            reason = _stop_reason(choice)
-        except (KeyError, TypeError, ValueError) as error:
-            raise WorkerLost(f"unusable reply ({type(error).__name__}: {error})") from error
-        return Completion(tokens, logprobs, reason, tuple(self._version(label) for label in labels))
+            return read_completion(reply, self._version, most, self.vocab_size)
+        except ValueError as error:
+            raise WorkerLost(f"unusable reply ({error})") from error
 
     def _version(self, label: str) -> int:
         run, _, number = label.partition("/")
-        if run != self.run or not number.isdigit():
+        if run != self.run or not number.isdecimal():
             raise WorkerLost(f"serves weights {label!r}, which are not this run's")
         return int(number)
 
     def _lose(self, worker: Worker, reason: str) -> None:
         """Sends nothing more to the worker until it is back at the current snapshot."""
-        worker.lost = reason
-        if worker.version is not None:
-            worker.version = None
+        if not worker.lost:  # it was usable, or was being swapped
             self.lost_count += 1
+        worker.version, worker.lost = None, reason
         if worker.reviving is None or worker.reviving.done():
             worker.reviving = asyncio.get_running_loop().create_task(self._revive(worker))
 
@@ -334,7 +339,7 @@ class VllmSampler:
                 return json.loads(reply.body)
         except (Unreachable, ValueError) as error:
             raise WorkerLost(f"{route}: {error}") from error
-        message = _error_message(reply.body)
+        message = error_message(reply.body)
         if REFUSAL in message:
             raise UserError(f"vLLM worker {worker.url} {refusal}: {message.split(REFUSAL, 1)[1]}")
         if reply.status in (400, 422):
@@ -347,27 +352,8 @@ class VllmSampler:
         raise WorkerLost(f"{route}: status {reply.status}: {message}")
 
 
-def _stop_reason(choice: dict[str, Any]) -> StopReason:
-    """vLLM says "stop" with a stop string, and without one (or with a token id) at end-of-text."""
-    finished = choice["finish_reason"]
-    if finished == "stop":
-        return "stop" if isinstance(choice.get("stop_reason"), str) else "eos"
-    if finished in ("length", "abort"):
-        return "length" if finished == "length" else "abort"
-    raise ValueError(f"finish_reason {finished!r}")
-
-
 def _continued_seed(seed: int, done: int) -> int:
     """A completion that continues after a cut must not use the random numbers of its first part again."""
     if not done:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=4).digest(), "big")
-
-
-def _error_message(body: bytes) -> str:
-    """What vLLM says, on one line, without its advice to read a stack trace."""
-    try:
-        message = str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        message = body.decode(errors="replace")
-    return " ".join(message.split()).split(", please check the stack trace")[0][:600]

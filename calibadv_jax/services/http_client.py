@@ -6,7 +6,8 @@ each request (encode/httpx#3215), which took more of a core than the agent loop 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -15,6 +16,8 @@ import aiohttp
 
 from calibadv_jax.errors import UserError
 
+AWAY = (408, 425, 429, 502, 503, 504)  # it says itself that a later attempt may succeed
+NO_SUCH_METHOD = 501
 KEEPALIVE_SECONDS = 2.0  # below the servers' five: so none closes a connection that is just being reused
 
 
@@ -36,8 +39,8 @@ def open_session(timeout: float, token: str = "") -> aiohttp.ClientSession:
 
 
 def limit(seconds: float) -> aiohttp.ClientTimeout:
-    """Time limit to connect, and between two parts of a reply."""
-    return aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
+    """Time limit of a request, from its connection to the last byte of its reply."""
+    return aiohttp.ClientTimeout(total=seconds)
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,25 @@ class Reply:
 
     status: int
     body: bytes
-    retry_after: float  # seconds that the service asks to wait for; 0: it does not say
+    headers: Mapping[str, str] = field(default_factory=dict)  # by names of any case
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the service cannot answer now: it says so itself, or it is broken."""
+        return self.status in AWAY or (self.status >= 500 and self.status != NO_SUCH_METHOD)
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds that the service asks to wait for; 0: it does not say."""
+        return _seconds(self.headers.get("Retry-After", ""))
 
 
 async def post(http: aiohttp.ClientSession, url: str, **arguments: Any) -> Reply:
+    """The reply to a request; see `request`."""
+    return await request(http, "POST", url, **arguments)
+
+
+async def request(http: aiohttp.ClientSession, method: str, url: str, **arguments: Any) -> Reply:
     """The reply to a request; a redirection is a reply like any other.
 
     Raises:
@@ -57,12 +75,13 @@ async def post(http: aiohttp.ClientSession, url: str, **arguments: Any) -> Reply
         UserError: this is no URL.
     """
     try:
-        async with http.post(url, allow_redirects=False, **arguments) as response:
-            wait = _seconds(response.headers.get("Retry-After", ""))
-            return Reply(response.status, await response.read(), wait)
-    except aiohttp.InvalidURL as error:
+        async with http.request(method, url, allow_redirects=False, **arguments) as response:
+            return Reply(response.status, await response.read(), response.headers)
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
         raise UserError(f"{url}: not a URL; give one such as http://127.0.0.1:8000") from error
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except TimeoutError as error:
+        raise Unreachable("no whole reply in time") from error
+    except aiohttp.ClientError as error:
         raise Unreachable(f"{type(error).__name__} {error}".strip()) from error
 
 

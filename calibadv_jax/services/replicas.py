@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
+from calibadv_jax.errors import UserError
 from calibadv_jax.services.http_client import Reply, Unreachable, post
+from calibadv_jax.services.retriever_health import IDENTITY, IDENTITY_HEADER, ask_health, difference
 
-AWAY = (408, 425, 429, 502, 503, 504)  # it says itself that a later attempt may succeed
 FIRST_PAUSE = 0.5  # seconds before a service that failed is asked for its health; doubles up to LAST_PAUSE
 LAST_PAUSE = 10.0
-HEALTH_SECONDS = 5.0  # that the answer may take
 
 
 @dataclass
@@ -24,56 +23,63 @@ class _Replica:
     pause: float  # before its health is asked for
     is_busy: bool = False  # with a request of ours
     is_well: bool = True
+    is_known: bool = False  # it has shown what it serves since it was last away
+    other: str = ""  # what it serves instead of the index that was agreed on
     turn: int = 0  # of its last request
     check: asyncio.Task[None] | None = None
 
 
 class Replicas:
-    """Services of one corpus and index, each with one request under way at a time. For one event loop.
+    """Services of one index, each with one request under way at a time. For one event loop.
+
+    A service that cannot be reached, or says that it cannot answer now, gets no further requests until its
+    ``GET /health`` answers; the next one is asked instead. So it is with one that serves another index.
 
     Args:
         http: makes the requests.
         urls: base URLs.
+        agreed: what their health said at the start; None: not asked, then nothing is compared.
+        warn: told which service is left out, and why.
     """
 
-    def __init__(self, http: aiohttp.ClientSession, urls: Sequence[str]):
-        self._http = http
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        urls: Sequence[str],
+        agreed: Mapping[str, Any] | None,
+        warn: Callable[[str], object],
+    ):
+        self._http, self._agreed, self._warn = http, agreed, warn
         self._all = [_Replica(url, FIRST_PAUSE) for url in urls]
         self._turns = 0
         self._changed = asyncio.Event()
 
-    async def post(self, route: str, body: Any) -> tuple[str, Reply]:
+    async def post(self, route: str, body: Callable[[], Any]) -> tuple[str, Reply]:
         """The reply of the first service that has one, and its URL.
 
-        A service that cannot be reached, or says that it cannot answer now, gets no further requests until
-        its ``GET /health`` answers; the next one is asked instead.
+        Args:
+            body: called when a service is free.
 
         Raises:
             Unreachable: none can be reached, and this was the last one's reason.
+            UserError: all serve another index than at the start.
         """
         while True:
-            async with self.turn() as replica:
-                try:
-                    reply = await post(self._http, replica.url + route, json=body)
-                except Unreachable:
-                    if not self._leave_out(replica):
-                        raise
-                    continue
-                if reply.status in AWAY and self._leave_out(replica, reply.retry_after):
-                    continue
-                if reply.status not in AWAY:
+            replica = await self._take()
+            try:
+                reply = await post(self._http, replica.url + route, json=body())
+                if not reply.is_away:
+                    await self._check_index(replica, reply)
                     replica.is_well, replica.pause = True, FIRST_PAUSE
+                elif self._leave_out(replica, reply.retry_after):
+                    continue
                 return replica.url, reply
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[_Replica]:
-        """Waits for a service without a request of ours; where none is well, for any."""
-        replica = await self._take()
-        try:
-            yield replica
-        finally:
-            replica.is_busy = False
-            self._changed.set()
+            except Unreachable as error:
+                if not self._leave_out(replica, reason=str(error)):
+                    raise
+            finally:
+                replica.is_busy = False
+                self._changed.set()
 
     async def close(self) -> None:
         """Ends the checks of those that were left out."""
@@ -83,8 +89,15 @@ class Replicas:
         await asyncio.gather(*checks, return_exceptions=True)
 
     async def _take(self) -> _Replica:
+        """The service that has been free longest; where none is well, any that may be again."""
         while True:
-            candidates = [replica for replica in self._all if replica.is_well] or self._all
+            usable = [replica for replica in self._all if not replica.other]
+            if not usable:
+                raise UserError(
+                    f"retriever {self._all[0].url} serves another index than at the start of this run"
+                    f" ({self._all[0].other}); serve the one that the run began with, or begin another run"
+                )
+            candidates = [replica for replica in usable if replica.is_well] or usable
             free = [replica for replica in candidates if not replica.is_busy]
             if free:
                 replica = min(free, key=lambda one: one.turn)
@@ -94,14 +107,42 @@ class Replicas:
             self._changed.clear()
             await self._changed.wait()
 
-    def _leave_out(self, replica: _Replica, wait: float = 0.0) -> bool:
-        """Whether another one is well, which is asked instead."""
-        if len(self._all) == 1:
-            return False
-        replica.is_well = False
-        if replica.check is None or replica.check.done():
-            replica.check = asyncio.create_task(self._wait_for(replica, wait))
-        return any(other.is_well for other in self._all)
+    def _leave_out(self, replica: _Replica, wait: float = 0.0, reason: str = "") -> bool:
+        """Whether to go on at once: another one is well, or all serve another index."""
+        replica.is_known = False
+        if len(self._all) > 1:
+            if reason and replica.is_well and not replica.other:
+                self._warn(f"retriever {replica.url} is left out until it answers: {reason}")
+            replica.is_well = False
+            if replica.check is None or replica.check.done():
+                replica.check = asyncio.create_task(self._wait_for(replica, wait))
+        return any(one.is_well for one in self._all if one is not replica) or all(
+            one.other for one in self._all
+        )
+
+    async def _check_index(self, replica: _Replica, reply: Reply) -> None:
+        """
+        Raises:
+            Unreachable: the reply is of another index than the agreed one, or the service does not say.
+        """
+        if self._agreed is None:
+            return
+        agreed, said = self._agreed.get(IDENTITY), reply.headers.get(IDENTITY_HEADER)
+        if agreed is not None and said is not None:
+            self._compare(replica, f"{IDENTITY} {said!r} instead of {agreed!r}" if said != agreed else "")
+        elif not replica.is_known:
+            self._compare(replica, difference(self._agreed, await ask_health(self._http, replica.url)))
+        if replica.other:
+            raise Unreachable(f"it serves another index: {replica.other}")
+
+    def _compare(self, replica: _Replica, other: str) -> None:
+        """Notes what a service serves instead of the agreed index; empty: it serves that."""
+        if other and other != replica.other:
+            self._warn(
+                f"retriever {replica.url} serves another index ({other}) and is left out; serve the one that"
+                " the run began with"
+            )
+        replica.other, replica.is_known = other, not other
 
     async def _wait_for(self, replica: _Replica, wait: float) -> None:
         """Until its health is good; a service without that route need only answer."""
@@ -109,9 +150,9 @@ class Replicas:
             await asyncio.sleep(min(max(replica.pause, wait), LAST_PAUSE))
             replica.pause = min(2 * replica.pause, LAST_PAUSE)
             try:
-                limit = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
-                async with self._http.get(f"{replica.url}/health", timeout=limit) as response:
-                    replica.is_well = response.status not in AWAY
-            except (aiohttp.ClientError, TimeoutError):
+                state = await ask_health(self._http, replica.url)
+            except Unreachable:
                 continue
+            self._compare(replica, difference(self._agreed, state) if self._agreed is not None else "")
+            replica.is_well = not replica.other
         self._changed.set()

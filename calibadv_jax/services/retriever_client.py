@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Mapping, Sequence
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import httpx
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_attempt,
-    stop_after_delay,
-    wait_exponential,
-    wait_random,
-)
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.errors import QueryRefused, RequestFailed, UserError
-from calibadv_jax.services.http_client import Unreachable, open_session
-from calibadv_jax.services.replicas import AWAY, Replicas
+from calibadv_jax.services.http_client import AWAY, Unreachable, open_session
+from calibadv_jax.services.replicas import Replicas
+from calibadv_jax.services.retriever_health import SAME, TOKEN_VARIABLE, ask_health, difference, token
 from calibadv_jax.services.retriever_replies import BadReply, excerpt, read_documents
+from calibadv_jax.services.waiting import wait_for_any
 from calibadv_jax.trajectory import Document
+
+__all__ = ["SAME", "TOKEN_VARIABLE", "RetrieverClient"]
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
 MAX_BATCH = 256  # queries in one request
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubles up to LAST_PAUSE
 LAST_PAUSE = 10.0
 BAD_REPLIES = 3  # answers against the contract after which a query has failed
-SAME = ("corpus_sha256", "encoder", "model", "reranker")  # of services that answer alike
 PROBE = "test"  # a query that no service can object to
-TOKEN_VARIABLE = "RETRIEVER_TOKEN"  # the service's own; a config would be written to the run folder
 
 Outcome = list[Document] | RequestFailed  # of one query
 
@@ -54,6 +47,10 @@ class Away(Exception):
         self.retry_after = retry_after
 
 
+class Broken(BadReply):
+    """The service says that it failed over a request: because of its queries, or it fails over all."""
+
+
 @dataclass
 class _Batch:
     """Queries that share a request."""
@@ -68,10 +65,19 @@ class RetrieverClient:
     The contract is Search-R1's, or where documents are reranked that of the CalibAdv authors.
     One request is under way at each service at a time; queries that come meanwhile share the next one. While
     all services are away a search waits, for `config.patience` seconds.
+
+    Args:
+        url: base URLs.
+        warn: told what is waited for at the start, and which service is left out and why.
     """
 
-    def __init__(self, config: RetrieverConfig, url: str | Sequence[str]):
-        self.config = config
+    def __init__(
+        self,
+        config: RetrieverConfig,
+        url: str | Sequence[str],
+        warn: Callable[[str], object] = lambda _: None,
+    ):
+        self.config, self._warn = config, warn
         self.urls = [one.rstrip("/") for one in ([url] if isinstance(url, str) else url)]
         self.url = ", ".join(self.urls)  # in messages
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -79,6 +85,8 @@ class RetrieverClient:
         self._batch: _Batch | None = None  # still takes queries
         self._replicas: Replicas | None = None  # of the running event loop, as the connections
         self._has_answered = False
+        self._agreed: dict[str, Any] | None = None  # what `health` gave: searches take documents of that only
+        self.missing: dict[str, str] = {}  # services that did not answer `health`, and why
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         """Documents of each query, best first.
@@ -86,13 +94,13 @@ class RetrieverClient:
         Raises:
             QueryRefused: the service does not take one of the queries.
             RequestFailed: it was away for longer than `config.patience`, or answers nonsense.
-            UserError: it asks for a token, has no such route, or refuses every query.
+            UserError: it asks for a token, has no such route, refuses every query, or serves another index
+                than when `health` was called.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # connections belong to the loop that opened them
-            token = os.environ.get(TOKEN_VARIABLE, "").strip()
-            self._loop, self._http = loop, open_session(self.config.timeout, token)
-            self._batch, self._replicas = None, Replicas(self._http, self.urls)
+            self._loop, self._http = loop, open_session(self.config.timeout, token())
+            self._batch, self._replicas = None, Replicas(self._http, self.urls, self._agreed, self._warn)
         batch = self._batch
         is_full = batch is not None and len(batch.queries) + len(queries) > MAX_BATCH
         if batch is None or is_full or batch.outcomes.done():
@@ -111,30 +119,29 @@ class RetrieverClient:
     def health(self) -> dict[str, Any]:
         """What the services report about themselves on ``GET /health``; empty where they have no such route.
 
-        Raises:
-            UserError: one cannot be reached, or they serve different indexes.
-        """
-        states = [self._health_of(url) for url in self.urls]
-        for url, state in zip(self.urls, states, strict=True):
-            for name in SAME:
-                if state.get(name) != states[0].get(name):
-                    raise UserError(
-                        f"retriever.url: {url} has {name} {state.get(name)!r} and {self.urls[0]}"
-                        f" {states[0].get(name)!r}; name services of one index"
-                    )
-        return states[0]
+        Waits until one of them answers, for `config.patience` seconds; `missing` names those that do not.
+        To be called where no event loop runs, and before the first search.
 
-    def _health_of(self, url: str) -> dict[str, Any]:
-        try:
-            response = httpx.get(f"{url}/health", timeout=self.config.timeout, trust_env=False)
-        except httpx.HTTPError as error:
-            raise UserError(
-                f"retriever {url}: cannot be reached ({type(error).__name__}); start it with"
-                " scripts/launch_retriever.sh or set retriever.url"
-            ) from error
-        is_json = response.headers.get("content-type", "").startswith("application/json")
-        state = response.json() if response.status_code == 200 and is_json else {}
-        return state if isinstance(state, dict) else {}
+        Raises:
+            UserError: none can be reached, or they serve different indexes.
+        """
+        present = wait_for_any(
+            "retriever",
+            self.urls,
+            ask_health,
+            timeout=self.config.timeout,
+            patience=self.config.patience,
+            advice="start it with scripts/launch_retriever.sh or set retriever.url",
+            say=self._warn,
+            token=token(),
+        )
+        self.missing = present.missing
+        (first, agreed), *others = present.answers.items()
+        for url, state in others:
+            if other := difference(agreed, state):
+                raise UserError(f"retriever.url: {url} has {other} of {first}; name services of one index")
+        self._agreed = agreed
+        return agreed
 
     def check_reranker(self, state: Mapping[str, Any]) -> str:
         """Whether documents are reranked, in words.
@@ -190,33 +197,62 @@ class RetrieverClient:
         return f"Search-R1's POST /retrieve, and does it take retriever.topk={config.topk}"
 
     async def _send(self, queries: list[str]) -> list[Outcome]:
+        """The outcomes of a batch, which takes further queries until a service is free for it."""
         await asyncio.sleep(BATCH_WINDOW)
-        assert self._replicas is not None
-        async with self._replicas.turn():
-            if self._batch is not None and self._batch.queries is queries:
-                self._batch = None
         return await self._answer(queries)
 
     async def _answer(self, queries: list[str]) -> list[Outcome]:
         """What became of each query. A request that fails is divided, until it shows which queries fail."""
-        try:
-            return list(await self._attempts(1 if len(queries) > 1 else BAD_REPLIES)(self._wait_for, queries))
-        except Away as error:
-            message = (
-                f"retriever {self.url}: no answer for {self.config.patience:g} s ({error}); start it with"
-                " scripts/launch_retriever.sh, set retriever.url, or raise retriever.patience"
-            )
-            return [RequestFailed("retriever", message)] * len(queries)
-        except (QueryRefused, BadReply) as error:
-            if len(queries) > 1:
+        pause, bad_replies, deadline = FIRST_PAUSE, 0, 0.0
+        while True:
+            failure: Away | BadReply | QueryRefused
+            try:
+                found = await self._request(queries)
+                self._has_answered = True
+                return list(found)
+            except Broken as error:
+                failure = error if await self._serves(PROBE) else Away(str(error))
+            except (Away, BadReply, QueryRefused) as error:
+                failure = error
+            if isinstance(failure, Away):
+                deadline = deadline or time.monotonic() + self.config.patience
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return [self._gave_up(failure)] * len(queries)
+                await asyncio.sleep(
+                    min(max(pause + random.uniform(0, FIRST_PAUSE), failure.retry_after), left)
+                )
+            elif len(queries) > 1:
                 middle = len(queries) // 2
                 parts = await asyncio.gather(self._answer(queries[:middle]), self._answer(queries[middle:]))
                 return [outcome for part in parts for outcome in part]
-            if isinstance(error, QueryRefused):
+            elif isinstance(failure, QueryRefused):
                 await self._check_contract(queries)
-                return [error]
-            message = f"retriever {self.url}: no usable answer in {BAD_REPLIES} attempts ({error})"
-            return [RequestFailed("retriever", message)]
+                return [failure]
+            else:
+                bad_replies, deadline = bad_replies + 1, 0.0
+                if bad_replies == BAD_REPLIES:
+                    message = f"retriever {self.url}: no usable answer in {BAD_REPLIES} attempts ({failure})"
+                    return [RequestFailed("retriever", message)]
+                await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE)
+
+    def _gave_up(self, reason: Away) -> RequestFailed:
+        return RequestFailed(
+            "retriever",
+            f"retriever {self.url}: no answer for {self.config.patience:g} s ({reason}); start it with"
+            " scripts/launch_retriever.sh, set retriever.url, or raise retriever.patience",
+        )
+
+    async def _serves(self, query: str) -> bool:
+        """Whether the service answers a query, if only to refuse it."""
+        try:
+            await self._request([query])
+        except QueryRefused:
+            return True
+        except (Away, BadReply):
+            return False
+        return True
 
     async def _check_contract(self, refused: list[str]) -> None:
         """Where nothing was ever answered, a refusal may mean every query: then the run must not go on."""
@@ -226,38 +262,19 @@ class RetrieverClient:
         if isinstance(outcome, QueryRefused):
             raise UserError(f"{outcome}; it refuses every query: is it a service with {self._contract}?")
 
-    @staticmethod
-    def _attempts(count: int) -> AsyncRetrying:
-        return AsyncRetrying(
-            retry=retry_if_exception_type(BadReply),
-            stop=stop_after_attempt(count),
-            wait=wait_exponential(FIRST_PAUSE, LAST_PAUSE),
-            reraise=True,
-        )
-
-    async def _wait_for(self, queries: list[str]) -> list[list[Document]]:
-        """The service's answer, which it may first have to come back for."""
-        patiently = AsyncRetrying(
-            retry=retry_if_exception_type(Away),
-            stop=stop_after_delay(self.config.patience),
-            wait=self._pause,
-            reraise=True,
-        )
-        documents: list[list[Document]] = await patiently(self._request, queries)
-        self._has_answered = True
-        return documents
-
-    def _pause(self, state: RetryCallState) -> float:
-        """Growing, at least what the service asks for, at most what is left of the patience."""
-        growing = wait_exponential(FIRST_PAUSE, LAST_PAUSE) + wait_random(0, FIRST_PAUSE)
-        error = state.outcome.exception() if state.outcome else None
-        asked = error.retry_after if isinstance(error, Away) else 0.0
-        left = self.config.patience - (state.seconds_since_start or 0.0)
-        return min(max(growing(state), asked), max(left, 0.0))
-
     async def _request(self, queries: list[str]) -> list[list[Document]]:
+        """The answer of one service.
+
+        Raises:
+            Away, Broken, BadReply, QueryRefused, UserError: there is none.
+        """
         assert self._replicas is not None
-        body = {"queries": queries, "return_scores": True} | self._depths
+
+        def body() -> dict[str, Any]:
+            if self._batch is not None and self._batch.queries is queries:
+                self._batch = None  # a service is free for it: it takes no more queries
+            return {"queries": queries, "return_scores": True} | self._depths
+
         try:
             url, reply = await self._replicas.post("/retrieve", body)
         except Unreachable as error:
@@ -271,8 +288,8 @@ class RetrieverClient:
             raise UserError(f"retriever {url}: {said}; set retriever.url to a retrieval service")
         if reply.status in _REFUSALS:
             raise QueryRefused(f"retriever {url}: {said}")
-        if reply.status in AWAY:
-            raise Away(said, reply.retry_after)
+        if reply.is_away:
+            raise Away(said, reply.retry_after) if reply.status in AWAY else Broken(said)
         if reply.status != 200:
             raise BadReply(said)
         return read_documents(reply, len(queries), bool(self.config.rerank_topk))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,19 +31,28 @@ class RetrieverProcess(ChildService):
         super().__init__("the retriever", command, log_path, config.start_timeout, "retriever.start_timeout")
 
 
-def check_running(config: RetrieverConfig) -> None:
-    """Asks the services of `config.url` whether they are there and rerank as the config says.
+def check_running(config: RetrieverConfig, warn: Callable[[str], object]) -> None:
+    """Waits for a service of `config.url`, and asks whether those that are there rerank as the config says.
+
+    Args:
+        warn: told what is waited for.
 
     Raises:
-        UserError: one cannot be reached, or is another one than the config asks for.
+        UserError: none can be reached within `config.patience` seconds, or they are others than the config
+            asks for.
     """
-    client = RetrieverClient(config, config.url)
+    client = RetrieverClient(config, config.url, warn)
     client.check_reranker(client.health())
 
 
 @contextmanager
-def open_retriever(config: RetrieverConfig, log_path: Path) -> Iterator[str | list[str]]:
+def open_retriever(
+    config: RetrieverConfig, log_path: Path, warn: Callable[[str], object]
+) -> Iterator[str | list[str]]:
     """Base URLs of retrieval services: `config.url`, or of a child process that ends with the block.
+
+    Args:
+        warn: told what is waited for.
 
     Raises:
         UserError: neither is configured, the running service cannot be reached or is another one than the
@@ -51,7 +60,7 @@ def open_retriever(config: RetrieverConfig, log_path: Path) -> Iterator[str | li
     """
     if config.url:
         if config.url != NO_RETRIEVER:
-            check_running(config)
+            check_running(config, warn)
         yield config.url
         return
     if not config.corpus:

@@ -187,6 +187,19 @@ def test_a_step_with_few_failures_goes_on_and_one_with_many_ends_before_it_is_co
             assert ids(rollouts.take(0)) == ["q0", "q1", "q2"]
 
 
+def test_failures_of_groups_that_later_steps_train_do_not_end_this_one():
+    background = Background(finish_at_once=False)
+    rollouts = stream(background, staleness=1)
+    rollouts._begin_allowed(0)
+    for number in range(6):
+        errors = [None] * 4 if number < 3 else ["sampler: lost"] * 4
+        background.futures[number].set_result(failed(number, errors))
+    assert ids(rollouts.take(0)) == ["q0", "q1", "q2"]
+    rollouts.commit()
+    with pytest.raises(UserError, match="12 of 12 trajectories failed"):
+        rollouts.take(1)
+
+
 def test_a_question_whose_group_could_not_begin_is_not_lost():
     """As where a signal stops the run between drawing a question and beginning its group."""
 

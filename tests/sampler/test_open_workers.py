@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from http_rig import Handler, late, serving
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.errors import UserError
@@ -31,9 +32,9 @@ def events(monkeypatch):
     return happened, note
 
 
-def opened(**options):
+def opened(warn=print, **options):
     config = SamplerConfig(name="vllm", **options)
-    return open_workers(config, Path("model"), Path("logs"), "float32", 512)
+    return open_workers(config, Path("model"), Path("logs"), "float32", 512, warn)
 
 
 def test_every_worker_has_its_own_devices_log_and_options(events):
@@ -69,8 +70,46 @@ def test_all_end_where_one_does_not_become_ready(events):
     assert sorted(name[-1] for what, name, _ in happened if what == "stop") == ["0", "1", "2"]
 
 
-def test_running_workers_are_taken_as_they_are(events):
+class Info(Handler):
+    def do_GET(self):
+        known = self.path == "/weight_info"
+        self.reply(*((200, {"weight_version": "abc/3"}) if known else (404, {})))
+
+
+def test_running_workers_are_taken_as_they_are_and_those_that_are_missing_are_named(events):
     happened, _ = events
-    with opened(urls=["http://a", "http://b"]) as urls:
-        assert urls == ["http://a", "http://b"]
+    said = []
+    with serving(Info) as first, serving(Info) as second:
+        with opened(said.append, urls=[first, second]) as urls:
+            assert urls == [first, second]
+        assert said == []
+        with opened(said.append, urls=[first, "http://127.0.0.1:9"], patience=600.0) as urls:
+            assert urls == [first, "http://127.0.0.1:9"]
+    assert len(said) == 1 and said[0].startswith(
+        "vLLM worker http://127.0.0.1:9 is left out until it answers"
+    )
     assert happened == []
+
+
+def test_a_worker_that_is_still_starting_is_waited_for(events):
+    said = []
+    with late(Info) as url, opened(said.append, urls=[url], patience=60.0) as urls:
+        assert urls == [url]
+    assert len(said) == 1
+    assert said[0].startswith(f"waiting up to 60 s for vLLM worker {url} (")
+    assert said[0].endswith("otherwise start it with scripts/launch_vllm_worker.sh or correct sampler.urls")
+
+
+def test_a_worker_that_never_comes_and_what_is_no_worker_end_the_run(events):
+    never = pytest.raises(UserError, match="vLLM worker http://127.0.0.1:9: cannot be reached .*; start it")
+    with never, opened(urls=["http://127.0.0.1:9"], patience=0.3):
+        pass
+
+    class Other(Handler):
+        def do_GET(self):
+            self.reply(404, {})
+
+    said = []
+    with serving(Other) as url, pytest.raises(UserError, match=f"{url}: no /weight_info; start the worker"):
+        opened(said.append, urls=[url], patience=600.0).__enter__()
+    assert said == []  # at once

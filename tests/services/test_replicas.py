@@ -18,10 +18,13 @@ from calibadv_jax.services.retriever_process import RetrieverProcess
 
 
 class Service:
-    """A server on loopback that says its own name as the document; `status` and `seconds` can be changed."""
+    """A server on loopback that says its own name as the document; its fields can be changed.
+
+    Where its manifest has an identity it is one of ours, and says so with every reply.
+    """
 
     def __init__(self, name, port=0, **manifest):
-        self.name, self.status, self.seconds, self.health = name, 200, 0.0, 200
+        self.name, self.status, self.seconds, self.health, self.manifest = name, 200, 0.0, 200, manifest
         self.is_stopped = False
         self.asked, self.under_way, self.most, self.checks = [], 0, 0, 0
         service = self
@@ -37,17 +40,19 @@ class Service:
                 time.sleep(service.seconds)
                 service.under_way -= 1
                 rows = [[{"document": {"id": service.name, "contents": q}, "score": 1.0}] for q in queries]
-                self.answer(service.status, {"result": rows})
+                identity = service.manifest.get("identity")
+                headers = {"X-Index-Identity": identity} if identity else {}
+                self.answer(service.status, {"result": rows}, headers)
 
             def do_GET(self):
                 service.checks += 1
-                self.answer(service.health, {"status": "ready", **manifest})
+                self.answer(service.health, {"status": "ready", **service.manifest})
 
-            def answer(self, status, content):
+            def answer(self, status, content, headers=None):
                 if service.is_stopped:  # also for connections that are open
                     self.close_connection = True
                     return
-                self.reply(status, content)
+                self.reply(status, content, headers)
 
         self._server = ExitStack()
         self.url = self._server.enter_context(serving(Named, port))
@@ -70,9 +75,9 @@ def services(monkeypatch):
 
 
 @contextmanager
-def client_of(*services, **config):
+def client_of(*services, warn=print, **config):
     config = {"timeout": 5.0, "patience": 20.0} | config
-    client = RetrieverClient(RetrieverConfig(**config), [service.url for service in services])
+    client = RetrieverClient(RetrieverConfig(**config), [service.url for service in services], warn)
     with asyncio.Runner() as runner:
         try:
             yield client, runner.run
@@ -95,6 +100,24 @@ def test_queries_are_shared_out_one_request_at_each(services):
     for service in services:
         assert 12 <= answered.count(service.name) <= 20
         assert service.most == 1
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_one_agent_uses_all_of_them_alike(count):
+    """A request takes one turn, whatever the number of services."""
+    made = [Service(str(number)) for number in range(count)]
+
+    async def one_by_one(client):
+        for number in range(10 * count):
+            await ask(client, 1, number)
+
+    try:
+        with client_of(*made) as (client, run):
+            run(one_by_one(client))
+        assert [len(service.asked) for service in made] == [10] * count
+    finally:
+        for service in made:
+            service.stop()
 
 
 def test_the_one_that_is_free_is_asked(services):
@@ -186,11 +209,11 @@ def test_services_must_serve_one_index():
         urls = [service.url for service in made]
         assert RetrieverClient(RetrieverConfig(), urls[:2]).health()["corpus_sha256"] == "1"
         with pytest.raises(
-            UserError, match=f"{urls[2]} has corpus_sha256 '2' and {urls[0]} '1'; name services"
+            UserError, match=f"{urls[2]} has corpus_sha256 '2' instead of '1' of {urls[0]}; name serv"
         ):
             RetrieverClient(RetrieverConfig(), urls).health()
-        with pytest.raises(UserError, match="retriever http://127.0.0.1:9: cannot be reached"):
-            RetrieverClient(RetrieverConfig(), [urls[0], "http://127.0.0.1:9"]).health()
+        client = RetrieverClient(RetrieverConfig(), [urls[0], "http://127.0.0.1:9"])
+        assert client.health()["corpus_sha256"] == "1" and list(client.missing) == ["http://127.0.0.1:9"]
     finally:
         for service in made:
             service.stop()

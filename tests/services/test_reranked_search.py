@@ -79,7 +79,7 @@ def test_passages_of_another_service_are_known_by_their_text():
     """The authors' service sends no ids; two passages of one article are two documents."""
     texts = ['"Ada"\nfirst part', '"Ada"\nsecond part']
     body = {"result": [[{"document": text, "score": 1.0} for text in texts]]}
-    reply = Reply(200, json.dumps(body).encode(), 0.0)
+    reply = Reply(200, json.dumps(body).encode())
     (documents,) = read_documents(reply, 1, is_reranked=True)
     assert [one.id for one in documents] == texts
     assert [(one.title, one.text) for one in documents] == [("Ada", "first part"), ("Ada", "second part")]
@@ -104,8 +104,8 @@ def test_a_reranker_without_effect_is_one_line(service):
 
 def test_every_command_that_searches_refuses_a_reranker_without_effect(service, tmp_path):
     with pytest.raises(UserError, match="would be without effect"):
-        open_retriever(RetrieverConfig(url=service), tmp_path / "log.txt").__enter__()
-    with open_retriever(RetrieverConfig(url=service, **RERANKED), tmp_path / "log.txt") as url:
+        open_retriever(RetrieverConfig(url=service), tmp_path / "log.txt", print).__enter__()
+    with open_retriever(RetrieverConfig(url=service, **RERANKED), tmp_path / "log.txt", print) as url:
         assert url == service
 
 

@@ -1,0 +1,56 @@
+"""What a retrieval service says of itself, and whether two of them give the same documents."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from calibadv_jax.services.http_client import Unreachable, request
+from calibadv_jax.services.retriever_replies import excerpt
+
+SAME = ("corpus_sha256", "encoder", "model", "reranker")  # of services that answer alike
+IDENTITY = "identity"  # of this project's services: index and reranker in one string
+IDENTITY_HEADER = "X-Index-Identity"  # the same string, on every reply of POST /retrieve
+TOKEN_VARIABLE = "RETRIEVER_TOKEN"  # the service's own; a config would be written to the run folder
+
+
+def token() -> str:
+    """What is sent to the services; empty where they ask for none."""
+    return os.environ.get(TOKEN_VARIABLE, "").strip()
+
+
+async def ask_health(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """The reply of ``GET /health``; empty where a service has no such route.
+
+    Raises:
+        Unreachable: it does not answer, is loading or is broken.
+        UserError: this is no URL.
+    """
+    reply = await request(http, "GET", f"{url}/health")
+    if reply.is_away:
+        raise Unreachable(f"status {reply.status}: {excerpt(reply.body)}")
+    if reply.status != 200:
+        return {}
+    try:
+        state = json.loads(reply.body)
+    except ValueError:
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def difference(agreed: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """Why a service gives other documents than was agreed on, in words; empty: nothing shows that it does."""
+    names = [*SAME, IDENTITY] if IDENTITY in agreed and IDENTITY in state else SAME
+    for name in names:
+        if state.get(name) != agreed.get(name):
+            return f"{name} {state.get(name)!r} instead of {agreed.get(name)!r}"
+    return ""
+
+
+def identity(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a service's state that decides which documents it gives; empty: it says nothing of that."""
+    return {name: state[name] for name in (*SAME, IDENTITY) if name in state}

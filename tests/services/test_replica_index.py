@@ -1,0 +1,121 @@
+"""Documents of another index than at the start are never taken, wherever it is put in place of the first."""
+
+import asyncio
+
+import pytest
+from test_replicas import Service, ask, client_of
+
+from calibadv_jax.errors import RequestFailed, UserError
+from calibadv_jax.services import replicas, retriever_client
+
+OURS = {"corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": "", "identity": "aa"}
+FOREIGN = {"corpus_sha256": "c1", "encoder": "e5"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(replicas, "LAST_PAUSE", 0.1)
+    monkeypatch.setattr(retriever_client, "FIRST_PAUSE", 0.01)
+
+
+@pytest.fixture
+def pair(request):
+    made = [Service(name, **request.param) for name in "ab"]
+    yield made
+    for service in made:
+        service.stop()
+
+
+ours = pytest.mark.parametrize("pair", [OURS], indirect=True)
+foreign = pytest.mark.parametrize("pair", [FOREIGN], indirect=True)
+
+
+@ours
+def test_a_replica_whose_index_is_exchanged_is_left_out_and_may_come_back(pair):
+    first, second = pair
+    said = []
+    with client_of(first, second, warn=said.append) as (client, run):
+        client.health()
+        assert set(run(ask(client, 24))) <= {"a", "b"}
+        second.manifest = OURS | {"identity": "bb"}
+        for _ in range(5):
+            assert set(run(ask(client, 6))) == {"a"}
+        assert len(said) == 1 and "another index (identity 'bb' instead of 'aa') and is left out" in said[0]
+        assert said[0].startswith(f"retriever {second.url} serves")
+        asked = len(second.asked)
+        run(asyncio.sleep(0.5))
+        assert second.checks > 2 and len(second.asked) == asked and len(said) == 1
+        second.manifest = OURS
+        answered = set()
+        while "b" not in answered:  # bounded by pytest's limit
+            answered |= set(run(ask(client, 4)))
+
+
+@foreign
+def test_a_replica_of_another_make_that_comes_back_with_another_corpus_is_left_out(pair):
+    """It says what it serves on GET /health only."""
+    first, second = pair
+    said = []
+    with client_of(first, second, warn=said.append) as (client, run):
+        client.health()
+        run(ask(client, 24))
+        second.stop()
+        assert set(run(ask(client, 12))) == {"a"}
+        checks = Service("b", second.port, corpus_sha256="c2", encoder="e5")
+        while not checks.checks:
+            assert set(run(ask(client, 4))) == {"a"}
+        for _ in range(10):
+            assert set(run(ask(client, 4))) == {"a"}
+        checks.stop()
+    assert checks.asked == [] and any("corpus_sha256 'c2' instead of 'c1'" in line for line in said)
+
+
+@ours
+def test_a_single_service_with_another_index_ends_the_run(pair):
+    (service, _) = pair
+    with client_of(service, warn=lambda _: None) as (client, run):
+        client.health()
+        run(ask(client, 5))
+        service.manifest = OURS | {"identity": "bb"}
+        with pytest.raises(UserError, match=f"retriever {service.url} serves another index") as caught:
+            run(ask(client, 5))
+    assert not isinstance(caught.value, RequestFailed)  # else it would cost one trajectory
+
+
+@foreign
+def test_a_single_service_of_another_make_is_compared_after_an_outage(pair):
+    (service, _) = pair
+    with client_of(service, warn=lambda _: None) as (client, run):
+        client.health()
+        run(ask(client, 5))
+
+        async def exchanged(manifest):
+            service.status = 503
+            waiting = asyncio.create_task(ask(client, 5))
+            await asyncio.sleep(0.1)
+            service.manifest, service.status = manifest, 200
+            return await waiting
+
+        assert run(exchanged(FOREIGN)) == ["a"] * 5
+        with pytest.raises(UserError, match="corpus_sha256 'c2' instead of 'c1'"):
+            run(exchanged(FOREIGN | {"corpus_sha256": "c2"}))
+
+
+@ours
+def test_when_every_replica_serves_another_index_the_run_ends(pair):
+    with client_of(*pair, warn=lambda _: None) as (client, run):
+        client.health()
+        for service in pair:
+            service.manifest = OURS | {"identity": "bb"}
+        with pytest.raises(UserError, match="serves another index than at the start"):
+            run(ask(client, 12))
+
+
+def test_services_that_say_nothing_of_themselves_are_believed():
+    service = Service("a")
+    service.health = 404
+    with client_of(service) as (client, run):
+        assert client.health() == {}
+        assert run(ask(client, 5)) == ["a"] * 5
+    service.stop()

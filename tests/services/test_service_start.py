@@ -1,0 +1,75 @@
+"""A retrieval service that is away when a run starts is waited for; what is no service is not."""
+
+import pytest
+from http_rig import Handler, late, serving
+from test_replicas import Service, ask, client_of
+
+from calibadv_jax.config import RetrieverConfig
+from calibadv_jax.errors import UserError
+from calibadv_jax.services import replicas, retriever_client
+from calibadv_jax.services.retriever_process import check_running, open_retriever
+
+
+class Ready(Handler):
+    def do_GET(self):
+        self.reply(200, {"status": "ready"})
+
+
+def test_a_service_that_comes_late_is_waited_for_and_a_person_is_told():
+    said = []
+    with late(Ready) as url:
+        check_running(RetrieverConfig(url=url, patience=60.0), said.append)
+    assert len(said) == 1 and said[0].startswith(f"waiting up to 60 s for retriever {url} (")
+    assert "otherwise start it with scripts/launch_retriever.sh or set retriever.url" in said[0]
+
+
+def test_a_service_that_is_loading_is_waited_for(tmp_path):
+    asked, said = [], []
+
+    class Loading(Handler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.reply(503 if len(asked) < 3 else 200, {"status": "loading", "stage": "reading the index"})
+
+    with serving(Loading) as url:
+        config = RetrieverConfig(url=url, patience=60.0)
+        with open_retriever(config, tmp_path / "log", said.append) as urls:
+            assert urls == url
+    assert asked == ["/health"] * 3
+    assert len(said) == 1 and "reading the index" in said[0]
+
+
+def test_a_service_that_never_comes_ends_the_start():
+    config = RetrieverConfig(url=["http://127.0.0.1:9", "http://127.0.0.1:10"], patience=0.3)
+    with pytest.raises(
+        UserError,
+        match=r"retriever http://127.0.0.1:9, http://127.0.0.1:10: cannot be reached \(.*\); start it with",
+    ):
+        check_running(config, print)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:port", "ftp://a"])
+def test_what_is_no_url_is_not_waited_for(url):
+    said = []
+    with pytest.raises(UserError, match="not a URL; give one such as"):
+        check_running(RetrieverConfig(url=url, patience=600.0), said.append)
+    assert said == []
+
+
+def test_a_run_begins_with_the_services_that_are_there_and_takes_in_the_other(monkeypatch):
+    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
+    here, gone = Service("here", corpus_sha256="1"), Service("gone")
+    gone.stop()
+    said = []
+    with client_of(here, gone, warn=said.append) as (client, run):
+        assert client.health()["corpus_sha256"] == "1" and list(client.missing) == [gone.url]
+        assert set(run(ask(client, 24))) == {"here"}
+        assert len(said) == 1
+        assert said[0].startswith(f"retriever {gone.url} is left out until it answers: ")
+        back = Service("back", gone.port, corpus_sha256="1")
+        answered = set()
+        while "back" not in answered:  # bounded by pytest's limit
+            answered |= set(run(ask(client, 6)))
+    here.stop()
+    back.stop()
