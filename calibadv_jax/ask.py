@@ -21,7 +21,7 @@ from calibadv_jax.config import Config, load_config
 from calibadv_jax.errors import QueryRefused, UserError
 from calibadv_jax.interfaces import Completion, Retriever, Sampler, SamplingParams
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.model import PolicySource, build_model, find_policy
+from calibadv_jax.model import PolicySource, build_model, find_policy, has_tokenizer
 from calibadv_jax.protocol import parse_turn
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.trajectory import Document, Question, Trajectory
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.policy.exists():
         raise UserError(f"{arguments.policy}: no such folder; give that of a run or of a HuggingFace model")
     source = find_policy(arguments.policy)
-    config = load_config(arguments.config or run_config(source), overrides)
+    config = load_config(arguments.config or run_config(source), [*own_tokenizer(source), *overrides])
     console = Console()
     console.note(f"opening {source}, the sampler and the retriever")
     with tempfile.TemporaryDirectory() as folder:
@@ -110,6 +110,11 @@ def _answer(rollouts: Rollouts, question: Question, config: Config, temperature:
         [question], "ask", config.run.seed, temperature=temperature, group_size=1, max_failed_share=1.0
     )
     return group.trajectories[0]
+
+
+def own_tokenizer(source: PolicySource) -> list[str]:
+    """The override that takes the tokenizer beside the policy, where there is one: it is the policy's own."""
+    return ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
 
 
 def run_config(source: PolicySource) -> Path:

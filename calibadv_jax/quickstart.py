@@ -50,7 +50,7 @@ def run(config: Config) -> None:
         lap("services")
         before = evaluate_policy(_to(running, "before"), find_policy(Path(running.sft.output))).means
         lap("evaluation before")
-        train.run(running)
+        train.run(running, kept=config)
         lap("training")
         output = export.export(running)
         lap("export")

@@ -31,8 +31,13 @@ from calibadv_jax.trainer import Trainer
 from calibadv_jax.wiring import open_rollouts
 
 
-def run(config: Config) -> None:
-    """Trains for `learner.steps` steps, or continues from the newest checkpoint of the run folder."""
+def run(config: Config, kept: Config | None = None) -> None:
+    """Trains for `learner.steps` steps, or continues from the newest checkpoint of the run folder.
+
+    Args:
+        kept: what the run's folder keeps; default: `config`. It lacks the addresses of services that the
+            caller started for this run, so that whoever reads it starts them again.
+    """
     console = Console(config.log.progress)
     for line in describe(config.advantage):
         console.say(line)
@@ -41,7 +46,7 @@ def run(config: Config) -> None:
     check_inputs(config)
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
         model = build_model(config, config.policy.path)
-    folder = enter_run_folder(config, model, questions, console.say)
+    folder = enter_run_folder(kept or config, model, questions, console.say)
     with Stop() as stop, ExitStack() as stack:
         with console.phase(f"waiting for {services(config)}", announce=True):
             opened = open_rollouts(config, model, folder / "policy", folder / "snapshots")
