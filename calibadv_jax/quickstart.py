@@ -7,8 +7,11 @@ evaluates again and exports: the other entry points, one after the other.
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from calibadv_jax import cli, export, sft, train
@@ -69,6 +72,29 @@ def run(config: Config) -> None:
         "report": report,
     }.items():
         console.say(f"{label:>10}  {path}")
+    console.say("next:")
+    for what, command in next_commands(Path(config.run.dir).resolve(), output.resolve()).items():
+        console.say(f"  {command}   # {what}")
+
+
+def next_commands(run: Path, policy: Path) -> dict[str, str]:
+    """What the commands for a finished run show -> the command, as it works in any folder and any shell.
+
+    Args:
+        run, policy: absolute folders of the run and of its export.
+    """
+    program = Path(sys.executable).with_name("calibadv")
+    here = (
+        shlex.quote(str(program)) if program.is_file() else f"{shlex.quote(sys.executable)} -m calibadv_jax"
+    )
+    report = f"{here} report {shlex.quote(str(run))}"
+    if find_spec("matplotlib") is None:
+        report = f"{shlex.quote(sys.executable)} -m pip install 'calibadv-jax[report]' && {report}"
+    return {
+        "every trajectory with the credit of each turn": f"{here} inspect {shlex.quote(str(run))}",
+        "one page with all curves": report,
+        "asks the trained policy": f"{here} ask --policy {shlex.quote(str(policy))}",
+    }
 
 
 def _to(config: Config, name: str) -> Config:
