@@ -19,7 +19,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.data.world import write_world
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import evaluate_policy
-from calibadv_jax.evaluation.report import AVERAGE, Means
+from calibadv_jax.evaluation.report import AVERAGE, Means, unanswered
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.model import find_policy
 from calibadv_jax.run_folder import check_cold_start
@@ -62,6 +62,8 @@ def run(config: Config) -> None:
     seconds["total"] = time.monotonic() - begun
     report = Path(config.run.dir) / "quickstart.json"
     report.write_text(json.dumps({"before": before, "after": after, "seconds": seconds}, indent=2))
+    for line in unanswered(after):
+        console.warn(f"after training, {line}")
     console.say(comparison_table(before, after))
     console.say("  ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
     for label, path in {

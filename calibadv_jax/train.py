@@ -17,6 +17,7 @@ from calibadv_jax.evaluate import validate
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import guard_metrics
+from calibadv_jax.metrics.shown_steps import ShownSteps
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
 from calibadv_jax.metrics.timing import Stopwatch
 from calibadv_jax.metrics.writer import MetricsWriter
@@ -73,6 +74,7 @@ def train(
     """The algorithm. All parts of the run are built before."""
     first, total = trainer.step + 1, config.learner.steps
     record = RolloutWriter(folder, config, first)
+    shown = ShownSteps(console, total, config.log.transcripts)
     with MetricsWriter(folder, open_backends(config.log, folder, first), first) as writer:
         with console.phase("publishing the policy"):
             trainer.publish()  # before the first step, so that a broken path fails at the start
@@ -109,7 +111,7 @@ def train(
                 if trainer.step > begun:  # what is trained is saved, so its row must not be lost
                     with stop.held():
                         writer.write(trainer.step, metrics | watch.metrics(trainer.trained_tokens))
-            console.step(trainer.step, total, metrics | watch.metrics(trainer.trained_tokens))
+            shown.show(trainer.step, metrics | watch.metrics(trainer.trained_tokens), groups)
             for finding in verdict.findings:
                 console.warn(finding)
             if verdict.action == "stop":
