@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-import shutil
 import sys
 import tempfile
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,8 @@ from calibadv_jax.config import Config, load_config
 from calibadv_jax.errors import QueryRefused, UserError
 from calibadv_jax.interfaces import Completion, Retriever, Sampler, SamplingParams
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.model import PolicySource, build_model, find_policy
+from calibadv_jax.metrics.transcripts import ending, folded, printable, turn_lines
+from calibadv_jax.model import PolicySource, build_model, find_policy, has_tokenizer
 from calibadv_jax.protocol import parse_turn
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.trajectory import Document, Question, Trajectory
@@ -29,7 +28,6 @@ from calibadv_jax.wiring import open_rollouts
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
 _PATIENCE = 10.0  # seconds without an answer of the retriever
-_NARROWEST = 60  # columns; a terminal may report fewer, or none
 
 Say = Callable[[str], None]
 
@@ -72,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.policy.exists():
         raise UserError(f"{arguments.policy}: no such folder; give that of a run or of a HuggingFace model")
     source = find_policy(arguments.policy)
-    config = load_config(arguments.config or run_config(source), overrides)
+    config = load_config(arguments.config or run_config(source), [*own_tokenizer(source), *overrides])
     console = Console()
     console.note(f"opening {source}, the sampler and the retriever")
     with tempfile.TemporaryDirectory() as folder:
@@ -110,6 +108,11 @@ def _answer(rollouts: Rollouts, question: Question, config: Config, temperature:
         [question], "ask", config.run.seed, temperature=temperature, group_size=1, max_failed_share=1.0
     )
     return group.trajectories[0]
+
+
+def own_tokenizer(source: PolicySource) -> list[str]:
+    """The override that takes the tokenizer beside the policy, where there is one: it is the policy's own."""
+    return ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
 
 
 def run_config(source: PolicySource) -> Path:
@@ -174,12 +177,8 @@ class _SaidTurns:
         ids = completion.token_ids[:-1] if completion.stop_reason == "eos" else completion.token_ids
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         turn = parse_turn(text, self._prepend_think, completion.stop_reason)
-        if turn.think:
-            self._say(f"think   {printable(turn.think)}")
-        if turn.kind == "search":
-            self._say(f"search  {printable(turn.query)}")
-        elif turn.kind != "answer":
-            self._say(f"{turn.kind}  {printable(text)}")
+        for line in turn_lines(turn.kind, turn.think, turn.query, text):
+            self._say(line)
         return completion
 
     def __getattr__(self, name: str) -> Any:
@@ -204,29 +203,3 @@ class _SaidDocuments:
 
     async def close(self) -> None:
         await self._retriever.close()
-
-
-def folded(number: int, document: Document) -> str:
-    """Number, title and first words, as much as fits a line of the terminal."""
-    width = max(shutil.get_terminal_size().columns, _NARROWEST)
-    line = f"  [{number}]   {printable(document.title)}: {printable(document.text)}"
-    return line if len(line) <= width else line[: width - 1] + "…"
-
-
-def ending(trajectory: Trajectory) -> str:
-    """The answer, or why there is none."""
-    if trajectory.answer is not None:
-        return f"answer  {printable(trajectory.answer)}"
-    kind = trajectory.turns[-1].kind
-    reasons = {
-        "search": "its last search came after the last one allowed (rollout.max_searches), or found no room",
-        "invalid": "its last turn neither searches nor answers",
-        "unfinished": "its last turn was cut (rollout.max_turn_length, rollout.max_length)",
-    }
-    return f"no answer: {reasons[kind]}"
-
-
-def printable(text: str) -> str:
-    """One line without control characters: neither a document nor a policy commands the terminal."""
-    words = " ".join(text.split())
-    return "".join(one for one in words if unicodedata.category(one) not in ("Cc", "Cf", "Cs"))

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from calibadv_jax.config import Config, dump_config, load_config
 from calibadv_jax.errors import UserError
+from calibadv_jax.stopping import leave
 
 USER_ERROR = 2
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -166,19 +167,21 @@ def _with_config(run: Callable[..., object], arguments: Arguments) -> None:
 
 
 def end(work: Callable[[], object]) -> NoReturn:
-    """Does the work and ends the process with the status of how it went."""
+    """Does the work and ends the process with the status of how it went; see `leave`."""
     try:
         work()
+    except SystemExit as stopped:
+        leave(stopped.code)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
-        sys.exit(USER_ERROR)
+        leave(USER_ERROR)
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
         place = error.filename or "the run's folder (run.dir)"
         sys.stderr.write(f"error: {place}: {error.strerror}; fix that, then give the same command again\n")
-        sys.exit(USER_ERROR)
+        leave(USER_ERROR)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
-        sys.exit(INTERRUPTED)
-    sys.exit(0)
+        leave(INTERRUPTED)
+    leave(0)

@@ -29,6 +29,7 @@ from calibadv_jax.evaluation.report import (
     markdown_table,
     summarise,
     table_rows,
+    unanswered,
 )
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.model import Model, PolicySource, build_model, find_folder, find_policy
@@ -49,6 +50,8 @@ def run(config: Config) -> None:
     source = choose_policy(config)
     console.say(f"policy: {source}")
     report = evaluate_policy(config, source, console)
+    for line in unanswered(report.means):
+        console.warn(f"{line}; the transcripts are in {Path(config.evaluate.output).with_suffix('.jsonl')}")
     console.say(report_table(report))
     console.note(f"written to {config.evaluate.output}")
 

@@ -116,7 +116,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such tokenizer folder; set policy.tokenizer or policy.path")
-    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+    if not has_tokenizer(folder):
         # transformers would make an empty tokenizer of a model's folder.
         raise UserError(f"{folder}: no tokenizer files there; set policy.tokenizer to a folder that has them")
     try:
@@ -140,6 +140,11 @@ def load_tokenizer(folder: str | Path) -> Any:
                 " add the eight protocol tags as tokens"
             )
     return tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether files of a tokenizer lie there."""
+    return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
 
 
 def _tokenizer_class(folder: Path) -> Any:

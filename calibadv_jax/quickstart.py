@@ -7,8 +7,11 @@ evaluates again and exports: the other entry points, one after the other.
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from calibadv_jax import cli, export, sft, train
@@ -16,7 +19,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.data.world import write_world
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import evaluate_policy
-from calibadv_jax.evaluation.report import AVERAGE, Means
+from calibadv_jax.evaluation.report import AVERAGE, Means, unanswered
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.model import find_policy
 from calibadv_jax.run_folder import check_cold_start
@@ -50,7 +53,7 @@ def run(config: Config) -> None:
         lap("services")
         before = evaluate_policy(_to(running, "before"), find_policy(Path(running.sft.output))).means
         lap("evaluation before")
-        train.run(running)
+        train.run(running, kept=config)
         lap("training")
         output = export.export(running)
         lap("export")
@@ -59,6 +62,8 @@ def run(config: Config) -> None:
     seconds["total"] = time.monotonic() - begun
     report = Path(config.run.dir) / "quickstart.json"
     report.write_text(json.dumps({"before": before, "after": after, "seconds": seconds}, indent=2))
+    for line in unanswered(after):
+        console.warn(f"after training, {line}")
     console.say(comparison_table(before, after))
     console.say("  ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
     for label, path in {
@@ -69,6 +74,29 @@ def run(config: Config) -> None:
         "report": report,
     }.items():
         console.say(f"{label:>10}  {path}")
+    console.say("next:")
+    for what, command in next_commands(Path(config.run.dir).resolve(), output.resolve()).items():
+        console.say(f"  {command}   # {what}")
+
+
+def next_commands(run: Path, policy: Path) -> dict[str, str]:
+    """What the commands for a finished run show -> the command, as it works in any folder and any shell.
+
+    Args:
+        run, policy: absolute folders of the run and of its export.
+    """
+    program = Path(sys.executable).with_name("calibadv")
+    here = (
+        shlex.quote(str(program)) if program.is_file() else f"{shlex.quote(sys.executable)} -m calibadv_jax"
+    )
+    report = f"{here} report {shlex.quote(str(run))}"
+    if find_spec("matplotlib") is None:
+        report = f"{shlex.quote(sys.executable)} -m pip install 'calibadv-jax[report]' && {report}"
+    return {
+        "every trajectory with the credit of each turn": f"{here} inspect {shlex.quote(str(run))}",
+        "one page with all curves": report,
+        "asks the trained policy": f"{here} ask --policy {shlex.quote(str(policy))}",
+    }
 
 
 def _to(config: Config, name: str) -> Config:

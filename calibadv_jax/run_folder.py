@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from calibadv_jax import hub
 from calibadv_jax.config import Config, dump_config, known_keys
+from calibadv_jax.config.kept import at_home
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import table
 from calibadv_jax.model import Model
@@ -72,6 +73,7 @@ def enter_run_folder(
     Everything is checked before anything is written.
 
     Args:
+        config: as it is to be kept: without the addresses of services that this start itself began.
         questions: of data.train.
         say: prints how this start differs from the last one.
 
@@ -115,7 +117,7 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
     path = Path(config.run.dir) / COLD_START
     if not path.is_file():
         return
-    before = _written(path)
+    before = _written(path, path.parent)
     changed = [
         name
         for name, _, _ in differences(before, dataclasses.asdict(config))
@@ -154,7 +156,7 @@ def _check_resume(
             f"run.dir={folder} holds checkpoints, but no configs/: an earlier version wrote them; choose"
             " another run.dir"
         )
-    before = _written(starts[-1])
+    before = _written(starts[-1], folder)
     known = json.loads(starts[-1].with_suffix(".json").read_text(encoding="utf-8"))
     changes = list(differences(before, dataclasses.asdict(config)))
     changes += differences(known, identity)
@@ -174,9 +176,13 @@ def _check_resume(
         )
 
 
-def _written(path: Path) -> dict[str, Any]:
-    """The config that an earlier start wrote. A key that is newer than the file had its default."""
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+def _written(path: Path, folder: Path) -> dict[str, Any]:
+    """The config that an earlier start wrote. A key that is newer than the file had its default.
+
+    Args:
+        folder: where the run lies now; paths inside it are those of this place.
+    """
+    values = at_home(yaml.safe_load(path.read_text(encoding="utf-8")), folder)
     found: Any = OmegaConf.to_container(OmegaConf.merge(dataclasses.asdict(Config()), values))
     return dict(found)
 

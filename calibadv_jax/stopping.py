@@ -1,14 +1,27 @@
-"""SIGTERM and SIGINT end a run in order: what must be whole is finished, then SystemExit is raised."""
+"""SIGTERM and SIGINT end a run in order: what must be whole is finished, then SystemExit is raised.
+
+Work that nobody needs any more, such as a chunk of tokens, does not hold up the end: see `unwaited`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import os
 import signal
+import sys
 import threading
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+GRACE = 5.0  # seconds for which the end of the process waits for unwaited work
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Stop:
@@ -53,3 +66,57 @@ class Stop:
             # The exception may come between the making of a coroutine and its hand-over to the event loop.
             warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
             raise SystemExit(self.status)
+
+
+class _Unwaited(threading.Thread):
+    """A thread for which nobody waits when the process ends."""
+
+
+async def unwaited(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """As `asyncio.to_thread`, but `leave` ends the process though the work is not done.
+
+    A program of the device cannot be broken off, and the threads of `to_thread` are joined at exit.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(done: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            done(value)
+
+    def run() -> None:
+        done: Callable[[Any], None] = future.set_result
+        try:
+            value: Any = context.run(work, *args, **kwargs)
+        except BaseException as error:  # whatever it is, the one who waits must know
+            done, value = future.set_exception, error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, done, value)
+
+    _Unwaited(target=run, name="unwaited", daemon=True).start()
+    return await future
+
+
+def leave(status: str | int | None) -> NoReturn:
+    """Ends the process, in the usual way where no unwaited work is left after some seconds.
+
+    Else without Python's and JAX's own ends, which would wait for the device's program. What the run had to
+    save is saved before: the blocks that save it have ended.
+
+    Args:
+        status: as of `sys.exit`.
+    """
+    deadline = time.monotonic() + GRACE
+    working = [thread for thread in threading.enumerate() if isinstance(thread, _Unwaited)]
+    for thread in working:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if not any(thread.is_alive() for thread in working):
+        sys.exit(status)
+    if isinstance(status, str):
+        sys.stderr.write(f"{status}\n")
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or its reader is gone
+            stream.flush()
+    os._exit(status or 0)

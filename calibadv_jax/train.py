@@ -18,6 +18,7 @@ from calibadv_jax.evaluate import validate, validation_questions
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import guard_metrics
+from calibadv_jax.metrics.shown_steps import ShownSteps
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
 from calibadv_jax.metrics.timing import Stopwatch
 from calibadv_jax.metrics.writer import MetricsWriter
@@ -34,8 +35,13 @@ from calibadv_jax.trajectory import Question
 from calibadv_jax.wiring import open_rollouts
 
 
-def run(config: Config) -> None:
-    """Trains for `learner.steps` steps, or continues from the newest checkpoint of the run folder."""
+def run(config: Config, kept: Config | None = None) -> None:
+    """Trains for `learner.steps` steps, or continues from the newest checkpoint of the run folder.
+
+    Args:
+        kept: what the run's folder keeps; default: `config`. It lacks the addresses of services that the
+            caller started for this run, so that whoever reads it starts them again.
+    """
     console = Console(config.log.progress)
     for line in describe(config.advantage):
         console.say(line)
@@ -45,7 +51,7 @@ def run(config: Config) -> None:
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
         model = build_model(config, config.policy.path)
         questions, left_out = fitting_questions(config, questions, model.tokenizer, console)
-    folder = enter_run_folder(config, model, questions, console.say)
+    folder = enter_run_folder(kept or config, model, questions, console.say)
     with Stop() as stop, ExitStack() as stack:
         with console.phase(f"waiting for {services(config)}", announce=True):
             opened = open_rollouts(config, model, folder / "policy", folder / "snapshots")
@@ -99,6 +105,7 @@ def train(
     """
     first, total = trainer.step + 1, config.learner.steps
     record = RolloutWriter(folder, config, first)
+    shown = ShownSteps(console, total, config.log.transcripts)
     with MetricsWriter(folder, open_backends(config.log, folder, first), first) as writer:
         with console.phase("publishing the policy"):
             trainer.publish()  # before the first step, so that a broken path fails at the start
@@ -135,7 +142,7 @@ def train(
                 if trainer.step > begun:  # what is trained is saved, so its row must not be lost
                     with stop.held():
                         writer.write(trainer.step, metrics | watch.metrics(trainer.trained_tokens))
-            console.step(trainer.step, total, metrics | watch.metrics(trainer.trained_tokens))
+            shown.show(trainer.step, metrics | watch.metrics(trainer.trained_tokens), groups)
             for finding in verdict.findings:
                 console.warn(finding)
             if verdict.action == "stop":

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from calibadv_jax.config.kept import at_home, run_of
 from calibadv_jax.config.keys import refuse_unknown, type_of
 from calibadv_jax.config.root import Config
 from calibadv_jax.errors import UserError
@@ -42,7 +43,8 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[st
     """Reads YAML files, each over the one before it, and applies ``key.path=value`` overrides.
 
     A file may build upon another: its key ``base`` names that one, relative to its own folder. Sections
-    merge key by key; a list replaces a list. An interpolation sees the final values.
+    merge key by key; a list replaces a list. An interpolation sees the final values. In a config that a run
+    kept, paths inside the run's folder are those of its present place.
 
     The type of an override's key decides how its value is read: text stays as it was typed (but
     for quotes around it), so that run.dir=2026_11_21 is no number; everything else is YAML.
@@ -103,6 +105,9 @@ def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig
         if not isinstance(base, str):
             raise UserError(f"{path}: {BASE} is {base!r}, but must be the name of one config file")
         checked = _checked(loaded, str(path))
+        if run := run_of(path):
+            values: Any = OmegaConf.to_container(checked)
+            checked = OmegaConf.create(at_home(values, run))
     if base:
         yield from _read(path.parent / base, (*above, path))
     yield str(path), checked

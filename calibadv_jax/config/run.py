@@ -37,6 +37,8 @@ class LogConfig:
     """Newest steps whose trajectories stay on disk; 0: all."""
     rollouts_every: NonNegativeInt = 10
     """Older than rollouts_keep: every so many steps one stays; 0: none."""
+    transcripts: NonNegativeInt = 0
+    """Trajectories of each training step that the console shows, each of another question; 0: none."""
     progress: bool = True
     """Show a line a step, and a bar where standard error is a terminal."""
 

@@ -84,6 +84,17 @@ def scores_of(rows: Sequence[Row], metric: str) -> np.ndarray:
     return np.array([row["scores"][metric] for row in rows if metric in row["scores"]], np.float64)
 
 
+def unanswered(means: Means) -> list[str]:
+    """A line for each temperature at which no trajectory answered."""
+    return [
+        f"temperature {temperature}: nobody answered, so that these scores tell nothing of what the policy"
+        " knows: it does not keep to the format (teach it: calibadv sft), or its turns are cut"
+        " (rollout.max_turn_length, rollout.max_length)"
+        for temperature, sources in means.items()
+        if sources[ALL].get("answered") == 0
+    ]
+
+
 def table_rows(report: Report) -> tuple[list[str], list[list[Any]]]:
     """Headers, and one row for each temperature and data source; "-" where there is no value."""
     found = {name: None for sources in report.means.values() for one in sources.values() for name in one}

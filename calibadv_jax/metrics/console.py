@@ -88,6 +88,10 @@ class Console:
         """A line that a person should see, ``warning: …``, always."""
         self._print(f"warning: {text}", style="bold yellow")
 
+    def tell(self, text: str) -> None:
+        """A line that was asked for, always."""
+        self._print(text)
+
     def say(self, text: str) -> None:
         """A result, on standard output, always."""
         sys.stdout.write(f"{text}\n")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
+from calibadv_jax.config.kept import at_home
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.report.evaluations import Table, read_evaluations, read_json
@@ -81,7 +82,7 @@ def _read(folder: Path, name: str) -> Run:
         raise UserError(f"{folder}: no metrics yet; try again when the first step has ended")
     config = yaml.safe_load(starts[-1].read_text(encoding="utf-8")) if starts else None
     identity = read_json(starts[-1].with_suffix(".json")) if starts else None
-    config = config if isinstance(config, dict) else {}
+    config = at_home(config, folder) if isinstance(config, dict) else {}
     output = (config.get("evaluate") or {}).get("output")
     return Run(
         folder,

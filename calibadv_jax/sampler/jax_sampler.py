@@ -23,6 +23,7 @@ from calibadv_jax.policy.sharding import replicated
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.sampler.engine import CacheEngine
 from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.stopping import unwaited
 from calibadv_jax.trajectory import StopReason
 
 QUIET = 0.002  # seconds without a new request after which an idle sampler begins
@@ -157,7 +158,7 @@ class JaxSampler:
         if not running:
             self._hand_back(paused)
             return {}
-        chunk = asyncio.create_task(asyncio.to_thread(self._advance, running))
+        chunk = asyncio.create_task(unwaited(self._advance, running))
         await asyncio.sleep(0)  # it begins
         try:
             self._hand_back(paused)
