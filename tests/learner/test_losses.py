@@ -58,7 +58,7 @@ def test_truncated_importance_sampling_caps_the_weight():
 
 
 def test_a_token_that_the_sampler_found_far_likelier_keeps_its_small_weight():
-    """The cap has no floor: e**-3 stays e**-3, for tokens that were praised and for those that were blamed."""
+    """The cap has no floor: e**-3 stays e**-3, for praised tokens and for blamed ones."""
     new = columns([-4.0, -4.0])
     config = LossConfig(importance_cap=2.0)
     batch = batch_of([1.0, -2.0], [-4.0, -4.0], [-1.0, -3.0])

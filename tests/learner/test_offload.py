@@ -18,8 +18,6 @@ from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.snapshots.checkpoint import CheckpointStore
 
-pytestmark = pytest.mark.medium
-
 LOSS = policy_gradient(LossConfig(), on_policy=True)
 
 
@@ -64,7 +62,7 @@ def one_device():
     return make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.medium)])
 def test_moments_lie_on_the_host_and_the_updates_are_the_same(name):
     states = {}
     for offload in (False, True):
@@ -84,6 +82,7 @@ def test_moments_lie_on_the_host_and_the_updates_are_the_same(name):
     assert_same(states[True], states[False])
 
 
+@pytest.mark.medium
 def test_the_moments_of_a_mesh_lie_on_its_hosts():
     if jax.device_count() < 8:
         pytest.skip("needs 8 (simulated) devices")
@@ -101,6 +100,7 @@ def test_the_moments_of_a_mesh_lie_on_its_hosts():
         np.testing.assert_allclose(left, right, atol=1e-4)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("offload", [False, True], ids=["to_device", "to_host"])
 def test_a_checkpoint_goes_on_with_or_without_the_host(tmp_path, offload):
     """Saved by one, restored by the other or the same, and trained further."""

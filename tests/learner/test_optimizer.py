@@ -138,7 +138,7 @@ def test_muon_moves_matrices_by_its_rate_and_the_rest_by_adams():
 
 @pytest.mark.parametrize("own_rate", [0.0, 0.02], ids=["muon's rate", "a rate of its own"])
 def test_muons_two_groups_follow_the_schedule(own_rate):
-    """Of a warm-up over two updates the first moves nothing, and the second half as much as the peak would."""
+    """Of a warm-up over two updates the first moves nothing, the second half as much as the peak would."""
     config = OptimizerConfig(name="muon", lr=0.1, adam_lr=own_rate, schedule="constant", weight_decay=0.0)
     warmed = replace(config, warmup_steps=2)
     before = [leaf.astype(np.float64) for leaf in jax.tree.leaves(tree(0))]
