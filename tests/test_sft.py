@@ -21,8 +21,6 @@ from calibadv_jax.learner.packing import place
 from calibadv_jax.model import build_model, initial_params
 from calibadv_jax.trajectory import Document, Question
 
-pytestmark = pytest.mark.medium
-
 # Tokens of a row, rows, tokens of the shortest and of the longest sample.
 SHAPES = [
     (128, 4, 5, 30),

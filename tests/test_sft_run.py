@@ -14,8 +14,6 @@ from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.run_folder import check_cold_start
 from calibadv_jax.snapshots.huggingface import read_hf_config
 
-pytestmark = pytest.mark.medium
-
 SHAPE = {
     "model_type": "qwen2",
     "hidden_size": 16,

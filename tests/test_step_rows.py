@@ -12,8 +12,6 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.stopping import Stop
 from calibadv_jax.trainer import Trainer
 
-pytestmark = pytest.mark.medium
-
 
 class Counting(ScriptedRollouts):
     """A sampler that counts something, and one worker that computes log-probabilities."""

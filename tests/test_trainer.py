@@ -13,8 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
-from trainer_rig import HF_CONFIG, QUESTIONS, ScriptedRollouts, make_config, make_model, write_group
+from trainer_rig import (
+    HF_CONFIG,
+    QUESTIONS,
+    ScriptedRollouts,
+    make_config,
+    make_model,
+    shared_programs,  # noqa: F401
+    write_group,
+)
 
 from calibadv_jax.advantages.registry import compute_advantages
 from calibadv_jax.errors import UserError
@@ -28,25 +35,8 @@ from calibadv_jax.stopping import Stop
 from calibadv_jax.train import services, train
 from calibadv_jax.trainer import Trainer
 
-pytestmark = pytest.mark.medium
-
 MODEL = make_model()
 UNTIMED = ("timing_s/", "perf/")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Every trainer compiles the same programs: they are kept on disk while this module runs."""
-    folder = str(tmp_path_factory.mktemp("compiled"))
-    values = {"jax_compilation_cache_dir": folder, "jax_persistent_cache_min_compile_time_secs": 0}
-    before = {name: jax.config.values[name] for name in values}
-    for name, value in values.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def run(config, rollouts, tmp_path, console=None):
@@ -211,6 +201,19 @@ def test_the_checkpoint_of_the_last_good_step_itself_is_taken(tmp_path):
     assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 3, 4]
     assert [number for number, _ in rollouts.begun] == [*range(8), 6, 7]
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_of_a_bad_step_goes_and_the_way_back_saves_that_step_again(tmp_path):
+    """Two bad steps trip the guard; the first of them is saved by then."""
+    guards = GUARDED | {"action": "rollback", "patience": 2}
+    checkpoint = {"every": 1, "keep": 9}
+    config = make_config(tmp_path, learner={"steps": 6}, checkpoint=checkpoint, guards=guards)
+    rollouts = run(config, Collapsing(), tmp_path)
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
+    trainer = make_trainer(config, tmp_path)
+    assert trainer.checkpoints.steps() == [1, 2, 3, 4, 5, 6]
+    fourth = trainer.checkpoints.restore(4, trainer.learner.abstract_state())[0]["params"]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(fourth), rollouts.loaded[7][1])
 
 
 def test_a_resumed_run_knows_that_it_was_rolled_back(tmp_path):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from concurrent.futures import Future
 from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from tiny_policy import NARROW
 
+from calibadv_jax import trainer
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.data.questions import write_questions
 from calibadv_jax.model import Model
@@ -33,6 +36,21 @@ def make_model(num_devices=1):
     mesh = make_mesh(MeshConfig(fsdp=-1), devices=jax.devices()[:num_devices])
     policy = Policy(architecture_from_hf(HF_CONFIG), Numerics())
     return Model(policy, HF_CONFIG, Vocabulary(), Path("none"), mesh)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    """Trainers of equal settings have one learner, whose programs are compiled once; import it to use it."""
+    make_schedule = functools.cache(trainer.make_schedule)
+
+    def schedule_of(config, total):
+        return make_schedule(config, 0 if config.schedule == "constant" else total)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "make_schedule", schedule_of)
+        for name in ("make_optimizer", "policy_gradient", "Learner"):
+            patch.setattr(trainer, name, functools.cache(getattr(trainer, name)))
+        yield
 
 
 def make_config(folder, **sections):

@@ -56,6 +56,25 @@ def test_only_the_best_valid_trajectories_above_the_threshold_count(build):
     assert silver_documents(group, 0.91) == {}
 
 
+def test_a_weight_is_the_share_of_the_largest_count_not_of_the_best_trajectories(build):
+    """Three of the best: two saw a, one saw b, and nobody saw what all saw."""
+    group = build.group(
+        (0.9, True, [build.turn(documents=["a"]), build.turn("answer")]),
+        (0.9, True, [build.turn(documents=["a", "b"]), build.turn("answer")]),
+        (0.9, True, [build.turn("answer")]),
+    )
+    assert silver_documents(group, 0.7) == {"a": 1.0, "b": 0.5}
+
+
+def test_an_invalid_trajectory_with_the_best_score_leaves_no_silver_set(build):
+    """The best score is that of the whole group; no valid trajectory reaches it here."""
+    group = build.group(
+        (1.0, False, [build.turn(documents=["a"]), build.turn("answer")]),
+        (0.8, True, [build.turn(documents=["b"]), build.turn("answer")]),
+    )
+    assert silver_documents(group, 0.7) == {}
+
+
 def test_silver_trajectories_without_documents_have_no_silver_set(build):
     group = build.group(
         (1.0, True, [build.turn(), build.turn("answer")]), (0.0, True, [build.turn("answer")])

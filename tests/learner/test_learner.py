@@ -18,8 +18,6 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 
-pytestmark = pytest.mark.medium
-
 VOCAB = 40
 
 
@@ -75,7 +73,9 @@ def test_packed_rows_equal_one_sample_a_row(policy, one_device):
     assert metrics["actor/loss"] == pytest.approx(metrics_apart["actor/loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize(
+    "aggregation", [pytest.param("token_mean", marks=pytest.mark.medium), "sequence_mean"]
+)
 def test_microbatches_equal_the_batch(policy, one_device, aggregation):
     batch = pack(samples(), 24, aggregation)
     whole, metrics = sgd_step(policy, one_device, batch, batch.tokens.shape[0], LOSS)
@@ -85,6 +85,7 @@ def test_microbatches_equal_the_batch(policy, one_device, aggregation):
         assert metrics[name] == pytest.approx(metrics_split[name], abs=1e-5), name
 
 
+@pytest.mark.medium
 def test_eight_devices_equal_one(policy, one_device):
     if jax.device_count() < 8:
         pytest.skip("needs 8 (simulated) devices")
@@ -98,6 +99,7 @@ def test_eight_devices_equal_one(policy, one_device):
     assert kernel.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
 
 
+@pytest.mark.medium
 def test_optimizer_state_lives_where_its_parameter_lives(policy):
     if jax.device_count() < 8:
         pytest.skip("needs 8 (simulated) devices")
@@ -116,6 +118,7 @@ def test_optimizer_state_lives_where_its_parameter_lives(policy):
         assert all(leaf.sharding == kernel.sharding for leaf in moments)
 
 
+@pytest.mark.medium
 def test_untrained_tokens_have_no_influence(policy, one_device):
     """Advantages, log-probabilities and targets under a False mask change nothing at all.
 
@@ -172,6 +175,7 @@ def test_non_finite_gradient_is_skipped(policy, one_device):
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state))
 
 
+@pytest.mark.medium
 def test_on_policy_shortcut_equals_recomputing(policy, one_device):
     batch = pack(samples(), 32)
     learner = Learner(policy, optax.sgd(1.0), one_device, 4)
@@ -182,6 +186,7 @@ def test_on_policy_shortcut_equals_recomputing(policy, one_device):
     close_in_norm(shortcut, recomputed)
 
 
+@pytest.mark.medium
 def test_a_loss_without_entropy_bonus_does_not_pay_for_the_entropys_gradient(policy, one_device):
     plain = policy_gradient(LossConfig(), on_policy=True)
 
@@ -209,6 +214,7 @@ def test_a_loss_without_entropy_bonus_does_not_pay_for_the_entropys_gradient(pol
         assert gradient > metrics / 2 > 0, (chunk, gradient, metrics)
 
 
+@pytest.mark.medium
 def test_the_entropy_bonus_has_its_gradient(policy, one_device):
     """The step with the bonus, less the step without it, is the step that raises the mean entropy."""
     batch = pack(samples(), 32)
@@ -238,6 +244,7 @@ def test_rows_must_fill_the_mesh(policy):
         Learner(policy, optax.sgd(1.0), mesh, 12, rows_key="sft.rows")
 
 
+@pytest.mark.medium
 def test_any_number_of_microbatches_is_computed_by_the_same_programs(policy, one_device):
     learner = Learner(policy, optax.sgd(1.0), one_device, 1)
     state = learner.init(init_params(policy, one_device, 0))
@@ -247,6 +254,7 @@ def test_any_number_of_microbatches_is_computed_by_the_same_programs(policy, one
     assert int(state["updates"]) == 3
 
 
+@pytest.mark.medium
 def test_rows_of_two_widths_in_one_update(policy, one_device):
     """The microbatch of narrow rows has more of them; the step is that of one batch."""
     chosen = samples(12)

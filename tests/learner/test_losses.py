@@ -57,6 +57,15 @@ def test_truncated_importance_sampling_caps_the_weight():
     assert float(metrics["actor/sampler_mismatch"]) == pytest.approx((np.log(4) + np.log(2)) / 2, abs=1e-6)
 
 
+def test_a_token_that_the_sampler_found_far_likelier_keeps_its_small_weight():
+    """The cap has no floor: e**-3 stays e**-3, for praised tokens and for blamed ones."""
+    new = columns([-4.0, -4.0])
+    config = LossConfig(importance_cap=2.0)
+    batch = batch_of([1.0, -2.0], [-4.0, -4.0], [-1.0, -3.0])
+    loss, _ = policy_gradient(config, False)(new, 0.0 * new, batch, None)
+    assert float(loss) == pytest.approx(-(np.exp(-3.0) - 2 * np.exp(-1.0)) / 2, abs=1e-6)
+
+
 def test_log_ratio_is_held_within_20():
     new = columns([0.0])
     loss, _ = policy_gradient(LossConfig(), False)(new, 0.0 * new, batch_of([-1.0], [-500.0]), None)

@@ -19,8 +19,6 @@ from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.snapshots.checkpoint import CheckpointStore
 
-pytestmark = pytest.mark.medium
-
 LOSS = policy_gradient(LossConfig(), on_policy=True)
 
 
@@ -66,7 +64,7 @@ def one_device():
     return make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.medium)])
 def test_moments_lie_on_the_host_and_the_updates_are_the_same(name):
     states = {}
     for offload in (False, True):
@@ -87,6 +85,7 @@ def test_moments_lie_on_the_host_and_the_updates_are_the_same(name):
     jax.tree.map(close_in_norm, states[True], states[False])
 
 
+@pytest.mark.medium
 def test_the_moments_of_a_mesh_lie_on_its_hosts():
     if jax.device_count() < 8:
         pytest.skip("needs 8 (simulated) devices")
@@ -103,6 +102,7 @@ def test_the_moments_of_a_mesh_lie_on_its_hosts():
     jax.tree.map(close_in_norm, state, other)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("offload", [False, True], ids=["to_device", "to_host"])
 def test_a_checkpoint_goes_on_with_or_without_the_host(tmp_path, offload):
     """Saved by one, restored by the other or the same, and trained further."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import optax
@@ -133,6 +135,21 @@ def test_muon_moves_matrices_by_its_rate_and_the_rest_by_adams():
     for matrix in kernel:  # each layer is a matrix of its own, nearly orthogonal
         singular = np.linalg.svd(matrix, compute_uv=False)
         assert singular.min() > 0.05 and singular.max() < 0.2
+
+
+@pytest.mark.parametrize("own_rate", [0.0, 0.02], ids=["muon's rate", "a rate of its own"])
+def test_muons_two_groups_follow_the_schedule(own_rate):
+    """Of a warm-up over two updates the first moves nothing, the second half as much as the peak would."""
+    config = OptimizerConfig(name="muon", lr=0.1, adam_lr=own_rate, schedule="constant", weight_decay=0.0)
+    warmed = replace(config, warmup_steps=2)
+    before = [leaf.astype(np.float64) for leaf in jax.tree.leaves(tree(0))]
+    for found, wanted in zip(after(warmed, [tree(1)]), before, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    # The first update leaves the same moments, at whatever rate.
+    first, both = after(config, [tree(1)]), after(config, [tree(1), tree(2)])
+    for found, start, one, two in zip(after(warmed, [tree(1), tree(2)]), before, first, both, strict=True):
+        np.testing.assert_allclose(found - start, (two - one) / 2, atol=1e-5)
+        assert np.abs(found - start).max() > 1e-3
 
 
 def test_the_first_update_of_a_warm_up_changes_nothing():

@@ -19,8 +19,6 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 
-pytestmark = pytest.mark.medium
-
 CONFIG = NARROW | {"num_key_value_heads": 2, "tie_word_embeddings": True}
 SPECS = {  # of the leaves that are split, by the end of their path
     "mlp/gate/kernel": P(None, "fsdp", "tensor"),

@@ -18,8 +18,6 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 
-pytestmark = pytest.mark.medium
-
 VOCAB, ROW = 40, 32
 PLAIN = {on_policy: policy_gradient(LossConfig(), on_policy) for on_policy in (False, True)}
 
@@ -87,6 +85,7 @@ def test_samples_without_advantage_are_left_out_and_change_nothing(learner, stat
     assert metrics["actor/entropy"] == pytest.approx(direct["actor/entropy"], rel=0.05)  # a mean, not a share
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("change", [{"entropy_coef": 0.1}, {"kl_coef": 0.1}])
 def test_other_terms_of_the_loss_keep_every_sample(learner, state, change, monkeypatch):
     loss_config = LossConfig(**change)
@@ -142,6 +141,7 @@ def test_the_ratio_divides_by_what_the_config_says(
         assert all(np.isclose(held, value, atol=1e-5).any() for value in trained)
 
 
+@pytest.mark.medium
 def test_rows_of_several_widths_make_the_same_step(learner, state, monkeypatch):
     """The log-probabilities before it too, and the positions are counted as they are computed."""
     every, loss_config, loss = samples(idle=()), LossConfig(), PLAIN[False]

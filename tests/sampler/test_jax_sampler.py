@@ -310,6 +310,34 @@ def test_a_row_released_while_it_is_decoded_holds_nothing_for_the_next_session(
     np.testing.assert_allclose(done.logprobs, expected, atol=1e-3)
 
 
+def test_a_session_released_between_two_chunks_does_not_keep_the_next_policy_out(
+    sampler, params, monkeypatch
+):
+    """As when a trajectory runs out of time: its request counts no longer as one in progress."""
+    rounds = sampler._round
+
+    async def abandon():
+        reached, go_on = asyncio.Event(), asyncio.Event()
+
+        async def wait(*rows):
+            reached.set()
+            await go_on.wait()
+            return await rounds(*rows)
+
+        monkeypatch.setattr(sampler, "_round", wait)
+        task = asyncio.create_task(sampler.generate([1, 2, 3], SamplingParams(60, 0.0), "gone"))
+        await reached.wait()
+        sampler.release("gone")
+        try:
+            await sampler.load(7, params)
+        finally:
+            go_on.set()
+            task.cancel()
+            await sampler._pump_task
+
+    asyncio.run(abandon())
+
+
 def test_length_limits(policy, params):
     sampler = make_sampler(policy, params, max_length=24)
     params_no_stop = SamplingParams(200, 1.0, seed=1, stop=())

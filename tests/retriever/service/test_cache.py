@@ -71,6 +71,20 @@ def test_a_failed_insert_is_one_line_and_loses_nothing(tmp_path):
     assert store.look_up(["b"], 1) == [large]
 
 
+def test_a_store_that_fails_half_way_keeps_nothing_of_it_and_the_next_one_is_kept(tmp_path):
+    """Unlike a full disk, most errors leave SQLite's transaction open: here one of the second row."""
+    store = ResultCache(tmp_path / "s", {}, "use")
+    store._store.execute(
+        "CREATE TRIGGER refuse BEFORE INSERT ON results WHEN NEW.found LIKE '%refused%'"
+        " BEGIN SELECT RAISE(FAIL, 'not this one'); END"
+    )
+    with pytest.raises(RetrieverError, match="results cannot be stored .*not this one"):
+        store.store(["a", "b"], 1, [one("a"), one("refused")])
+    assert store.look_up(["a", "b"], 1) == [None, None]
+    store.store(["c"], 1, [one("c")])
+    assert ResultCache(tmp_path / "s", {}, "use").look_up(["c"], 1) == [one("c")]  # written, not only begun
+
+
 def test_half_a_surrogate_pair_is_kept(tmp_path):
     store = ResultCache(tmp_path / "s", {}, "use")
     store.store(["q"], 1, [one("half \ud800 of it")])
