@@ -16,7 +16,7 @@ from calibadv_jax.errors import UserError
 from calibadv_jax.learner.batching import Sample, pack, unpack
 from calibadv_jax.learner.learner import Learner, on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
 from calibadv_jax.learner.step import learn, make_samples, old_logprobs, with_old_logprobs
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
@@ -57,8 +57,7 @@ class Trainer:
         self.stream = self._make_stream()
         self.guards = Guards(config.guards)
         trajectories = config.rollout.questions_per_step * config.rollout.group_size
-        per_epoch = -(-trajectories // (learner.minibatch_size or trajectories))
-        self.schedule = make_schedule(learner.optimizer, learner.steps * per_epoch * learner.epochs)
+        self.schedule = make_schedule(learner.optimizer, total_updates(learner, trajectories))
         self.learner = Learner(
             model.policy,
             make_optimizer(learner.optimizer, self.schedule),

@@ -52,7 +52,14 @@ def run(tmp_path):
 
 def with_checkpoint(run):
     run()
+    trained(run, 3)
     (run.folder / "checkpoints" / "3").mkdir(parents=True)
+
+
+def trained(run, steps):
+    """Writes the metrics of so many steps."""
+    rows = [json.dumps({"step": step}) for step in range(1, steps + 1)]
+    (run.folder / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
 
 
 def contents(folder):
@@ -74,6 +81,7 @@ def test_the_newest_of_many_starts_counts(run):
         run(f"run.seed={number}")
     names = {path.stem for path in (run.folder / "configs").glob("*.yaml")}
     assert names == {str(number) for number in range(11)}
+    trained(run, 3)
     (run.folder / "checkpoints" / "3").mkdir(parents=True)
     assert run("run.seed=10") == ""
     with pytest.raises(UserError, match="run.seed changed"):
@@ -114,7 +122,10 @@ def test_what_would_make_it_another_experiment_is_refused_and_nothing_is_written
     key, _, value = override.partition("=")
     with pytest.raises(UserError, match=rf"holds another experiment: {key} changed") as caught:
         run(override)
-    assert f"checkpoint.allow_change=[{key}]" in str(caught.value) and "\n" not in str(caught.value)
+    assert f"choose another folder, such as run.dir={run.folder}-2" in str(caught.value)
+    can_go_on = key.startswith(("learner", "rollout", "retriever", "sampler", "loss"))
+    assert (f"checkpoint.allow_change=[{key}]" in str(caught.value)) == can_go_on
+    assert "\n" not in str(caught.value)
     assert contents(run.folder) == before
     table = run(override, f"checkpoint.allow_change=[{key}]")
     assert any(key in line and value in line and "accepted" in line for line in table.splitlines())
