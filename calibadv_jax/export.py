@@ -96,10 +96,13 @@ def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
 def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:
     """The model card."""
     policy = describe_policy(source)
+    used = dataclasses.replace(
+        config, policy=dataclasses.replace(config.policy, path=trained["policy"]["path"], revision="")
+    )
     settings = {
         name: now
         for name, _, now in differences(dataclasses.asdict(Config()), trained)
-        if is_binding(name, config) and not any(name == one or name.startswith(f"{one}.") for one in PLACES)
+        if is_binding(name, used) and not any(name == one or name.startswith(f"{one}.") for one in PLACES)
     }
     versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
     template = trained["prompt"]["template"]

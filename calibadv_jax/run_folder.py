@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,10 +89,11 @@ def enter_run_folder(
     """
     folder = Path(config.run.dir)
     identity = _identity(config, model, questions)
-    trained = _trained_steps(folder)
+    logged = _logged_steps(folder)
+    trained = logged | kept_steps(folder).keys()
     if trained or has_checkpoint(folder / "checkpoints"):
         _check_resume(config, identity, say)
-        _say_history(folder, trained, say)
+        _say_history(folder, logged, trained, say)
     try:
         add_start(folder, dump_config(config), identity)
         write_policy_folder(folder / "policy", model)
@@ -117,26 +118,24 @@ def _identity(config: Config, model: Model, questions: Sequence[Question]) -> di
     return identity
 
 
-def _trained_steps(folder: Path) -> list[int]:
-    """Steps of which metrics or trajectories are kept, ascending."""
+def _logged_steps(folder: Path) -> set[int]:
+    """Steps that have a row of metrics."""
     path = folder / "metrics.jsonl"
-    rows = read_metrics(path) if path.is_file() else []
-    return sorted({row["step"] for row in rows} | kept_steps(folder).keys())
+    return {row["step"] for row in read_metrics(path)} if path.is_file() else set()
 
 
-def _say_history(folder: Path, trained: Sequence[int], say: Callable[[str], None]) -> None:
+def _say_history(folder: Path, logged: Set[int], trained: Set[int], say: Callable[[str], None]) -> None:
     """Which steps are trained again, and of which trained ones nothing is left in metrics.jsonl."""
     begun = newest_step(folder / "checkpoints") or 0
-    again = [step for step in trained if step > begun]
+    again = sum(step > begun for step in trained)
     if again:
         newest = f"the newest checkpoint is that of step {begun}" if begun else "there is no checkpoint yet"
-        count = "1 step is" if len(again) == 1 else f"{len(again)} steps are"
+        count = "1 step is" if again == 1 else f"{again} steps are"
         say(f"{count} trained again: {newest} (checkpoint.every)")
-    path = folder / "metrics.jsonl"
-    rows = {row["step"] for row in read_metrics(path)} if path.is_file() else set()
-    gone = [step for step in range(1, begun + 1) if step not in rows]
+    gone = sum(step not in logged for step in range(1, begun + 1))
     if gone:
-        say(f"{path}: {len(gone)} of steps 1 to {begun} have no row (lost, or removed) and will have none")
+        path = folder / "metrics.jsonl"
+        say(f"{path}: {gone} of steps 1 to {begun} have no row (lost, or removed) and will have none")
 
 
 def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:

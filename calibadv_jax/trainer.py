@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +23,7 @@ from calibadv_jax.model import Model, initial_params
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout.stream import RolloutStream
 from calibadv_jax.seeds import attempt_seed, random_state
-from calibadv_jax.snapshots.checkpoint import CheckpointStore
+from calibadv_jax.snapshots.checkpoint import EXTRA, CheckpointStore
 from calibadv_jax.trajectory import Group, Question
 
 PROBE_TOKENS = 256  # of the fixed text on which workers and learner are compared after a swap
@@ -93,7 +92,7 @@ class Trainer:
         """
         newest = self.checkpoints.latest_step()
         if newest is not None:
-            self.guards.restore(self._restore(newest)["guards"])
+            self._restore(newest, with_guards=True)
             self.rollouts.seed = self.seed
             self.console.note(f"resuming from step {self.step}")
 
@@ -118,12 +117,19 @@ class Trainer:
         self.rollouts.seed = self.seed
         self.console.note(f"rolled back from step {collapsed} to step {self.step}")
 
-    def _restore(self, step: int) -> dict[str, Any]:
-        self.state, extra = self.checkpoints.restore(step, self.learner.abstract_state())
-        self.step = extra["step"]
-        self.questions.set_state(extra["questions"])
-        self.stream.restore(extra["stream"], self.by_id)
-        return extra
+    def _restore(self, step: int, with_guards: bool = False) -> None:
+        state, extra = self.checkpoints.restore(step, self.learner.abstract_state())
+        try:
+            self.questions.set_state(extra["questions"])
+            self.stream.restore(extra["stream"], self.by_id)
+            if with_guards:
+                self.guards.restore(extra["guards"])
+            self.state, self.step = state, int(extra["step"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.checkpoints.folder / str(step)}: damaged checkpoint; delete it to use an older one"
+                f" (in {EXTRA}: {type(error).__name__} {error})"
+            ) from error
 
     def _make_stream(self) -> RolloutStream:
         rollout = self.config.rollout

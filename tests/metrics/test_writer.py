@@ -59,7 +59,7 @@ def test_a_foreign_line_is_refused_and_the_file_left_alone(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n' + line + '\n{"step": 1}\n')
     before = path.read_bytes()
-    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a row of metrics"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a row of metrics; remove the line"):
         MetricsWriter(tmp_path, start_step=1)
     assert path.read_bytes() == before
 
