@@ -15,6 +15,7 @@ from calibadv_jax.data.questions import load_questions
 from calibadv_jax.doctor import check_inputs
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import validate, validation_questions
+from calibadv_jax.locking import locked_run
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import guard_metrics
@@ -43,6 +44,11 @@ def run(config: Config, kept: Config | None = None) -> None:
             caller started for this run, so that whoever reads it starts them again.
     """
     console = Console(config.log.progress)
+    with locked_run(Path(config.run.dir), console.warn):
+        _run(config, kept or config, console)
+
+
+def _run(config: Config, kept: Config, console: Console) -> None:
     for line in describe(config.advantage):
         console.say(line)
     questions = load_questions(config.data.train)
@@ -51,7 +57,7 @@ def run(config: Config, kept: Config | None = None) -> None:
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
         model = build_model(config, config.policy.path)
         questions, left_out = fitting_questions(config, questions, model.tokenizer, console)
-    folder = enter_run_folder(kept or config, model, questions, console.say)
+    folder = enter_run_folder(kept, model, questions, console.say)
     with Stop() as stop, ExitStack() as stack:
         with console.phase(f"waiting for {services(config)}", announce=True):
             opened = open_rollouts(config, model, folder / "policy", folder / "snapshots")

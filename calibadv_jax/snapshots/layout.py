@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,5 +29,11 @@ def damage_as_user_error(advice: str) -> Iterator[None]:
         # What TensorStore finds wrong with the data comes as a bare Exception around the cause.
         if type(error) is not Exception and not isinstance(error, ValueError | KeyError | OSError):
             raise
+        # Orbax reads tensors side by side. What the others found is told when Python forgets them: the same.
+        logging.getLogger("asyncio").addFilter(_is_retrieved)
         cause = " ".join(str(error.__cause__ or error).split())
         raise UserError(f"{advice} ({cause[:300]})") from error
+
+
+def _is_retrieved(record: logging.LogRecord) -> bool:
+    return "exception was never retrieved" not in record.getMessage()
