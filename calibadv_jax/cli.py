@@ -28,12 +28,12 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 COMMANDS = {
     "quickstart": "From nothing to a better search agent: world, cold start, training, evaluation, export.",
-    "coverage": "Which questions the index can answer: shares by data source, and files of those questions.",
-    "demonstrate": "Demonstrations for sft from questions that name their supporting passages.",
     "sft": "Supervised cold start on demonstrations.",
     "train": "Reinforcement learning of a search agent.",
     "evaluate": "Scores a policy on held-out questions.",
     "export": "Writes a checkpoint as a HuggingFace folder.",
+    "coverage": "Which questions the index can answer: shares by data source, and files of those questions.",
+    "demonstrate": "Demonstrations for sft from questions that name their supporting passages.",
     "doctor": "Checks a config end to end before a run.",
 }
 

@@ -25,7 +25,7 @@ BY_ID = {one.id: one for one in PASSAGES}
 
 
 def find(query: str, topk: int) -> list[Document]:
-    """Those with most words of the query first, where a word of the title counts twice; ties as in the corpus."""
+    """Those with most words of the query first; a word of the title counts twice. Ties as in the corpus."""
     asked = set(question_key(query).split())
 
     def score(one: Document) -> int:
