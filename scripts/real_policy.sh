@@ -91,7 +91,7 @@ if [[ -z "$model" ]]; then
 fi
 if [[ -z "$data" ]]; then
   data="$output/data"
-  if stage data "$data/train.jsonl"; then
+  if stage data "$data/corpus.jsonl"; then
     "$python" scripts/prepare_hotpotqa.py --output "$data"
   fi
 fi
@@ -118,8 +118,8 @@ settings+=(${keys[@]+"${keys[@]}"})
 if stage demonstrations "$output/demonstrations.jsonl"; then # builds the index too
   calibadv demonstrate run.dir="$output/demonstrate"
 fi
-if stage coverage "$output/coverage/coverage/coverage.json"; then
-  calibadv coverage run.dir="$output/coverage" data.train= # of the test questions
+if stage coverage "$output/coverage/coverage.json"; then
+  calibadv coverage run.dir="$output" data.train= # of the test questions
 fi
 if stage "cold start" "$output/cold_start/config.json"; then
   calibadv sft run.dir="$output/sft"
