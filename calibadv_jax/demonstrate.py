@@ -98,9 +98,10 @@ def _shown(config: Config, tokenizer: Any, documents: Sequence[Document]) -> str
 
 def _fits(demonstration: Demonstration, config: Config, tokenizer: Any) -> bool:
     """Whether the policy could write it, and sft train on it, within the limits of the config."""
-    if any(
-        len(encode(tokenizer, turn.text)) > config.rollout.max_turn_length for turn in demonstration.turns
-    ):
+    rollout = config.rollout
+    prompt = build_prompt(demonstration.question, tokenizer, config.prompt, NO_LIMIT)
+    longest_turn = max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns)
+    if len(prompt) > rollout.max_prompt_length or longest_turn > rollout.max_turn_length:
         return False
     endless = replace(config, sft=replace(config.sft, row_length=NO_LIMIT))
     length = len(encode_demonstration(demonstration, endless, tokenizer, "sampled").tokens)
