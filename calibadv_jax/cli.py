@@ -33,6 +33,8 @@ COMMANDS = {
     "train": "Reinforcement learning of a search agent.",
     "evaluate": "Scores a policy on held-out questions.",
     "export": "Writes a checkpoint as a HuggingFace folder.",
+    "coverage": "Which questions the index can answer: shares by data source, and files of those questions.",
+    "demonstrate": "Demonstrations for sft from questions that name their supporting passages.",
     "doctor": "Checks a config end to end before a run.",
 }
 

@@ -19,6 +19,7 @@ import numpy as np
 from calibadv_jax import cli
 from calibadv_jax.advantages.registry import describe
 from calibadv_jax.config import Config
+from calibadv_jax.coverage import coverage_lines
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.errors import UserError
@@ -178,6 +179,7 @@ def check_retriever(config: Config) -> list[str]:
             *(f"warning: {url} is away ({reason})" for url, reason in retriever.missing.items()),
             reranked,
             f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}",
+            *coverage_lines(config, url),
         ]
 
 

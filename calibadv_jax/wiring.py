@@ -40,7 +40,7 @@ def open_services(config: Config, model_folder: Path) -> Iterator[tuple[str | li
         retriever = stack.enter_context(open_retriever(config.retriever, folder / "retriever.log", warn))
         workers: list[str] = []
         if config.sampler.name == "vllm":
-            dtype = config.policy.compute_dtype
+            dtype = config.sampler.dtype or config.policy.compute_dtype
             workers = stack.enter_context(
                 open_workers(config.sampler, model_folder, folder, dtype, rollout.max_length, warn)
             )

@@ -92,3 +92,24 @@ def test_every_worker_has_its_devices(devices, fits):
     else:
         with pytest.raises(ValueError, match="worker_devices names 1 workers, but workers is 2"):
             SamplerConfig(workers=2, worker_devices=devices)
+
+
+@pytest.mark.parametrize("dtype", ["", "bfloat16", "float32"])
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sampler", SETTINGS["sampler"])
+def test_a_sampler_of_another_precision_needs_a_loss_that_corrects_for_it(dtype, compute, sampler):
+    for cap, old in itertools.product(SETTINGS["importance_cap"], SETTINGS["old_logprobs"]):
+        sections = {
+            "policy": {"compute_dtype": compute},
+            "sampler": {"name": sampler, "dtype": dtype},
+            "loss": {"importance_cap": cap, "old_logprobs": old},
+        }
+        if dtype and sampler == "jax":
+            message = "leave sampler.dtype out, or set sampler.name=vllm"
+        elif dtype not in ("", compute) and not cap and old == "recompute":
+            message = "set loss.importance_cap=2, or leave sampler.dtype out"
+        else:
+            build(**sections)
+            continue
+        with pytest.raises(ValueError, match=message):
+            build(**sections)

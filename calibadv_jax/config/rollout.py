@@ -74,6 +74,10 @@ class SamplerConfig:
     """vllm: child processes where `urls` is empty."""
     flavour: Literal["gpu", "cpu", "tpu"] = "gpu"
     """vllm: which build of vLLM the child processes run."""
+    dtype: Literal["", "bfloat16", "float32"] = ""
+    """vllm: precision of the child processes; empty: policy.compute_dtype. Where it is another one, the
+    sampler's log-probabilities differ from the learner's, and the loss must correct for that:
+    loss.importance_cap above 0, or loss.old_logprobs=sampler."""
     worker_devices: list[str] = Field(default_factory=list)
     """vllm: CUDA_VISIBLE_DEVICES of each child process, such as ["4,5", "6,7"]; empty: as the trainer's."""
     worker_args: list[str] = Field(default_factory=list)

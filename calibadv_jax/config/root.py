@@ -77,6 +77,22 @@ class Config:
         return self
 
     @model_validator(mode="after")
+    def _loss_corrects_for_the_samplers_dtype(self) -> Config:
+        sampler, dtype = self.sampler, self.policy.compute_dtype
+        if sampler.dtype and sampler.name != "vllm":
+            raise ValueError(
+                f"sampler.dtype is {sampler.dtype}, but sampler.name={sampler.name} samples in the learner's"
+                " policy.compute_dtype: leave sampler.dtype out, or set sampler.name=vllm"
+            )
+        corrected = self.loss.importance_cap > 0 or self.loss.old_logprobs == "sampler"
+        if sampler.dtype not in ("", dtype) and not corrected:
+            raise ValueError(
+                f"sampler.dtype is {sampler.dtype} and policy.compute_dtype is {dtype}, but the loss does not"
+                " correct for the difference: set loss.importance_cap=2, or leave sampler.dtype out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _logprobs_are_comparable(self) -> Config:
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         uses_sampler = self.loss.importance_cap > 0 or self.loss.old_logprobs == "sampler"

@@ -1,14 +1,17 @@
 """The rollout workers of a run: started side by side, each on its own devices."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from http_rig import Handler, late, serving
 
-from calibadv_jax.config import SamplerConfig
+from calibadv_jax.config import Config, SamplerConfig
+from calibadv_jax.config.retriever import NO_RETRIEVER
 from calibadv_jax.errors import UserError
 from calibadv_jax.sampler import vllm_worker
 from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess, open_workers
+from calibadv_jax.wiring import open_services
 
 
 @pytest.fixture
@@ -113,3 +116,21 @@ def test_a_worker_that_never_comes_and_what_is_no_worker_end_the_run(events):
     with serving(Other) as url, pytest.raises(UserError, match=f"{url}: no /weight_info; start the worker"):
         opened(said.append, urls=[url], patience=600.0).__enter__()
     assert said == []  # at once
+
+
+@pytest.mark.parametrize(("dtype", "given"), [("", "float32"), ("bfloat16", "bfloat16")])
+def test_workers_compute_in_their_own_precision_or_in_the_learners(events, tmp_path, dtype, given):
+    happened, _ = events
+    plain = Config()
+    config = replace(
+        plain,
+        run=replace(plain.run, dir=str(tmp_path)),
+        policy=replace(plain.policy, compute_dtype="float32"),
+        sampler=SamplerConfig(name="vllm", dtype=dtype),
+        retriever=replace(plain.retriever, url=NO_RETRIEVER),
+        loss=replace(plain.loss, importance_cap=2.0),
+    )
+    with open_services(config, tmp_path):
+        pass
+    command = happened[0][2].command
+    assert command[command.index("--dtype") + 1] == given

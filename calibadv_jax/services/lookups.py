@@ -1,0 +1,61 @@
+"""Many questions looked up beside each other, outside of any rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from calibadv_jax.config import RetrieverConfig
+from calibadv_jax.errors import QueryRefused
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.trajectory import Document
+
+AT_ONCE = 128  # items; the client puts their queries into common requests
+Search = Callable[[str], Awaitable[list[Document]]]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def look_up_each(
+    config: RetrieverConfig,
+    url: str | Sequence[str],
+    items: Sequence[Item],
+    work: Callable[[Item, Search], Awaitable[Result]],
+    show: Callable[[int], object] = lambda done: None,
+) -> list[Result]:
+    """What `work` makes of each item, in their order.
+
+    Args:
+        work: gets an item and a search, which finds nothing for a query that the service refuses.
+        show: called with the number of items that are done.
+
+    Raises:
+        UserError: the service cannot be used; see `RetrieverClient.search`.
+    """
+
+    async def all_of_them() -> list[Result]:
+        client = RetrieverClient(config, url)
+        slots, done = asyncio.Semaphore(AT_ONCE), 0
+
+        async def search(query: str) -> list[Document]:
+            try:
+                (found,) = await client.search([query])
+            except QueryRefused:
+                return []
+            return found
+
+        async def one(item: Item) -> Result:
+            nonlocal done
+            async with slots:
+                result = await work(item, search)
+            done += 1
+            show(done)
+            return result
+
+        try:
+            return list(await asyncio.gather(*map(one, items)))
+        finally:
+            await client.close()
+
+    return asyncio.run(all_of_them())

@@ -1,0 +1,55 @@
+"""What scripts/real_policy.sh measured as one table: ``python scripts/real_table.py OUTPUT_FOLDER``.
+
+A row for each evaluation, with 95 % intervals; for the trained agents also the difference to the cold start
+on the same questions.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+BASELINES = ("direct", "chain_of_thought", "rag", "cold_start")
+METRICS = ("f1", "em", "format", "searches", "tokens")
+
+
+def main(argv: list[str]) -> int:
+    evaluations = Path(argv[0]) / "evaluations" if len(argv) == 1 else Path()
+    found = {path.stem: path for path in sorted(evaluations.glob("*.json"))}
+    if len(argv) != 1 or not found:
+        sys.stderr.write("error: give the output folder of scripts/real_policy.sh, with its evaluations\n")
+        return 2
+    names = [name for name in BASELINES if name in found] + [name for name in found if name not in BASELINES]
+    lines = [["", *METRICS, "F1 beside the cold start"], ["---"] * (len(METRICS) + 2)]
+    for name in names:
+        report = json.loads(found[name].read_text(encoding="utf-8"))
+        comparison = evaluations.parent / "comparisons" / f"{name}.json"
+        difference = _difference(json.loads(comparison.read_text())) if comparison.is_file() else ""
+        lines.append([name, *(_score(report, metric) for metric in METRICS), difference])
+    sys.stdout.write("".join(f"| {' | '.join(line)} |\n" for line in lines))
+    return 0
+
+
+def _score(report: dict[str, Any], metric: str) -> str:
+    """Mean and interval over all questions, at the first temperature."""
+    temperature = next(iter(report["scores"]))
+    mean = report["scores"][temperature]["all"].get(metric)
+    if mean is None:
+        return "-"
+    interval = report["intervals"].get(temperature, {}).get("all", {}).get(metric)
+    digits = 0 if metric == "tokens" else 3
+    return f"{mean:.{digits}f}" + (
+        f" ({interval[0]:.{digits}f} to {interval[1]:.{digits}f})" if interval else ""
+    )
+
+
+def _difference(report: dict[str, Any]) -> str:
+    f1 = next(iter(report["differences"].values()))["f1"]["all"]
+    low, high = f1["interval"]
+    return f"{f1['difference']:+.3f} ({low:+.3f} to {high:+.3f}), p {f1['p_value']:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

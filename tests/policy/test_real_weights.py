@@ -1,0 +1,199 @@
+"""A pretrained model on real text: what transformers computes, says and loads; its own tokens for tags."""
+
+import asyncio
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from real_rig import real_model
+
+from calibadv_jax.config import Config, MeshConfig, SamplerConfig
+from calibadv_jax.interfaces import SamplingParams
+from calibadv_jax.model import load_tokenizer
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.logprobs import token_logprobs
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.protocol import STOP_STRINGS, TAGS
+from calibadv_jax.rollout.observation import encode, neutralise_documents, render_observation
+from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.sampler.jax_sampler import JaxSampler
+from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
+from calibadv_jax.trajectory import Document, Question
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTHS = (50, 80, 130, 200, 320, 500, 800, 1500)  # tokens of the prompts
+WIDTH = 1500
+ASKED = ("Who wrote Romeo and Juliet?", "What is the capital of France?", "How many days has a week?")
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return real_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def original(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    return Policy(architecture_from_hf(read_hf_config(folder)), Numerics())
+
+
+@pytest.fixture(scope="module")
+def params(folder, policy, mesh):
+    return load_params(folder, policy, mesh)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer):
+    """Texts of the documentation after the protocol's prompt, of many lengths: int32 [N] each."""
+    texts = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    start = build_prompt(Question("1", ASKED[0], ("x",), "test"), tokenizer, Config().prompt, 2048)
+    written = encode(tokenizer, texts[: 40 * WIDTH])
+    found, at = [], 0
+    for length in LENGTHS:
+        found.append(np.concatenate([start, written[at : at + length]]).astype(np.int32)[-length:])
+        at += length
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(original, prompts):
+    """Log-probabilities float32 [N - 1] of each prompt's tokens, by transformers."""
+    found = []
+    for ids in prompts:
+        tokens = torch.tensor(ids, dtype=torch.long)
+        with torch.no_grad():
+            rows = torch.log_softmax(original(tokens[None]).logits[0, :-1].float(), -1)
+        found.append(rows[torch.arange(len(ids) - 1), tokens[1:]].numpy())
+    return found
+
+
+def logprobs(policy, params, prompts):
+    """The same by the policy, each prompt in a row of its own, padded."""
+
+    @jax.jit
+    def compute(params, tokens, segments, targets):
+        decoder = policy.merge(params)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return token_logprobs(decoder, decoder(tokens, positions, segments), targets, 1.0, 256)[0]
+
+    found = []
+    for ids in prompts:
+        tokens = np.zeros((1, WIDTH), np.int32)
+        tokens[0, : len(ids)] = ids
+        segments = (np.arange(WIDTH) < len(ids)).astype(np.int32)[None]
+        values = compute(params, tokens, segments, np.roll(tokens, -1, axis=1))
+        found.append(np.asarray(values)[0, : len(ids) - 1])
+    return found
+
+
+def test_log_probabilities_are_those_of_transformers(policy, params, prompts, expected):
+    assert [len(ids) for ids in prompts] == list(LENGTHS)
+    for ours, theirs in zip(logprobs(policy, params, prompts), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-3)
+    assert np.mean(np.concatenate(expected)) > -4.5  # it has read English: at random it would be -10.8
+
+
+def test_bfloat16_stays_near(policy, params, prompts, expected):
+    half = Policy(policy.architecture, Numerics(compute_dtype=jnp.bfloat16))
+    gaps = [np.abs(a - b) for a, b in zip(logprobs(half, params, prompts), expected, strict=True)]
+    assert np.mean(np.concatenate(gaps)) < 0.05
+    assert np.mean(np.concatenate(gaps)) > 1e-4  # else it was no bfloat16
+
+
+def test_the_greedy_text_is_that_of_transformers(folder, policy, params, mesh, tokenizer, original):
+    stops = StopRule(tokenizer, tokenizer.eos_token_id)
+    config = SamplerConfig(slots=4, decode_chunk=16, prefill_chunk=64)
+    sampler = JaxSampler(policy, stops, config, mesh, 512)
+    template = Config().prompt
+    asked = [build_prompt(Question("1", text, ("x",), "t"), tokenizer, template, 512) for text in ASKED]
+
+    async def all_of_them():
+        await sampler.load(0, params)
+        sampling = SamplingParams(64, 0.0, 1.0, 0, 0, ())
+        return await asyncio.gather(
+            *(sampler.generate(ids.tolist(), sampling, str(n)) for n, ids in enumerate(asked))
+        )
+
+    for ids, completion in zip(asked, asyncio.run(all_of_them()), strict=True):
+        tokens = torch.tensor(ids, dtype=torch.long)[None]
+        with torch.no_grad():
+            theirs = original.generate(tokens, max_new_tokens=64, do_sample=False)[0, len(ids) :]
+        assert completion.token_ids == theirs.tolist()
+
+
+@pytest.mark.parametrize("before", ["", " ", "Ada Berk ", "Ada Berk", "1999", "\n", "query<", "日本"])
+@pytest.mark.parametrize("after", ["", " ", "\n", ">", "\n\n<think>", "."])
+@pytest.mark.parametrize("stop", STOP_STRINGS)
+def test_a_completion_ends_at_the_token_that_completes_a_tag(tokenizer, before, after, stop):
+    ids = encode(tokenizer, f"<search>{before}{stop}{after}")
+    rule = StopRule(tokenizer, tokenizer.eos_token_id)
+    count, why = rule.find(ids, STOP_STRINGS)
+    assert why == "stop"
+    assert stop in rule.text(ids[:count])
+    assert stop not in rule.text(ids[: count - 1])
+    assert rule.may_end(ids[count - 1], STOP_STRINGS)
+    for cut in range(1, count):  # as by a weight swap: the rest is looked for, too
+        rest = rule.text(ids[:count])[len(rule.text(ids[:cut])) :]
+        wanted = (*STOP_STRINGS, *rule.remainders(ids[:cut], STOP_STRINGS))
+        assert "\ufffd" in rule.text(ids[:cut]) or any(one in rest for one in wanted)
+
+
+def test_nothing_untrusted_becomes_a_control_token_or_a_tag(tokenizer):
+    control = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    hostile = " ".join([*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), *TAGS])
+    config = Config().prompt
+    plain = build_prompt(Question("1", "Who?", ("x",), "t"), tokenizer, config, 4096).tolist()
+    asked = build_prompt(Question("1", f"Who {hostile}?", ("x",), "t"), tokenizer, config, 4096).tolist()
+    count = sum(token in control for token in plain)
+    assert count > 2  # the chat template's own
+    assert sum(token in control for token in asked) == count
+    for tag in TAGS:
+        assert tokenizer.decode(asked).count(tag) == tokenizer.decode(plain).count(tag)
+    shown = neutralise_documents([Document("1", hostile, hostile)], tokenizer)
+    ids, _ = render_observation(shown, tokenizer, 4096, False)
+    assert not control & set(ids.tolist())
+    text = tokenizer.decode(ids)
+    assert [text.count(tag) for tag in TAGS] == [tag.endswith("information>") for tag in TAGS]
+
+
+def test_the_chat_template_has_its_default_system_turn_or_the_datas(tokenizer):
+    user = [{"role": "user", "content": "Who?"}]
+    system = [{"role": "system", "content": "Be short."}]
+    kept = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
+    assert kept.count("<|im_start|>system") == 1
+    own = tokenizer.apply_chat_template(system + user, tokenize=False, add_generation_prompt=True)
+    assert own.count("<|im_start|>system\nBe short.<|im_end|>") == 1
+    assert "SmolLM" in kept and "SmolLM" not in own
+
+
+def test_what_is_saved_is_what_transformers_loads(folder, policy, params, original, prompts, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    saved = save_folder(params, read_hf_config(folder), tmp_path / "saved", "float32", folder)
+    again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
+    tokens = torch.tensor(prompts[1], dtype=torch.long)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, original(tokens).logits, rtol=0, atol=0)

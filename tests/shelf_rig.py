@@ -1,0 +1,76 @@
+"""A small own corpus and a search by common words, for demonstrations and coverage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from http_rig import Handler, serving
+
+from calibadv_jax.data.prepare import question_key
+from calibadv_jax.trajectory import Document
+
+PASSAGES = [
+    Document("p0", "Silent Garden (novel)", "Silent Garden is a novel. It was written by Ada Berk in Rome."),
+    Document(
+        "p1", "Ada Berk", "Ada Berk is an author. She was born in Oslo in 1901! Her father was a baker."
+    ),
+    Document("p2", "Loud Garden", "Loud Garden is a garden in Paris. Many people visit it every year."),
+    Document("p3", "Bo Dorn", "Bo Dorn is a painter. Bo Dorn was born in Lima."),
+    Document("p4", "Cy Emm", "Cy Emm is a painter from Quito. He died young."),
+    Document("p5", "Oslo", "Oslo is a city in Norway."),
+    Document("p6", "Norway", "Norway is a country in Europe. Its capital is Oslo."),
+]
+BY_ID = {one.id: one for one in PASSAGES}
+
+
+def find(query: str, topk: int) -> list[Document]:
+    """Those with most words of the query first; a word of the title counts twice. Ties as in the corpus."""
+    asked = set(question_key(query).split())
+
+    def score(one: Document) -> int:
+        words = [set(question_key(text).split()) for text in (one.title, one.text)]
+        return 2 * len(asked & words[0]) + len(asked & words[1])
+
+    return sorted(PASSAGES, key=score, reverse=True)[:topk]
+
+
+def row(name, text, answers, supporting, source="test"):
+    return {
+        "id": name,
+        "question": text,
+        "golden_answers": answers,
+        "data_source": source,
+        "supporting_ids": supporting,
+    }
+
+
+def write_rows(path: Path, rows) -> None:
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+
+
+def write_corpus(path: Path) -> None:
+    write_rows(path, ({"id": d.id, "contents": f'"{d.title}"\n{d.text}'} for d in PASSAGES))
+
+
+def shelf_service():
+    """Base URL of a retrieval service over the passages; refuses queries of more than 200 characters."""
+
+    class Service(Handler):
+        def do_POST(self):
+            asked = json.loads(self.body())
+            if any(len(query) > 200 for query in asked["queries"]):
+                return self.reply(422, {"detail": "too long"})
+            found = [
+                [
+                    {"document": {"id": d.id, "contents": f'"{d.title}"\n{d.text}'}, "score": 1.0}
+                    for d in find(query, asked["topk"])
+                ]
+                for query in asked["queries"]
+            ]
+            self.reply(200, {"result": found})
+
+        def do_GET(self):
+            self.reply(200, {"status": "ready"})
+
+    return serving(Service)
