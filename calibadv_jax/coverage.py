@@ -64,7 +64,7 @@ def run(config: Config) -> None:
     if not files:
         raise UserError("no question file: set data.train, data.eval or both")
     report = {}
-    with open_retriever(config.retriever, Path(config.run.dir) / "retriever.log") as url:
+    with open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url:
         folder.mkdir(parents=True, exist_ok=True)
         for key, sources in files.items():
             questions = load_questions(sources)

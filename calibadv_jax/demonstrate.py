@@ -62,7 +62,7 @@ def run(config: Config) -> None:
         return await find_support(question, passages, search, config.rollout.max_searches)
 
     with (
-        open_retriever(config.retriever, Path(config.run.dir) / "retriever.log") as url,
+        open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,
         console.bar("search", len(named), "questions") as show,
     ):
         found = look_up_each(config.retriever, url, named, find, show)
