@@ -1,8 +1,8 @@
 """A kept step once more: ``calibadv replay RUN [--step N] [key.path=value …]``.
 
 What was sampled goes through reward, advantages and loss again. With the settings of the run the scores and
-advantages must be those that were kept, bit for bit. With other settings, such as advantage.target_ratio=2,
-a table says what they would have made of the step.
+advantages must be those that were kept, on the machine of the run bit for bit and on others but for rounding.
+With other settings, such as advantage.target_ratio=2, a table says what they would have made of the step.
 
 The policy is not run: log-probabilities are those that were kept, the learner's where the update computed
 them apart and else the sampler's. So the loss is that of the policy before the step's first update.
@@ -36,6 +36,7 @@ from calibadv_jax.seeds import random_state
 from calibadv_jax.trajectory import Group
 
 SHOWN = ("reward/", "group/", "advantage/", "actor/pg_loss", "actor/computed_share")
+ROUNDING = 1e-9  # relative; other machines add the same float64 numbers in another order
 DIFFERENT = 1  # exit status: this program makes other advantages of the step than those that were kept
 
 
@@ -82,7 +83,10 @@ def run(arguments: argparse.Namespace) -> None:
     say(f"step {step} of {folder}: {len(kept.groups)} groups, {num_trajectories} trajectories")
     say(comparison(columns))
     equal, total = equal_turns(kept.credits, same.advantages.credits)
-    say(f"replayed: {equal} of {total} turns have the advantage that was kept, bit for bit")
+    exact, _ = equal_turns(kept.credits, same.advantages.credits, rounding=0)
+    others = f"{exact} of them bit for bit, the others within {ROUNDING:g}"
+    bits = "bit for bit" if exact == equal else others
+    say(f"replayed: {equal} of {total} turns have the advantage that was kept, {bits}")
     if arguments.overrides:
         other, total = equal_turns(kept.credits, changed.advantages.credits)
         say(f"{' '.join(arguments.overrides)}: {total - other} of {total} turns get another advantage")
@@ -172,14 +176,20 @@ def logged(run: Path, step: int) -> dict[str, float]:
     return next((row for row in rows if row["step"] == step), {})
 
 
-def equal_turns(kept: Sequence[GroupCredit], found: Sequence[GroupCredit]) -> tuple[int, int]:
-    """How many turns have the same advantage to the last bit, and how many turns there are."""
+def equal_turns(
+    kept: Sequence[GroupCredit], found: Sequence[GroupCredit], rounding: float = ROUNDING
+) -> tuple[int, int]:
+    """How many turns have the same advantage, and how many turns there are.
+
+    Args:
+        rounding: how far apart two may be that count as the same, as a share of 1 and of the kept one.
+    """
     pairs = [
         (before, after)
         for one, other in zip(kept, found, strict=True)
         for before, after in zip(one.turns, other.turns, strict=True)
     ]
-    equal = sum(int(np.sum(before == after)) for before, after in pairs)
+    equal = sum(int(np.isclose(after, before, rounding, rounding).sum()) for before, after in pairs)
     return equal, sum(len(before) for before, _ in pairs)
 
 

@@ -139,11 +139,8 @@ def train(
                         metrics |= record.write(trainer.step, groups, advantages.credits, known, trainer.seed)
                     verdict = trainer.guards.check(trainer.step, metrics)
                     metrics |= verdict.metrics
-                with watch("publish"), console.phase("publishing the policy"):
-                    metrics |= trainer.publish()
-                if config.evaluate.every and trainer.step % config.evaluate.every == 0:
-                    with watch("evaluate"), console.phase("evaluation"):
-                        metrics |= report_metrics(validate(config, rollouts))
+                if not trainer.guards.is_broken:  # a policy that is not finite is nothing to sample from
+                    metrics |= hand_on(config, trainer, rollouts, console, watch)
             finally:
                 if trainer.step > begun:  # what is trained is saved, so its row must not be lost
                     with stop.held():
@@ -152,7 +149,7 @@ def train(
             for finding in verdict.findings:
                 console.warn(finding)
             if verdict.action == "stop":
-                raise UserError("stopped by guards.action; the state is saved: see the warnings above")
+                raise UserError(trainer.why_stopped())
             if verdict.action == "rollback":
                 with stop.held():
                     trainer.roll_back()
@@ -162,6 +159,18 @@ def train(
                 continue
             with stop.held():
                 trainer.save_if_due()
+
+
+def hand_on(
+    config: Config, trainer: Trainer, rollouts: Rollouts, console: Console, watch: Stopwatch
+) -> dict[str, float]:
+    """Publishes the new policy and, where it is due, evaluates it; returns what both say."""
+    with watch("publish"), console.phase("publishing the policy"):
+        metrics = trainer.publish()
+    if config.evaluate.every and trainer.step % config.evaluate.every == 0:
+        with watch("evaluate"), console.phase("evaluation"):
+            metrics |= report_metrics(validate(config, rollouts))
+    return metrics
 
 
 @contextmanager

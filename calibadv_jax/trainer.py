@@ -157,7 +157,7 @@ class Trainer:
             self.state, learned = learn(
                 self.learner, self.state, samples, config.learner, config.loss, self.loss, rng, self.reference
             )
-            metrics |= learned
+            metrics |= learned | {"actor/finite": float(self.learner.is_finite(self.state["params"]))}
         self.trained_tokens = sum(len(sample.tokens) for sample in samples)
         self.step += 1
         self.stream.commit()
@@ -186,9 +186,10 @@ class Trainer:
         }
 
     def save_if_due(self) -> None:
-        """Saves after every `checkpoint.every` steps and after the last one."""
+        """Saves after every `checkpoint.every` steps, but not one in doubt, and after the last one."""
         every = self.config.checkpoint.every
-        if self.step == self.config.learner.steps or (every and self.step % every == 0):
+        is_due = every and self.step % every == 0 and not self.guards.in_doubt
+        if self.step == self.config.learner.steps or is_due:
             self.save()
 
     def save(self) -> None:
@@ -203,14 +204,24 @@ class Trainer:
             self.checkpoints.save(self.step, self.state, extra)
         self.console.note(f"checkpoint saved at step {self.step}")
 
+    def why_stopped(self) -> str:
+        """The line with which the run ends where a guard says so."""
+        if not self.guards.is_broken:
+            return "stopped by guards.action; the state is saved: see the warnings above"
+        newest = self.checkpoints.latest_step()
+        kept = (
+            "no checkpoint was saved" if newest is None else f"the newest checkpoint is that of step {newest}"
+        )
+        return f"step {self.step} diverged (see the warning above) and is not saved: {kept}"
+
     def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Whatever stops the run, the last complete step is saved, unless the update itself failed."""
+        """Whatever stops the run, the last complete step is saved, unless its update failed or diverged."""
         self.stream.close()
         whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
-        if whole and self.checkpoints.latest_step() != self.step:
+        if whole and not self.guards.is_broken and self.checkpoints.latest_step() != self.step:
             try:
                 self.save()
             except Exception as error:  # whatever Orbax raises: it must not hide why the run stopped

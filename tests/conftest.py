@@ -18,8 +18,7 @@ import rounding
 
 # Set here and not in the environment, so that programs which a test starts see the machine as it is.
 jax.config.update("jax_num_cpu_devices", 8)
-if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:  # tests compile far longer than they compute
-    jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_disable_most_optimizations", True)  # tests compile far longer than they compute
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 

@@ -10,10 +10,11 @@ Programs of other shapes, meshes or CPUs add the same numbers in another order. 
 
 How to see on one CPU that a test keeps to this::
 
-    pytest --perturb tests/learner                                     # see `perturb`
-    XLA_FLAGS=--xla_cpu_max_isa=SSE4_2 pytest tests/learner            # or AVX, AVX2: narrower registers
-    XLA_FLAGS=--xla_cpu_multi_thread_eigen=false pytest tests/learner  # sums in one thread
-    JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest tests/learner              # fused as for users
+    pytest --perturb tests/learner  # see `perturb`
+    XLA_FLAGS="--xla_cpu_experimental_ynn_fusion_type= --xla_cpu_max_isa=SSE4_2" pytest tests/learner
+
+The second takes XLA's own loops in narrow registers instead of the library YNNPACK's, which chooses its loops
+by the CPU. Without its first flag, --xla_cpu_max_isa changes nothing.
 """
 
 from __future__ import annotations

@@ -236,6 +236,93 @@ def test_a_guard_may_stop_the_run_with_its_state_saved(tmp_path, capsys):
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [2, 4]
 
 
+class Breaking(ScriptedRollouts):
+    """The numbers of some groups are no numbers, unless others are drawn than at first."""
+
+    def __init__(self, broken):
+        super().__init__()
+        self.broken = broken
+
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        if number in self.broken and self.seed == 0:
+            for trajectory in future.result().trajectories:
+                for turn in trajectory.turns:
+                    turn.logprobs = turn.logprobs * np.nan
+        return future
+
+
+def checkpoints(folder):
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("[0-9]"))
+
+
+@pytest.mark.parametrize("action", ["log", "stop"])
+def test_a_run_whose_parameters_diverge_ends_and_keeps_none_of_them(tmp_path, action):
+    optimizer = replace(make_config(tmp_path).learner.optimizer, lr=1e38, warmup_steps=1)
+    config = make_config(tmp_path, learner={"optimizer": optimizer}, guards={"action": action})
+    config = replace(config, checkpoint=replace(config.checkpoint, every=1))
+    rollouts = ScriptedRollouts()
+    with pytest.raises(
+        UserError, match="step 2 diverged .* is not saved: the newest checkpoint is that of step 1"
+    ):
+        run(config, rollouts, tmp_path)
+    assert checkpoints(tmp_path) == [1]
+    assert [version for version, _ in rollouts.loaded] == [0, 1]  # no worker gets what is not finite
+    assert [(row["actor/finite"], row["guard/numbers"]) for row in rows(tmp_path)] == [(1, 0), (0, 1)]
+
+
+BREAKING = {"loss": {"importance_cap": 2.0}, "learner": {"steps": 7, "row_length": 16, "microbatch_rows": 8}}
+
+
+def test_a_run_without_a_finite_update_ends_after_a_few_steps(tmp_path, capsys):
+    config = make_config(tmp_path, checkpoint={"every": 1, "keep": 9}, **BREAKING)
+    with pytest.raises(UserError, match="step 5 diverged .* the newest checkpoint is that of step 2"):
+        run(config, Breaking(range(4, 14)), tmp_path)
+    assert checkpoints(tmp_path) == [1, 2]
+    assert [row["guard/numbers"] for row in rows(tmp_path)] == [0, 0, 1, 1, 1]
+    assert "no update was finite for 3 steps" in capsys.readouterr().err
+
+
+def test_a_single_step_that_is_not_finite_is_left_out(tmp_path):
+    config = make_config(tmp_path, **BREAKING)
+    run(config, Breaking((4, 5)), tmp_path)
+    assert [row["actor/skipped"] for row in rows(tmp_path)] == [0, 0, 1, 0, 0, 0, 0]
+    assert checkpoints(tmp_path)[-1] == 7
+
+
+def test_a_rollback_goes_back_from_what_is_not_finite_too(tmp_path):
+    config = make_config(tmp_path, guards={"action": "rollback"}, **BREAKING)
+    rollouts = run(config, Breaking(range(4, 14)), tmp_path)
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7]
+    assert [row["guard/numbers"] for row in rows(tmp_path)] == [0] * 7
+
+
+class Tying(ScriptedRollouts):
+    """From group 2 on nobody is right."""
+
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        if number >= 2:
+            for trajectory in future.result().trajectories:
+                trajectory.turns[-1].answer = "no"
+        return future
+
+
+def test_steps_in_which_all_groups_tie_are_no_collapse(tmp_path):
+    """They compute nothing, so they have no entropy: none is shown, and no guard sees 0."""
+    config = make_config(tmp_path, guards={"action": "stop", "patience": 1})
+    run(config, Tying(), tmp_path, Console(stream=(stream := io.StringIO())))
+    first, *tied = rows(tmp_path)
+    assert first["actor/entropy"] > 1 and first["guard/entropy"] == 0
+    assert [row["step"] for row in tied] == [2, 3, 4]
+    for row in tied:
+        assert (row["group/tied"], row["actor/computed_share"], row["actor/grad_norm"]) == (1, 0, 0)
+        absent = {"actor/entropy", "actor/ppo_kl", "actor/sampler_mismatch", "actor/loss", "guard/entropy"}
+        assert absent <= first.keys() and not absent & row.keys()
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
+    assert ["entropy" in line for line in lines] == [True, False, False, False]
+
+
 def test_without_a_good_checkpoint_a_rollback_says_so(tmp_path):
     guards = GUARDED | {"action": "rollback"}
     config = make_config(tmp_path, checkpoint={"every": 0}, guards=guards)

@@ -72,6 +72,7 @@ class Learner:
         placed = param_shardings(policy.abstract_params, mesh)
         self._nothing = jax.jit(self._zeros, out_shardings=placed)
         self._logprobs = jax.jit(lambda params, one: self._values(params, one)[0])
+        self._norm = jax.jit(optax.tree.norm)
 
     def abstract_state(self) -> State:
         """ShapeDtypeStructs with shardings, for restoring a checkpoint."""
@@ -109,6 +110,11 @@ class Learner:
         sums, applied = jax.device_get((parts, applied))
         totals = {name: float(sum(part[name] for part in sums)) for name in sums[0]}
         return state, totals | {name: float(value) for name, value in applied.items()}
+
+    def is_finite(self, params: Params) -> bool:
+        """Whether the norm of the parameters is finite: one pass over them."""
+        with jax.set_mesh(self.mesh):
+            return bool(np.isfinite(jax.device_get(self._norm(params))))
 
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
         """Log-probabilities of the targets of packed rows: float32 [R, L]."""

@@ -13,6 +13,8 @@ from calibadv_jax.learner.batching import Batch
 
 LOG_RATIO_LIMIT = 20.0  # as in the CalibAdv authors' code: exp stays finite
 KL_LIMIT = 10.0
+# What is reported of the tokens, whatever the weights of the loss; see `policy_gradient`.
+TOKEN_METRICS = frozenset({"actor/entropy", "actor/ppo_kl", "actor/pg_clipfrac", "actor/sampler_mismatch"})
 
 Metrics = dict[str, jax.Array]
 LossFunction = Callable[[jax.Array, jax.Array, Batch, Any], tuple[jax.Array, Metrics]]
@@ -41,7 +43,8 @@ def policy_gradient(config: LossConfig, on_policy: bool) -> LossFunction:
 
     Returns:
         A function of log-probabilities [R, L], entropies [R, L], the batch, and the reference policy's
-        log-probabilities (or None): the loss, and metrics as sums of weighted token values.
+        log-probabilities (or None): the loss, and metrics. The terms of the loss are sums of weighted token
+        values, those of TOKEN_METRICS sums over the trained tokens of the batch, which their number divides.
     """
 
     def loss(
@@ -71,7 +74,11 @@ def policy_gradient(config: LossConfig, on_policy: bool) -> LossFunction:
             divergence = KL_ESTIMATORS[config.kl_estimator](reference - logprobs)
             terms = terms + config.kl_coef * divergence
             values["actor/kl_loss"] = divergence
-        metrics = {name: jnp.sum(batch.weights * value) for name, value in values.items()}
+        trained = batch.weights > 0
+        metrics = {
+            name: jnp.sum(jnp.where(trained, value, 0.0) if name in TOKEN_METRICS else batch.weights * value)
+            for name, value in values.items()
+        }
         return jnp.sum(batch.weights * terms), metrics
 
     return loss

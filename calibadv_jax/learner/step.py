@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,10 +12,12 @@ import numpy as np
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.learner.batching import Batch, Sample, lay, taken, token_weights
 from calibadv_jax.learner.learner import Learner, State, on_policy_only
-from calibadv_jax.learner.losses import LossFunction
+from calibadv_jax.learner.losses import TOKEN_METRICS, LossFunction
 from calibadv_jax.learner.packing import Plan, RowShape, plan, row_widths, rows_at
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.trajectory import Trajectory
+
+LOSS_TERMS = frozenset({"actor/loss", "actor/pg_loss", "actor/kl_loss"})
 
 
 def make_samples(
@@ -107,14 +110,15 @@ def learn(
         samples: from `with_old_logprobs`.
 
     Returns:
-        The new state, and each metric's mean over the updates. ``actor/loss``, ``actor/pg_loss`` and
-        ``actor/grad_norm`` are those of all samples, the other metrics means over the tokens that were
-        computed, whose share of the weights is ``actor/computed_share``. ``actor/row_fill`` is the share of
+        The new state, and the step's metrics. ``actor/entropy`` and the other TOKEN_METRICS are means over
+        the trained tokens that were computed, whose share of the weights is ``actor/computed_share``. The
+        others are means over the updates; the loss and its terms are those of all samples. Where nothing was
+        computed, neither the loss nor what is a mean over tokens is there. ``actor/row_fill`` is the share of
         the packed rows that holds tokens, ``perf/packing`` the positions computed for each of those tokens.
     """
     size = config.minibatch_size or len(samples)
     history: list[dict[str, float]] = []
-    positions = tokens = 0
+    positions = tokens = trained = 0
     for _ in range(config.epochs):
         order = rng.permutation(len(samples)) if size < len(samples) else np.arange(len(samples))
         for start in range(0, len(samples), size):
@@ -124,11 +128,12 @@ def learn(
             held = sum(int(np.count_nonzero(batch.segment_ids)) for batch in batches)
             cells = sum(batch.tokens.size for batch in batches)
             positions, tokens = positions + computed, tokens + held
+            trained += sum(int(np.count_nonzero(batch.weights)) for batch in batches)
             share = float(sum(batch.weights.sum() for batch in batches))
-            history.append(_means(metrics, share) | {"actor/row_fill": held / cells if cells else 0.0})
-    means = {name: float(np.mean([metrics[name] for metrics in history])) for name in history[0]}
-    means["perf/packing"] = positions / tokens if tokens else 0.0
-    return state, means | {"actor/updates": float(len(history))}
+            own = {"actor/computed_share": share, "actor/row_fill": held / cells if cells else 0.0}
+            history.append(metrics | own)
+    means = _means(history, trained) | {"actor/updates": float(len(history))}
+    return state, means | ({"perf/packing": positions / tokens} if tokens else {})
 
 
 def _matters(sample: Sample, config: LossConfig) -> bool:
@@ -167,11 +172,14 @@ def _batches(samples: Sequence[Sample], weights: Sequence[np.ndarray], found: Pl
     return lay(samples, weights, found.placements, shapes)
 
 
-def _means(metrics: dict[str, float], share: float) -> dict[str, float]:
-    """An update's metrics, those that are sums of weighted values divided by the sum of the weights."""
-    whole = {"actor/loss", "actor/pg_loss", "actor/grad_norm", "actor/skipped"}
-    means = {name: value if name in whole or not share else value / share for name, value in metrics.items()}
-    return means | {"actor/computed_share": share}
+def _means(history: Sequence[Mapping[str, float]], trained: int) -> dict[str, float]:
+    """A step's metrics from those of its updates, in which so many trained tokens were computed."""
+    means = {}
+    for name in history[0]:
+        total = math.fsum(metrics[name] for metrics in history)
+        if trained or name not in TOKEN_METRICS | LOSS_TERMS:
+            means[name] = total / (trained if name in TOKEN_METRICS else len(history))
+    return means
 
 
 def _with_recomputed(

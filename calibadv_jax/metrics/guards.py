@@ -69,6 +69,9 @@ GUARDS = {
 }
 
 
+NUMBERS = "numbers"  # the guard that is always there: see `Guards`
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What the guards say of a step."""
@@ -84,12 +87,16 @@ class Guards:
     A guard is armed by the first step on the good side of its threshold: a policy that has yet to learn the
     format has not collapsed. NaN counts from the start. A step without a guard's metric (nothing was trained,
     say) leaves it as it was.
+
+    One more has no threshold, as no run can go on without it: after `patience` steps in a row of which no
+    update was finite, or one after which the parameters are not, the run ends or, with rollback, goes back.
     """
 
     def __init__(self, config: GuardsConfig):
         self.config = config
         self.rollbacks = 0  # to be mixed into every seed of the steps that follow
         self.last_good_step = 0  # the newest step at which no armed guard was beyond its threshold
+        self.is_broken = False  # the run must not go on from the newest step, nor save it
         self._streaks: dict[str, int] = {}  # of armed guards
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Verdict:
@@ -99,8 +106,8 @@ class Guards:
             step: the number of the policy that the step made.
             metrics: of the step.
         """
-        flags: dict[str, float] = {}
-        findings = []
+        flags, findings = self._check_numbers(step, metrics)
+        self.is_broken = bool(findings)
         for name, guard in GUARDS.items():
             limit = getattr(self.config, guard.threshold)
             if limit is None or guard.metric not in metrics:
@@ -118,11 +125,28 @@ class Guards:
             self.last_good_step = step
         return Verdict(self._action() if findings else "go_on", findings, flags)
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether no update of the newest step was finite: what it left is worth no checkpoint yet."""
+        return self._streaks.get(NUMBERS, 0) > 0
+
+    def _check_numbers(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+        """The guard's flag, and its finding where the run must not go on."""
+        if "actor/skipped" not in metrics:  # nothing was trained
+            return {}, []
+        is_lost, is_skipped = metrics["actor/finite"] == 0, metrics["actor/skipped"] == 1
+        streak = self._streaks[NUMBERS] = self._streaks.get(NUMBERS, 0) + 1 if is_lost or is_skipped else 0
+        flags = {f"guard/{NUMBERS}": float(streak > 0)}
+        if not is_lost and streak < self.config.patience:
+            return flags, []
+        what = "the parameters are not finite" if is_lost else f"no update was finite for {streak} steps"
+        return flags, [f"step {step}: {what}: training has diverged; lower learner.optimizer.lr"]
+
     def rolled_back(self, step: int) -> None:
         """The run continues from the checkpoint of `step`: counts again from 0, armed as before."""
         self.rollbacks += 1
         self.last_good_step = step
-        self._streaks = dict.fromkeys(self._streaks, 0)
+        self.is_broken, self._streaks = False, dict.fromkeys(self._streaks, 0)
 
     def state(self) -> dict[str, Any]:
         """Plain JSON values for a checkpoint."""
@@ -135,10 +159,12 @@ class Guards:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues where `state` was called; guards that the config has switched off since are forgotten."""
         self.rollbacks, self.last_good_step = state["rollbacks"], state["last_good_step"]
-        self._streaks = {name: count for name, count in state["streaks"].items() if name in GUARDS}
+        self._streaks = {
+            name: count for name, count in state["streaks"].items() if name in (*GUARDS, NUMBERS)
+        }
 
     def _action(self) -> Action:
-        if self.config.action == "log":
+        if self.config.action == "log" and not self.is_broken:
             return "go_on"
         if self.config.action == "rollback" and self.rollbacks < self.config.max_rollbacks:
             return "rollback"

@@ -149,21 +149,26 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("advantage/skipped_trajectories", "trajectories", "without any sampled token"),
     ),
     "actor": (
-        Metric("actor/loss", "-", "loss of the policy, all terms"),
-        Metric("actor/pg_loss", "-", "its policy-gradient term (PPO's clipped objective, negated)"),
-        Metric("actor/entropy", "nats", "entropy of the policy over trained tokens"),
-        Metric("actor/ppo_kl", "nats", "mean of old minus new log-probability of the trained tokens"),
-        Metric("actor/pg_clipfrac", "share", "trained tokens whose ratio is clipped"),
+        Metric("actor/loss", "-", "loss of the policy over all trained tokens, all terms"),
+        Metric(
+            "actor/pg_loss",
+            "-",
+            "its policy-gradient term (PPO's clipped objective, negated)",
+        ),
+        Metric("actor/entropy", "nats", "entropy of the policy over the computed tokens"),
+        Metric("actor/ppo_kl", "nats", "mean of old minus new log-probability of the computed tokens"),
+        Metric("actor/pg_clipfrac", "share", "of the computed tokens, those whose ratio is clipped"),
         Metric(
             "actor/sampler_mismatch",
             "nats",
-            "between the learner's and the sampler's log-probabilities, mean",
+            "between the learner's and the sampler's log-probabilities, mean over the computed tokens",
         ),
         Metric("actor/kl_loss", "nats", "KL divergence from the initial policy, by loss.kl_estimator"),
         Metric("actor/grad_norm", "-", "global norm of the gradient before it is scaled down"),
         Metric("actor/lr", "-", "learning rate of the step's first update"),
         Metric("actor/updates", "updates", "optimizer updates of the step"),
         Metric("actor/skipped", "share", "updates left out because their gradient was not finite"),
+        Metric("actor/finite", "0 or 1", "1 where the parameters are finite after the step"),
         Metric("actor/row_fill", "share", "of the packed rows that holds tokens"),
         Metric(
             "actor/computed_share", "share", "of the loss's weights, those of samples that could change it"
@@ -172,9 +177,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "guard": (
         Metric(
-            "guard/{entropy,format_valid,think_repetition,sampled_perplexity,answer_ratio}",
+            "guard/{entropy,format_valid,think_repetition,sampled_perplexity,answer_ratio,numbers}",
             "0 or 1",
-            "1 where the step is beyond the guard's threshold (config section guards)",
+            "1 where the step is beyond the guard's threshold (config section guards; numbers: not finite)",
         ),
     ),
     "time": (

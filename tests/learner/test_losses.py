@@ -37,7 +37,32 @@ def test_clipping_acts_on_the_pessimistic_side():
     )
     # min(r A, clip(r) A): 1.2, -1.5, 0.5, -0.8
     assert float(loss) == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4, abs=1e-6)
-    assert float(metrics["actor/pg_clipfrac"]) == pytest.approx(0.5)
+    assert float(metrics["actor/pg_clipfrac"]) == 2  # tokens
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_what_is_reported_of_tokens_counts_each_token_once(aggregation):
+    """A long sequence of which nothing is clipped beside a short one of which all is."""
+    samples = [
+        Sample(
+            np.arange(count + 1, dtype=np.int32),
+            np.arange(count + 1) > 0,
+            np.ones(count + 1, np.float32),
+            np.full(count + 1, -1.5, np.float32),
+            np.full(count + 1, old, np.float32),
+        )
+        for count, old in ((3, -1.0), (1, -2.0))
+    ]
+    batch = pack(samples, 6, aggregation)
+    new = jnp.full(batch.weights.shape, -1.0)
+    _, metrics = policy_gradient(LossConfig(), False)(new, 0 * new + 2.0, batch, None)
+    found = {name: float(value) for name, value in metrics.items() if name != "actor/pg_loss"}
+    assert found == {
+        "actor/pg_clipfrac": 1,  # token of four
+        "actor/entropy": 8,
+        "actor/ppo_kl": -1,
+        "actor/sampler_mismatch": pytest.approx(4 * 0.5),
+    }
 
 
 def test_clip_higher_leaves_the_lower_side_alone():
@@ -54,7 +79,7 @@ def test_truncated_importance_sampling_caps_the_weight():
     config = LossConfig(importance_cap=2.0)
     loss, metrics = policy_gradient(config, False)(new, 0.0 * new, batch_of([1.0, 1.0], old, sampler), None)
     assert float(loss) == pytest.approx(-(2.0 + 0.5) / 2, abs=1e-6)
-    assert float(metrics["actor/sampler_mismatch"]) == pytest.approx((np.log(4) + np.log(2)) / 2, abs=1e-6)
+    assert float(metrics["actor/sampler_mismatch"]) == pytest.approx(np.log(4) + np.log(2), abs=1e-6)
 
 
 def test_a_token_that_the_sampler_found_far_likelier_keeps_its_small_weight():

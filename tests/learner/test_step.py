@@ -12,7 +12,7 @@ from tiny_policy import GROUPED
 from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
 from calibadv_jax.learner.batching import Sample, pack, unpack
 from calibadv_jax.learner.learner import Learner, init_params, on_policy_only
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.losses import TOKEN_METRICS, policy_gradient
 from calibadv_jax.learner.step import learn, with_old_logprobs
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
@@ -82,7 +82,8 @@ def test_samples_without_advantage_are_left_out_and_change_nothing(learner, stat
         assert metrics[name] == pytest.approx(direct[name], abs=1e-5), name
     assert metrics["actor/computed_share"] == pytest.approx(seen[0].weights.sum())
     assert 0 < metrics["actor/computed_share"] < 1
-    assert metrics["actor/entropy"] == pytest.approx(direct["actor/entropy"], rel=0.05)  # a mean, not a share
+    tokens = sum(int(sample.mask.sum()) for sample in every)
+    assert metrics["actor/entropy"] == pytest.approx(direct["actor/entropy"] / tokens, rel=0.05)  # a mean
 
 
 @pytest.mark.medium
@@ -99,15 +100,36 @@ def test_other_terms_of_the_loss_keep_every_sample(learner, state, change, monke
 
 def test_a_step_without_any_advantage_moves_by_momentum_only(learner, state):
     loss_config, loss = LossConfig(), PLAIN[True]
-    state, _ = learn(learner, state, samples(), config(), loss_config, loss, rng())
+    state, direct = learn(learner, state, samples(), config(), loss_config, loss, rng())
     none = samples(idle=range(8))
     expected, _ = learner.update(jax.tree.map(np.array, state), [pack(none, ROW)], loss)
     before = jax.device_get(state["params"])
     found, metrics = learn(learner, state, none, config(), loss_config, loss, rng())
     close_in_norm(jax.device_get(found), jax.device_get(expected))
     assert metrics["actor/grad_norm"] == metrics["actor/computed_share"] == metrics["actor/row_fill"] == 0.0
+    nothing = TOKEN_METRICS | {"actor/loss", "actor/pg_loss", "perf/packing"}
+    assert nothing <= direct.keys() and not nothing & metrics.keys()
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, jax.device_get(found["params"]))
     assert max(jax.tree.leaves(moved)) > 1e-3
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_the_entropy_of_a_step_is_that_of_the_tokens_that_were_computed(learner, state, aggregation):
+    """Mini-batches of one sample, some of which compute nothing."""
+    loss_config, every, still = LossConfig(aggregation=aggregation), samples(), optax.sgd(0.0)
+    frozen = Learner(learner.policy, still, learner.mesh, 2)
+
+    def start():
+        return frozen.init(init_params(learner.policy, learner.mesh, 0))
+
+    computed = [sample for index, sample in enumerate(every) if index not in (1, 2, 6)]
+    _, direct = frozen.update(start(), [pack(computed, ROW)], PLAIN[True])
+    _, metrics = learn(frozen, start(), every, config(minibatch_size=1), loss_config, PLAIN[True], rng())
+    assert metrics["actor/updates"] == 8
+    for name in TOKEN_METRICS:
+        mean = direct[name] / sum(int(sample.mask.sum()) for sample in computed)
+        assert metrics[name] == pytest.approx(mean, rel=1e-4, abs=1e-5), name
+    assert metrics["actor/entropy"] > 1
 
 
 @pytest.mark.parametrize("minibatch_size", [0, 3])

@@ -124,6 +124,29 @@ def test_an_epoch_takes_every_sample_once_in_an_order_of_its_own():
     assert batches == go_over(config)[3] != go_over(config, seed=1)[3]
 
 
+class Counting(Notebook):
+    """Every token that is computed has an entropy of 1.2 nats."""
+
+    def update(self, state, batches, loss, reference=None):
+        state, metrics = super().update(state, batches, loss, reference)
+        count = sum(np.count_nonzero(batch.weights) for batch in batches)
+        return state, metrics | {"actor/entropy": 1.2 * count, "actor/grad_norm": 2.0}
+
+
+@pytest.mark.parametrize(("idle", "entropy"), [((), 1.2), ((0, 3), 1.2), ((0, 1, 2, 3), None)])
+def test_a_metric_is_a_mean_over_what_was_computed_and_none_over_nothing(idle, entropy):
+    every = samples(4)
+    for index in idle:
+        every[index].advantages[:] = 0
+    config = LearnerConfig(minibatch_size=1, row_length=ROW, row_widths=1)
+    rng = np.random.default_rng(0)
+    _, metrics = learn(Counting(), {"params": 1}, every, config, LossConfig(), "the loss", rng)
+    assert (metrics["actor/updates"], metrics["actor/grad_norm"]) == (4, 2)
+    assert metrics["actor/computed_share"] == pytest.approx(1 - len(idle) / 4)
+    assert metrics.get("actor/entropy") == (entropy and pytest.approx(entropy))
+    assert ("actor/loss" in metrics) == ("perf/packing" in metrics) == (entropy is not None)
+
+
 def test_one_update_takes_everything():
     _, _, metrics, batches = go_over(LearnerConfig(row_length=ROW, row_widths=1))
     assert batches == [[0, 1, 2, 3, 4]] and metrics["actor/updates"] == 1

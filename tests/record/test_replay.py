@@ -73,10 +73,20 @@ def test_the_kept_step_stays_as_it_is(tmp_path):
 def test_a_kept_advantage_that_comes_out_otherwise_is_status_1(tmp_path, capsys):
     config = make_config()
     groups, result, learner = keep(tmp_path, config)
-    result.credits[0].turns[1][0] *= 1 + 2**-52  # the last bit
+    result.credits[0].turns[1][0] *= 1 + 1e-6
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, learner, 3)
     assert call(tmp_path) == 1
     assert "replayed: 11 of 12 turns have the advantage that was kept" in capsys.readouterr().out
+
+
+def test_a_last_bit_of_another_machine_is_no_difference(tmp_path, capsys):
+    config = make_config()
+    groups, result, learner = keep(tmp_path, config)
+    result.credits[0].turns[1][0] *= 1 + 2**-52
+    RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, learner, 3)
+    assert call(tmp_path) == 0
+    told = "12 of 12 turns have the advantage that was kept, 11 of them bit for bit, the others within 1e-09"
+    assert told in capsys.readouterr().out
 
 
 def test_rewards_are_shuffled_as_they_were(tmp_path):
