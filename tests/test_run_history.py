@@ -87,6 +87,7 @@ def test_hashes_that_are_lost_can_be_done_without(run):
         run()
     names = "data.content,policy.config,policy.vocabulary"
     assert "accepted" in run(f"checkpoint.allow_change=[{names}]")
+    run()
     assert run() == ""
 
 

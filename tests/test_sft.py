@@ -133,7 +133,7 @@ def test_epochs_train_every_demonstration_so_often(tmp_path, tokenizer):
     names = ("a", "city", "it", "no", "who", "founded")
     path = write(tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in names))
     own = load_demonstrations(path)
-    config = config_with(demonstrations=str(path), rows=2, row_length=40)
+    config = config_with(demonstrations=str(path), rows=1, row_length=40)
     phase = SftPhase(epochs=3)
     batches = list(sft._batches(config, phase, own, tokenizer, seed=5))
     assert len(batches) == sft.count_updates(config, phase, own, tokenizer, 5) > 3

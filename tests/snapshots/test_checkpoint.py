@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import shutil
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -149,8 +151,11 @@ def test_damaged_checkpoints_are_one_line(tiny, store, state, how):
 
 @pytest.mark.usefixtures("swept")
 @pytest.mark.filterwarnings("ignore")
-def test_the_other_tensors_of_a_damaged_checkpoint_are_not_heard(tiny, store, state, caplog):
-    """Orbax reads them side by side: when Python forgets those that failed later, asyncio would tell each."""
+def test_the_other_tensors_of_a_damaged_checkpoint_are_not_heard(tiny, store, state, caplog, monkeypatch):
+    """Orbax reads them side by side. asyncio would tell of each that failed later, Python of each that came
+    when the event loop was closed."""
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: heard.append(str(one.exc_value)))
     store.save(1, state, EXTRA)
     for path in (store.folder / "1/state").rglob("d/*"):
         path.write_bytes(b"")
@@ -164,6 +169,9 @@ def test_the_other_tensors_of_a_damaged_checkpoint_are_not_heard(tiny, store, st
     asyncio.run(forget())
     gc.collect()
     assert not [one.getMessage() for one in caplog.records if one.name == "asyncio"]
+    for words in ("Event loop is closed", "something else"):
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(words)))
+    assert heard == ["something else"]
 
 
 def test_parameters_alone_in_another_precision(tiny, store, state):
