@@ -8,10 +8,9 @@ to the current snapshot first.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,11 +24,13 @@ from calibadv_jax.errors import REFUSAL, RequestFailed, UserError
 from calibadv_jax.interfaces import Completion, SamplingParams
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.sampler.stopping import StopRule
-from calibadv_jax.sampler.vllm_replies import error_message, read_completion
+from calibadv_jax.sampler.vllm_requests import completion_request, error_message, read_completion
+from calibadv_jax.sampler.vllm_worker import ask_label
 from calibadv_jax.services.http_client import Unreachable, limit, open_session, post
 from calibadv_jax.trajectory import StopReason
 
 PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
+WATCH_PAUSE = 10.0  # seconds between two looks at whether workers that hold completions are still there
 SWAP_TIMEOUT = 1800.0  # seconds a worker may take to load a snapshot
 MAX_LOSSES = 5  # workers lost over one completion: it may be what kills them
 MAX_EMPTY = 6  # replies without a token, one after another, after which their worker counts as lost
@@ -48,6 +49,7 @@ class Worker:
     url: str
     version: int | None = None  # it serves; None: not known to be usable
     busy: int = 0  # completions in progress
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)  # of these
     lost: str = "not started"  # why it is not usable
     refusal: UserError | None = None  # why it will not be before another snapshot is loaded
     reviving: asyncio.Task[None] | None = None
@@ -84,6 +86,7 @@ class VllmSampler:
         self._snapshot: tuple[Path, int] | None = None
         self._home: dict[str, Worker] = {}  # session -> where its prefix is cached
         self._changed = asyncio.Event()  # a worker has become usable, or refused the snapshot
+        self._watching: asyncio.Task[None] | None = None
         self.lost_count = 0
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
@@ -195,11 +198,11 @@ class VllmSampler:
         return {"rollout/workers_lost": float(self.lost_count)}
 
     async def close(self) -> None:
-        for worker in self.workers:
-            if worker.reviving is not None:
-                worker.reviving.cancel()
+        for task in [self._watching, *(worker.reviving for worker in self.workers)]:
+            if task is not None:
+                task.cancel()
                 with suppress(asyncio.CancelledError):
-                    await worker.reviving
+                    await task
         if self._http is not None:
             await self._http.close()
 
@@ -234,25 +237,55 @@ class VllmSampler:
     ) -> Completion:
         """What the worker adds to the tokens that are `done`."""
         most = sampling.max_tokens - len(done)
-        parameters = {
-            "max_tokens": most,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "seed": _continued_seed(sampling.seed, len(done)),
-            # The rest of a stop string that was cut, too; it may also end a part where it means nothing.
-            "stop": [*sampling.stop, *self.stops.remainders(done, sampling.stop)],
-            "stop_token_ids": sorted(self.stops.end_ids),
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-            "logprobs": 0,
-        }
-        request = {"token_ids": [*context, *done], "sampling_params": parameters}
-        reply = await self._post(worker, GENERATE, json=request)
+        request = completion_request(context, done, sampling, self.stops)
+        reply = await self._held(worker, self._post(worker, GENERATE, json=request))
         try:
             return read_completion(reply, self._version, most, self.vocab_size)
         except ValueError as error:
             raise WorkerLost(f"unusable reply ({error})") from error
+
+    async def _held(self, worker: Worker, reply: Coroutine[Any, Any, Any]) -> Any:
+        """The reply to a completion's request; WorkerLost where the worker is found to be gone meanwhile."""
+        if self._watching is None:
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
+        request = asyncio.get_running_loop().create_task(reply)
+        worker.requests.add(request)
+        try:
+            return await request
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():  # this completion itself is cancelled
+                raise
+            raise WorkerLost(worker.lost or "gone, and here again") from None
+        finally:
+            worker.requests.discard(request)
+
+    async def _watch(self) -> None:
+        """Finds workers that hold completions and are gone.
+
+        A vLLM server that was told to end, as by the death of its launcher, keeps its connections for ever
+        and answers nothing more on them; another one may serve at the same address meanwhile.
+        """
+        while True:
+            await asyncio.sleep(WATCH_PAUSE)
+            holding = [one for one in self.workers if one.requests and one.version is not None]
+            await asyncio.gather(*map(self._look_at, holding))
+
+    async def _look_at(self, worker: Worker) -> None:
+        assert self._http is not None
+        try:
+            label, reason = await ask_label(self._http, worker.url), ""
+            self._version(str(label))
+        except (Unreachable, UserError, WorkerLost) as error:
+            reason = str(error)
+        if reason and worker.version is not None:  # else it is being swapped
+            self._lose(worker, reason)
+            self._drop_requests(worker)
+
+    def _drop_requests(self, worker: Worker) -> None:
+        """Completions that wait for a server that is gone are written elsewhere."""
+        for request in worker.requests:
+            request.cancel()
 
     def _version(self, label: str) -> int:
         run, _, number = label.partition("/")
@@ -303,6 +336,8 @@ class VllmSampler:
                     await self._update(worker, path, wanted)
                 finally:
                     await self._control(worker, "/resume")
+                if known is None:
+                    self._drop_requests(worker)  # what it was asked before has no answer
                 worker.version, worker.lost = wanted, ""
                 self._changed.set()
 
@@ -350,10 +385,3 @@ class VllmSampler:
                 f"{worker.url}{route}: no such route; start the worker with scripts/launch_vllm_worker.sh"
             )
         raise WorkerLost(f"{route}: status {reply.status}: {message}")
-
-
-def _continued_seed(seed: int, done: int) -> int:
-    """A completion that continues after a cut must not use the random numbers of its first part again."""
-    if not done:
-        return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=4).digest(), "big")

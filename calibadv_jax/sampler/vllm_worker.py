@@ -31,7 +31,7 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.errors import UserError
 from calibadv_jax.files import write_text
 from calibadv_jax.services.child_process import ChildService
-from calibadv_jax.services.http_client import Unreachable, request
+from calibadv_jax.services.http_client import Unreachable, limit, request
 from calibadv_jax.services.waiting import Present, wait_for_any
 
 ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
@@ -217,7 +217,7 @@ def find_workers(config: SamplerConfig, warn: Callable[[str], object]) -> Presen
     return wait_for_any(
         "vLLM worker",
         [url.rstrip("/") for url in config.urls],
-        _ask_label,
+        ask_label,
         timeout=ASK_SECONDS,
         patience=config.patience,
         advice="start it with scripts/launch_vllm_worker.sh or correct sampler.urls",
@@ -225,8 +225,16 @@ def find_workers(config: SamplerConfig, warn: Callable[[str], object]) -> Presen
     )
 
 
-async def _ask_label(http: aiohttp.ClientSession, url: str) -> Any:
-    reply = await request(http, "GET", f"{url}/weight_info")
+async def ask_label(http: aiohttp.ClientSession, url: str) -> Any:
+    """The label of the weights that a worker serves, as it was given to it; asked on a new connection.
+
+    Raises:
+        Unreachable: it does not answer.
+        UserError: it is no worker.
+    """
+    reply = await request(
+        http, "GET", f"{url}/weight_info", headers={"connection": "close"}, timeout=limit(ASK_SECONDS)
+    )
     if reply.is_away:
         raise Unreachable(f"status {reply.status}")
     try:

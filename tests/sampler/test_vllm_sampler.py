@@ -79,7 +79,7 @@ async def serving(server):
     app = web.Application()
     app.router.add_post("/inference/v1/generate", server.generate)
     app.router.add_post("/{route}", server.control)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)  # some requests never end
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

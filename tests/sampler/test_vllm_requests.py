@@ -14,8 +14,9 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.errors import REFUSAL, RequestFailed, UserError
 from calibadv_jax.interfaces import SamplingParams
 from calibadv_jax.sampler import vllm_sampler
-from calibadv_jax.sampler.vllm_replies import read_completion
+from calibadv_jax.sampler.vllm_requests import read_completion
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
+from calibadv_jax.services.http_client import Unreachable
 
 VOCABULARY = 400
 
@@ -265,3 +266,67 @@ def test_a_completion_names_the_versions_of_all_its_parts(tmp_path):
 
     completion = run(work())
     assert completion.policy_versions == (3, 5, 6)
+
+
+class Ending(Gated):
+    """As vLLM after SIGTERM with completions in flight: it keeps the connections and answers nothing more."""
+
+    def __init__(self):
+        super().__init__()
+        self.info, self.is_ending = None, False
+
+    async def generate(self, request):
+        if self.is_ending:
+            self.waiting += 1
+            await asyncio.Event().wait()
+        return await super().generate(request)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("label", [None, "another/3"])
+def test_completions_that_a_dead_server_holds_are_written_elsewhere(tmp_path, monkeypatch, label):
+    """Its successor at the same address is known by its label."""
+    monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.05)
+    monkeypatch.setattr(vllm_sampler, "PROBE_PAUSE", 600.0)
+    asked = []
+
+    async def ask_label(http, url):
+        asked.append(url)
+        if url == ending and label is None:
+            raise Unreachable("connection refused")
+        return label if url == ending else f"{samplers[0].run}/3"
+
+    monkeypatch.setattr(vllm_sampler, "ask_label", ask_label)
+    samplers, ending = [], ""
+
+    async def work():
+        nonlocal ending
+        servers = [Ending(), Ending()]
+        async with started(tmp_path, servers) as sampler:
+            samplers.append(sampler)
+            ending, servers[0].is_ending = sampler.workers[0].url, True
+            tasks = [asyncio.create_task(sampler.generate(PROMPT, SAMPLING, f"s{n}")) for n in range(6)]
+            written = await asyncio.gather(*tasks)
+            assert servers[0].waiting == 3
+            return [one.token_ids for one in written], sampler.lost_count, sampler.workers[0].busy
+
+    assert run(work()) == ([SCRIPT] * 6, 1, 0)
+    assert asked and set(asked) <= {samplers[0].workers[0].url, samplers[0].workers[1].url}
+
+
+@pytest.mark.timeout(60)
+def test_completions_that_were_lost_before_a_worker_came_back_are_asked_again(tmp_path):
+    """One request has noticed that the server is gone; another still waits on its old connection."""
+
+    async def work():
+        server = Ending()
+        async with started(tmp_path, [server]) as sampler:
+            server.is_ending = True
+            waiting = asyncio.create_task(sampler.generate(PROMPT, SAMPLING, "s"))
+            while not server.waiting:
+                await asyncio.sleep(0.01)
+            server.is_ending = False  # from now on its successor answers
+            sampler._lose(sampler.workers[0], "connection refused")
+            return (await waiting).token_ids
+
+    assert run(work()) == SCRIPT

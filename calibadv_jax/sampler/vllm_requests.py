@@ -1,16 +1,38 @@
-"""What a vLLM server answers: nothing that the learner could not train passes."""
+"""What a vLLM server is asked and answers: nothing that the learner could not train passes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from calibadv_jax.interfaces import Completion
+from calibadv_jax.interfaces import Completion, SamplingParams
+from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.trajectory import StopReason
 
 HIGHEST = 1e-4  # of a log-probability: above 0 only by rounding
 LOWEST = -9999.0  # what vLLM sends for minus infinity, which no sampled token can have
+
+
+def completion_request(
+    context: Sequence[int], done: Sequence[int], sampling: SamplingParams, stops: StopRule
+) -> dict[str, Any]:
+    """Asks for what follows the tokens that are `done` of a completion."""
+    parameters = {
+        "max_tokens": sampling.max_tokens - len(done),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": _continued_seed(sampling.seed, len(done)),
+        # The rest of a stop string that was cut, too; it may also end a part where it means nothing.
+        "stop": [*sampling.stop, *stops.remainders(done, sampling.stop)],
+        "stop_token_ids": sorted(stops.end_ids),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+    }
+    return {"token_ids": [*context, *done], "sampling_params": parameters}
 
 
 def read_completion(
@@ -57,6 +79,13 @@ def error_message(body: bytes) -> str:
     except (ValueError, KeyError, TypeError):
         message = body.decode(errors="replace")
     return " ".join(message.split()).split(", please check the stack trace")[0][:600]
+
+
+def _continued_seed(seed: int, done: int) -> int:
+    """A completion that continues after a cut must not use the random numbers of its first part again."""
+    if not done:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=4).digest(), "big")
 
 
 def _stop_reason(choice: dict[str, Any]) -> StopReason:
