@@ -31,7 +31,7 @@ BUILD = (
 )
 COUNTS = (
     *("retrieval_topk", "reranking_topk", "reranker_batch_size"),
-    *("max_batch", "max_queue", "max_queries", "max_connections"),
+    *("max_batch", "max_queue", "max_queries", "max_results", "max_connections"),
 )
 
 
@@ -70,6 +70,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max_batch", type=int, default=256, help="queries of one search (default: %(default)s)")
     add("--max_queue", type=int, default=8192, help="queries that may wait (default: %(default)s)")
     add("--max_queries", type=int, default=8192, help="queries of one request (default: %(default)s)")
+    add(
+        "--max_results",
+        type=int,
+        default=65536,
+        help="queries of one request times documents for each (default: %(default)s)",
+    )
     add("--max_connections", type=int, default=4096, help="at once (default: %(default)s)")
     add(
         "--request_seconds",

@@ -20,11 +20,12 @@ from retriever.search.rerank import Reranker
 from retriever.search.web import SearchFailed
 from retriever.service.batching import Overloaded
 from retriever.service.cache import NotRecorded, ResultCache
-from retriever.service.contracts import AccessRequest, RetrieveRequest, error_reply, render
+from retriever.service.contracts import AccessRequest, RetrieveRequest, error_reply, render, render_pages
 from retriever.service.engine import Depths, Engine, Limits, Refused
 from retriever.service.identity import index_identity
 from retriever.service.metrics import Metrics
 from retriever.service.middleware import BodyLimit, Identify, Measure, RequireToken
+from retriever.service.replies import reply_with, while_connected
 
 TITLE = "calibadv retriever"
 RETRY_SECONDS = 1  # what a refused client is told to wait
@@ -70,15 +71,18 @@ def make_app(
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/retrieve")
-    async def retrieve(request: RetrieveRequest) -> JSONResponse:
-        return JSONResponse(render(request, await engine.answer(request)))
+    async def retrieve(request: RetrieveRequest, http: Request) -> Response:
+        # What is to be stored is finished also for a client that leaves: it comes back and finds it there.
+        answer = engine.answer(request)
+        found = await (answer if cache else while_connected(http, answer))
+        return await reply_with(render(request, found))
 
     @app.post("/access")
-    async def access(request: AccessRequest) -> JSONResponse:
+    async def access(request: AccessRequest) -> Response:
         if pages is None:
             return error_reply(404, "no pages are loaded; start the service with --pages_path")
         rows = await run_in_threadpool(lambda: [pages.access(url) for url in request.urls])
-        return JSONResponse({"result": rows})
+        return await reply_with(render_pages(rows))
 
     return app
 

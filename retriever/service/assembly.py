@@ -71,6 +71,7 @@ def load(arguments: argparse.Namespace, report: Report = lambda _: None) -> Fast
             arguments.max_batch,
             arguments.max_queue,
             arguments.max_queries,
+            arguments.max_results,
             request_seconds=arguments.request_seconds,
             workers=_workers(arguments, searcher),
         ),

@@ -75,12 +75,8 @@ class SearchBatcher:
         waiting = [_Waiting(query, k, loop.create_future()) for query in queries]
         self._queue += waiting
         self._schedule()
-        try:
-            return list(await asyncio.gather(*(one.future for one in waiting), return_exceptions=True))
-        except BaseException:
-            for one in waiting:
-                one.future.cancel()
-            raise
+        # Cancelled where the client has left, it cancels the futures: those not yet searched are dropped.
+        return list(await asyncio.gather(*(one.future for one in waiting), return_exceptions=True))
 
     def _schedule(self) -> None:
         """Begins searches soon, where one may begin: others may join until then."""

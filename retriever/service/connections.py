@@ -7,16 +7,13 @@ import itertools
 import resource
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SPARE_FILES = 128  # descriptors left for the index, the store and the log
-BUSY = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-    b"connection: close\r\ncontent-length: %d\r\n\r\n%s"
-)
-BUSY_TEXT = (
-    b'{"error": "all connections are in use; try again later, or start with a larger --max_connections"}'
-)
+MAX_HEAD = 2**16  # bytes of a request's head, and of what follows a body in chunks; then 400
+REPLY = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s"
+BUSY = b'{"error": "all connections are in use; try again later, or start with a larger --max_connections"}'
+INVALID = b'{"error": "not a valid HTTP request, or its head is larger than %d bytes"}' % MAX_HEAD
 
 
 def allowed_connections(asked: int) -> int:
@@ -27,7 +24,10 @@ def allowed_connections(asked: int) -> int:
 
 
 def bounded_protocol(max_connections: int, seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol with limits.
+    """uvicorn's HTTP protocol over h11, with limits.
+
+    h11 bounds heads (`h11_max_incomplete_event_size`, to be set to `MAX_HEAD`); httptools, which uvicorn
+    would take where it is installed, keeps heads and trailers however long they are.
 
     Beyond `max_connections` a new connection takes the place of the one that has waited longest without a
     request; where all have one, it gets 503.
@@ -39,7 +39,7 @@ def bounded_protocol(max_connections: int, seconds: float) -> type[asyncio.Proto
 
     turns = itertools.count()  # not the time: connections of one round of the loop may have the same
 
-    class Bounded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    class Bounded(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._turn = next(turns)
@@ -48,14 +48,25 @@ def bounded_protocol(max_connections: int, seconds: float) -> type[asyncio.Proto
                 self._make_room()
 
         def _make_room(self) -> None:
-            others = [one for one in self.connections if one is not self and not one.transport.is_closing()]
+            others: list[Any] = [
+                one for one in self.connections if one is not self and not one.transport.is_closing()
+            ]
             if len(others) < max_connections:
                 return
             if waiting := [one for one in others if one.is_waiting()]:
                 min(waiting, key=lambda one: one._turn).transport.abort()
             else:
-                self.transport.write(BUSY % (len(BUSY_TEXT), BUSY_TEXT))
-                self.transport.close()
+                self._refuse(b"503 Service Unavailable\r\nretry-after: 1", BUSY)
+
+        def send_400_response(self, msg: str) -> None:
+            """As every other error; uvicorn's own is plain text."""
+            if self.is_waiting() or not self.cycle.response_started:
+                self._refuse(b"400 Bad Request", INVALID)
+            self.transport.close()
+
+        def _refuse(self, status: bytes, text: bytes) -> None:
+            self.transport.write(REPLY % (status, len(text), text))
+            self.transport.close()
 
         def is_waiting(self) -> bool:
             """Whether no request is under way."""

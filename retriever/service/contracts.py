@@ -11,6 +11,9 @@ An item of the last one has the row's id too: the authors' client ignores it, th
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -21,6 +24,8 @@ from retriever.protocol import Found, Row
 MAX_QUERY_LENGTH = 8192  # characters; what comes after them is cut off
 MAX_TOPK = 1000
 MAX_URLS = 256
+
+to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class RetrieveRequest(BaseModel):
@@ -52,9 +57,29 @@ class AccessRequest(BaseModel):
     urls: list[str] = Field(min_length=1, max_length=MAX_URLS)
 
 
-def render(request: RetrieveRequest, found: list[Found]) -> dict[str, Any]:
-    """The reply in the request's own contract."""
-    return {"result": [[_item(request, row, score) for row, score in one] for one in found]}
+def render(request: RetrieveRequest, found: list[Found]) -> Iterator[str]:
+    """The reply in the request's own contract, as the parts of its JSON.
+
+    Raises:
+        ValueError: a score is no finite number; before the first part.
+    """
+    if request.return_scores and not all(math.isfinite(score) for one in found for _, score in one):
+        raise ValueError("a score is no finite number")
+    yield '{"result":['
+    for number, one in enumerate(found):
+        yield ",[" if number else "["
+        for rank, (row, score) in enumerate(one):
+            yield ("," if rank else "") + to_json(_item(request, row, score))
+        yield "]"
+    yield "]}"
+
+
+def render_pages(rows: list[Row | None]) -> Iterator[str]:
+    """The reply of ``POST /access``, as the parts of its JSON."""
+    yield '{"result":['
+    for number, row in enumerate(rows):
+        yield ("," if number else "") + to_json(row)
+    yield "]}"
 
 
 def error_reply(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fastapi.concurrency import run_in_threadpool
 
+from retriever.errors import RetrieverError
 from retriever.protocol import Found, Searcher
 from retriever.search.rerank import Reranker
 from retriever.service.batching import SearchBatcher
@@ -25,6 +27,7 @@ class Limits:
     max_batch: int = 256  # queries of one search
     max_queue: int = 8192  # queries that wait; then 503
     max_queries: int = 8192  # queries of one request; then 422
+    max_results: int = 2**16  # queries of one request times documents looked up for each; then 422
     max_wait: float = 0.002  # seconds a search waits for others to join
     workers: int = 1  # searches at the same time
     max_body: int = 16 * 2**20  # bytes of a request; then 413
@@ -61,6 +64,7 @@ class Engine:
         self._rerank_thread = ThreadPoolExecutor(1, "rerank")
         # A request that the queue can never hold would be told to come back later for ever.
         self._max_queries = min(limits.max_queries, limits.max_queue)
+        self._max_results = limits.max_results
         self._batcher = SearchBatcher(
             trimmed(searcher.search),
             limits.max_batch,
@@ -69,6 +73,7 @@ class Engine:
             metrics.batch.observe,
             limits.workers,
         )
+        self._has_warned = False  # that results cannot be stored
         metrics.queue.set_function(lambda: self._batcher.queued)
 
     async def answer(self, request: RetrieveRequest) -> list[Found]:
@@ -82,11 +87,13 @@ class Engine:
                 f"queries: {len(request.queries)} in one request, and {self._max_queries} are taken; send"
                 " fewer at once, or start with a larger --max_queries and --max_queue"
             )
+        depth = request.depth(self._depths.topk)
+        self._check_results(len(request.queries), depth)
         needs_reranker = request.topk_rerank is not None and not request.not_sort
         if needs_reranker and self._reranker is None:
             raise Refused("topk_rerank: no reranker is loaded; leave it out, or start with --reranker_model")
         queries = self._cut(request.queries)
-        found = await self._find(queries, request.depth(self._depths.topk))
+        found = await self._find(queries, depth)
         if not request.is_calibadv:
             return found
         keep = request.topk_rerank or self._depths.rerank_topk
@@ -98,6 +105,17 @@ class Engine:
         rerank = self._reranker.rerank
         return await asyncio.get_running_loop().run_in_executor(
             self._rerank_thread, rerank, queries, found, keep
+        )
+
+    def _check_results(self, queries: int, depth: int) -> None:
+        """All that is found for a request is in memory at once."""
+        if queries * depth <= self._max_results:
+            return
+        fitting = self._max_results // depth
+        smaller = f"at most {fitting} queries at once" if fitting else f"topk {self._max_results} at most"
+        raise Refused(
+            f"queries: {queries} with {depth} documents each are {queries * depth:,}, and"
+            f" {self._max_results:,} are taken; send {smaller}, or start with a larger --max_results"
         )
 
     def _cut(self, queries: Sequence[str]) -> list[str]:
@@ -121,10 +139,21 @@ class Engine:
                 for query, one in zip(asked, outcomes, strict=True)
                 if not isinstance(one, BaseException)
             }
-            await run_in_threadpool(self._cache.store, list(fresh), k, list(fresh.values()))
+            await run_in_threadpool(self._keep, self._cache, fresh, k)
             for number, one in zip(missing, _all_found(outcomes), strict=True):
                 known[number] = one
         return [one for one in known if one is not None]
+
+    def _keep(self, cache: ResultCache, fresh: Mapping[str, Found], k: int) -> None:
+        """Stores results. A full disk costs no client its answer: it is counted, and said once."""
+        try:
+            cache.store(list(fresh), k, list(fresh.values()))
+            self._has_warned = False
+        except RetrieverError as error:
+            self._metrics.unstored.inc(len(fresh))
+            if not self._has_warned:
+                sys.stderr.write(f"warning: {error}; searches are answered without it\n")
+            self._has_warned = True
 
 
 def _all_found(outcomes: Sequence[Found | BaseException]) -> list[Found]:

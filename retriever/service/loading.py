@@ -10,6 +10,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from retriever.service.middleware import RequireToken
+
 RETRY_SECONDS = 5  # what a client is told to wait
 
 
@@ -18,11 +20,12 @@ class Loading:
 
     Args:
         load: makes the application; is given a function to call with what it does.
+        token: where not empty, only who sends it learns what is loaded, but for /health.
     """
 
-    def __init__(self, load: Callable[[Callable[[str], None]], Any]):
+    def __init__(self, load: Callable[[Callable[[str], None]], Any], token: str = ""):
         self._load = load
-        self._app: Any = None
+        self._app: Any = RequireToken(self._say_stage, token) if token else self._say_stage
         self._stage, self._begun = "starting", time.monotonic()
 
     async def wait(self) -> None:
@@ -45,9 +48,10 @@ class Loading:
         self._stage = stage
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if self._app is not None:
-            await self._app(scope, receive, send)
-        elif scope["type"] == "http":
+        await self._app(scope, receive, send)
+
+    async def _say_stage(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
             seconds = round(time.monotonic() - self._begun, 1)
             state = {"status": "loading", "stage": self._stage, "seconds": seconds}
             if scope["path"] != "/health":

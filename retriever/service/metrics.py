@@ -19,5 +19,8 @@ class Metrics:
         )
         self.queue = Gauge("retriever_queued_queries", "Queries that wait", registry=registry)
         self.cached = Counter("retriever_cached_queries", "Answered from the store", registry=registry)
+        self.unstored = Counter(
+            "retriever_unstored_queries", "Answered, but the store took no result", registry=registry
+        )
         self.cut = Counter("retriever_cut_queries", "Longer than the limit, and cut to it", registry=registry)
         self.reranked = Counter("retriever_reranked_queries", "Reranked", registry=registry)

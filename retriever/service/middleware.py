@@ -12,9 +12,11 @@ from starlette.responses import Response
 from retriever.service.contracts import error_reply
 from retriever.service.identity import HEADER
 from retriever.service.metrics import Metrics
+from retriever.service.replies import Left
 
 ROUTES = {"/retrieve", "/access", "/health", "/metrics"}  # a label each; the others share one
-OPEN = "/health"  # answers without a token
+OPEN = "/health"  # answers without a token, whoever reads it
+READS = ("GET", "HEAD")  # methods whose bodies mean nothing, and are not read
 
 
 class Measure:
@@ -66,7 +68,8 @@ class RequireToken:
         self.app, self.token = app, token.encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["path"] != OPEN and not self._is_allowed(scope["headers"]):
+        is_open = scope["type"] == "http" and scope["path"] == OPEN and scope["method"] in READS
+        if scope["type"] == "http" and not is_open and not self._is_allowed(scope["headers"]):
             message = "send the header Authorization: Bearer <the service's token>"
             await error_reply(401, message, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
@@ -75,10 +78,6 @@ class RequireToken:
     def _is_allowed(self, headers: list[tuple[bytes, bytes]]) -> bool:
         scheme, _, given = dict(headers).get(b"authorization", b"").partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.token)
-
-
-class Disconnected(Exception):
-    """The client has gone while its body was read."""
 
 
 class BodyLimit:
@@ -97,6 +96,9 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["method"] in READS:
+            await self.app(scope, _replay(b"", receive), send)
+            return
         body = bytearray()  # grows in place, however small the parts
         try:
             refusal = await self._read(body, scope, receive)
@@ -104,7 +106,7 @@ class BodyLimit:
                 await self.app(scope, _replay(bytes(body), receive), send)
             else:
                 await refusal(scope, receive, send)
-        except Disconnected:
+        except Left:
             return
         finally:
             self._held -= len(body)
@@ -120,7 +122,7 @@ class BodyLimit:
                 while more and max(expected, len(body)) <= self.max_body and self._held <= self.max_bodies:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise Disconnected
+                        raise Left
                     part = message.get("body", b"")
                     body += part
                     self._held += len(part)

@@ -7,12 +7,14 @@ import asyncio
 import os
 import socket
 import sys
+from typing import Any
 
 import uvicorn
 
 from retriever.errors import RetrieverError
+from retriever.options import read_token
 from retriever.service.assembly import load
-from retriever.service.connections import allowed_connections, bounded_protocol
+from retriever.service.connections import MAX_HEAD, allowed_connections, bounded_protocol
 from retriever.service.loading import Loading
 
 
@@ -37,18 +39,30 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def make_config(app: Any, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
+    """Nothing but HTTP with bounded heads: uvicorn would open WebSockets before a token is asked for."""
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEAD,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+    )
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Serves until a signal, or until the parent process has ended; says what it loads meanwhile.
 
     Raises:
-        RetrieverError: the port is taken, or as `load`.
+        RetrieverError: the port is taken, or as `read_token` and `load`.
     """
     listener = listen(arguments.host, arguments.port)
     port = listener.getsockname()[1]
-    loading = Loading(lambda report: load(arguments, report))
+    loading = Loading(lambda report: load(arguments, report), read_token(arguments))
     protocol = bounded_protocol(allowed_connections(arguments.max_connections), arguments.request_seconds)
-    config = uvicorn.Config(loading, http=protocol, log_level="warning", access_log=False, lifespan="off")
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(make_config(loading, protocol))
 
     async def watch() -> None:
         try:

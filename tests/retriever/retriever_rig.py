@@ -53,11 +53,11 @@ def served(app, max_connections=100, seconds=30.0):
     import uvicorn
 
     from retriever.service.connections import bounded_protocol
-    from retriever.service.server import listen
+    from retriever.service.server import listen, make_config
 
     with listen("127.0.0.1", 0) as listener:
         protocol = bounded_protocol(max_connections, seconds)
-        server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_level="error", lifespan="off"))
+        server = uvicorn.Server(make_config(app, protocol))
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
         thread.start()
         try:

@@ -1,9 +1,11 @@
 """Idle, slow and too many connections over real sockets: the service answers the others."""
 
 import asyncio
+import contextlib
 import resource
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,7 @@ pytest.importorskip("fastapi")
 from retriever_rig import served
 
 from retriever.service.app import make_app
-from retriever.service.connections import SPARE_FILES, allowed_connections
+from retriever.service.connections import MAX_HEAD, SPARE_FILES, allowed_connections
 from retriever.service.engine import Depths, Limits
 from retriever.service.middleware import BodyLimit
 
@@ -185,7 +187,7 @@ def test_a_length_that_is_no_number_is_not_taken(declared):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "headers": [(b"content-length", declared)]}
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-length", declared)]}
     asyncio.run(BodyLimit(None, 100)(scope, None, send))
     assert sent[0]["status"] == 413
 
@@ -195,3 +197,63 @@ def test_connections_leave_descriptors_for_files():
     assert allowed_connections(10) == 10
     assert allowed_connections(10**9) == (10**9 if hard == resource.RLIM_INFINITY else hard - SPARE_FILES)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+
+
+def open_health(address, method, size=16 * 2**20):
+    """A connection that has sent the head of a request to /health, and nearly all of its body."""
+    connection = socket.create_connection(address)
+    head = f"{method} /health HTTP/1.1\r\nhost: h\r\ncontent-length: {size}\r\n\r\n"
+    with contextlib.suppress(OSError):  # the service may have answered and closed
+        connection.sendall(head.encode() + b" " * (size - 1))
+    return connection
+
+
+@pytest.mark.parametrize(("method", "status"), [("POST", b" 401 "), ("GET", b" 200 ")])
+def test_bodies_sent_to_health_without_the_token_keep_no_search_waiting(index, method, status):
+    """Eight of 16 MB took all that bodies may take."""
+    with served(make_app(index, Depths(1), token="secret")) as address, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(open_health(address, method)) for _ in range(8)]
+        with socket.create_connection(address) as connection:
+            connection.sendall(HEAD % LENGTH + b"authorization: Bearer secret\r\n\r\n" + BODY)
+            assert b" 200 OK" in read(connection)
+        assert status in read(held[0])
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"GET /health HTTP/1.1\r\nhost: h\r\nx: ",
+        b"GET /",
+        HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked") + b"\r\n2\r\n{}\r\n0\r\nx: ",
+        request() + BODY + b"GET /health HTTP/1.1\r\nx: ",  # the next one, while the first is answered
+    ],
+)
+def test_a_head_of_any_length_is_refused_and_not_kept(index, start):
+    """Sixteen heads of 58 MB took 600 MB. Also an address, what follows a body, and a second request's."""
+    with served(make_app(index, Depths(1))) as address:
+        head, before = start + b"x" * 58 * 10**6, resident()
+        with contextlib.ExitStack() as stack:
+            for _ in range(16):
+                connection = stack.enter_context(socket.create_connection(address))
+                connection.settimeout(5)
+                with contextlib.suppress(OSError):  # the service has closed
+                    connection.sendall(head)
+            assert resident() - before < 100 * 10**6
+            assert b" 200 OK" in ask(address)
+
+
+def test_a_refused_head_says_its_limit(index):
+    with served(make_app(index, Depths(1))) as address, socket.create_connection(address) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"x" * MAX_HEAD)
+        refused = read(connection)
+        assert (
+            refused.startswith(b"HTTP/1.1 400 ") and b'{"error": "' in refused and b"65536 bytes" in refused
+        )
+        with socket.create_connection(address) as other:  # half of it is taken
+            other.sendall(b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"x" * (MAX_HEAD // 2) + b"\r\n\r\n")
+            assert b" 200 OK" in read(other)

@@ -43,6 +43,7 @@ def test_copies_of_an_index_have_one_identity(files, tmp_path):
     assert int(first, 16) and len(first) == 32
 
 
+@pytest.mark.medium
 def test_what_decides_the_documents_decides_the_identity(files, tmp_path):
     """One passage less, one word changed, another encoder, another approximation, another reranker."""
     corpus, folder = files

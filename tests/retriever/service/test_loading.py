@@ -62,6 +62,23 @@ def test_it_says_what_it_loads_and_then_hands_over():
     asyncio.run(ask())
 
 
+def test_while_it_loads_only_the_token_learns_what():
+    async def ask():
+        loading = Loading(lambda report: None, "secret")
+        transport = httpx.ASGITransport(loading)
+        async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+            for route in ("/retrieve", "/metrics", "/nothing"):
+                assert (await client.post(route)).status_code == 401
+            refused = await client.post("/retrieve", headers={"Authorization": "Bearer other"})
+            assert refused.status_code == 401 and "starting" not in refused.text
+            early = await client.post("/retrieve", headers={"Authorization": "Bearer secret"})
+            assert early.status_code == 503 and "starting" in early.json()["error"]
+            assert (await client.get("/health")).status_code == 503
+            assert (await client.post("/health")).status_code == 401
+
+    asyncio.run(ask())
+
+
 def command(folder, *more):
     base = [sys.executable, "-m", "retriever.serve", "--corpus_path", str(folder / "corpus.jsonl")]
     return [*base, "--index_path", str(folder / "index"), "--port", "0", *more]

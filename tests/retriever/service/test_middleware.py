@@ -92,7 +92,8 @@ def test_a_body_in_parts_arrives_whole_and_is_limited():
             left -= 1
             return {"type": "http.request", "body": next(parts), "more_body": left > 0}
 
-        asyncio.run(BodyLimit(app, limit)({"type": "http", "headers": []}, receive, send))
+        scope = {"type": "http", "method": "POST", "headers": []}
+        asyncio.run(BodyLimit(app, limit)(scope, receive, send))
         return left
 
     begun = time.process_time()

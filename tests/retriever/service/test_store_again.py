@@ -52,3 +52,33 @@ def test_clients_that_ask_the_same_at_once_are_all_answered(index, store):
     assert len(answers[0][0]) == 3 and all(answer == answers[0] for answer in answers)
     assert len(counting.batches) > 1  # they did ask at once
     assert store.look_up(["ada almson"], 3) == answers[0]
+
+
+def test_a_full_disk_costs_no_client_its_answer(index, store, capsys):
+    """SQLite's own error, by a limit of its own; it is said once, and again after it has worked."""
+    engine_metrics = Metrics()
+    engine = Engine(index, Depths(3), Limits(), engine_metrics, None, store)
+
+    def unstored():
+        return engine_metrics.registry.get_sample_value("retriever_unstored_queries_total")
+
+    def ask(*queries):
+        answers = asyncio.run(engine.answer(RetrieveRequest(queries=list(queries), topk=3)))
+        assert answers == index.search(queries, 3)
+
+    ask("ada almson")
+    (pages,) = store._store.execute("PRAGMA page_count").fetchone()
+    for outage in (1, 2):
+        store._store.execute(f"PRAGMA max_page_count = {pages}")
+        long = [f"bo dorn {outage} {n}" for n in range(40)]
+        ask(*long)
+        ask(*long)
+        said = capsys.readouterr().err
+        assert said.count("warning: ") == 1 and "results cannot be stored" in said and "full" in said
+        assert unstored() == 80 * outage
+        ask("ada almson")  # what was stored before is still found
+        assert unstored() == 80 * outage
+        store._store.execute("PRAGMA max_page_count = 1000000")
+        ask("cy dorn" * outage)
+        (pages,) = store._store.execute("PRAGMA page_count").fetchone()
+    assert store.look_up(["cy dorn", "bo dorn 1 0"], 3) == [index.search(["cy dorn"], 3)[0], None]

@@ -33,6 +33,9 @@ def client(index):
         ("GET", "/nothing", 404),
         ("GET", "/health/", 307),  # not /health itself: starlette would redirect
         ("GET", "//health", 404),
+        ("POST", "/health", 405),
+        ("PUT", "/health", 405),
+        ("OPTIONS", "/health", 405),
     ],
 )
 def test_every_route_but_health_asks_for_the_token(client, method, route, status):

@@ -1,0 +1,246 @@
+"""Large replies: bounded, made beside the event loop, sent in pieces, and the same bytes as before."""
+
+import asyncio
+import json
+import tracemalloc
+
+import httpx
+import pytest
+
+pytest.importorskip("faiss")
+pytest.importorskip("fastapi")
+
+from fastapi.testclient import TestClient
+from retriever_rig import NAMES, Counting, served
+
+from retriever.corpus.pages import Pages
+from retriever.service.app import make_app
+from retriever.service.cache import ResultCache
+from retriever.service.engine import Depths, Limits
+from retriever.service.replies import PIECE
+
+ROW = {
+    "id": "7",
+    "contents": '"Zürich"\n' + "on the river Limmat \ud83d \u2028" * 50,
+}  # 1.1 kB, as Wikipedia's
+
+
+class Wide:
+    """Finds the same passage k times: what a reply takes of memory is then the reply's own."""
+
+    manifest = {"documents": 1000}
+
+    def search(self, queries, k):
+        return [[(ROW, 0.25)] * k for _ in queries]
+
+
+@pytest.mark.parametrize(
+    ("body", "item"),
+    [
+        ({"topk": 1000, "return_scores": True}, {"document": ROW, "score": 0.25}),
+        ({"topk": 1000, "return_scores": False}, ROW),
+        (
+            {"topk_retrieval": 1000, "return_scores": True},
+            {"document": ROW["contents"], "score": 0.25, "id": "7"},
+        ),
+        ({"topk_retrieval": 1000, "return_scores": False}, ROW["contents"]),
+    ],
+)
+@pytest.mark.parametrize("queries", [0, 1, 3])
+def test_a_reply_in_pieces_has_the_bytes_of_a_whole_one(body, item, queries):
+    """json.dumps as FastAPI's own replies are written; but half of a surrogate pair, which is no UTF-8."""
+    with served(make_app(Wide(), Depths(3))) as (host, port):
+        reply = httpx.post(
+            f"http://{host}:{port}/retrieve", json=body | {"queries": ["q"] * queries}, trust_env=False
+        )
+    whole = json.dumps({"result": [[item] * 1000] * queries}, ensure_ascii=False, separators=(",", ":"))
+    assert reply.status_code == 200
+    assert reply.content == whole.replace("\ud83d", r"\ud83d").encode()
+    assert reply.json()["result"] == [[item] * 1000] * queries
+    assert reply.headers["content-type"] == "application/json"
+    assert ("content-length" in reply.headers) == (queries == 0)
+
+
+def ask_in_loop(app, body, watch):
+    """Sends one request to the application; `watch` is called with each part of the reply's body."""
+
+    async def run():
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        messages = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+
+        async def receive():
+            for message in messages:
+                return message
+            await asyncio.Event().wait()
+
+        async def send(message):
+            if message["type"] == "http.response.body":
+                watch(message["body"], ticks)
+
+        ticking = asyncio.create_task(tick())
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/retrieve",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        await app(scope, receive, send)
+        ticking.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.mark.medium
+def test_the_largest_reply_takes_little_memory_and_lets_others_through():
+    """65 queries times 1,000 documents, about 75 MB: between any two pieces the loop serves others."""
+    sizes, ticks = [], []
+    app = make_app(Wide(), Depths(3))
+    body = {"queries": ["q"] * 65, "topk": 1000, "return_scores": True}
+    tracemalloc.start()
+    try:
+
+        def watch(part, tick):
+            sizes.append(len(part))
+            ticks.append(tick)
+
+        ask_in_loop(app, body, watch)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(sizes) > 70 * 10**6
+    assert max(sizes) < 2 * PIECE
+    assert most < 20 * 10**6
+    assert all(later > earlier for earlier, later in zip(ticks[:-1], ticks[1:-1], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("queries", "body", "said"),
+    [
+        (300, {"topk": 1000}, "300 with 1000 documents each are 300,000, and 65,536 are taken"),
+        (66, {"topk_retrieval": 1000, "not_sort": True}, "send at most 65 queries at once"),
+    ],
+)
+def test_more_documents_than_a_request_may_ask_for_are_refused_before_the_search(index, queries, body, said):
+    counting = Counting(index)
+    with TestClient(make_app(counting, Depths(3))) as client:
+        reply = client.post("/retrieve", json=body | {"queries": ["ada"] * queries})
+        assert reply.status_code == 422
+        assert said in reply.json()["error"] and "--max_results" in reply.json()["error"]
+    assert not counting.batches
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"queries": ["ada"] * 512, "topk": 3, "return_scores": True},  # Search-R1's batch
+        {"queries": ["ada"] * 512 * 5, "topk_retrieval": 20, "topk_rerank": 3, "not_sort": True},
+        {"queries": ["ada"] * 8192, "topk": 8},
+        {"queries": ["ada"], "topk": 1000},
+    ],
+)
+def test_real_clients_are_not_limited(body):
+    with TestClient(make_app(Wide(), Depths(3))) as client:
+        reply = client.post("/retrieve", json=body)
+        assert reply.status_code == 200 and len(reply.json()["result"]) == len(body["queries"])
+
+
+def test_a_service_that_takes_few_documents_says_how_many(index):
+    with TestClient(make_app(index, Depths(3), limits=Limits(max_results=10))) as client:
+        assert client.post("/retrieve", json={"queries": ["a"], "topk": 10}).status_code == 200
+        assert client.post("/retrieve", json={"queries": ["a"] * 3}).status_code == 200
+        refused = client.post("/retrieve", json={"queries": ["a"], "topk": 11})
+        assert refused.status_code == 422 and "send topk 10 at most" in refused.json()["error"]
+
+
+def test_a_score_that_is_no_number_fails_before_anything_is_sent():
+    class Odd(Wide):
+        def search(self, queries, k):
+            return [[(ROW, 0.5)] * (k - 1) + [(ROW, float("nan"))] for _ in queries]
+
+    with TestClient(make_app(Odd(), Depths(3)), raise_server_exceptions=False) as client:
+        reply = client.post("/retrieve", json={"queries": ["q"], "topk": 1000, "return_scores": True})
+        assert reply.status_code == 500 and reply.json()["error"].startswith("ValueError in the service")
+
+
+def test_pages_of_any_size_are_sent_in_pieces(index, tmp_path):
+    rows = [{"url": f"u{n}", "contents": "é" * 100_000} for n in range(8)]
+    file = tmp_path / "pages.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with served(make_app(index, Depths(3), pages=Pages(file))) as (host, port):
+        urls = [row["url"] for row in rows] + ["nowhere"]
+        reply = httpx.post(f"http://{host}:{port}/access", json={"urls": urls}, trust_env=False)
+        whole = json.dumps({"result": [*rows, None]}, ensure_ascii=False, separators=(",", ":"))
+        assert reply.content == whole.encode() and "content-length" not in reply.headers
+        few = httpx.post(f"http://{host}:{port}/access", json={"urls": ["nowhere"]}, trust_env=False)
+        assert few.content == b'{"result":[null]}' and few.headers["content-length"] == "17"
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_queries_of_a_client_that_has_left_are_not_searched(index, tmp_path, is_stored):
+    """But with a store: they may have been paid for, and the client comes back for them."""
+    asked = []
+
+    async def run():
+        loop, begun, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+        class Waiting:
+            manifest = index.manifest
+
+            def search(self, queries, k):
+                asked.extend(queries)
+                loop.call_soon_threadsafe(begun.set)
+                asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
+                return index.search(queries, k)
+
+        cache = ResultCache(tmp_path / "store", index.manifest, "use") if is_stored else None
+        app = make_app(Waiting(), Depths(1), cache=cache)
+        gone = asyncio.Event()
+        tasks = [asyncio.create_task(request(app, [NAMES[0]], asyncio.Event()))]
+        await begun.wait()
+        tasks.append(asyncio.create_task(request(app, NAMES[1:3], gone)))
+        tasks.append(asyncio.create_task(request(app, [NAMES[3]], asyncio.Event())))
+        while "retriever_queued_queries 3.0" not in await metrics(app):
+            await asyncio.sleep(0.01)
+        gone.set()
+        if not is_stored:
+            while not tasks[1].done():
+                await asyncio.sleep(0.01)
+        go_on.set()
+        return await asyncio.gather(*tasks)
+
+    statuses = asyncio.run(asyncio.wait_for(run(), 60))
+    assert (statuses[0], statuses[2]) == (200, 200)
+    assert sorted(asked) == sorted(NAMES[:4] if is_stored else [NAMES[0], NAMES[3]])
+
+
+async def request(app, queries, gone):
+    """The status of the reply, or None where there was none; the client leaves when `gone` is set."""
+    status, messages = None, iter([json.dumps({"queries": queries}).encode()])
+
+    async def receive():
+        for body in messages:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        nonlocal status
+        status = message.get("status", status)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/retrieve", "query_string": b"", "headers": headers}
+    await app(scope, receive, send)
+    return status
+
+
+async def metrics(app):
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
+        return (await client.get("/metrics")).text
