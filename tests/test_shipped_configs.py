@@ -188,6 +188,7 @@ def test_the_papers_settings(model):
                 "rollout": {"group_size": 5, "max_searches": 4, "max_turn_length": 500, "top_p": 0.95},
                 "retriever": {"topk": 3, "retrieval_topk": 0, "rerank_topk": 0},
                 "learner": {"steps": 1005, "minibatch_size": 256},
+                "evaluate": {"every": 100},
             },
         ),
         # examples/agent/searchr1/config/train_qwen2.5.yaml at a3816b5
@@ -199,6 +200,8 @@ def test_the_papers_settings(model):
                 "loss": {"kl_coef": 0.001, "entropy_coef": 0.0},
                 "rollout": {"group_size": 4, "max_searches": 1, "max_length": 7096, "top_p": 1.0},
                 "learner": {"minibatch_size": 1024, "row_length": 11008},
+                "evaluate": {"every": 25},
+                "data": {"overlong_prompts": "leave_out"},
             },
         ),
     ],
@@ -210,6 +213,7 @@ def test_the_settings_of_other_projects(name, facts):
         assert found == values
     optimizer = config.learner.optimizer
     assert (optimizer.lr, optimizer.schedule, optimizer.weight_decay) == (1e-6, "constant", 0.01)
+    assert optimizer.eps == (1e-5 if name == "rlinf" else 1e-8)
     updates = -(-512 * config.rollout.group_size // config.learner.minibatch_size) * config.learner.steps
     assert optimizer.warmup_steps == int(0.285 * updates)
 

@@ -3,8 +3,11 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tiny_policy import Letters
 from trainer_rig import ScriptedRollouts, make_config, make_model
 
 from calibadv_jax import doctor, train
@@ -19,8 +22,9 @@ QUESTIONS = [
 ]
 
 
-def configured(folder, weights, template="short"):
-    config = make_config(folder, data={"weights": weights}, prompt={"template": template})
+def configured(folder, weights, template="short", data=None, **sections):
+    data = {"weights": weights} | (data or {})
+    config = make_config(folder, data=data, prompt={"template": template}, **sections)
     write_questions(folder / "mixed.jsonl", QUESTIONS)
     return replace(
         config, data=replace(config.data, train=str(folder / "mixed.jsonl"), eval=str(folder / "mixed.jsonl"))
@@ -64,3 +68,52 @@ def test_the_doctor_accepts_what_fits(tmp_path):
     carried = [replace(one, prompt=(Message("user", ("Say: ", "")),)) for one in QUESTIONS]
     write_questions(tmp_path / "run/mixed.jsonl", carried)
     assert any("12 questions (a, b)" in line for line in doctor.check_questions(config))
+
+
+class Entered(Exception):
+    """The run's folder is entered: all that a start checks before it has passed."""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts a run up to its folder; returns the questions that it would draw from.
+
+    Prompts are "Question: a 0?" and a newline: 15 letters; the last question's is longer.
+    """
+
+    def enter(config, model, questions, say):
+        raise Entered(questions)
+
+    monkeypatch.setattr(train, "build_model", lambda *_: SimpleNamespace(tokenizer=Letters()))
+    monkeypatch.setattr(train, "enter_run_folder", enter)
+
+    def run(**sections):
+        config = configured(tmp_path / "run", {}, **sections)
+        long = replace(QUESTIONS[0], id="long", text="why " * 9)
+        write_questions(Path(config.data.train), [*QUESTIONS, long])
+        with pytest.raises(Entered) as entered:
+            train.run(config)
+        return entered.value.args[0]
+
+    return run
+
+
+def test_a_prompt_that_is_too_long_is_refused_at_the_start(start):
+    words = r"data.train: the prompts of 1 of 13 questions .*=15, .* has 47 tokens \(.*'long'\): raise it"
+    with pytest.raises(UserError, match=words):
+        start(rollout={"max_prompt_length": 15})
+
+
+def test_prompts_that_are_too_long_are_left_out_of_training(start, capsys):
+    left_out = {"overlong_prompts": "leave_out"}
+    found = start(rollout={"max_prompt_length": 15}, data=left_out, evaluate={"every": 5})
+    assert [question.id for question in found] == [question.id for question in QUESTIONS]
+    shown = " ".join(capsys.readouterr().err.split())
+    for name in ("train", "eval"):
+        assert f"data.{name}: the prompts of 1 of 13 questions" in shown
+
+
+def test_training_goes_on_with_all_questions_where_all_prompts_fit(start, capsys):
+    room = {"max_prompt_length": 47, "max_length": 60}
+    assert len(start(rollout=room, learner={"row_length": 60}, evaluate={"every": 5})) == 13
+    assert "are left out" not in capsys.readouterr().err

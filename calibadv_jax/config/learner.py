@@ -51,6 +51,8 @@ class OptimizerConfig:
     """Decay of the first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to Adam's denominator, and to muon's."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
     offload: Literal["none", "host"] = "none"

@@ -104,6 +104,13 @@ def _verl(row: Row, where: str) -> Fields:
     return Fields(name, question, answers, row.get("data_source"), prompt=row.get("prompt"))
 
 
+def _rlinf(row: Row, where: str) -> Fields:
+    """RLinf's search agent: one text holds the whole prompt; the question is a line of it."""
+    prompt = row.get("prompt")
+    question = _question_of(prompt, where).split("\n")[0].split("<|")[0].strip()
+    return Fields(_id(row), question, texts(row.get("solutions"), where, "solutions"), prompt=prompt)
+
+
 def _question_of(prompt: Any, where: str) -> str:
     """The question at the end of a prompt, after the only "Question:"."""
     content = prompt
@@ -208,6 +215,7 @@ OURS = _layout("calibadv_jax", "id question golden_answers data_source", _golden
 LAYOUTS = (
     _layout("verl", "reward_model data_source", _verl),
     OURS,
+    _layout("RLinf", "prompt solutions", _rlinf),
     _layout("FlashRAG", "question golden_answers", _golden),
     _layout("TriviaQA", "Question Answer QuestionId", _trivia, "triviaqa"),
     _layout("TriviaQA", "question answer question_source", _trivia, "triviaqa"),

@@ -46,6 +46,7 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
         orthogonalise = muon(
             schedule,
             beta=config.beta1,
+            eps=config.eps,
             adam_b1=config.beta1,
             adam_b2=config.beta2,
             adam_learning_rate=lambda count: ratio * schedule(count),
@@ -59,7 +60,12 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
         )
     else:
         rule = optax.adamw(
-            schedule, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=_decayed
+            schedule,
+            config.beta1,
+            config.beta2,
+            config.eps,
+            weight_decay=config.weight_decay,
+            mask=_decayed,
         )
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), rule)
 

@@ -366,3 +366,22 @@ def test_a_broken_file_is_one_line(tmp_path, content, message):
     with pytest.raises(UserError, match=message) as caught:
         load_questions(tmp_path / "q")
     assert "\n" not in str(caught.value)
+
+
+def test_rlinfs_rows(tmp_path):
+    """One text holds the whole prompt, with or without the marks of a chat."""
+    chat = "<|im_start|>user\nReason in <think>. Question: who?<|im_end|>\n<|im_start|>assistant\n<think>"
+    rows = [
+        {"prompt": "Reason. Question: where?\nAssistant: <think>", "solutions": ["Rome", "Roma"]},
+        {"prompt": chat, "solutions": "Ann"},
+    ]
+    (tmp_path / "rlinf.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = load_questions(tmp_path / "rlinf.jsonl")
+    assert (first.text, first.golden_answers) == ("where?", ("Rome", "Roma"))
+    assert (second.text, second.golden_answers) == ("who?", ("Ann",))
+    assert [question.text.join(question.prompt[0].parts) for question in (first, second)] == [
+        row["prompt"] for row in rows
+    ]
+    (tmp_path / "rlinf.jsonl").write_text(json.dumps({"prompt": "who?", "solutions": ["Ann"]}))
+    with pytest.raises(UserError, match="the prompt does not hold 'Question:' exactly once"):
+        load_questions(tmp_path / "rlinf.jsonl")

@@ -178,3 +178,16 @@ def test_schedules_rise_to_the_peak_and_end_with_the_run(schedule, expected):
     assert [float(shorter(count)) for count in (0, 2, 4, 6)] == pytest.approx(expected[:4], abs=1e-6)
     without = make_schedule(OptimizerConfig(lr=2.0, schedule=schedule), total_updates=8)
     assert [float(without(count)) for count in (0, 2, 4, 8)] == pytest.approx(expected[2:], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_eps_is_added_to_the_denominator(name):
+    """A first step is gradient / (|gradient| + eps) of the rate; muon's on what is no layer matrix."""
+    plain, damped = (
+        after(OptimizerConfig(name=name, lr=0.1, schedule="constant", eps=eps), [tree(1, 1e-3)])
+        for eps in (1e-8, 1.0)
+    )
+    before = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree(0))]
+    for place in (0, 2, 3):
+        first, second = (np.abs(leaves[place] - before[place]).max() for leaves in (plain, damped))
+        assert first > 0.05 and second < 1e-3
