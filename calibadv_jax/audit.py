@@ -175,6 +175,7 @@ def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console
     found = [Measured(one, {}, {}) for one in columns]
     configs: dict[tuple[str, Settings], Config] = {}
     equal = total = num_groups = 0
+    console.note(f"{folder}: reading {len(paths)} kept steps, each under {len(columns)} settings")
     with console.bar(str(folder), len(paths), "steps") as show:
         for done, (step, path) in enumerate(paths.items(), 1):
             kept = read_step(path)

@@ -13,10 +13,11 @@ import difflib
 import errno
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
 from calibadv_jax.config import Config, dump_config, load_config
@@ -25,6 +26,7 @@ from calibadv_jax.stopping import leave
 
 USER_ERROR = 2
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+SILENCE = 2.0  # seconds of loading after which a command says what it does
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 COMMANDS = {
@@ -95,13 +97,29 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = parse(f"calibadv {command}", COMMANDS[command], rest, OPTIONS.get(command, {}))
 
     def run(config: Config, **options: bool) -> None:
-        importlib.import_module(f"calibadv_jax.{command}").run(config, **options)
+        _load(command).run(config, **options)
 
     end(lambda: _with_config(run, arguments))
 
 
+def _load(name: str) -> ModuleType:
+    """The module of a command, which loads JAX and more; says so where that takes long."""
+
+    def say() -> None:
+        sys.stderr.write(f"calibadv {name}: loading its libraries (JAX and others)\n")
+        sys.stderr.flush()
+
+    timer = threading.Timer(SILENCE, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        return importlib.import_module(f"calibadv_jax.{MODULES.get(name, name.replace('-', '_'))}")
+    finally:
+        timer.cancel()
+
+
 def _run_tool(name: str, argv: Sequence[str]) -> NoReturn:
-    tool = importlib.import_module(f"calibadv_jax.{MODULES.get(name, name.replace('-', '_'))}")
+    tool = _load(name)
     parser = _Parser(prog=f"calibadv {name}", description=TOOLS[name], allow_abbrev=False)
     tool.add_arguments(parser)
     arguments = parser.parse_intermixed_args(argv)  # options may stand between the other arguments

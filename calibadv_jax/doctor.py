@@ -1,6 +1,7 @@
 """Checks a config end to end before a run: ``calibadv doctor --config FILE [--offline]``.
 
-Every finding comes with its fix. Exit status 1 if something would stop the run. With --offline only what
+Every finding comes with its fix, and with a status: ok, warn (a run would work, but not well), skip (it was
+not checked) or FAIL. Exit status 1 if something would stop the run. With --offline only what
 needs no network, no services and no model or data files: `offline_checks`.
 """
 
@@ -8,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from calibadv_jax import cli
@@ -23,9 +24,10 @@ from calibadv_jax.coverage import coverage_lines
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.errors import UserError
-from calibadv_jax.memory import GAPS, GIB, estimate_memory, heads_warnings, memory_line, peak_memory
+from calibadv_jax.fit import cpu_lines, memory_lines
+from calibadv_jax.memory import estimate_memory, heads_warnings
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.model import Model, build_model
+from calibadv_jax.model import build_model
 from calibadv_jax.offline_checks import OFFLINE_CHECKS
 from calibadv_jax.protocol import TAGS
 from calibadv_jax.rollout.observation import encode
@@ -37,26 +39,48 @@ from calibadv_jax.services.retriever_process import check_running, open_retrieve
 from calibadv_jax.trajectory import Document
 
 ONCE = 1e-3  # seconds of patience: what is loading or gone is what the doctor is to tell
+STATUS = {"warning: ": "warn", "not checked: ": "skip", "failed: ": "FAIL"}  # how a line begins; else ok
 
 
 def run(config: Config, offline: bool = False) -> None:
     """Runs every check and prints one line a finding; status 1 if one failed."""
     console = Console(config.log.progress)
+    checks = OFFLINE_CHECKS if offline else CHECKS
     failed = 0
-    for name, check in OFFLINE_CHECKS if offline else CHECKS:
+    counts: Counter[str] = Counter()
+    for name, check in checks:
         try:
-            lines = check(config)
+            with console.phase(f"checking: {name}", announce=not offline):
+                lines = check(config)
         except UserError as error:
-            failed += 1
-            console.say(f"FAIL {name}: {error}")
-            continue
-        for line in lines:
-            console.say(f"ok   {name}: {line}")
-    checks = "offline check" if offline else "check"
-    done = f"{failed} of {len(OFFLINE_CHECKS if offline else CHECKS)} {checks}s failed"
-    console.say(done if failed else f"ready: every {checks} passed")
+            lines = [f"failed: {error}"]
+        findings = [with_status(line) for line in lines]
+        for status, line in findings:
+            console.say(f"{status:4} {name}: {line}")
+        statuses = [status for status, _ in findings]
+        counts.update(statuses)
+        failed += "FAIL" in statuses
+    console.say(summary(failed, len(checks), "offline check" if offline else "check", counts))
     if failed:
         raise SystemExit(1)
+
+
+def with_status(line: str) -> tuple[str, str]:
+    """The status that a check's line begins with, and the rest of it."""
+    for prefix, status in STATUS.items():
+        if line.startswith(prefix):
+            return status, line.removeprefix(prefix)
+    return "ok", line
+
+
+def summary(failed: int, total: int, what: str, counts: Counter[str]) -> str:
+    """The last line. Only where everything was checked, and nothing is to be thought of, is it "ready"."""
+    if failed:
+        return f"{failed} of {total} {what}s failed"
+    said = [f"{counts['warn']} warning{'s' if counts['warn'] > 1 else ''}"] if counts["warn"] else []
+    if counts["skip"]:
+        said.append(f"{counts['skip']} thing{'s' if counts['skip'] > 1 else ''} not checked")
+    return f"every {what} passed, with {' and '.join(said)}" if said else f"ready: every {what} passed"
 
 
 def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None) -> None:
@@ -107,7 +131,9 @@ def check_policy(config: Config) -> list[str]:
         f" {dict(model.mesh.shape)}",
         "tokens of each tag: " + ", ".join(f"{tag} {count}" for tag, count in pieces.items()),
         *prompt_lines(config, model.tokenizer),
-        *memory_lines(config, model),
+        *memory_lines(estimate_memory(config, architecture, model.mesh.shape), model.mesh.size),
+        *heads_warnings(architecture, model.mesh.shape),
+        *cpu_lines(config),
     ]
 
 
@@ -127,24 +153,6 @@ def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
         example = max(example, build_prompt(longest, tokenizer, config.prompt, limit), key=len)
     shown = f"the longest question's prompt has {len(example)} of {limit} tokens"
     return [*warnings, f"{shown}: {tokenizer.decode(example)!r}"]
-
-
-def memory_lines(config: Config, model: Model) -> list[str]:
-    """Estimated bytes on one device, and warnings where they exceed what it has or are held in vain."""
-    architecture = model.policy.architecture
-    estimate = estimate_memory(config, architecture, model.mesh.shape)
-    lines = [memory_line(estimate), *heads_warnings(architecture, model.mesh.shape)]
-    device = jax.devices()[0]
-    stats: dict[str, Any] = device.memory_stats() or {}
-    limit, peak = stats.get("bytes_limit"), peak_memory(estimate)
-    gaps = GAPS.get(device.platform, 1.0)
-    if limit and peak * gaps > limit:
-        gapped = f", and programs can need {gaps} times the estimate (docs/scale.md)" if peak <= limit else ""
-        lines.append(
-            f"warning: the device has {limit / GIB:.1f} GiB{gapped}; raise mesh.fsdp or mesh.tensor, or lower"
-            " learner.microbatch_rows, sampler.slots or learner.row_length"
-        )
-    return lines
 
 
 def check_sampler(config: Config) -> list[str]:

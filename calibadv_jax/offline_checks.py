@@ -1,6 +1,6 @@
 """What can be said of a config without network, services, model or data files; for `doctor --offline`.
 
-Files that are here are looked at; one that is absent is named and is no failure.
+Files that are here are looked at; one that is absent is named as not checked, which is no failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from calibadv_jax.config import Config
 from calibadv_jax.config.policy import REST
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.errors import UserError
-from calibadv_jax.memory import estimate_memory, heads_warnings, memory_line
+from calibadv_jax.fit import cpu_lines, memory_lines
+from calibadv_jax.memory import estimate_memory, heads_warnings
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.rollout.prompts import FROM_DATA, template_text
 from calibadv_jax.snapshots.huggingface import read_hf_config
@@ -47,7 +48,7 @@ def check_question_files(config: Config) -> list[str]:
         if any(files) and all(Path(file).is_file() for file in files):
             lines.append(f"data.{key}: {len(load_questions(sources))} questions in {', '.join(files)}")
         else:
-            lines.append(f"data.{key}: {', '.join(files) or 'none'} is not here: not checked")
+            lines.append(f"not checked: data.{key}: {', '.join(files) or 'none'} is not here")
     return lines
 
 
@@ -67,10 +68,15 @@ def check_shape(config: Config) -> list[str]:
     architecture = _architecture(config)
     if architecture is None:
         where = f"{config.policy.path}/config.json is not here" if config.policy.path else "no policy.path"
-        return [*lines, f"{where}, and policy.init gives no whole shape: memory is not checked"]
+        return [*lines, f"not checked: memory: {where}, and policy.init gives no whole shape"]
     name = f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters"
-    memory = memory_line(estimate_memory(config, architecture, mesh))
-    return [name, *lines, memory, *heads_warnings(architecture, mesh)]
+    # What does not fit here is no failure: the run may be meant for another machine.
+    memory = [
+        line.replace("failed: ", "warning: ", 1)
+        for line in memory_lines(estimate_memory(config, architecture, mesh), math.prod(mesh.values()))
+    ]
+    on_cpu = cpu_lines(config) if math.prod(mesh.values()) <= jax.device_count() else []
+    return [name, *lines, *memory, *heads_warnings(architecture, mesh), *on_cpu]
 
 
 def check_updates(config: Config) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -177,4 +178,19 @@ def test_an_unknown_command_is_one_line(argv, words, capsys):
 def test_the_package_is_the_console_script(tmp_path):
     command = [sys.executable, "-m", "calibadv_jax", "audit", str(tmp_path / "nowhere")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 2 and ran.stderr.startswith("error: ") and "nowhere" in ran.stderr
+    said = ran.stderr.splitlines()[-1]  # a slow machine says before that it loads
+    assert ran.returncode == 2 and said.startswith("error: ") and "nowhere" in said
+
+
+def test_a_command_that_loads_for_long_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "SILENCE", 0.01)
+    is_said = threading.Event()
+
+    def slow_import(name):
+        assert name == "calibadv_jax.audit"
+        monkeypatch.setattr(sys.stderr, "flush", is_said.set)
+        assert is_said.wait(60)
+
+    monkeypatch.setattr(cli.importlib, "import_module", slow_import)
+    cli._load("audit")
+    assert capsys.readouterr().err == "calibadv audit: loading its libraries (JAX and others)\n"

@@ -1,13 +1,16 @@
 """The doctor's estimate of memory: against real arrays on simulated devices, and by hand."""
 
 import math
+import os
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
 
-from calibadv_jax import doctor
-from calibadv_jax.config import Config, MeshConfig
+from calibadv_jax.config import Config, MeshConfig, load_config
+from calibadv_jax.fit import cpu_lines, host_memory, memory_lines
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.memory import (
@@ -24,6 +27,7 @@ from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.engine import CacheEngine
 
+ROOT = Path(__file__).resolve().parent.parent
 SHAPE = {
     "model_type": "qwen3",
     "hidden_size": 32,
@@ -235,18 +239,47 @@ class Device:
 
 def test_a_device_that_is_too_small_is_told(monkeypatch):
     config = config_with(mesh={"fsdp": 8})
-    policy = Policy(ARCHITECTURE, Numerics())
-    model = doctor.Model(policy, {}, None, None, make_mesh(MeshConfig(1, 8, 1)))
-    needed = peak_memory(estimate_memory(config, ARCHITECTURE, model.mesh.shape))
-    assert needed < sum(estimate_memory(config, ARCHITECTURE, model.mesh.shape).values())
+    estimated = estimate_memory(config, ARCHITECTURE, {"data": 1, "fsdp": 8, "tensor": 1})
+    needed = peak_memory(estimated)
+    assert needed < sum(estimated.values())
 
     def lines(limit, platform="gpu"):
         monkeypatch.setattr(jax, "devices", lambda: [Device(limit, platform)])
-        return doctor.memory_lines(config, model)
+        return memory_lines(estimated, 8)
 
     assert len(lines(needed)) == 1  # update and sampler are not at work together
-    assert lines(needed - 1)[-1].startswith("warning: the device has 0.0 GiB; raise mesh.fsdp")
+    assert re.match(r"failed: 0\.0 GiB .*: the device has 0\.0 GiB; raise mesh\.fsdp", lines(needed - 1)[-1])
     assert "times the estimate" not in lines(needed - 1)[-1]
     assert len(lines(1.7 * needed, "tpu")) == 1
-    assert "programs can need 1.6 times the estimate" in lines(1.5 * needed, "tpu")[-1]
+    close = lines(1.5 * needed, "tpu")[-1]
+    assert close.startswith("warning: ") and "programs can need 1.6 times the estimate" in close
     assert "times the estimate" not in lines(needed - 1, "tpu")[-1]
+    assert lines(None)[-1].startswith("not checked: ")
+    monkeypatch.setattr("calibadv_jax.fit.host_memory", lambda: 8 * needed)  # which eight devices share
+    assert len(lines(None, "cpu")) == 1
+    monkeypatch.setattr("calibadv_jax.fit.host_memory", lambda: 8 * needed - 8)
+    assert re.match(r"failed: .*: this host has 0\.0 GiB for 8 devices; choose less", lines(None, "cpu")[-1])
+
+
+def test_the_hosts_memory_is_what_its_container_allows(monkeypatch, tmp_path):
+    physical = host_memory()
+    assert physical > 2**28
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr("calibadv_jax.fit.CGROUP_LIMITS", (str(tmp_path / "none"), str(limit)))
+    for text, bytes_ in (("max\n", None), ("1048576\n", 2.0**20), ("0\n", None)):
+        limit.write_text(text)
+        assert host_memory() == (bytes_ or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def test_sizes_of_accelerators_are_told_on_a_cpu(monkeypatch):
+    """With the keys to change; the overlay that is named changes them all."""
+    own, overlay = ROOT / "configs/own_data.yaml", ROOT / "configs/cpu.yaml"
+    (warning,) = cpu_lines(load_config(own))
+    for key in ("sampler.slots (64)", "rollout.max_length (16384)", "learner.row_length (16384)"):
+        assert key in warning
+    assert warning.startswith("warning: ") and "policy.compute_dtype=float32" in warning
+    assert "configs/cpu.yaml" in warning
+    assert cpu_lines(load_config([own, overlay])) == []
+    assert cpu_lines(load_config(ROOT / "configs/quickstart.yaml")) == []
+    monkeypatch.setattr(jax, "devices", lambda: [Device(1, "gpu")])
+    assert cpu_lines(load_config(own)) == []

@@ -56,7 +56,13 @@ def config(tmp_path):
             {
                 "run": {"dir": str(tmp_path / "run")},
                 "data": {name: str(tmp_path / f"{name}.jsonl") for name in files},
-                "policy": {"init": SHAPE, "tokenizer": str(tmp_path / "tokenizer")},
+                "policy": {
+                    "init": SHAPE,
+                    "tokenizer": str(tmp_path / "tokenizer"),
+                    "compute_dtype": "float32",
+                },
+                "rollout": {"max_length": 1024, "max_prompt_length": 512},
+                "learner": {"row_length": 1024},
                 "prompt": {"template": "short", "chat": "off"},
                 "mesh": {"fsdp": 8},
             }
@@ -179,4 +185,52 @@ def test_heads_that_the_mesh_cannot_share_are_told(config, capsys):
     (warning,) = (line for line in doctor.check_policy(wide) if "warning" in line)
     assert warning.startswith("warning: mesh.tensor is 4, more than the policy's 2 key-value heads")
     doctor.run(wide, offline=True)
-    assert f"ok   policy: {warning}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"warn policy: {warning.removeprefix('warning: ')}" in said
+    assert said.splitlines()[-1] == "every offline check passed, with 1 warning"
+
+
+def test_what_is_not_checked_does_not_read_ok(config, capsys):
+    gone = replace(config, data=replace(config.data, train="none.jsonl"))
+    doctor.run(gone, offline=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert "skip questions: data.train: none.jsonl is not here" in lines
+    assert any(line.startswith("ok   questions: data.eval: 2 questions") for line in lines)
+    assert lines[-1] == "every offline check passed, with 1 thing not checked"
+    doctor.run(config, offline=True)
+    assert capsys.readouterr().out.splitlines()[-1] == "ready: every offline check passed"
+
+
+def test_each_check_is_named_while_it_runs(config, capsys):
+    with replying(working_retriever()) as url:
+        doctor.run(with_retriever(config, url))
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("checking: ")] == [
+        f"checking: {name}" for name, _ in doctor.CHECKS
+    ]
+
+
+def test_a_host_that_is_too_small_is_a_failure_with_the_keys(config, capsys, monkeypatch):
+    """The devices of a CPU share what the host has; offline the run may be meant for another machine."""
+    monkeypatch.setattr("calibadv_jax.fit.host_memory", lambda: 2.0**20)
+    with replying(working_retriever()) as url, pytest.raises(SystemExit):
+        doctor.run(with_retriever(config, url))
+    lines = capsys.readouterr().out.splitlines()
+    (failure,) = (line for line in lines if line.startswith("FAIL policy"))
+    assert "do not fit: this host has 0.0 GiB for 8 devices" in failure and "sampler.slots" in failure
+    assert any(line.startswith("ok   policy: tokens of each tag") for line in lines)  # the rest is said too
+    assert lines[-1] == "1 of 5 checks failed"
+    doctor.run(config, offline=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("warn policy: ") and "do not fit" in line for line in lines)
+    assert lines[-1] == "every offline check passed, with 1 warning"
+    doctor.run(
+        replace(
+            config, mesh=replace(config.mesh, fsdp=16), learner=replace(config.learner, microbatch_rows=16)
+        ),
+        offline=True,
+    )
+    assert (
+        "skip policy: whether that fits: the mesh has 16 devices, and this machine 8"
+        in capsys.readouterr().out
+    )

@@ -23,6 +23,7 @@ from calibadv_jax.config.root import Config
 from calibadv_jax.errors import UserError
 
 COMMAND_LINE = "command line"
+SERVICE_KEYS = ("corpus_path", "index_path", "retriever_name")  # which only the retrieval service has
 BASE = "base"  # key of a file that builds upon another one
 
 Source = tuple[str, set[str]]  # a file or the command line, and the dotted names of what it sets
@@ -117,6 +118,11 @@ def _checked(loaded: Any, name: str) -> DictConfig:
     """What was read, if it is a mapping of known sections and keys."""
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{name}: expected a mapping of sections, got a list")
+    if named := [key for key in SERVICE_KEYS if key in loaded]:
+        raise UserError(
+            f"{name}: holds options of the retrieval service ({', '.join(named)}), and is no config of a run;"
+            f" start the service with it: scripts/launch_retriever.sh --config {name}"
+        )
     refuse_unknown(OmegaConf.to_container(loaded), name)
     return loaded
 

@@ -9,6 +9,8 @@ from calibadv_jax.config.section import SECTION
 
 NO_RETRIEVER = "http://no-retriever.invalid"  # the url of what never searches: no service is opened or asked
 
+ROUTE = "/retrieve"  # of the service, which the client adds
+
 
 @dataclass(frozen=True, config=SECTION)
 class RetrieverConfig:
@@ -42,6 +44,16 @@ class RetrieverConfig:
     """Seconds a child service may take to become ready."""
     threads: NonNegativeInt = 1
     """Cores that a child service uses, which shares the machine with the trainer; 0: all."""
+
+    @model_validator(mode="after")
+    def _url_is_the_base(self) -> RetrieverConfig:
+        for url in [self.url] if isinstance(self.url, str) else self.url:
+            if url.rstrip("/").endswith(ROUTE):
+                base = url.rstrip("/").removesuffix(ROUTE)
+                raise ValueError(
+                    f"url is {url}, but must be the base URL: drop {ROUTE}, so that it is {base}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _reranker_has_an_effect(self) -> RetrieverConfig:

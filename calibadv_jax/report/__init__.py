@@ -54,12 +54,14 @@ def run(arguments: argparse.Namespace) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("matplotlib is not installed; pip install 'calibadv-jax[report]'")
     console = Console()
-    runs = read_runs(arguments.runs)
-    series = group_runs(runs)
-    gathered = gather(series, arguments.smooth)
+    with console.phase(f"reading {len(arguments.runs)} run(s) and their kept trajectories", announce=True):
+        runs = read_runs(arguments.runs)
+        series = group_runs(runs)
+        gathered = gather(series, arguments.smooth)
     output = arguments.output or (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output, render(series, gathered))  # whole, so that a browser never loads half a page
+    with console.phase("drawing the figures", announce=True):
+        write_text(output, render(series, gathered))  # whole, so that a browser never loads half a page
     console.say(f"{output}")
     if arguments.png is not None:
         number = write_pngs(arguments.png, series, gathered)

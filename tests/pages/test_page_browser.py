@@ -4,16 +4,21 @@ import sys
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 
+import numpy as np
 import pytest
 from http_rig import serving
 
-from benchmarks.generated_run import make_run
+from benchmarks.generated_run import answer_turn, make_run, search_turn, write_run
 from benchmarks.inspect_page import measure
+from calibadv_jax.config import Config
 from calibadv_jax.pages.run_files import RunFiles
 from calibadv_jax.pages.serve import write_site
 from calibadv_jax.pages.site import Site
+from calibadv_jax.trajectory import Document, Group, Question, Trajectory
 
 pytestmark = pytest.mark.slow
+
+SHELF = {name: Document(name, f"title {name}", f"text of {name}", 1.0) for name in "ab"}
 
 
 @pytest.fixture
@@ -192,6 +197,69 @@ def test_keys(small):
     page.keyboard.press("Escape")
     page.keyboard.press("Escape")
     page.wait_for_selector("#detail[data-ready='nothing']")
+
+
+def test_keys_stay_with_the_trajectories_that_pass_the_filters(small):
+    page, _ = small
+    page.select_option("#show", "invalid")  # trajectory 3 alone
+    page.locator(".entry .question").first.click()
+    page.wait_for_selector("#detail[data-ready='1/0']")
+    chosen = page.locator(".card.chosen")
+    for key in "llhh":
+        page.keyboard.press(key)
+        assert chosen.get_attribute("data-index") == "3"
+    page.select_option("#show", "wrong")  # 1, 2, 3
+    seen = []
+    for key in "hhhll":
+        page.keyboard.press(key)
+        seen.append(chosen.get_attribute("data-index"))
+    assert seen == ["2", "1", "1", "2", "3"]
+    page.locator(
+        ".card[data-index='0'] > header"
+    ).click()  # one that does not pass may be clicked all the same
+    page.keyboard.press("h")
+    assert chosen.get_attribute("data-index") == "0"
+    page.keyboard.press("l")
+    assert chosen.get_attribute("data-index") == "1"
+
+
+def test_the_legend_of_a_group_is_that_of_its_shades(small):
+    page, address = small
+    open_group(page, address, 1, 0)
+    legend = page.locator("#detail .scales")
+    assert "wavy line: negative" in legend.inner_text() and legend.locator(".token").count() == 8
+    page.select_option("#shade", "surprise")
+    assert "−log probability" in legend.inner_text() and legend.locator(".token").count() == 5
+    page.select_option("#shade", "mismatch")
+    assert "learner and sampler" in legend.inner_text()
+    page.select_option("#shade", "advantage")
+    assert "wavy line: negative" in legend.inner_text()
+
+
+def test_a_turn_that_is_spared_altogether_does_not_look_untrained(served, page, tokenizer, tmp_path):
+    """The second trajectory found silver documents only: its penalty is gone, and that can be seen."""
+    question = Question("q", "who keeps it?", ("ann",), "two_hop", ("a",))
+    prompt = np.array(tokenizer.encode(question.text).ids, np.int32)
+    turns = [
+        [
+            search_turn(tokenizer, "first", "query", [SHELF["a"], SHELF["b"]]),
+            answer_turn(tokenizer, "so", "ann"),
+        ],
+        [
+            search_turn(tokenizer, "other", "query", [SHELF["b"], SHELF["a"]]),
+            answer_turn(tokenizer, "so", "bob"),
+        ],
+    ]
+    made = [Trajectory(question, prompt, one, index) for index, one in enumerate(turns)]
+    failed = Trajectory(question, prompt, [answer_turn(tokenizer, "so", "bob")], 2, error="retriever: gone")
+    write_run(tmp_path / "run", [[Group(question, [*made, failed])]], Config(), tokenizer)
+    with served(tmp_path / "run") as address:
+        open_group(page, address, 1, 0)
+        spared = page.locator(".card[data-index='1'] .turn").first
+        assert spared.locator(".mark.softened").inner_text() == "softened to 0"
+        line = "e => [getComputedStyle(e).textDecorationLine, getComputedStyle(e).textDecorationStyle]"
+        assert spared.locator(".token").first.evaluate(line) == ["underline", "dotted"]
+        assert page.locator(".card[data-index='2'] .token").first.evaluate(line)[0] == "none"
 
 
 def test_text_of_documents_questions_and_answers_stays_text(small):

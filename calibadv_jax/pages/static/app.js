@@ -7,6 +7,7 @@ import { readState, writeState } from "./state.js";
 import { setUpTip } from "./tip.js";
 
 let groups = [];
+let listed = []; // groups that pass the filters, each with its matching trajectories
 let state = readState();
 let advantage = {};
 
@@ -70,6 +71,7 @@ function setUpSteps() {
 
 function refresh() {
   const { found, number } = filter(groups, state);
+  listed = found;
   showList(found, state.step, state.group);
   const trajectories = number === 1 ? "1 trajectory" : `${number} trajectories`;
   find("count").textContent = `${trajectories} in ${found.length === 1 ? "1 group" : `${found.length} groups`}`;
@@ -127,9 +129,14 @@ function leaveGroup() {
 function moveTrajectory(by) {
   const here = groups.find((one) => one.step === state.step && one.group === state.group);
   if (!here) return;
+  // Those that pass the filters; all of a group that the list does not have.
+  const matching = listed.find((one) => one.group === here)?.matching;
+  const rows = here.rows.map((row) => row.index).filter((index) => !matching || matching.has(index));
   const place = here.rows.findIndex((row) => row.index === state.trajectory);
-  const next = Math.min(Math.max(place + by, 0), here.rows.length - 1);
-  chooseTrajectory(here.rows[next].index);
+  const isAhead = (index) => Math.sign(here.rows.findIndex((row) => row.index === index) - place) === by;
+  const ahead = rows.filter(isAhead);
+  const next = place < 0 ? rows[0] : by > 0 ? ahead[0] : ahead.at(-1);
+  if (next !== undefined) chooseTrajectory(next);
 }
 
 const KEYS = {

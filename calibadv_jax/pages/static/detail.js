@@ -17,7 +17,19 @@ export function legend() {
   for (const [place, text] of [[5, "< −1.5"], [3, "−1"], [1, "−0.2"]]) sample(`minus shade${place}`, text);
   sample("zero", "0");
   for (const [place, text] of [[1, "+0.2"], [3, "+1"], [5, "> +1.5"]]) sample(`plus shade${place}`, text);
-  return make("span", {}, "wavy line: negative, straight line: positive ", box);
+  sample("zero spared", "made 0");
+  return make("span", {}, "wavy line: negative, straight line: positive, dotted line: the calibration made it 0 ", box);
+}
+
+// What the shades of the group mean, as they are chosen.
+function scale() {
+  if (shading === "advantage") return legend();
+  const bounds = shading === "surprise" ? SURPRISE : MISMATCH;
+  const what = shading === "surprise" ? "−log probability, in nats: " : "|log ratio| of learner and sampler: ";
+  const box = make("span", { class: "scale" });
+  const texts = [`≤ ${bounds[0]}`, ...bounds.map((bound) => `> ${bound}`)];
+  texts.forEach((text, place) => box.append(make("span", { class: `token zero other shade${place + 1}` }, text), " "));
+  return make("span", {}, what, box);
 }
 
 // What there is to look at, where no group is chosen.
@@ -38,6 +50,7 @@ export function showNothing(advantage, counts, onShow) {
 }
 
 export function showGroup(data, entry, advantage, onChoose) {
+  if (shading === "mismatch" && !hasLearner(data)) shading = "advantage";
   const flags = new Map((entry?.rows ?? []).map((row) => [row.index, row.flags]));
   const cards = data.trajectories.map((one) => trajectory(one, flags.get(one.index) ?? 0));
   const columns = make("div", { class: "columns" }, cards);
@@ -82,6 +95,7 @@ function heading(data, advantage) {
     make("h2", {}, data.question),
     make("p", { class: "golden" }, "accepted: ", make("b", {}, data.golden_answers.join(" | "))),
     make("p", { class: "muted" }, silverWords(silver, data, advantage)),
+    make("p", { class: "muted scales" }, scale()),
     make("details", { class: "prompt" }, make("summary", {}, "prompt"), make("pre", {}, data.prompt)),
   );
 }
@@ -98,14 +112,18 @@ function silverWords(silver, data, advantage) {
   return `silver documents: ${named.join(", ")}`;
 }
 
+function hasLearner(data) {
+  return data.trajectories.some((one) => one.turns.some((turn) => turn.learner_logprobs));
+}
+
 function shadeChoice(data) {
-  const hasLearner = data.trajectories.some((one) => one.turns.some((turn) => turn.learner_logprobs));
   const choices = [["advantage", "advantage"], ["surprise", "surprise (−log p)"]];
-  if (hasLearner) choices.push(["mismatch", "learner against sampler"]);
+  if (hasLearner(data)) choices.push(["mismatch", "learner against sampler"]);
   const select = make("select", { id: "shade" }, choices.map(([value, label]) => make("option", { value }, label)));
-  select.value = choices.some(([value]) => value === shading) ? shading : "advantage";
+  select.value = shading;
   select.addEventListener("input", () => {
     shading = select.value;
+    find("detail").querySelector(".scales").replaceChildren(scale());
     for (const token of find("detail").querySelectorAll(".tokens .token")) token.className = shade(tokenFacts.get(token));
   });
   return make("label", { class: "shading" }, "shade ", select);
@@ -134,7 +152,7 @@ function trajectory(one, flags) {
 
 function turnBlock(turn, place) {
   const marks = [
-    turn.softened && ["softened", "softened"],
+    turn.softened && ["softened", turn.advantage === 0 ? "softened to 0" : "softened"],
     turn.repeated && ["repeated", `repeats ${turn.repeated}`],
     turn.is_refused && ["refused", "query refused"],
     ["length", "abort"].includes(turn.stop_reason) && ["cut", `cut: ${turn.stop_reason}`],
@@ -163,7 +181,7 @@ function tokens(turn) {
     ids.push(turn.ids[place]);
     if (piece === "" && place < turn.pieces.length - 1) return;
     const facts = {
-      piece, ids, advantage: turn.advantage, logprob: turn.logprobs?.[place], learner: turn.learner_logprobs?.[place],
+      piece, ids, advantage: turn.advantage, raw: turn.advantage_raw, logprob: turn.logprobs?.[place], learner: turn.learner_logprobs?.[place],
     };
     const element = make("span", {}, piece);
     element.className = shade(facts);
@@ -174,13 +192,13 @@ function tokens(turn) {
   return elements;
 }
 
-function shade({ advantage, logprob, learner }) {
-  const sign = advantage > 0 ? "plus" : advantage < 0 ? "minus" : "zero";
+function shade({ advantage, raw, logprob, learner }) {
+  const sign = advantage > 0 ? "plus" : advantage < 0 ? "minus" : advantage === 0 && raw ? "zero spared" : "zero";
   if (shading === "surprise" && logprob != null) return `token ${sign} other shade${level(-logprob, SURPRISE)}`;
   if (shading === "mismatch" && logprob != null && learner != null) {
     return `token ${sign} other shade${level(Math.abs(learner - logprob), MISMATCH)}`;
   }
-  return sign === "zero" ? "token zero" : `token ${sign} shade${level(Math.abs(advantage), STEPS)}`;
+  return sign.startsWith("zero") ? `token ${sign}` : `token ${sign} shade${level(Math.abs(advantage), STEPS)}`;
 }
 
 function observed(part, turn) {
