@@ -51,6 +51,7 @@ FREE = (
     "export",
     "log",
 )
+SERVICE = "retriever.content"  # which index is searched: known when the service answers (run_service.py)
 COLD_START = "sft.yaml"  # the config of the cold start
 COLD_START_KEYS = ("run.seed", "policy.init", "world", "prompt", "sft")
 BINDING = (  # of the sections above
@@ -138,7 +139,8 @@ def _check_resume(
     config: Config, identity: Mapping[str, str], starts: Sequence[Path], say: Callable[[str], None]
 ) -> None:
     folder, allowed = Path(config.run.dir), config.checkpoint.allow_change
-    unknown = [name for name in allowed if name not in known_keys() and name not in identity]
+    keys = known_keys().keys() | identity.keys() | {SERVICE}
+    unknown = [name for name in allowed if name not in keys]
     if unknown:
         raise UserError(
             f"checkpoint.allow_change names {unknown[0]!r}, which is no key; see docs/configuration.md"
