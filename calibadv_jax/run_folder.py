@@ -58,6 +58,7 @@ FREE = (
     "export",
     "log",
 )
+SERVICE = "retriever.content"  # which index is searched: known when the service answers (run_service.py)
 COLD_START = "sft.yaml"  # the config of the cold start
 COLD_START_KEYS = ("run.seed", "policy.init", "world", "prompt", "sft")
 BINDING = (  # of the sections above
@@ -181,7 +182,7 @@ def write_policy_folder(folder: Path, model: Model) -> None:
 
 def _check_resume(config: Config, identity: Mapping[str, str], say: Callable[[str], None]) -> None:
     folder, allowed = Path(config.run.dir), config.checkpoint.allow_change
-    keys = known_keys().keys() | identity.keys() | {REFERENCE}
+    keys = known_keys().keys() | identity.keys() | {REFERENCE, SERVICE}
     unknown = [name for name in allowed if name not in keys]
     if unknown:
         raise UserError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run_folder import enter_run_folder
+from calibadv_jax.run_service import check_service
 from calibadv_jax.seeds import random_state
 from calibadv_jax.stopping import Stop
 from calibadv_jax.trainer import Trainer
@@ -60,7 +62,8 @@ def _run(config: Config, kept: Config, console: Console) -> None:
     folder = enter_run_folder(kept, model, questions, console.say)
     with Stop() as stop, ExitStack() as stack:
         with console.phase(f"waiting for {services(config)}", announce=True):
-            opened = open_rollouts(config, model, folder / "policy", folder / "snapshots")
+            check = partial(check_service, config, folder)
+            opened = open_rollouts(config, model, folder / "policy", folder / "snapshots", check)
             rollouts = stack.enter_context(opened)
         with console.phase("loading the parameters", announce=True):
             trainer = Trainer(config, model, questions, rollouts, folder, console)

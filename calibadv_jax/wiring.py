@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -48,17 +49,24 @@ def open_services(config: Config, model_folder: Path) -> Iterator[tuple[str | li
 
 
 @contextmanager
-def open_rollouts(config: Config, model: Model, model_folder: Path, snapshots: Path) -> Iterator[Rollouts]:
+def open_rollouts(
+    config: Config,
+    model: Model,
+    model_folder: Path,
+    snapshots: Path,
+    check_service: Callable[[Mapping[str, Any]], object] = lambda _: None,
+) -> Iterator[Rollouts]:
     """Rollouts with the configured sampler and retriever, without weights yet.
 
     Args:
         model_folder: as for `open_services`.
         snapshots: folder in which policies are published for vLLM workers.
+        check_service: told what the retriever's health says; raises where it is not to be searched.
     """
     with open_services(config, model_folder) as (urls, workers):
         retriever = RetrieverClient(config.retriever, urls, Console(config.log.progress).warn)
         if urls != NO_RETRIEVER:
-            retriever.health()  # what it gives from now on must be of this index
+            check_service(retriever.health())  # what it gives from now on must be of this index
         context = RolloutContext(
             sampler=_make_sampler(config, model, workers, snapshots),
             retriever=retriever,

@@ -36,10 +36,11 @@ class RetrieverConfig:
     reranker: str = ""
     """Cross-encoder of the child service: a folder or hub name. A running service (`url`) has its own."""
     timeout: PositiveFloat = 30.0
-    """Seconds one request may take; then it is repeated."""
+    """Seconds one request may take, to the last byte of its reply; then it is repeated."""
     patience: PositiveFloat = 600.0
-    """Seconds for which a search waits for a service that cannot be reached, is loading or is overloaded;
-    then its trajectory fails (rollout.max_failed_share)."""
+    """Seconds for which the start of a run, and later a search, waits for a service that cannot be reached,
+    is loading, broken or overloaded; then the start ends, or the search's trajectory fails
+    (rollout.max_failed_share)."""
     start_timeout: PositiveFloat = 600.0
     """Seconds a child service may take to become ready."""
     threads: NonNegativeInt = 1

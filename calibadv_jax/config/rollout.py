@@ -87,7 +87,8 @@ class SamplerConfig:
     request_timeout: PositiveFloat = 1800.0
     """vllm: seconds one completion may take; then its worker counts as lost."""
     patience: PositiveFloat = 600.0
-    """vllm: seconds without any usable worker after which a trajectory fails (rollout.max_failed_share)."""
+    """vllm: seconds without any usable worker after which the start of a run ends, or later a trajectory
+    fails (rollout.max_failed_share)."""
 
     @model_validator(mode="after")
     def _workers_have_devices(self) -> SamplerConfig:

@@ -196,7 +196,7 @@ def test_failures_of_groups_that_later_steps_train_do_not_end_this_one():
         background.futures[number].set_result(failed(number, errors))
     assert ids(rollouts.take(0)) == ["q0", "q1", "q2"]
     rollouts.commit()
-    with pytest.raises(UserError, match="12 of 12 trajectories failed"):
+    with pytest.raises(UserError, match="4 of 12 trajectories failed"):
         rollouts.take(1)
 
 

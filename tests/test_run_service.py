@@ -1,0 +1,61 @@
+"""A run that is continued over another index is refused, unless that is what its config says."""
+
+from dataclasses import replace
+
+import pytest
+
+from calibadv_jax.config import CheckpointConfig, Config
+from calibadv_jax.errors import UserError
+from calibadv_jax.run_service import FILE, check_service
+
+FIRST = {"status": "ready", "corpus_sha256": "c1", "encoder": "hashed", "documents": 7, "identity": "aa"}
+ACCEPTING = replace(Config(), checkpoint=CheckpointConfig(allow_change=["retriever.content"]))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder with a checkpoint that was trained over FIRST."""
+    check_service(Config(), tmp_path, FIRST)
+    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
+    return tmp_path
+
+
+def test_the_same_index_is_accepted_wherever_it_is_served(run):
+    check_service(Config(), run, FIRST | {"documents": 7, "stage": "x"})
+
+
+@pytest.mark.parametrize("changed", [{"corpus_sha256": "c2"}, {"encoder": "e5"}, {"identity": "bb"}])
+def test_another_index_is_refused_until_it_is_accepted(run, changed):
+    kept = (run / FILE).read_text()
+    for _ in range(2):  # a start that was refused leaves no trace
+        with pytest.raises(
+            UserError, match="has another index than at the last start .*instead of.*allow_ch"
+        ):
+            check_service(Config(), run, FIRST | changed)
+        assert (run / FILE).read_text() == kept
+    check_service(ACCEPTING, run, FIRST | changed)
+    check_service(Config(), run, FIRST | changed)  # accepted once and for all
+    with pytest.raises(UserError, match="another index"):
+        check_service(Config(), run, FIRST)
+
+
+def test_a_service_that_says_nothing_is_another_one(run):
+    with pytest.raises(UserError, match="corpus_sha256 None instead of 'c1'"):
+        check_service(Config(), run, {})
+
+
+def test_before_the_first_checkpoint_nothing_was_trained_over_it(tmp_path):
+    check_service(Config(), tmp_path, FIRST)
+    check_service(Config(), tmp_path, FIRST | {"corpus_sha256": "c2"})
+
+
+def test_a_run_of_an_earlier_version_takes_the_index_that_it_finds(run):
+    (run / FILE).unlink()
+    check_service(Config(), run, FIRST)
+    assert (run / FILE).is_file()
+
+
+def test_a_damaged_note_is_named(run):
+    (run / FILE).write_text("{")
+    with pytest.raises(UserError, match=f"{FILE}: damaged"):
+        check_service(Config(), run, FIRST)
