@@ -190,3 +190,41 @@ def test_nothing_sampled_has_no_metrics():
     assert guard_metrics([group(([], []))]) == {}
     assert guard_metrics([Group(QUESTION, [Trajectory(QUESTION, np.zeros(1, np.int32))])]) == {}
     assert set(guard_metrics([group(([1, 2], [-1.0, -1.0]))])) == {"rollout/sampled_perplexity"}
+
+
+def numbers(skipped, finite=1.0):
+    return {"actor/skipped": skipped, "actor/finite": finite}
+
+
+@pytest.mark.parametrize(
+    ("action", "expected"), [("log", "stop"), ("stop", "stop"), ("rollback", "rollback")]
+)
+def test_no_run_goes_on_without_finite_updates_whatever_the_action(action, expected):
+    guards = Guards(GuardsConfig(action=action, patience=2))
+    assert guards.check(1, numbers(0.0)).metrics == {"guard/numbers": 0}
+    verdict = guards.check(2, numbers(1.0))
+    assert (verdict.action, verdict.metrics, guards.in_doubt) == ("go_on", {"guard/numbers": 1}, True)
+    assert guards.check(3, {}).action == "go_on"  # nothing was trained
+    verdict = guards.check(4, numbers(1.0))
+    assert (verdict.action, guards.is_broken, guards.last_good_step) == (expected, True, 1)
+    assert "no update was finite for 2 steps" in verdict.findings[0]
+    guards.rolled_back(1)
+    assert not guards.is_broken and not guards.in_doubt
+
+
+def test_a_finite_update_among_others_and_a_step_after_a_lost_one_are_no_divergence():
+    guards = Guards(GuardsConfig(action="stop", patience=2))
+    for step, skipped in enumerate((0.5, 1.0, 0.0, 1.0, 0.8), 1):
+        assert guards.check(step, numbers(skipped)).action == "go_on"
+    other = Guards(GuardsConfig(action="stop", patience=2))
+    other.check(1, numbers(1.0))
+    again = Guards(GuardsConfig(action="stop", patience=2))
+    again.restore(other.state())
+    assert again.check(2, numbers(1.0)).action == "stop"  # a resumed run counts on
+
+
+def test_parameters_that_are_not_finite_end_a_run_at_once():
+    guards = Guards(GuardsConfig(patience=9))
+    verdict = guards.check(1, numbers(0.0, finite=0.0))
+    assert verdict.action == "stop" and guards.is_broken
+    assert verdict.findings[0].startswith("step 1: the parameters are not finite")
