@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from trainer_rig import QUESTIONS, ScriptedRollouts, make_config, make_model
 
 from calibadv_jax import train
