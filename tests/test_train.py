@@ -178,7 +178,6 @@ def test_sigterm_saves_the_last_step_and_the_next_start_continues(tmp_path):
     assert len(list((tmp_path / "parts/rollouts").iterdir())) == 14
 
 
-@pytest.mark.medium
 def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
 

@@ -58,7 +58,6 @@ CASES = [(kernel, *shape) for kernel in ("xla", "blockwise 7", "blockwise 16") f
 CASES += [("splash", 101, (4, 2)), ("triton", 3, (3, 3)), ("triton", 101, (4, 2))]  # slow to interpret
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize(("kernel", "length", "heads"), CASES)
 def test_values_are_those_of_the_formula(kernel, heads, length):
     if length == 3:
@@ -70,7 +69,6 @@ def test_values_are_those_of_the_formula(kernel, heads, length):
     np.testing.assert_allclose(found, reference(q, k, v, segments), atol=2e-5)
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "xla"])
 def test_gradients_are_those_of_the_plain_kernel(kernel):
     q, k, v, segments = rows(7, 101)
@@ -86,7 +84,6 @@ def test_gradients_are_those_of_the_plain_kernel(kernel):
     close_in_norm(found, plain)
 
 
-@pytest.mark.medium
 def test_half_precision_keeps_its_dtype_and_its_values():
     q, k, v, segments = rows(3, 64)
     halves = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
@@ -97,7 +94,6 @@ def test_half_precision_keeps_its_dtype_and_its_values():
         np.testing.assert_allclose(np.asarray(found, np.float32), exact, atol=0.03)
 
 
-@pytest.mark.medium
 def test_blocks_of_other_segments_are_not_visited():
     """NaN values there would show, however well they are masked."""
     q, k, v, _ = rows(5, 64)

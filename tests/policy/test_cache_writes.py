@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
@@ -19,7 +18,6 @@ CONFIG = {
 }
 
 
-@pytest.mark.medium
 def test_an_invalid_token_is_not_written():
     """Three tokens of which the last is padding, into row 2 of three; the row is written at 4 and 5."""
     policy = Policy(architecture_from_hf(CONFIG), Numerics())

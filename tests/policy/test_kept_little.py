@@ -29,17 +29,14 @@ def assert_same(found, plain, *inputs):
     close_in_norm(both(found), both(plain))
 
 
-@pytest.mark.medium
 def test_products_have_the_values_and_gradients_of_the_plain_one():
     assert_same(rows_product, lambda x, w: jnp.einsum("btd,df->btf", x, w), draw(0, 2, 5, 7), draw(1, 7, 3))
 
 
-@pytest.mark.medium
 def test_the_gate_has_the_values_and_gradients_of_its_formula():
     assert_same(gated, lambda gate, up: gate / (1 + jnp.exp(-gate)) * up, draw(0, 2, 5, 7), draw(1, 2, 5, 7))
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("shape", [(2, 5, 8), (2, 5, 3, 8)])
 def test_norms_have_the_values_and_gradients_of_flaxs(shape):
     def apply(kind):

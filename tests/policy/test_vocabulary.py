@@ -15,8 +15,6 @@ from calibadv_jax.policy.sharding import batch_sharding, make_mesh, param_shardi
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.vocabulary import look_up
 
-pytestmark = pytest.mark.medium
-
 ROWS, LENGTH, CHUNK, WIDTH = 8, 12, 4, 16
 
 
@@ -79,6 +77,7 @@ def on_mesh(policy, mesh, chunk):
         return run.lower(placed, *rest).compile(), (placed, *rest)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("mesh", "tied", "vocab"),
     [
@@ -133,6 +132,7 @@ def collectives(text, kind):
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("mesh", "tied"), [({"fsdp": 8}, True), ({"fsdp": 4, "tensor": 2}, False)], ids=str)
 def test_the_head_is_gathered_once_a_direction_and_its_gradient_scattered_once(mesh, tied):
     vocab = 40

@@ -96,7 +96,6 @@ def recompute(policy, params):
     return lambda tokens, temperature: np.asarray(logprobs_of(padded(tokens), temperature))[: len(tokens) - 1]
 
 
-@pytest.mark.medium
 def test_logprobs_equal_the_learners_over_multi_turn_trajectories(sampler, recompute):
 
     async def trajectory(index):
@@ -167,7 +166,6 @@ def scripted(policy, script):
     return ScriptedPolicy(policy.architecture, policy.numerics)
 
 
-@pytest.mark.medium
 def test_stops_inside_a_token_and_keeps_it(policy, params):
     """A stop string may end in the middle of a token; the token stays as it was sampled."""
     pieces = CharTokenizer.pieces
@@ -185,7 +183,6 @@ def counted(sampler, monkeypatch):
     return sizes
 
 
-@pytest.mark.medium
 def test_a_chunk_goes_on_behind_tokens_that_end_nothing(policy, params, monkeypatch):
     """ "y>ay>a…" holds the last letter of "ja", which no token of it can complete."""
     y, more = CharTokenizer.pieces.index("y"), CharTokenizer.pieces.index(">a")
@@ -359,7 +356,6 @@ def test_refuses_to_swap_weights_in_flight(sampler):
     asyncio.run(swap())
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize(("top_p", "top_k", "allowed"), [(1.0, 2, {0, 1}), (0.55, 0, {0, 1}), (0.01, 0, {0})])
 def test_filters_keep_the_best_tokens(top_p, top_k, allowed):
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]).repeat(400, 0))

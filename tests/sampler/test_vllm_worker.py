@@ -107,7 +107,6 @@ def test_a_first_start_that_fails_ends_the_launcher(launch, tmp_path):
     assert not (tmp_path / "port").exists()
 
 
-@pytest.mark.medium
 def test_restarts_come_to_an_end(launch):
     process, _ = launch("dies", "hangs up", "ends", restarts=3)
     assert process.wait(60) == 1

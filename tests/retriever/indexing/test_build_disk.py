@@ -46,7 +46,6 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize(
     ("options", "size", "where"),
     [
