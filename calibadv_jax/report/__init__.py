@@ -54,9 +54,9 @@ def run(arguments: argparse.Namespace) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("matplotlib is not installed; pip install 'calibadv-jax[report]'")
     console = Console()
-    with console.phase(f"reading {len(arguments.runs)} run(s) and their kept trajectories", announce=True):
-        runs = read_runs(arguments.runs)
-        series = group_runs(runs)
+    runs = read_runs(arguments.runs)
+    series = group_runs(runs)
+    with console.phase("reading the kept trajectories", announce=True):
         gathered = gather(series, arguments.smooth)
     output = arguments.output or (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
     output.parent.mkdir(parents=True, exist_ok=True)

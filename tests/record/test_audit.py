@@ -26,9 +26,11 @@ GOOD_SPARED, USELESS_SPARED = 1 / 2, (1 / 3) / 3
 
 
 def call(*arguments, capsys):
+    """Status, output, and errors without the lines that say what is being read."""
     with pytest.raises(SystemExit) as stop:
         cli.calibadv(["audit", *map(str, arguments)])
-    return stop.value.code, *capsys.readouterr()
+    out, err = capsys.readouterr()
+    return stop.value.code, out, "".join(line for line in err.splitlines(True) if ": reading " not in line)
 
 
 def rows(out, measure):
@@ -218,6 +220,13 @@ def write(folder, supporting):
     for one in groups[0].trajectories:
         one.question = groups[0].question
     RolloutWriter(folder, config, 7).write(7, groups, result.credits, unknown(groups), 3)
+
+
+def test_it_says_what_it_reads(tmp_path, capsys):
+    keep(tmp_path, make_config())
+    with pytest.raises(SystemExit):
+        cli.calibadv(["audit", str(tmp_path), "advantage.target_ratio=2"])
+    assert f"{tmp_path}: reading 1 kept steps, each under 2 settings\n" in capsys.readouterr().err
 
 
 def test_passages_of_another_corpus_are_a_warning(tmp_path, capsys):
