@@ -17,6 +17,7 @@
 #   --python PROGRAM  that has all that is needed; default: a virtual environment in .venv, made here
 #   KEY=VALUE …       config keys for all stages
 set -euo pipefail
+{ # read whole before it begins: the file may change during the hours that it runs
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 size=cpu data="" output="" arms="" seeds="" steps="" encoder="" model="" python="" keys=()
@@ -159,3 +160,5 @@ for seed in $seeds; do # a seed of every arm first: what is there can be compare
 done
 echo "== table"
 "$python" scripts/real_table.py "$output" | tee "$output/table.md"
+exit
+}
