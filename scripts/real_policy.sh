@@ -17,6 +17,7 @@
 #   --python PROGRAM  that has all that is needed; default: a virtual environment in .venv, made here
 #   KEY=VALUE …       config keys for all stages
 set -euo pipefail
+{ # read whole before it begins: the file may change during the hours that it runs
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 size=cpu data="" output="" arms="" seeds="" steps="" encoder="" model="" python="" keys=()
@@ -115,7 +116,7 @@ if [[ "$size" == cpu ]]; then
     settings+=(sampler.name=jax sampler.dtype=)
   elif ! grep -qwsE 'amx_bf16|avx512_bf16|bf16' /proc/cpuinfo; then
     echo "note: this CPU has no instructions for bfloat16: the sampler computes in float32" >&2
-    settings+=(sampler.dtype=float32)
+    settings+=(sampler.dtype=float32 checkpoint.snapshot_dtype=float32)
   fi
 fi
 settings+=(${keys[@]+"${keys[@]}"})
@@ -159,3 +160,5 @@ for seed in $seeds; do # a seed of every arm first: what is there can be compare
 done
 echo "== table"
 "$python" scripts/real_table.py "$output" | tee "$output/table.md"
+exit
+}

@@ -47,8 +47,8 @@ def _score(report: dict[str, Any], metric: str) -> str:
 
 def _difference(report: dict[str, Any]) -> str:
     f1 = next(iter(report["differences"].values()))["f1"]["all"]
-    low, high = f1["interval"]
-    return f"{f1['difference']:+.3f} ({low:+.3f} to {high:+.3f}), p {f1['p_value']:.3f}"
+    between = f" ({f1['interval'][0]:+.3f} to {f1['interval'][1]:+.3f})" if f1["interval"] else ""
+    return f"{f1['difference']:+.3f}{between}, p {f1['p_value']:.3f}"
 
 
 if __name__ == "__main__":

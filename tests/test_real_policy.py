@@ -24,7 +24,10 @@ TRAIN = [
     row("3", "What is the capital of Norway?", ["Oslo"], ["p6"], "one"),
     row("4", "In which city is Loud Garden?", ["Paris"], ["p2"], "one"),
 ]
-TEST = [row("5", "From which city is Cy Emm?", ["Quito"], ["p4"], "one")]
+TEST = [
+    row("5", "From which city is Cy Emm?", ["Quito"], ["p4"], "one"),
+    row("6", "What is Cy Emm?", ["a painter"], ["p4"], "one"),
+]
 NAMES = ["direct", "chain_of_thought", "rag", "cold_start", "calibadv-2-seed-3", "grpo-seed-3"]
 
 

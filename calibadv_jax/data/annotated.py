@@ -48,9 +48,9 @@ def read_passages(corpus: str | Path, ids: Collection[str]) -> dict[str, Documen
         name = str(row.get("id", row.get("_id")))
         if name not in ids:
             continue
-        contents, title, text = row.get("contents"), row.get("title"), row.get("text")
-        if isinstance(contents, str):
-            title, _, text = contents.partition("\n")
+        title, text = row.get("title"), row.get("text")
+        if isinstance(row.get("contents"), str):
+            title, _, text = row["contents"].partition("\n")
         if not isinstance(title, str) or not isinstance(text, str):
             raise UserError(f"{where}: expected 'contents', or 'title' and 'text'; correct the row")
         found[name] = Document(name, title.strip().strip('"'), text)
