@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.advantages.truth import MEASURES, Evidence, gather, join, measure
 from calibadv_jax.config import Config
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import write_json
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.record.reader import KeptStep, find_step, read_step
 from calibadv_jax.record.schema import kept_steps
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         about = {"seed": arguments.seed, "window": arguments.window}
         runs = [as_json(folder, measured, arguments.window) for folder, measured in found.items()]
-        arguments.output.write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n", encoding="utf-8")
+        write_json(arguments.output, about | {"runs": runs}, indent=1)
 
 
 def split(inputs: Sequence[str]) -> tuple[list[Path], list[str]]:

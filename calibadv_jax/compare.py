@@ -6,7 +6,6 @@ A and B are the per-question files of two evaluations (or the .json beside them)
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from calibadv_jax.errors import UserError
 from calibadv_jax.evaluation.records import Row, read_scores
 from calibadv_jax.evaluation.report import ALL, AVERAGE, metric_names, scores_of
 from calibadv_jax.evaluation.statistics import Comparison, compare_paired
+from calibadv_jax.files import write_json
 from calibadv_jax.metrics.console import Console, table
 
 DEFAULT_METRICS = ("em", "f1", "cover_em")
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
         }
         names = {"first": str(arguments.first), "second": str(arguments.second)}
         about = names | {"confidence": arguments.confidence, "resamples": arguments.resamples}
-        arguments.output.write_text(json.dumps(about | {"differences": numbers}, indent=2) + "\n")
+        write_json(arguments.output, about | {"differences": numbers})
 
 
 def _load(path: Path) -> dict[str, Questions]:

@@ -29,6 +29,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 )
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import write_json
 
 DATASETS = "hf://datasets/"
 PINS = "hub.json"  # in a run's folder
@@ -69,11 +70,7 @@ def write_pins(folder: Path, pins: Iterable[Pin]) -> None:
     """Adds them to the run's; a repository's earlier pin of the same revision goes."""
     kept = {(pin.repository, pin.revision): pin for pin in (*read_pins(folder), *pins)}
     if kept:
-        path = folder / PINS
-        path.with_suffix(".unfinished").write_text(
-            json.dumps([asdict(pin) for pin in kept.values()], indent=2)
-        )
-        path.with_suffix(".unfinished").replace(path)
+        write_json(folder / PINS, [asdict(pin) for pin in kept.values()])
 
 
 def is_repository(name: str) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import replacing
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.protocol import OPEN_THINK
 
@@ -62,11 +62,9 @@ def run(arguments: argparse.Namespace) -> None:
             " --min-score"
         )
     kept = [row for _, of_question in sorted(chosen.items()) for _, row in of_question]
-    partial = arguments.output.with_name(f".{arguments.output.name}.partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open("w", encoding="utf-8") as file:
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(arguments.output) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(demonstration(row), ensure_ascii=False) + "\n" for row in kept)
-    os.replace(partial, arguments.output)
     rows = [[name, count] for name, count in counts.items() if name != "all" and count]
     rows += [["written", len(kept)], ["questions", len(chosen)]]
     Console().say(table([["all", counts["all"]], *rows], ["trajectories", "number"]))

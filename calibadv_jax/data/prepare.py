@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from calibadv_jax.data.layouts import NoAnswer
 from calibadv_jax.data.questions import question_row, read_questions
 from calibadv_jax.data.sources import Sources, find_files
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import replacing
 from calibadv_jax.trajectory import Question
 
 EXAMPLES = 5  # dropped rows that the report shows for each reason
@@ -180,17 +180,16 @@ def _digest(text: str) -> bytes:
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
     """Another name beside `path` to write to: it becomes `path` if the block ends well, else it goes."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.touch()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another --output") from error
-    try:
-        yield unfinished
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = stack.enter_context(replacing(path))
+            partial.touch()
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be written ({error.strerror}); choose another --output"
+            ) from error
+        yield partial
 
 
 def _write_jsonl(path: Path, questions: Iterable[Question]) -> None:

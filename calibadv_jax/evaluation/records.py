@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluation.intervals import pass_at_k
 from calibadv_jax.evaluation.methods import METHODS
+from calibadv_jax.files import replacing
 from calibadv_jax.trajectory import Group, Question, Trajectory
 
 Row = dict[str, Any]  # one line of the file
@@ -180,14 +180,12 @@ class RowFile:
         self.rows[key_of(row)], self._offsets[key_of(row)] = _without_transcripts(row), offset
 
     def _rewrite(self, order: Sequence[Key]) -> None:
-        partial = self.path.with_name(f".{self.path.name}.partial")
         offsets: dict[Key, int] = {}
-        with self.path.open("rb") as old, partial.open("wb") as new:
+        with self.path.open("rb") as old, replacing(self.path) as partial, partial.open("wb") as new:
             for key in order:
                 old.seek(self._offsets[key])
                 offsets[key] = new.tell()
                 new.write(old.readline())
-        os.replace(partial, self.path)  # whole or not at all
         self._offsets = offsets
 
 

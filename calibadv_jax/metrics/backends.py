@@ -11,6 +11,7 @@ from tensorboardX import SummaryWriter
 
 from calibadv_jax.config import LogConfig
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import write_text
 from calibadv_jax.metrics.registry import find
 
 
@@ -189,7 +190,7 @@ class _Identity:
     def keep(self, value: str) -> None:
         self.value = value
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(value, encoding="utf-8")
+        write_text(self._path, value)
 
 
 def _plain_name(name: str) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import numbers
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import write_text
 from calibadv_jax.metrics.backends import Backend
 
 RESERVED = frozenset({"step", "nonfinite"})
@@ -97,17 +97,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"{path}: no such metrics file; it is written by a training run")
     # A complete row ends in a newline, so whatever follows the last one was cut off.
-    complete = path.read_text(encoding="utf-8").split("\n")[:-1]
+    complete = path.read_bytes().split(b"\n")[:-1]
     return [_parse(line, path, number) for number, line in enumerate(complete, start=1)]
 
 
-def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
+def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
+        row = json.loads(line.decode())
+    except ValueError:
         row = None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise UserError(f"{path}:{number}: not a row of metrics; fix or remove the file")
+        raise UserError(f"{path}:{number}: not a row of metrics; remove the line, or the file")
     return row
 
 
@@ -118,9 +118,7 @@ def _repair(path: Path, start_step: int | None) -> None:
     rows = read_metrics(path)
     kept = [row for row in rows if start_step is None or row["step"] < start_step]
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept)
-    temporary = path.with_suffix(".jsonl.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, text)
 
 
 def _plain(value: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pyarrow.parquet as pq
 
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import Config
+from calibadv_jax.files import PARTIAL, replacing
 from calibadv_jax.record.rows import Logprobs, Row, to_rows
 from calibadv_jax.record.schema import FOLDER, LOGPROBS, SCHEMA, SUFFIXES, VERSION, kept_steps
 from calibadv_jax.trajectory import Group
@@ -60,13 +60,10 @@ class RolloutWriter:
             return {}
         path = self.folder / FOLDER / f"step_{step}{SUFFIXES[self.log.rollouts]}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
         rows = to_rows(step, groups, credits, learner_logprobs)
-        if self.log.rollouts == "parquet":
-            _write_parquet(temporary, rows, self._metadata(seed))
-        else:
-            _write_jsonl(temporary, rows, self._metadata(seed))
-        os.replace(temporary, path)
+        write = _write_parquet if self.log.rollouts == "parquet" else _write_jsonl
+        with replacing(path) as partial:
+            write(partial, rows, self._metadata(seed))
         self._remove_old(step)
         return {"perf/record_bytes": float(path.stat().st_size)}
 
@@ -75,7 +72,7 @@ class RolloutWriter:
         for number, path in kept_steps(self.folder).items():
             if number >= step:
                 _remove(path)
-        for path in (self.folder / FOLDER).glob(".step_*.tmp"):
+        for path in (self.folder / FOLDER).glob(f".step_*{PARTIAL}"):
             path.unlink()
 
     def _metadata(self, seed: int) -> dict[str, str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import write_text
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.report.draw import draw
 from calibadv_jax.report.gather import Gathered, gather
@@ -58,7 +58,8 @@ def run(arguments: argparse.Namespace) -> None:
     series = group_runs(runs)
     gathered = gather(series, arguments.smooth)
     output = arguments.output or (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
-    _write(output, render(series, gathered))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(output, render(series, gathered))  # whole, so that a browser never loads half a page
     console.say(f"{output}")
     if arguments.png is not None:
         number = write_pngs(arguments.png, series, gathered)
@@ -73,11 +74,3 @@ def write_pngs(folder: Path, series: Sequence[Series], gathered: Gathered) -> in
         figure, _ = draw(chart, [one.name for one in series])
         figure.savefig(folder / f"{chart.figure.key}.png", dpi=PNG_DPI)
     return len(charts)
-
-
-def _write(path: Path, text: str) -> None:
-    """In one replacement, so that a browser never loads half a page."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

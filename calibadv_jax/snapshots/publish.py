@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import write_json
 from calibadv_jax.policy.sharding import placed_params
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import flatten, shape_problems, summary, unflatten
@@ -77,9 +77,7 @@ class SnapshotStore:
             "config": dict(hf_config),
             "tensors": tensors,
         }
-        unfinished = folder / f"{MANIFEST}.unfinished"
-        unfinished.write_text(json.dumps(manifest), encoding="utf-8")
-        os.replace(unfinished, folder / MANIFEST)
+        write_json(folder / MANIFEST, manifest)
         for old in self._complete()[: -self.keep]:
             _remove(old)
         return folder

@@ -59,7 +59,7 @@ def test_a_foreign_line_is_refused_and_the_file_left_alone(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n' + line + '\n{"step": 1}\n')
     before = path.read_bytes()
-    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a row of metrics"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a row of metrics; remove the line"):
         MetricsWriter(tmp_path, start_step=1)
     assert path.read_bytes() == before
 
@@ -71,7 +71,7 @@ def test_a_failed_rewrite_leaves_the_file_alone(tmp_path, monkeypatch):
     def full_disk(*args: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("calibadv_jax.metrics.writer.os.replace", full_disk)
+    monkeypatch.setattr("calibadv_jax.files.os.replace", full_disk)
     with pytest.raises(OSError, match="no space left"):
         MetricsWriter(tmp_path, start_step=1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before

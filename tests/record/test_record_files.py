@@ -170,10 +170,11 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path, kind, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("calibadv_jax.record.writer.os.replace", killed)
+        patch.setattr("calibadv_jax.files.os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
             writer.write(1, groups, result.credits, unknown(groups), 0)
-    assert kept_steps(tmp_path) == {}
+    assert kept_steps(tmp_path) == {} and names(tmp_path) == []
+    (tmp_path / f"rollouts/.step_1.{kind}.partial").write_text("cut")  # as kill -9 leaves it
     RolloutWriter(tmp_path, make_config(rollouts=kind), 1)
     assert names(tmp_path) == []
 

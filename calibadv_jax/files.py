@@ -1,0 +1,42 @@
+"""Files that are there whole or not at all, whatever ends the process, and however full the disk is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PARTIAL = ".partial"  # end of the name of a file that is being written
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Another name beside `path` to write to: it becomes `path` if the block ends well, else it goes.
+
+    The data are on the disk before the name is: after a power failure no file is empty under its name.
+
+    Raises:
+        OSError: it cannot be written; an older file of this name is as it was.
+    """
+    partial = path.with_name(f".{path.name}{PARTIAL}")
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """The text in UTF-8, in one replacement; see `replacing`."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+    """The value as JSON, in one replacement; see `replacing`."""
+    write_text(path, json.dumps(value, indent=indent) + "\n")

@@ -1,0 +1,70 @@
+"""A file is there whole or not at all; nothing in the package writes one in another way."""
+
+import ast
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from calibadv_jax.files import replacing, write_json, write_text
+
+PACKAGE = Path(__file__).resolve().parent.parent / "calibadv_jax"
+# Files of folders that appear as a whole, or that are written line by line; and the logs of child services.
+APPENDED = {
+    "files.py",
+    "data/questions.py",
+    "data/prepare.py",
+    "data/world.py",
+    "evaluation/records.py",
+    "metrics/writer.py",
+    "pages/serve.py",
+    "record/writer.py",
+    "select_rollouts.py",
+    "services/child_process.py",
+    "snapshots/huggingface.py",
+}
+
+
+def test_text_and_json_replace_what_was_there(tmp_path):
+    path = tmp_path / "a.json"
+    write_text(path, "é")
+    assert path.read_bytes() == "é".encode()
+    write_json(path, {"a": 1})
+    assert path.read_text() == '{\n  "a": 1\n}\n'
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, error):
+    path = tmp_path / "a"
+    path.write_text("old")
+    with pytest.raises(type(error)), replacing(path) as partial:
+        partial.write_text("ne")
+        raise error
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_data_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
+    done = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: done.append("data") or fsync(file))
+    monkeypatch.setattr(os, "replace", lambda *paths: done.append("name") or replace(*paths))
+    write_text(tmp_path / "a", "text")
+    assert done == ["data", "name"]
+
+
+def test_nothing_is_written_in_another_way():
+    """``write_text`` and its like, ``open(…, "w")`` and ``os.replace`` stand where they may."""
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            modes = [one.value for one in node.args if isinstance(one, ast.Constant)]
+            opens = node.func.attr == "open" and any(mode in ("w", "wb", "x", "xb") for mode in modes)
+            owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
+            replaces = node.func.attr == "replace" and owner == "os"
+            if opens or replaces or node.func.attr in ("write_text", "write_bytes"):
+                found.add(path.relative_to(PACKAGE).as_posix())
+    assert not found - APPENDED
