@@ -8,7 +8,6 @@ same command continues an evaluation that was interrupted.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,6 +28,8 @@ from calibadv_jax.evaluation.report import (
     summarise,
     table_rows,
 )
+from calibadv_jax.files import write_json, write_text
+from calibadv_jax.locking import locked_output
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.model import PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.rewards.score import score_trajectory
@@ -74,9 +75,15 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
     """Evaluates a policy on disk with the configured sampler and retriever; writes all files.
 
     Raises:
-        UserError: bad input, or too many trajectories failed; what was answered is kept.
+        UserError: bad input, another process writes the same files, or too many trajectories failed; what
+            was answered is kept.
     """
     console = console or Console(config.log.progress)
+    with locked_output(Path(config.evaluate.output), "evaluate.output", console.warn):
+        return _evaluate(config, source, console)
+
+
+def _evaluate(config: Config, source: PolicySource, console: Console) -> Report:
     output = Path(config.evaluate.output)
     questions, source = evaluation_questions(config), at_step(source)
     policy = describe_policy(source)
@@ -238,9 +245,9 @@ def _write(output: Path, config: Config, policy: dict[str, Any], report: Report)
         "resamples": evaluate.resamples,
     }
     scores = {"scores": report.means, "intervals": report.intervals}
-    output.write_text(json.dumps(about | scores, indent=2) + "\n", encoding="utf-8")
-    output.with_suffix(".md").write_text(markdown_table(report, evaluate.confidence), encoding="utf-8")
-    output.with_suffix(".csv").write_text(csv_table(report), encoding="utf-8")
+    write_json(output, about | scores)
+    write_text(output.with_suffix(".md"), markdown_table(report, evaluate.confidence))
+    write_text(output.with_suffix(".csv"), csv_table(report))
 
 
 def report_table(report: Report) -> str:

@@ -6,7 +6,6 @@ evaluates again and exports: the other entry points, one after the other.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,8 @@ from calibadv_jax.data.world import write_world
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import evaluate_policy
 from calibadv_jax.evaluation.report import AVERAGE, Means
+from calibadv_jax.files import write_json
+from calibadv_jax.locking import locked_run
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.model import find_policy
 from calibadv_jax.run_folder import check_cold_start
@@ -28,6 +29,11 @@ def run(config: Config) -> None:
     if not config.world.dir:
         raise UserError("world.dir is empty: the quickstart generates its world there")
     console = Console(config.log.progress)
+    with locked_run(Path(config.run.dir), console.warn):
+        _run(config, console)
+
+
+def _run(config: Config, console: Console) -> None:
     seconds: dict[str, float] = {}
     begun = time.monotonic()
 
@@ -58,7 +64,7 @@ def run(config: Config) -> None:
         lap("evaluation after")
     seconds["total"] = time.monotonic() - begun
     report = Path(config.run.dir) / "quickstart.json"
-    report.write_text(json.dumps({"before": before, "after": after, "seconds": seconds}, indent=2))
+    write_json(report, {"before": before, "after": after, "seconds": seconds})
     console.say(comparison_table(before, after))
     console.say("  ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
     for label, path in {

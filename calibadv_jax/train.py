@@ -14,6 +14,7 @@ from calibadv_jax.data.questions import load_questions
 from calibadv_jax.doctor import check_inputs
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import validate
+from calibadv_jax.locking import locked_run
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import guard_metrics
@@ -34,6 +35,11 @@ from calibadv_jax.wiring import open_rollouts
 def run(config: Config) -> None:
     """Trains for `learner.steps` steps, or continues from the newest checkpoint of the run folder."""
     console = Console(config.log.progress)
+    with locked_run(Path(config.run.dir), console.warn):
+        _run(config, console)
+
+
+def _run(config: Config, console: Console) -> None:
     for line in describe(config.advantage):
         console.say(line)
     questions = load_questions(config.data.train)
