@@ -24,6 +24,7 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.model import PolicySource, build_model, find_policy
 from calibadv_jax.protocol import parse_turn
 from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.starts import newest_start
 from calibadv_jax.trajectory import Document, Question, Trajectory
 from calibadv_jax.wiring import open_rollouts
 
@@ -116,13 +117,12 @@ def run_config(source: PolicySource) -> Path:
     """The config of the newest start of the run that the policy belongs to.
 
     Raises:
-        UserError: it belongs to none.
+        UserError: it belongs to none, or all that it kept are damaged.
     """
-    folder = source.model_folder.parent / "configs"
-    starts = [path for path in folder.glob("*.yaml") if path.stem.isdigit()]
-    if not starts:
+    start = newest_start(source.model_folder.parent)
+    if start is None:
         raise UserError(f"{source}: no config of a run beside it; name one with --config")
-    return max(starts, key=lambda path: int(path.stem))
+    return start.path
 
 
 def _alone(config: Config, folder: str) -> Config:

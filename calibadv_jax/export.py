@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import yaml
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import at_step, describe_policy
 from calibadv_jax.evaluation.report import Report, markdown_table
+from calibadv_jax.locking import locked_output
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.model import PolicySource, find_policy
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -26,6 +26,7 @@ from calibadv_jax.rollout.prompts import TEMPLATES
 from calibadv_jax.run_folder import differences, is_binding
 from calibadv_jax.snapshots.card import generation_config, model_card
 from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, read_json, save_folder
+from calibadv_jax.starts import newest_start
 
 GENERATION = "generation_config.json"
 PACKAGES = ("calibadv-jax", "jax", "flax", "transformers")
@@ -48,7 +49,8 @@ def export(config: Config) -> Path:
         The folder; transformers' from_pretrained loads it.
 
     Raises:
-        UserError: the source is missing, incomplete, damaged, or not inside a run's folder.
+        UserError: the source is missing, incomplete, damaged, or not inside a run's folder; or another
+            process writes the output.
     """
     source = at_step(find_policy(Path(config.export.source or Path(config.run.dir) / "checkpoints")))
     if source.kind == "huggingface":
@@ -67,36 +69,40 @@ def export(config: Config) -> Path:
         ),
         CARD: card(config, source, trained),
     }
-    return save_folder(
-        params,
-        hf_config,
-        Path(config.export.output),
-        config.export.dtype,
-        source.model_folder,
-        int(config.export.max_shard_gib * 2**30),
-        texts,
-    )
+    output = Path(config.export.output)
+    with locked_output(output, "export.output", Console(config.log.progress).warn):
+        return save_folder(
+            params,
+            hf_config,
+            output,
+            config.export.dtype,
+            source.model_folder,
+            int(config.export.max_shard_gib * 2**30),
+            texts,
+        )
 
 
 def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
     """The config of the newest start of the source's run; where it kept none, the one that was given."""
-    folder = source.model_folder.parent / "configs"
-    numbered = [path for path in folder.glob("*.yaml") if path.stem.isdigit()]
-    values = dataclasses.asdict(config)
-    if not numbered:
-        return values
-    kept = yaml.safe_load(max(numbered, key=lambda path: int(path.stem)).read_text(encoding="utf-8"))
-    # A run of an earlier version may lack keys.
-    return {name: section | kept.get(name, {}) for name, section in values.items()}
+    start = newest_start(source.model_folder.parent)
+    if start is None:
+        return dataclasses.asdict(config)
+    # A run of an earlier version may lack keys: they had their defaults.
+    return {
+        name: section | start.config.get(name, {}) for name, section in dataclasses.asdict(Config()).items()
+    }
 
 
 def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:
     """The model card."""
     policy = describe_policy(source)
+    used = dataclasses.replace(
+        config, policy=dataclasses.replace(config.policy, path=trained["policy"]["path"], revision="")
+    )
     settings = {
         name: now
         for name, _, now in differences(dataclasses.asdict(Config()), trained)
-        if is_binding(name, config) and not any(name == one or name.startswith(f"{one}.") for one in PLACES)
+        if is_binding(name, used) and not any(name == one or name.startswith(f"{one}.") for one in PLACES)
     }
     versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
     template = trained["prompt"]["template"]

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import yaml
 from omegaconf import OmegaConf
 
 from calibadv_jax import hub
-from calibadv_jax.config import Config, dump_config, known_keys
+from calibadv_jax.config import Config, SftPhase, dump_config, known_keys
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import write_json
+from calibadv_jax.learner.optimizer import total_updates
 from calibadv_jax.metrics.console import table
-from calibadv_jax.model import Model
-from calibadv_jax.snapshots.checkpoint import has_checkpoint
-from calibadv_jax.snapshots.huggingface import copy_tokenizer
+from calibadv_jax.metrics.writer import read_metrics
+from calibadv_jax.model import Model, find_folder
+from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
+from calibadv_jax.snapshots.huggingface import copy_tokenizer, weights_hash
+from calibadv_jax.starts import Start, add_start, newest_start, read_config
 from calibadv_jax.trajectory import Question
 
 # Keys and sections that do not change what is learned: where things lie, how fast they run, what is shown.
@@ -61,6 +66,10 @@ BINDING = (  # of the sections above
     "retriever.rerank_topk",
     "retriever.reranker",
 )
+REFERENCE = "policy.weights"  # only of a run with a KL term
+IDENTITY = ("data.content", "policy.config", "policy.vocabulary", REFERENCE)
+# What people change in the middle of a run on purpose. Other changes are nearly always another experiment.
+ADJUSTABLE = ("learner", "loss", "rollout", "sampler", "retriever", "data.weights")
 
 
 def enter_run_folder(
@@ -72,27 +81,21 @@ def enter_run_folder(
 
     Args:
         questions: of data.train.
-        say: prints how this start differs from the last one.
+        say: prints how this start differs from the last one, and which steps are trained again.
 
     Raises:
-        UserError: the folder holds checkpoints of another experiment, or of a run that is not to be resumed,
-            or it cannot be written.
+        UserError: the folder holds steps of another experiment, or of a run that is not to be resumed, or
+            it cannot be written.
     """
     folder = Path(config.run.dir)
-    identity = {
-        "data.content": _hash([dataclasses.astuple(question) for question in questions]),
-        "policy.config": _hash(model.hf_config),
-        "policy.vocabulary": model.tokenizer_hash,
-    }
-    numbered = [path for path in (folder / "configs").glob("*.yaml") if path.stem.isdigit()]
-    starts = sorted(numbered, key=lambda path: int(path.stem))
-    if has_checkpoint(folder / "checkpoints"):
-        _check_resume(config, identity, starts, say)
-    path = folder / "configs" / f"{int(starts[-1].stem) + 1 if starts else 0}.yaml"
+    identity = _identity(config, model, questions)
+    logged = _logged_steps(folder)
+    trained = logged | kept_steps(folder).keys()
+    if trained or has_checkpoint(folder / "checkpoints"):
+        _check_resume(config, identity, say)
+        _say_history(folder, logged, trained, say)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".json").write_text(json.dumps(identity, indent=2), encoding="utf-8")
-        path.write_text(dump_config(config), encoding="utf-8")
+        add_start(folder, dump_config(config), identity)
         write_policy_folder(folder / "policy", model)
         hub.write_pins(folder, model.pins)
     except OSError as error:
@@ -102,6 +105,39 @@ def enter_run_folder(
     return folder
 
 
+def _identity(config: Config, model: Model, questions: Sequence[Question]) -> dict[str, str]:
+    """Hashes of what files hold that the config only names."""
+    identity = {
+        "data.content": content_hash([dataclasses.astuple(question) for question in questions]),
+        "policy.config": content_hash(model.hf_config),
+        "policy.vocabulary": model.tokenizer_hash,
+    }
+    if config.loss.kl_coef and config.policy.path:  # the weights that the run begins with stay its reference
+        weights, _ = find_folder(config, config.policy.path, with_weights=True, known=model.pins)
+        identity[REFERENCE] = weights_hash(weights)
+    return identity
+
+
+def _logged_steps(folder: Path) -> set[int]:
+    """Steps that have a row of metrics."""
+    path = folder / "metrics.jsonl"
+    return {row["step"] for row in read_metrics(path)} if path.is_file() else set()
+
+
+def _say_history(folder: Path, logged: Set[int], trained: Set[int], say: Callable[[str], None]) -> None:
+    """Which steps are trained again, and of which trained ones nothing is left in metrics.jsonl."""
+    begun = newest_step(folder / "checkpoints") or 0
+    again = sum(step > begun for step in trained)
+    if again:
+        newest = f"the newest checkpoint is that of step {begun}" if begun else "there is no checkpoint yet"
+        count = "1 step is" if again == 1 else f"{again} steps are"
+        say(f"{count} trained again: {newest} (checkpoint.every)")
+    gone = sum(step not in logged for step in range(1, begun + 1))
+    if gone:
+        path = folder / "metrics.jsonl"
+        say(f"{path}: {gone} of steps 1 to {begun} have no row (lost, or removed) and will have none")
+
+
 def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
     """Whether the cold start that lies in sft.output is the one that the config describes.
 
@@ -109,16 +145,22 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
         may_differ: keys and sections that do not count.
 
     Raises:
-        UserError: it was made with other settings.
+        UserError: it was made with other settings, or they are lost.
     """
     path = Path(config.run.dir) / COLD_START
     if not path.is_file():
         return
-    before = _written(path)
+    kept = read_config(path)
+    if kept is None:
+        raise UserError(
+            f"{path}: empty or cut off (was the disk full?); remove {config.sft.output}, and the cold start"
+            " is made again"
+        )
+    before = with_defaults(kept)
     changed = [
         name
         for name, _, _ in differences(before, dataclasses.asdict(config))
-        if _names(COLD_START_KEYS, name) and not _names(may_differ, name)
+        if names(COLD_START_KEYS, name) and not names(may_differ, name)
     ]
     if changed:
         raise UserError(
@@ -130,53 +172,98 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
 def write_policy_folder(folder: Path, model: Model) -> None:
     """Writes config.json and tokenizer, which export and vLLM workers take."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model.hf_config, indent=2), encoding="utf-8")
+    write_json(folder / "config.json", model.hf_config)
     copy_tokenizer(model.tokenizer_folder, folder)
 
 
-def _check_resume(
-    config: Config, identity: Mapping[str, str], starts: Sequence[Path], say: Callable[[str], None]
-) -> None:
+def _check_resume(config: Config, identity: Mapping[str, str], say: Callable[[str], None]) -> None:
     folder, allowed = Path(config.run.dir), config.checkpoint.allow_change
-    unknown = [name for name in allowed if name not in known_keys() and name not in identity]
+    keys = known_keys().keys() | identity.keys() | {REFERENCE}
+    unknown = [name for name in allowed if name not in keys]
     if unknown:
         raise UserError(
             f"checkpoint.allow_change names {unknown[0]!r}, which is no key; see docs/configuration.md"
         )
-    if not config.checkpoint.resume:
+    if has_checkpoint(folder / "checkpoints") and not config.checkpoint.resume:
         raise UserError(
             f"run.dir={folder} holds checkpoints, and checkpoint.resume is false; choose another run.dir, or"
             " remove the folder"
         )
-    if not starts:
+    start = newest_start(folder)
+    if start is None:
         raise UserError(
-            f"run.dir={folder} holds checkpoints, but no configs/: an earlier version wrote them; choose"
-            " another run.dir"
+            f"run.dir={folder} holds trained steps, but no configs/ that says of what; choose another run.dir"
         )
-    before = _written(starts[-1])
-    known = json.loads(starts[-1].with_suffix(".json").read_text(encoding="utf-8"))
-    changes = list(differences(before, dataclasses.asdict(config)))
-    changes += differences(known, identity)
-    refused = [name for name, _, _ in changes if is_binding(name, config) and not _names(allowed, name)]
+    for path in start.damaged:
+        say(f"{path}: empty or cut off (was the disk full?); {start.path} is compared instead")
+    changes = list(_changes(start, config, identity))
+    refused = [name for name, _, _, binds in changes if binds and not names(allowed, name)]
     if changes:
         rows = [
             [name, _short(old), _short(new), "refused" if name in refused else "accepted"]
-            for name, old, new in changes
+            for name, old, new, _ in changes
         ]
         say(table(rows, ["changed since the last start", "then", "now", ""]))
     if refused:
-        keys = known_keys().keys() | identity.keys()
-        refused = list(dict.fromkeys(_known(name, keys) for name in refused))
-        raise UserError(
-            f"run.dir={folder} holds another experiment: {', '.join(refused)} changed (table above); choose"
-            f" another run.dir, or accept it: checkpoint.allow_change=[{', '.join(refused)}]"
+        _refuse(config, start, list(dict.fromkeys(_known(name, keys) for name in refused)))
+
+
+def _changes(
+    start: Start, config: Config, identity: Mapping[str, str]
+) -> Iterator[tuple[str, Any, Any, bool]]:
+    """(dotted key, value then, value now, whether it makes another experiment) of all that differs."""
+    before, now = with_defaults(start.config), dataclasses.asdict(config)
+    same_decay = _decay(before, config) == _decay(now, config)
+    for name, old, new in differences(before, now):
+        is_length = name in ("learner.steps", "learner.optimizer.decay_updates")
+        yield name, old, new, is_binding(name, config) and not (is_length and same_decay)
+    both = start.identity.keys() & identity.keys()
+    for name, old, new in differences(start.identity, identity):
+        if name != REFERENCE or name in both:  # weights count between two starts that have a reference
+            yield name, old, new, True
+
+
+def _decay(values: Mapping[str, Any], config: Config) -> int:
+    """Updates over which the learning rate of a config, as nested values, falls.
+
+    Args:
+        config: for the types of the sections.
+    """
+    learner = dataclasses.replace(
+        config.learner,
+        **{name: values["learner"][name] for name in ("steps", "epochs", "minibatch_size")},
+    )
+    rollout = values["rollout"]
+    updates = total_updates(learner, rollout["questions_per_step"] * rollout["group_size"])
+    return values["learner"]["optimizer"]["decay_updates"] or updates
+
+
+def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
+    folder = Path(config.run.dir)
+    lost = [name for name in refused if name in IDENTITY and not start.identity]
+    number = next(number for number in itertools.count(2) if not Path(f"{folder}-{number}").exists())
+    why = f"{', '.join(refused)} changed (table above)"
+    if "learner.steps" in refused:
+        length = _decay(with_defaults(start.config), config)
+        why += (
+            ": the learning rate falls over learner.steps; with"
+            f" learner.optimizer.decay_updates={length} it falls as before, and a run with schedule=constant"
+            " can always be made longer"
         )
+    if lost:
+        why += f": {start.path.with_suffix('.json')} is lost, so that they cannot be compared"
+    hint = f"choose another folder, such as run.dir={folder}-{number}"
+    if lost == list(refused) or all(names(ADJUSTABLE, name) for name in refused):
+        hint += f", or go on with this run all the same: checkpoint.allow_change=[{', '.join(refused)}]"
+    raise UserError(f"run.dir={folder} holds another experiment: {why}; {hint}")
 
 
-def _written(path: Path) -> dict[str, Any]:
+def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """The config that an earlier start wrote. A key that is newer than the file had its default."""
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    found: Any = OmegaConf.to_container(OmegaConf.merge(dataclasses.asdict(Config()), values))
+    plain = dataclasses.asdict(Config())
+    found: Any = OmegaConf.to_container(OmegaConf.merge(plain, values))
+    phase = dataclasses.asdict(SftPhase())
+    found["sft"]["phases"] = [phase | one for one in found["sft"]["phases"]]
     return dict(found)
 
 
@@ -198,7 +285,9 @@ def is_binding(name: str, config: Config) -> bool:
     if name == "learner.steps":
         optimizer = config.learner.optimizer
         return optimizer.schedule != "constant" and not optimizer.decay_updates
-    return _names(BINDING, name) or not _names(FREE, name)
+    if names(["policy.init"], name):
+        return not config.policy.path
+    return names(BINDING, name) or not names(FREE, name)
 
 
 def _known(name: str, keys: Collection[str]) -> str:
@@ -208,7 +297,7 @@ def _known(name: str, keys: Collection[str]) -> str:
     return name
 
 
-def _names(keys: Sequence[str], name: str) -> bool:
+def names(keys: Sequence[str], name: str) -> bool:
     """Whether a key or its section is among `keys`."""
     return any(name == one or name.startswith(f"{one}.") for one in keys)
 
@@ -218,5 +307,5 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:36]}…"
 
 
-def _hash(value: Any) -> str:
+def content_hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -158,7 +158,8 @@ def test_the_config_is_that_of_the_newest_start_of_the_run(tmp_path):
     (run / "checkpoints").mkdir(parents=True)
     (run / "configs").mkdir()
     for name in ("0.yaml", "2.yaml", "10.yaml", "notes.yaml"):
-        (run / "configs" / name).touch()
+        (run / "configs" / name).write_text("run: {seed: 1}\n")
+    (run / "configs/11.yaml").touch()  # of a start on a full disk
     for policy in (run, run / "checkpoints", run / "checkpoints/7", run / "snapshots/v3"):
         assert ask.run_config(find_policy(policy)) == run / "configs/10.yaml"
     with pytest.raises(UserError, match="no config of a run beside it; name one with --config"):

@@ -10,8 +10,10 @@ import pytest
 from trainer_rig import QUESTIONS, ScriptedRollouts, make_config, make_model
 
 from calibadv_jax import cli
+from calibadv_jax.config import Config, dump_config
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.console import Console
+from calibadv_jax.starts import add_start, newest_start
 from calibadv_jax.stopping import Stop
 from calibadv_jax.train import train
 from calibadv_jax.trainer import Trainer
@@ -60,6 +62,24 @@ def test_a_full_disk_is_one_line_and_the_next_start_goes_on(small_disk):
     ballast.unlink()
     run(config, folder)
     assert steps(folder) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_start_on_a_full_disk_leaves_the_older_start_whole(small_disk):
+    """Whether there is no room at all, or for a part of the config."""
+    folder, ballast = small_disk / "run", small_disk / "ballast"
+    text = dump_config(Config())
+    add_start(folder, text, {"data.content": "a"})
+    for room in (0, 4096):
+        free = shutil.disk_usage(small_disk).free
+        ballast.write_bytes(b"x" * (free - room))
+        with pytest.raises(OSError) as caught:
+            add_start(folder, text * 3, {"data.content": "b"})
+        assert caught.value.errno == errno.ENOSPC
+        ballast.unlink()
+        start = newest_start(folder)
+        assert (start.path.name, start.identity, start.damaged) == ("0.yaml", {"data.content": "a"}, ())
+    add_start(folder, text, {"data.content": "b"})
+    assert newest_start(folder).path.name == "1.yaml"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

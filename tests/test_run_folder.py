@@ -5,58 +5,22 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from run_folder_rig import QUESTIONS, StandInModel, contents, make_run, trained, with_checkpoint
 
-from calibadv_jax.config import Config, dump_config, known_keys, load_config
+from calibadv_jax.config import Config, dump_config, known_keys
 from calibadv_jax.errors import UserError
 from calibadv_jax.run_folder import (
     BINDING,
     COLD_START_KEYS,
     FREE,
     check_cold_start,
-    enter_run_folder,
     write_policy_folder,
 )
-from calibadv_jax.trajectory import Question
-
-QUESTIONS = [Question("1", "Who?", ("Ann",), "test"), Question("2", "Where?", ("Here",), "test")]
-
-
-class StandInModel:
-    """As much of `model.Model` as the run folder reads."""
-
-    tokenizer_hash = "words"
-    pins = ()
-
-    def __init__(self, folder, **hf_config):
-        folder.mkdir(exist_ok=True)
-        (folder / "tokenizer.json").write_text("{}")
-        self.tokenizer_folder, self.hf_config = folder, {"model_type": "qwen2"} | hf_config
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Enters the folder of one run; returns what was said."""
-    path = tmp_path / "config.yaml"
-    path.write_text("learner: {steps: 10, optimizer: {schedule: cosine}}\n")
-    folder = tmp_path / "run"
-
-    def enter(*overrides, questions=QUESTIONS, **hf_config):
-        said = []
-        config = load_config(path, [f"run.dir={folder}", *overrides])
-        enter_run_folder(config, StandInModel(tmp_path / "tokenizer", **hf_config), questions, said.append)
-        return "\n".join(said)
-
-    enter.folder = folder
-    return enter
-
-
-def with_checkpoint(run):
-    run()
-    (run.folder / "checkpoints" / "3").mkdir(parents=True)
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return make_run(tmp_path)
 
 
 def test_the_config_of_every_start_is_kept(run):
@@ -74,6 +38,7 @@ def test_the_newest_of_many_starts_counts(run):
         run(f"run.seed={number}")
     names = {path.stem for path in (run.folder / "configs").glob("*.yaml")}
     assert names == {str(number) for number in range(11)}
+    trained(run, 3)
     (run.folder / "checkpoints" / "3").mkdir(parents=True)
     assert run("run.seed=10") == ""
     with pytest.raises(UserError, match="run.seed changed"):
@@ -114,7 +79,10 @@ def test_what_would_make_it_another_experiment_is_refused_and_nothing_is_written
     key, _, value = override.partition("=")
     with pytest.raises(UserError, match=rf"holds another experiment: {key} changed") as caught:
         run(override)
-    assert f"checkpoint.allow_change=[{key}]" in str(caught.value) and "\n" not in str(caught.value)
+    assert f"choose another folder, such as run.dir={run.folder}-2" in str(caught.value)
+    can_go_on = key.startswith(("learner", "rollout", "retriever", "sampler", "loss"))
+    assert (f"checkpoint.allow_change=[{key}]" in str(caught.value)) == can_go_on
+    assert "\n" not in str(caught.value)
     assert contents(run.folder) == before
     table = run(override, f"checkpoint.allow_change=[{key}]")
     assert any(key in line and value in line and "accepted" in line for line in table.splitlines())

@@ -8,8 +8,17 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from calibadv_jax.config import OptimizerConfig
+from calibadv_jax.config import LearnerConfig, OptimizerConfig
 from calibadv_jax.policy.sharding import constrain
+
+
+def total_updates(learner: LearnerConfig, trajectories: int) -> int:
+    """Optimizer updates of a run.
+
+    Args:
+        trajectories: of a step.
+    """
+    return learner.steps * learner.epochs * -(-trajectories // (learner.minibatch_size or trajectories))
 
 
 def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule:

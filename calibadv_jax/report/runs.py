@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.writer import read_metrics
-from calibadv_jax.report.evaluations import Table, read_evaluations, read_json
+from calibadv_jax.report.evaluations import Table, read_evaluations
+from calibadv_jax.starts import newest_start, start_files
 
 Kind = Literal["training run", "cold start"]
 
@@ -21,7 +20,7 @@ Kind = Literal["training run", "cold start"]
 class Run:
     """What one run folder holds.
 
-    Every start of a run leaves a config; those of the last start count.
+    Every start of a run leaves a config; that of the newest start whose files are whole counts.
     """
 
     folder: Path
@@ -72,16 +71,14 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def _read(folder: Path, name: str) -> Run:
     path = folder / "metrics.jsonl"
-    starts = _starts(folder)
-    if not path.is_file() and not starts:
+    start = newest_start(folder)
+    if not path.is_file() and start is None:
         raise UserError(f"{folder}: not a run folder, it has no metrics.jsonl; {_hint(folder)}")
     # A resumed run may write a step again; the later row is the one that the policy went on from.
     rows = {row["step"]: row for row in read_metrics(path)} if path.is_file() else {}
     if not rows:
         raise UserError(f"{folder}: no metrics yet; try again when the first step has ended")
-    config = yaml.safe_load(starts[-1].read_text(encoding="utf-8")) if starts else None
-    identity = read_json(starts[-1].with_suffix(".json")) if starts else None
-    config = config if isinstance(config, dict) else {}
+    config = start.config if start else {}
     output = (config.get("evaluate") or {}).get("output")
     return Run(
         folder,
@@ -89,8 +86,8 @@ def _read(folder: Path, name: str) -> Run:
         "cold start" if any("sft/loss" in row for row in rows.values()) else "training run",
         rows,
         config,
-        identity if isinstance(identity, dict) else {},
-        len(starts),
+        start.identity if start else {},
+        len(start_files(folder)),
         read_evaluations(folder, output),
         _rollouts(folder / "rollouts", rows.keys()),
     )
@@ -102,11 +99,6 @@ def _hint(folder: Path) -> str:
     if within:
         return "it holds some: " + " ".join(str(path) for path in within[:8])
     return "give the run.dir of a training run"
-
-
-def _starts(folder: Path) -> list[Path]:
-    numbered = [path for path in (folder / "configs").glob("*.yaml") if path.stem.isdigit()]
-    return sorted(numbered, key=lambda path: int(path.stem))
 
 
 def _rollouts(folder: Path, steps: Any) -> dict[int, Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import json
 import math
 import shutil
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import replacing
 from calibadv_jax.hub import TOKENIZER_FILES
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import placed_params
@@ -37,6 +39,7 @@ from calibadv_jax.policy.weights import (
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 CARD = "README.md"
+SAMPLED = 2**16  # bytes at each of three places of a tensor that `weights_hash` reads
 WRITER = {"format": "pt", "writer": "calibadv_jax"}  # "pt": transformers refuses files without it
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -80,6 +83,48 @@ def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
 
         targets = flatten(placed_params(policy.abstract_params, mesh, policy.numerics.param_dtype))
         return unflatten({path: load(path, target) for path, target in targets.items()})
+
+
+def weights_hash(folder: Path) -> str:
+    """Tells one folder's weights from others, at a price that does not grow with their size.
+
+    SHA-256 over every tensor's name, dtype and shape, and over 64 KiB at its beginning, middle and end. How
+    tensors are spread over files does not count.
+
+    Raises:
+        UserError: no safetensors, or a damaged file.
+    """
+    digests: dict[str, str] = {}
+    for path in _weight_files(folder):
+        try:
+            with path.open("rb") as file:
+                for name, about, data in _tensor_places(file):
+                    digest = hashlib.sha256(json.dumps([name, about["dtype"], about["shape"]]).encode())
+                    for at in (data.start, (data.start + data.stop - SAMPLED) // 2, data.stop - SAMPLED):
+                        file.seek(max(data.start, at))
+                        digest.update(file.read(min(SAMPLED, len(data))))
+                    digests[name] = digest.hexdigest()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}: not a full safetensors file ({error}); copy it again") from error
+    return hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
+
+
+def _tensor_places(file: BinaryIO) -> Iterator[tuple[str, dict[str, Any], range]]:
+    """(name, dtype and shape, place of the bytes) of the tensors of a safetensors file.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is not one, or was cut off.
+    """
+    size = file.seek(0, 2)
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(min(length, size)))
+    for name, about in header.items():
+        if name != "__metadata__":
+            begin, end = (8 + length + offset for offset in about["data_offsets"])
+            if not 0 <= begin <= end <= size:
+                raise ValueError(f"{name} is cut off")
+            yield name, about, range(begin, end)
 
 
 def save_folder(
@@ -136,7 +181,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         return
     for file in sorted(source.iterdir()):
         if file.is_file() and _is_tokenizer_file(file.name):
-            shutil.copyfile(file, target / file.name)
+            with replacing(target / file.name) as partial:
+                shutil.copyfile(file, partial)
 
 
 @dataclass

@@ -154,7 +154,7 @@ def test_the_guards_threshold_is_that_of_the_config(tmp_path):
     charts = charts_of(gather_folders(folder))
     assert charts["entropy"].limit == 0.125
     assert charts["reward"].limit is None
-    (folder / "configs/0.yaml").write_text("guards: {min_entropy: null}")
+    (folder / "configs/0.yaml").write_text("guards: {min_entropy: null}\n")
     assert charts_of(gather_folders(folder))["entropy"].limit is None
 
 

@@ -101,7 +101,7 @@ def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_p
     config, _ = run
     trained = replace(
         config,
-        policy=PolicyConfig(path="Qwen/Qwen2.5-3B"),
+        policy=PolicyConfig(path="Qwen/Qwen2.5-3B", init={"vocab_size": 151936, "num_hidden_layers": 36}),
         data=replace(config.data, train="/home/someone/questions.jsonl"),
         advantage=AdvantageConfig(target_ratio=0.5),
         prompt=PromptConfig(template="Ask {question} | now"),
@@ -123,6 +123,7 @@ def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_p
     assert (rows["step"], rows["began with"], rows["algorithm"]) == ("1", "Qwen2.5-3B", "calibadv")
     assert rows["training questions"] == "questions.jsonl" and rows["advantage.target_ratio"] == "0.5"
     assert "\n# run\n" in text
+    assert "151936" not in text and "36" not in rows.values(), "sizes of a policy that was not made"
     assert "    Ask {question} | now" in text and rows["prompt.template"] == r"Ask {question} \| now"
     assert rows["calibadv-jax"] == version("calibadv-jax") and rows["jax"] == jax.__version__
     assert "someone" not in text and "10.0.0.1" not in text and str(tmp_path) not in text

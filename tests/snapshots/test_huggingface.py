@@ -16,7 +16,13 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import to_hf
-from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
+from calibadv_jax.snapshots.huggingface import (
+    SAMPLED,
+    load_params,
+    read_hf_config,
+    save_folder,
+    weights_hash,
+)
 
 SHAPE = {
     "vocab_size": 97,
@@ -260,3 +266,45 @@ def test_unusable_configs_are_one_line(tmp_path, content, words):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=words):
         read_hf_config(tmp_path)
+
+
+def test_a_hash_tells_weights_apart_wherever_they_differ_and_however_they_lie(tmp_path):
+    """Tensors of three times what is read of each: a block at the beginning, the middle and the end."""
+    count = 3 * SAMPLED // 2  # of two bytes
+    rng = np.random.default_rng(0)
+    tensors = {f"t{n}": rng.integers(0, 9, count).astype(np.float16) for n in range(3)}
+    tensors["small"] = np.ones(3, np.float32)
+
+    def hashed(name, *files):
+        folder = tmp_path / name
+        folder.mkdir()
+        if len(files) == 1:
+            save_file(files[0], folder / "model.safetensors", metadata={"by": name})
+        else:
+            names = [f"model-{n}.safetensors" for n in range(len(files))]
+            for path, some in zip(names, files, strict=True):
+                save_file(some, folder / path)
+            places = {tensor: path for path, some in zip(names, files, strict=True) for tensor in some}
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        return weights_hash(folder)
+
+    known = hashed("a", tensors)
+    halves = [{"t0": tensors["t0"], "small": tensors["small"]}, {"t1": tensors["t1"], "t2": tensors["t2"]}]
+    assert hashed("b", *halves) == known == hashed("c", tensors)
+    for number, at in enumerate((0, count // 2, count - 1)):
+        changed = tensors["t2"].copy()
+        changed[at] += 1
+        assert hashed(f"d{number}", tensors | {"t2": changed}) != known
+    assert hashed("e", tensors | {"small": np.array([1, 1, 2], np.float32)}) != known
+    assert hashed("f", tensors | {"small": np.ones((3, 1), np.float32)}) != known
+    assert hashed("g", {"u" if name == "small" else name: one for name, one in tensors.items()}) != known
+
+
+@pytest.mark.parametrize("left", [0, 5, 40, -1])
+def test_weights_that_were_cut_off_have_no_hash(tmp_path, left):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.ones(9, np.float32)}, path)
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(UserError, match="model.safetensors: not a full safetensors file") as caught:
+        weights_hash(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,53 @@
+"""A run's folder without a run: a stand-in of the model, and what a training leaves behind."""
+
+import json
+
+from calibadv_jax.config import load_config
+from calibadv_jax.run_folder import enter_run_folder
+from calibadv_jax.trajectory import Question
+
+QUESTIONS = [Question("1", "Who?", ("Ann",), "test"), Question("2", "Where?", ("Here",), "test")]
+
+
+class StandInModel:
+    """As much of `model.Model` as the run folder reads."""
+
+    tokenizer_hash = "words"
+    pins = ()
+
+    def __init__(self, folder, **hf_config):
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.json").write_text("{}")
+        self.tokenizer_folder, self.hf_config = folder, {"model_type": "qwen2"} | hf_config
+
+
+def make_run(tmp_path):
+    """Enters the folder of one run; returns what was said."""
+    path = tmp_path / "config.yaml"
+    path.write_text("learner: {steps: 10, optimizer: {schedule: cosine}}\n")
+    folder = tmp_path / "run"
+
+    def enter(*overrides, questions=QUESTIONS, **hf_config):
+        said = []
+        config = load_config(path, [f"run.dir={folder}", *overrides])
+        enter_run_folder(config, StandInModel(tmp_path / "tokenizer", **hf_config), questions, said.append)
+        return "\n".join(said)
+
+    enter.folder = folder
+    return enter
+
+
+def with_checkpoint(run):
+    run()
+    trained(run, 3)
+    (run.folder / "checkpoints" / "3").mkdir(parents=True)
+
+
+def trained(run, steps):
+    """Writes the metrics of so many steps."""
+    rows = [json.dumps({"step": step}) for step in range(1, steps + 1)]
+    (run.folder / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
