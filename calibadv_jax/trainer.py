@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from calibadv_jax.errors import UserError
 from calibadv_jax.learner.batching import Sample, pack, unpack
 from calibadv_jax.learner.learner import Learner, on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
 from calibadv_jax.learner.step import learn, make_samples, old_logprobs, with_old_logprobs
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
@@ -24,7 +23,7 @@ from calibadv_jax.model import Model, initial_params
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout.stream import RolloutStream
 from calibadv_jax.seeds import attempt_seed, random_state
-from calibadv_jax.snapshots.checkpoint import CheckpointStore
+from calibadv_jax.snapshots.checkpoint import EXTRA, CheckpointStore
 from calibadv_jax.trajectory import Group, Question
 
 PROBE_TOKENS = 256  # of the fixed text on which workers and learner are compared after a swap
@@ -57,8 +56,7 @@ class Trainer:
         self.stream = self._make_stream()
         self.guards = Guards(config.guards)
         trajectories = config.rollout.questions_per_step * config.rollout.group_size
-        per_epoch = -(-trajectories // (learner.minibatch_size or trajectories))
-        self.schedule = make_schedule(learner.optimizer, learner.steps * per_epoch * learner.epochs)
+        self.schedule = make_schedule(learner.optimizer, total_updates(learner, trajectories))
         self.learner = Learner(
             model.policy,
             make_optimizer(learner.optimizer, self.schedule),
@@ -94,7 +92,7 @@ class Trainer:
         """
         newest = self.checkpoints.latest_step()
         if newest is not None:
-            self.guards.restore(self._restore(newest)["guards"])
+            self._restore(newest, with_guards=True)
             self.rollouts.seed = self.seed
             self.console.note(f"resuming from step {self.step}")
 
@@ -119,12 +117,19 @@ class Trainer:
         self.rollouts.seed = self.seed
         self.console.note(f"rolled back from step {collapsed} to step {self.step}")
 
-    def _restore(self, step: int) -> dict[str, Any]:
-        self.state, extra = self.checkpoints.restore(step, self.learner.abstract_state())
-        self.step = extra["step"]
-        self.questions.set_state(extra["questions"])
-        self.stream.restore(extra["stream"], self.by_id)
-        return extra
+    def _restore(self, step: int, with_guards: bool = False) -> None:
+        state, extra = self.checkpoints.restore(step, self.learner.abstract_state())
+        try:
+            self.questions.set_state(extra["questions"])
+            self.stream.restore(extra["stream"], self.by_id)
+            if with_guards:
+                self.guards.restore(extra["guards"])
+            self.state, self.step = state, int(extra["step"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.checkpoints.folder / str(step)}: damaged checkpoint; delete it to use an older one"
+                f" (in {EXTRA}: {type(error).__name__} {error})"
+            ) from error
 
     def _make_stream(self) -> RolloutStream:
         rollout = self.config.rollout

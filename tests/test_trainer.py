@@ -329,3 +329,17 @@ def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monk
     first, again, other = orders[:2], orders[2:4], orders[4:]
     assert first == again
     assert len({*first, *other}) == 4
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [None, [], {}, {"step": 1}, {"step": 1, "questions": {}, "stream": {}, "guards": {}}],
+    ids=["none", "list", "empty", "step", "garbled"],
+)
+def test_a_checkpoint_without_its_counters_is_one_line(tmp_path, extra):
+    trainer = make_trainer(make_config(tmp_path), tmp_path)
+    trainer.checkpoints.save(1, trainer.state, extra)
+    with pytest.raises(
+        UserError, match=r"checkpoints/1: damaged checkpoint; delete it to use an older one \(in extra"
+    ):
+        make_trainer(make_config(tmp_path), tmp_path).restore()

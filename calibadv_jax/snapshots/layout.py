@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,5 +30,35 @@ def damage_as_user_error(advice: str) -> Iterator[None]:
         # What TensorStore finds wrong with the data comes as a bare Exception around the cause.
         if type(error) is not Exception and not isinstance(error, ValueError | KeyError | OSError):
             raise
+        _silence_the_rest()
         cause = " ".join(str(error.__cause__ or error).split())
         raise UserError(f"{advice} ({cause[:300]})") from error
+
+
+def _silence_the_rest() -> None:
+    """Orbax reads tensors side by side: those that are ready after the first failure tell the terminal so.
+
+    Either asyncio says that nobody asked how they ended, or that its event loop is closed already.
+    """
+    logging.getLogger("asyncio").addFilter(_is_retrieved)
+    before = sys.unraisablehook
+    if before is not _unraisable:
+        _unraisable.before = before
+        sys.unraisablehook = _unraisable
+
+
+def _is_retrieved(record: logging.LogRecord) -> bool:
+    return "exception was never retrieved" not in record.getMessage()
+
+
+class _Unraisable:
+    """Python's hook for errors that no code can catch, without those of a closed event loop."""
+
+    before: Callable[[Any], object] = staticmethod(sys.__unraisablehook__)
+
+    def __call__(self, unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self.before(unraisable)
+
+
+_unraisable = _Unraisable()

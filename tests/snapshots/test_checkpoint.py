@@ -1,6 +1,10 @@
 """Full checkpoints: exact resume, another mesh, pruning, and what is refused."""
 
+import asyncio
+import gc
 import shutil
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +147,31 @@ def test_damaged_checkpoints_are_one_line(tiny, store, state, how):
     with pytest.raises(UserError, match="1: damaged checkpoint") as caught:
         store.restore(1, abstract(tiny.policy))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("swept")
+@pytest.mark.filterwarnings("ignore")
+def test_the_other_tensors_of_a_damaged_checkpoint_are_not_heard(tiny, store, state, caplog, monkeypatch):
+    """Orbax reads them side by side. asyncio would tell of each that failed later, Python of each that came
+    when the event loop was closed."""
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: heard.append(str(one.exc_value)))
+    store.save(1, state, EXTRA)
+    for path in (store.folder / "1/state").rglob("d/*"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match="1: damaged checkpoint"):
+        store.restore(1, abstract(tiny.policy))
+
+    async def forget():
+        asyncio.get_running_loop().create_future().set_exception(ValueError("another tensor"))
+        gc.collect()
+
+    asyncio.run(forget())
+    gc.collect()
+    assert not [one.getMessage() for one in caplog.records if one.name == "asyncio"]
+    for words in ("Event loop is closed", "something else"):
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(words)))
+    assert heard == ["something else"]
 
 
 def test_parameters_alone_in_another_precision(tiny, store, state):
