@@ -5,9 +5,12 @@ Trains on demonstrations and writes a HuggingFace folder that `train` starts fro
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,13 @@ from calibadv_jax.config import Config, SftPhase, dump_config
 from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
 from calibadv_jax.data.demonstrations import GENERATORS, Demonstration
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import write_text
 from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.losses import negative_log_likelihood
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.learner.packing import place
+from calibadv_jax.locking import locked_output, locked_run
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.writer import MetricsWriter
@@ -37,20 +42,36 @@ from calibadv_jax.rollout.observation import (
     render_observation,
 )
 from calibadv_jax.rollout.prompts import build_prompt
-from calibadv_jax.run_folder import COLD_START
+from calibadv_jax.run_folder import COLD_START, content_hash
+from calibadv_jax.sft_state import SftState
 from calibadv_jax.snapshots.huggingface import save_folder
+from calibadv_jax.stopping import Stop
+
+DEFAULT_STEPS = 100  # of a phase that gives no length
+_NOTHING = np.zeros(0, np.float32)
 
 
 def run(config: Config) -> None:
-    """Runs every phase in order, then writes the policy to `sft.output`."""
-    sft = config.sft
+    """Runs every phase in order, then writes the policy to `sft.output`; goes on where it was interrupted."""
+    sft, folder = config.sft, Path(config.run.dir)
     if not sft.phases:
         raise UserError("sft.phases is empty: nothing would be trained; add one, such as {steps: 100}")
     console = Console(config.log.progress)
-    folder = Path(config.run.dir)
+    output = Path(sft.output)
+    with locked_run(folder, console.warn), locked_output(output, "sft.output", console.warn):
+        _run(config, console)
+    console.note(f"cold start written to {output}")
+
+
+def _run(config: Config, console: Console) -> None:
+    sft, folder = config.sft, Path(config.run.dir)
     model = build_model(config, sft.init_from)
-    total = sum(phase.steps for phase in sft.phases)
-    schedule = make_schedule(sft.optimizer, total)
+    training, held_out = _own_demonstrations(config, model.tokenizer)
+    updates = [
+        count_updates(config, phase, training, model.tokenizer, config.run.seed + number)
+        for number, phase in enumerate(sft.phases)
+    ]
+    schedule = make_schedule(sft.optimizer, sum(updates))
     learner = Learner(
         model.policy,
         make_optimizer(sft.optimizer, schedule),
@@ -61,23 +82,46 @@ def run(config: Config) -> None:
         entropy_gradient=False,
         offload=sft.optimizer.offload == "host",
     )
-    state = learner.init(initial_params(config, model, sft.init_from))
-    training, held_out = _own_demonstrations(config, model.tokenizer)
-    step = 0
-    backends = open_backends(config.log, folder / "sft_metrics", start_step=0)
+    identity = {
+        "demonstrations": content_hash([dataclasses.asdict(one) for one in training]),
+        "policy.config": content_hash(model.hf_config),
+        "policy.vocabulary": model.tokenizer_hash,
+    }
+    params = initial_params(config, model, sft.init_from)
+    with Stop() as stop, SftState(config, identity, learner, params, console) as kept:
+        batches = _all_batches(config, updates, training, model.tokenizer, kept.step)
+        _train(config, learner, kept, batches, schedule, sum(updates), held_out, console, stop)
+        write_text(folder / COLD_START, dump_config(config))
+        hub.write_pins(folder, model.pins)
+        dtype, tokenizer = config.policy.param_dtype, model.tokenizer_folder
+        save_folder(kept.state["params"], model.hf_config, Path(sft.output), dtype, tokenizer)
+        kept.finish()
+
+
+def _train(
+    config: Config,
+    learner: Learner,
+    kept: SftState,
+    batches: Iterator[Batch],
+    schedule: Callable[[int], Any],
+    total: int,
+    held_out: Batch | None,
+    console: Console,
+    stop: Stop,
+) -> None:
+    folder, every = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every
+    backends = open_backends(config.log, folder, start_step=kept.step + 1)
     with (
-        MetricsWriter(folder / "sft_metrics", backends, start_step=0) as writer,
+        MetricsWriter(folder, backends, start_step=kept.step + 1) as writer,
         console.bar("cold start", total, "steps") as show,
     ):
-        for number, phase in enumerate(sft.phases):
-            batches = _batches(config, phase, training, model.tokenizer, config.run.seed + number)
-            for batch in _made_ahead(batches, phase.steps):
-                begun = time.monotonic()
-                rate = float(schedule(step))
-                state, metrics = learner.update(state, [batch], negative_log_likelihood)
-                tokens = int((batch.segment_ids > 0).sum())
+        for batch in batches:
+            begun = time.monotonic()
+            rate = float(schedule(kept.step))
+            tokens = int((batch.segment_ids > 0).sum())
+            with stop.held():
+                state, metrics = learner.update(kept.state, [batch], negative_log_likelihood)
                 seconds = time.monotonic() - begun
-                step += 1
                 metrics = {
                     "sft/loss": metrics.pop("actor/loss"),
                     "sft/lr": rate,
@@ -85,17 +129,53 @@ def run(config: Config) -> None:
                     "perf/tokens_per_second": tokens / seconds,
                     "timing_s/step": seconds,
                 } | metrics
-                if held_out is not None and (step % sft.held_out_every == 0 or step == total):
+                step = kept.step + 1
+                if held_out is not None and (step % every == 0 or step == total):
                     metrics["sft/held_out_loss"] = held_out_loss(learner, state["params"], held_out)
                 writer.write(step, metrics)
-                show(step)
-                if step % 10 == 0 or step == total:
-                    console.step(step, total, metrics)
-    output = Path(sft.output)
-    (folder / COLD_START).write_text(dump_config(config), encoding="utf-8")
-    hub.write_pins(folder, model.pins)
-    save_folder(state["params"], model.hf_config, output, config.policy.param_dtype, model.tokenizer_folder)
-    console.note(f"cold start written to {output}")
+                kept.updated(state)
+            show(step)
+            if step % 10 == 0 or step == total:
+                console.step(step, total, metrics)
+
+
+def count_updates(
+    config: Config, phase: SftPhase, own: Sequence[Demonstration], tokenizer: Any, seed: int
+) -> int:
+    """Optimizer updates of a phase.
+
+    Raises:
+        UserError: its length is given in epochs, and a generator, which never repeats itself, writes it.
+    """
+    if not phase.epochs:
+        return phase.steps or DEFAULT_STEPS
+    if config.sft.demonstrations == "world":
+        raise UserError(
+            f"sft.phases: epochs={phase.epochs}, but sft.demonstrations=world writes new ones all the time:"
+            " give steps"
+        )
+    # Only their lengths count.
+    lengths = (len(encode_demonstration(one, config, tokenizer, phase.loss_on).tokens) for one in own)
+    shapes = [Sample(np.zeros(length, np.int32), *[_NOTHING] * 3) for length in lengths]
+    fulls = _row_fulls(
+        (shapes[index] for index in _order(len(own), phase.epochs, seed)),
+        config.sft.rows,
+        config.sft.row_length,
+        with_rest=True,
+    )
+    return sum(1 for _ in fulls)
+
+
+def _all_batches(
+    config: Config, updates: Sequence[int], own: Sequence[Demonstration], tokenizer: Any, done: int
+) -> Iterator[Batch]:
+    """The batches of every phase from update `done` on."""
+    for number, (phase, count) in enumerate(zip(config.sft.phases, updates, strict=True)):
+        skipped = min(done, count)
+        done -= skipped
+        if skipped < count:
+            batches = _batches(config, phase, own, tokenizer, config.run.seed + number, skipped)
+            yield from _made_ahead(batches, count - skipped)
 
 
 def _made_ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
@@ -133,18 +213,33 @@ def held_out_loss(learner: Learner, params: Params, batch: Batch) -> float:
 
 
 def _batches(
-    config: Config, phase: SftPhase, own: Sequence[Demonstration], tokenizer: Any, seed: int
+    config: Config,
+    phase: SftPhase,
+    own: Sequence[Demonstration],
+    tokenizer: Any,
+    seed: int,
+    skipped: int = 0,
 ) -> Iterator[Batch]:
-    """Endless packed batches of exactly `sft.rows` rows."""
+    """Packed batches of exactly `sft.rows` rows, the last one of epochs apart; endless where there are none.
+
+    Args:
+        skipped: batches that are left out at the beginning.
+    """
     sft = config.sft
     demonstrations = _demonstrations(config, phase, own, seed)
     samples = (encode_demonstration(one, config, tokenizer, phase.loss_on) for one in demonstrations)
-    for full in _row_fulls(samples, sft.rows, sft.row_length):
+    for full in islice(_row_fulls(samples, sft.rows, sft.row_length, with_rest=True), skipped, None):
         yield pack(full, sft.row_length, weights=token_weights(full, "token_mean"))
 
 
-def _row_fulls(samples: Iterable[Sample], rows: int, row_length: int) -> Iterator[list[Sample]]:
-    """Samples in their order, in lists that each fill the rows. A rest that does not is left out."""
+def _row_fulls(
+    samples: Iterable[Sample], rows: int, row_length: int, with_rest: bool = False
+) -> Iterator[list[Sample]]:
+    """Samples in their order, in lists that each fill the rows.
+
+    Args:
+        with_rest: the last ones come too, though they do not fill the rows.
+    """
     pending: list[Sample] = []
     lengths: list[int] = []
     for sample in samples:
@@ -153,6 +248,8 @@ def _row_fulls(samples: Iterable[Sample], rows: int, row_length: int) -> Iterato
         if _may_need_more(lengths, rows, row_length) and place(lengths, row_length)[1] > rows:
             yield pending[:-1]
             pending, lengths = pending[-1:], lengths[-1:]
+    if with_rest and pending:
+        yield pending
 
 
 def _may_need_more(lengths: Sequence[int], rows: int, row_length: int) -> bool:
@@ -171,9 +268,14 @@ def _demonstrations(
     if config.sft.demonstrations == "world":
         yield from GENERATORS[phase.kind](seed, config.world)
         return
+    yield from (own[index] for index in _order(len(own), phase.epochs, seed))
+
+
+def _order(count: int, epochs: int | None, seed: int) -> Iterator[int]:
+    """Indices in another order in every epoch; None: without end."""
     rng = np.random.default_rng(seed)
-    while True:
-        yield from (own[index] for index in rng.permutation(len(own)))
+    for _ in itertools.count() if epochs is None else range(epochs):
+        yield from rng.permutation(count)
 
 
 def encode_demonstration(

@@ -114,6 +114,37 @@ def test_as_many_samples_go_into_a_batch_as_first_fit_places(row_length, rows, s
     assert found == expected and len(found) > 3
 
 
+def test_the_rest_of_the_last_epoch_comes_too():
+    samples = [Sample(np.zeros(20, np.int32), *[None] * 3)] * 70
+    assert [len(full) for full in sft._row_fulls(samples, 4, 320, with_rest=True)] == [64, 6]
+    assert [len(full) for full in sft._row_fulls(samples[:64], 4, 320, with_rest=True)] == [64]
+
+
+def test_a_phase_gives_steps_or_epochs():
+    assert sft.count_updates(config_with(demonstrations="world"), SftPhase(7), (), None, 0) == 7
+    assert sft.count_updates(config_with(demonstrations="world"), SftPhase(), (), None, 0) == 100
+    with pytest.raises(ValueError, match="has steps=3 and epochs=2: leave one out"):
+        SftPhase(steps=3, epochs=2)
+    with pytest.raises(
+        UserError, match="epochs=2, but sft.demonstrations=world writes new ones all the time"
+    ):
+        sft.count_updates(config_with(demonstrations="world"), SftPhase(epochs=2), (), None, 0)
+
+
+def test_epochs_train_every_demonstration_so_often(tmp_path, tokenizer):
+    names = ("a", "city", "it", "no", "who", "founded")
+    path = write(tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in names))
+    own = load_demonstrations(path)
+    config = config_with(demonstrations=str(path), rows=1, row_length=40)
+    phase = SftPhase(epochs=3)
+    batches = list(sft._batches(config, phase, own, tokenizer, seed=5))
+    assert len(batches) == sft.count_updates(config, phase, own, tokenizer, 5) > 3
+    assert sum(int(batch.segment_ids.max(axis=1).sum()) for batch in batches) == 18
+    later = list(sft._batches(config, phase, own, tokenizer, 5, skipped=2))
+    for one, other in zip(batches[2:], later, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+
+
 def test_rows_are_counted_only_where_one_more_may_be_needed(monkeypatch):
     counted = []
     monkeypatch.setattr(

@@ -2,16 +2,21 @@
 
 import itertools
 import json
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 from calibadv_jax import sft
 from calibadv_jax.config import Config, MeshConfig, OptimizerConfig, PromptConfig, SftPhase
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.errors import UserError
 from calibadv_jax.run_folder import check_cold_start
+from calibadv_jax.snapshots.checkpoint import newest_step
 from calibadv_jax.snapshots.huggingface import read_hf_config
 
 pytestmark = pytest.mark.medium
@@ -117,3 +122,109 @@ def test_what_it_leaves_behind(started):
     assert (folder / "sft/model.safetensors").is_file() and (folder / "sft/tokenizer.json").is_file()
     assert yaml.safe_load((folder / "sft.yaml").read_text())["run"]["seed"] == 3
     check_cold_start(config)  # the same settings: it need not be made again
+
+
+def moved(config, folder):
+    """The same cold start in another folder, saved every two updates."""
+    folder.mkdir()
+    return replace(
+        config,
+        run=replace(config.run, dir=str(folder)),
+        sft=replace(config.sft, output=str(folder / "sft"), checkpoint_every=2),
+    )
+
+
+def interrupted(config, monkeypatch, end):
+    """Runs until the fourth update, which calls `end`."""
+    update, count = sft.Learner.update, itertools.count(1)
+
+    def until(self, *arguments):
+        done = update(self, *arguments)
+        if next(count) == 4:
+            end()
+        return done
+
+    with monkeypatch.context() as patch, pytest.raises(BaseException) as caught:
+        patch.setattr(sft.Learner, "update", until)
+        sft.run(config)
+    return caught.value
+
+
+def trained_rows(folder):
+    rows = [json.loads(line) for line in (folder / "sft_metrics/metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: one for name, one in row.items() if not name.startswith(("perf", "timing"))} for row in rows
+    ]
+
+
+def assert_the_same(folder, other):
+    assert trained_rows(folder) == trained_rows(other)
+    left, right = (load_file(one / "sft/model.safetensors") for one in (folder, other))
+    assert left.keys() == right.keys()
+    assert all(np.array_equal(left[name], right[name]) for name in left)
+    names = {path.name for path in other.iterdir()}
+    assert names == {"sft", "sft.yaml", "sft_metrics"}, "what an interrupted one needs goes"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_after_a_signal_the_same_command_goes_on_to_the_same_bits(started, tmp_path, monkeypatch, number):
+    """The update that is computed is finished and saved."""
+    config, whole, _ = started
+    config = moved(config, tmp_path / "run")
+    ended = interrupted(config, monkeypatch, lambda: os.kill(os.getpid(), number))
+    assert isinstance(ended, SystemExit) and ended.code == 128 + number
+    folder = tmp_path / "run"
+    assert newest_step(folder / "sft_checkpoints") == 4 and not (folder / "sft").exists()
+    steps, update = [], sft.Learner.update
+    monkeypatch.setattr(
+        sft.Learner, "update", lambda self, *arguments: steps.append(1) or update(self, *arguments)
+    )
+    sft.run(config)
+    assert len(steps) == 1
+    assert_the_same(whole, folder)
+
+
+def test_after_a_kill_the_updates_since_the_last_state_are_trained_again(started, tmp_path, monkeypatch):
+    config, whole, _ = started
+    config = moved(config, tmp_path / "run")
+
+    def killed():
+        raise MemoryError
+
+    monkeypatch.setattr(sft.SftState, "__exit__", lambda *_: None)  # nothing runs after kill -9
+    assert isinstance(interrupted(config, monkeypatch, killed), MemoryError)
+    assert newest_step(tmp_path / "run/sft_checkpoints") == 2 and len(trained_rows(tmp_path / "run")) == 3
+    sft.run(config)
+    assert_the_same(whole, tmp_path / "run")
+
+
+def test_an_unfinished_cold_start_is_not_continued_with_other_settings(started, tmp_path, monkeypatch):
+    config, _, _ = started
+    config = moved(config, tmp_path / "run")
+
+    def fail():
+        raise RuntimeError
+
+    interrupted(config, monkeypatch, fail)
+    folder = tmp_path / "run"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    other = replace(config, sft=replace(config.sft, phases=[SftPhase(steps=9, kind="drills")]))
+    with pytest.raises(UserError, match=r"unfinished cold start with other settings \(sft.phases\); choose"):
+        sft.run(other)
+    init = replace(config, policy=replace(config.policy, init=SHAPE | {"hidden_size": 32}))
+    with pytest.raises(UserError, match=r"\(policy.init.hidden_size, policy.config\)"):
+        sft.run(init)
+    (folder / "sft_start.json").write_text("")
+    with pytest.raises(UserError, match="sft_start.json: lost or damaged, .* remove .*sft_checkpoints"):
+        sft.run(config)
+    (folder / "sft_start.json").write_bytes(before[folder / "sft_start.json"])
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_cold_start_whose_settings_were_cut_off_is_one_line(started, tmp_path):
+    config = moved(started[0], tmp_path / "run")
+    (tmp_path / "run/sft.yaml").write_text("run:\n  se")
+    with pytest.raises(
+        UserError, match=r"sft.yaml: empty or cut off .*; remove .*sft, and the cold start is"
+    ):
+        check_cold_start(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.learner import OptimizerConfig
@@ -13,13 +13,22 @@ from calibadv_jax.config.section import SECTION
 
 @dataclass(frozen=True, config=SECTION)
 class SftPhase:
-    steps: PositiveInt = 100
-    """Optimizer updates."""
+    steps: PositiveInt | None = None
+    """Optimizer updates; null: 100, or those of `epochs`."""
+    epochs: PositiveInt | None = None
+    """Instead of steps: passes over the demonstrations of the file, each in another order; the last update of
+    a phase may have fewer rows."""
     kind: Literal["imperfect", "lookups", "drills"] = "imperfect"
     """Demonstrations of the generator: imperfect: whole trajectories with flaws; lookups: careful one-hop and
     comparison questions; drills: words to copy and names to compare, without search. A JSONL has one kind."""
     loss_on: Literal["sampled", "all"] = "sampled"
     """Tokens with a loss: what the policy would sample, or documents and prompt too."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> SftPhase:
+        if self.steps and self.epochs:
+            raise ValueError(f"has steps={self.steps} and epochs={self.epochs}: leave one out")
+        return self
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -39,6 +48,9 @@ class SftConfig:
     """Tokens of a packed row."""
     rows: PositiveInt = 16
     """Packed rows per update."""
+    checkpoint_every: NonNegativeInt = 50
+    """Updates between two states from which an interrupted cold start goes on; the newest one is kept until
+    the policy is written. 0: only where a signal or an error ends it."""
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """Optimizer of the cold start."""
     output: str = "${run.dir}/sft"
