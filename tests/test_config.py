@@ -251,7 +251,7 @@ def test_every_key_is_described():
         "| `rollout.top_p` | number > 0, ≤ 1 | `1.0` |",
         "| `sampler.urls` | list of text | `[]` |",
         "| `policy.init` | mapping | `{}` |",
-        "| `sft.phases[].steps` | integer > 0 | `100` |",
+        "| `sft.phases[].steps` | integer > 0 or null | `null` |",
     ],
 )
 def test_the_page_shows_values_limits_and_defaults(line):

@@ -54,7 +54,8 @@ def _is_retrieved(record: logging.LogRecord) -> bool:
 class _Unraisable:
     """Python's hook for errors that no code can catch, without those of a closed event loop."""
 
-    before: Callable[[Any], object] = staticmethod(sys.__unraisablehook__)
+    def __init__(self) -> None:
+        self.before: Callable[[Any], object] = sys.__unraisablehook__
 
     def __call__(self, unraisable: Any) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
