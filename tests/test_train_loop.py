@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from contextlib import contextmanager
@@ -12,10 +11,11 @@ import jax
 import numpy as np
 import pytest
 from trainer_rig import (
+    MODEL,
     QUESTIONS,
     ScriptedRollouts,
     make_config,
-    make_model,
+    rows,
     shared_programs,  # noqa: F401
 )
 
@@ -28,8 +28,6 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.stopping import Stop
 from calibadv_jax.trainer import Trainer
-
-MODEL = make_model()
 
 
 class Broken(Exception):
@@ -56,10 +54,6 @@ def run(config, folder, rollouts=None):
     with Stop() as stop, trainer:
         train.train(config, trainer, trainer.rollouts, folder, console, stop)
     return trainer
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def left(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from tiny_policy import NARROW
 from calibadv_jax import trainer
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.data.questions import write_questions
+from calibadv_jax.metrics.console import Console
 from calibadv_jax.model import Model
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.stopping import Stop
+from calibadv_jax.train import train
 from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
 
 HF_CONFIG = NARROW | {"vocab_size": 24, "num_key_value_heads": 1, "tie_word_embeddings": True}
@@ -124,3 +128,33 @@ class ScriptedRollouts:
 
     def prompt_logprobs(self, token_ids):
         return self.logprobs
+
+
+MODEL = make_model()
+UNTIMED = ("timing_s/", "perf/")
+
+
+def run(config, rollouts, tmp_path, console=None):
+    console = console or Console(progress=False)
+    learning = make_trainer(config, tmp_path, rollouts, console)
+    learning.restore()
+    with Stop() as stop, learning:
+        train(config, learning, rollouts, tmp_path, console, stop)
+    return rollouts
+
+
+def rows(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(UNTIMED)}
+        for line in lines
+    ]
+
+
+def make_trainer(config, folder, rollouts=None, console=None):
+    console = console or Console(progress=False)
+    return trainer.Trainer(config, MODEL, QUESTIONS, rollouts or ScriptedRollouts(), folder, console)
+
+
+def checkpoints(folder):
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("[0-9]"))
