@@ -8,7 +8,6 @@ authentication: keep the worker on loopback or on a network that only the traine
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib.util
 import json
 import os
@@ -140,11 +139,11 @@ def serve(arguments: argparse.Namespace) -> int:
                 command,
                 env=os.environ | environment | {"VLLM_RPC_BASE_PATH": scratch},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
             try:
-                if not _watch(server, arguments, port):
-                    return 0
+                with _guarded(server):
+                    if not _watch(server, arguments, port):
+                        return 0
                 reason = f"vLLM's server ended with status {server.returncode}"
             except UserError as error:
                 if left == arguments.restarts:
@@ -327,6 +326,29 @@ def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float)
         raise UserError(f"vLLM's server answered the warm-up with {reply.status_code}: {reply.text[:300]}")
 
 
+@contextmanager
+def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Also a launcher that is killed with SIGKILL leaves no server and no engine behind.
+
+    A shell waits for the end of this process, then kills the server's process group. SIGTERM is not enough:
+    vLLM's server then waits for completions that its engine, which ends first, no longer computes.
+    """
+    script = "read -r _; kill -s KILL -- -$0"  # reads until the launcher's end of the pipe is closed
+    nothing = subprocess.DEVNULL
+    guard = subprocess.Popen(
+        ["sh", "-c", script, str(server.pid)],
+        stdin=subprocess.PIPE,
+        stdout=nothing,
+        stderr=nothing,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.communicate()
+
+
 def _stop(server: subprocess.Popen[bytes]) -> None:
     """Ends the server and the engine processes it has started."""
     for sign, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
@@ -347,12 +369,6 @@ def _free_port(host: str) -> int:
         with suppress(OSError), socket.create_server((host, port)):
             return port
     raise UserError(f"{host}: none of 100 ports between 20000 and 32000 is free; set --port")
-
-
-def _die_with_parent() -> None:
-    """Linux: the server gets SIGTERM even when this launcher is killed without a chance to stop it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":

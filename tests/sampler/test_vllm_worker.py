@@ -15,7 +15,7 @@ from calibadv_jax.sampler import vllm_worker
 ROOT = Path(vllm_worker.__file__).parents[2]
 # What the server does at each of its starts; a start beyond the last does as the last.
 SERVER = """
-import os, sys, threading
+import os, signal, subprocess, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 port, book, *acts = sys.argv[1:]
 with open(book, "a") as file:
@@ -23,6 +23,11 @@ with open(book, "a") as file:
 act = acts[min(os.path.getsize(book), len(acts)) - 1]
 if act == "ends":
     sys.exit(7)
+if act == "stays":  # as vLLM's server with a completion under way, and its engine
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    engine = subprocess.Popen(["sleep", "600"])
+    with open(book + ".pids", "w") as file:
+        file.write(f"{os.getpid()} {engine.pid}")
 
 class Handler(BaseHTTPRequestHandler):
     def answer(self):
@@ -118,3 +123,23 @@ def test_restarts_come_to_an_end(launch):
         "error: vLLM's server ended with status 7",
     ]
     assert "(0 restarts left after this one)" in lines[2] and "restart" not in lines[3]
+
+
+def test_a_launcher_that_is_killed_leaves_neither_server_nor_engine(launch, tmp_path):
+    process, _ = launch("stays")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "port").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    pids = [int(pid) for pid in (tmp_path / "book.pids").read_text().split()]
+    assert all(map(is_running, pids))
+    process.kill()
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    """Whether the process exists and is no zombie, which nobody may be there to collect."""
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return found.stdout.strip()[:1] not in ("", "Z")
