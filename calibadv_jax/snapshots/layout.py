@@ -24,27 +24,21 @@ def tensor_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 @contextmanager
 def damage_as_user_error(advice: str) -> Iterator[None]:
     """Turns what Orbax raises on damaged or missing files into a UserError that begins with `advice`."""
+    before = sys.unraisablehook
+    if before is not _unraisable:
+        _unraisable.before, sys.unraisablehook = before, _unraisable
     try:
         yield
+        sys.unraisablehook = before
     except Exception as error:
         # What TensorStore finds wrong with the data comes as a bare Exception around the cause.
         if type(error) is not Exception and not isinstance(error, ValueError | KeyError | OSError):
             raise
-        _silence_the_rest()
+        # Orbax reads tensors side by side. Of those that fail after the first one asyncio says that nobody
+        # asked how they ended, or Python that the event loop is closed: on the terminal, at any later time.
+        logging.getLogger("asyncio").addFilter(_is_retrieved)
         cause = " ".join(str(error.__cause__ or error).split())
         raise UserError(f"{advice} ({cause[:300]})") from error
-
-
-def _silence_the_rest() -> None:
-    """Orbax reads tensors side by side: those that are ready after the first failure tell the terminal so.
-
-    Either asyncio says that nobody asked how they ended, or that its event loop is closed already.
-    """
-    logging.getLogger("asyncio").addFilter(_is_retrieved)
-    before = sys.unraisablehook
-    if before is not _unraisable:
-        _unraisable.before = before
-        sys.unraisablehook = _unraisable
 
 
 def _is_retrieved(record: logging.LogRecord) -> bool:
