@@ -7,7 +7,6 @@ beside the questions that the index can answer, which may be given as data.train
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.data.annotated import Search, answer_in, queries_for, read_passages
 from calibadv_jax.data.questions import load_questions, select_evenly, write_questions
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import write_json
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.services.lookups import look_up_each
 from calibadv_jax.services.retriever_process import open_retriever
@@ -80,7 +80,7 @@ def run(config: Config) -> None:
             report[key] = summary(questions, found)
             console.say(f"data.{key}: share of questions, {depth(config)} documents a search")
             console.say(coverage_table(report[key]))
-    (folder / "coverage.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "coverage.json", report)
     console.note(f"answerable questions and figures written to {folder}")
 
 

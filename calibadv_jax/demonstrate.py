@@ -7,7 +7,6 @@ find them, thoughts that quote them, the answer. Written to sft.demonstrations, 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from calibadv_jax.data.annotated import (
 from calibadv_jax.data.demonstrations import Demonstration
 from calibadv_jax.data.questions import load_questions, question_row
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import replacing
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.model import build_model
 from calibadv_jax.rollout.observation import encode, neutralise_documents, render_observation
@@ -111,8 +111,7 @@ def _fits(demonstration: Demonstration, config: Config, tokenizer: Any) -> bool:
 def _write(path: Path, demonstrations: Sequence[Demonstration]) -> None:
     """A file that `data.demonstration_files.load_demonstrations` reads; it appears when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
         for one in demonstrations:
             turns = [
                 {
@@ -123,7 +122,6 @@ def _write(path: Path, demonstrations: Sequence[Demonstration]) -> None:
             ]
             row = question_row(one.question) | {"turns": turns}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(unfinished, path)
 
 
 def _count_table(counts: Counter[tuple[str, str]]) -> str:

@@ -12,6 +12,7 @@ from calibadv_jax.files import replacing, write_json, write_text
 PACKAGE = Path(__file__).resolve().parent.parent / "calibadv_jax"
 # Files of folders that appear as a whole, or that are written line by line; and the logs of child services.
 APPENDED = {
+    "demonstrate.py",
     "files.py",
     "data/questions.py",
     "data/prepare.py",

@@ -38,7 +38,9 @@ def chain(tmp_path, monkeypatch):
     monkeypatch.setattr(quickstart, "open_services", services)
     monkeypatch.setattr(quickstart, "find_policy", lambda path: str(path))
     monkeypatch.setattr(quickstart, "evaluate_policy", evaluated)
-    monkeypatch.setattr(quickstart.train, "run", lambda config: done.append(("train", config.retriever.url)))
+    monkeypatch.setattr(
+        quickstart.train, "run", lambda now, kept: done.append(("train", now.retriever.url, kept == config))
+    )
     monkeypatch.setattr(quickstart.export, "export", lambda config: done.append("export") or tmp_path / "hf")
     return config, done
 
@@ -52,7 +54,7 @@ def test_every_part_runs_once_and_the_services_end(tmp_path, chain, capsys):
         "cold start",
         ("services", f"{tmp_path}/sft"),
         (f"{tmp_path}/evaluation_before.json", f"{tmp_path}/sft", *on),
-        ("train", "http://here"),
+        ("train", "http://here", True),  # the folder keeps no address of a service that ends
         "export",
         (f"{tmp_path}/evaluation_after.json", f"{tmp_path}/hf", *on),
         "services ended",

@@ -10,6 +10,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from tiny_policy import Letters
 from trainer_rig import (
     MODEL,
     QUESTIONS,
@@ -195,9 +196,12 @@ def start(tmp_path, monkeypatch):
     build_word_tokenizer().save_pretrained(tokenizer)
     order = []
 
-    class Words:
+    class Words(Letters):
         def __len__(self):
             return len(MODEL.tokenizer)
+
+        def encode(self, text, add_special_tokens):
+            return [0]  # every prompt fits
 
         def get_vocab(self):
             return {"yes": 0}
@@ -216,7 +220,7 @@ def start(tmp_path, monkeypatch):
 
         start.rollouts = rollouts or ScriptedRollouts()
         monkeypatch.setattr(train, "build_model", lambda config, path: order.append("model") or model)
-        monkeypatch.setattr(train, "check_inputs", lambda config: order.append("inputs"))
+        monkeypatch.setattr(train, "check_inputs", lambda *_: order.append("inputs"))
         monkeypatch.setattr(train, "open_rollouts", opened)
         train.run(config)
         return start.rollouts

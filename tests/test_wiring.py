@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from http_rig import Handler, serving
 from tiny_policy import Letters
 from trainer_rig import make_config, make_model
 
@@ -28,6 +29,13 @@ def model():
     return replace(made, tokenizer=Vocabulary(), hf_config=made.hf_config | {"eos_token_id": [3]})
 
 
+class Ready(Handler):
+    """A retrieval service that is asked for its health alone."""
+
+    def do_GET(self):
+        self.reply(200, {"status": "ready"})
+
+
 @pytest.fixture
 def opened(monkeypatch):
     """What was opened with which arguments, and what was closed, in order."""
@@ -36,15 +44,16 @@ def opened(monkeypatch):
     def service(name, url):
         @contextmanager
         def open_service(*arguments):
-            events.append((name, *arguments))
+            events.append((name, *arguments[:-1]))  # without what is told of waiting
             yield url
             events.append(f"{name} closed")
 
         return open_service
 
-    monkeypatch.setattr(wiring, "open_retriever", service("retriever", "http://127.0.0.1:9"))
     monkeypatch.setattr(wiring, "open_workers", service("workers", ["http://127.0.0.1:8"]))
-    return events
+    with serving(Ready) as url:
+        monkeypatch.setattr(wiring, "open_retriever", service("retriever", url))
+        yield events
 
 
 def test_the_embedded_sampler_starts_no_workers(tmp_path, model, opened):
@@ -73,8 +82,8 @@ def test_vllm_workers_take_what_is_published_as_the_version_that_it_is(tmp_path,
     made = {}
 
     class Sampler(VllmSampler):
-        def __init__(self, urls, config, stops, tokenizer_hash, publish):
-            made.update(urls=urls, hash=tokenizer_hash, publish=publish)
+        def __init__(self, urls, config, stops, tokenizer_hash, publish, vocab_size):
+            made.update(urls=urls, hash=tokenizer_hash, publish=publish, size=vocab_size)
 
         async def close(self):
             opened.append("sampler closed")
@@ -87,6 +96,7 @@ def test_vllm_workers_take_what_is_published_as_the_version_that_it_is(tmp_path,
             "workers", config.sampler, tmp_path / "policy", tmp_path, config.policy.compute_dtype, 16
         )  # fmt: skip
         assert made["urls"] == ["http://127.0.0.1:8"] and made["hash"] == model.tokenizer_hash
+        assert made["size"] == 24
         assert made["publish"](7, {"p": 1}) == tmp_path / "v000007"
     assert opened[2:] == ["sampler closed", "workers closed", "retriever closed"]
     about = {"step": 7, "hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash}

@@ -198,7 +198,7 @@ def test_warnings(tmp_path, capsys):
     keep(tmp_path / "grpo", with_advantage(name="grpo"))
     keep(tmp_path / "kept", make_config())
     groups, result = scored(make_config())
-    result.credits[0].turns[1][0] *= 1 + 2**-52  # the last bit
+    result.credits[0].turns[1][0] *= 1 + 1e-6  # more than rounding
     RolloutWriter(tmp_path / "other", make_config(), 7).write(7, groups, result.credits, unknown(groups), 3)
     for name, words, overrides in (
         ("grpo", "grpo judges no search; advantage.name=calibadv shows", []),
