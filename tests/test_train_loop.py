@@ -210,7 +210,7 @@ def start(tmp_path, monkeypatch):
 
     def begin(config, rollouts=None):
         @contextmanager
-        def opened(config, model, model_folder, snapshots):
+        def opened(config, model, model_folder, snapshots, check):
             order.append("rollouts")
             start.folders = model_folder, snapshots
             try:
