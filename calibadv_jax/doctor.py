@@ -98,7 +98,7 @@ def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None)
         check_fit(load_questions(config.data.eval), {}, config.prompt.template)
     if config.retriever.url:
         check_running(config.retriever, warn)
-    if config.sampler.urls:
+    if config.sampler.name == "vllm" and config.sampler.urls:
         find_workers(config.sampler, warn)
 
 
@@ -187,7 +187,7 @@ def check_retriever(config: Config) -> list[str]:
             *(f"warning: {url} is away ({reason})" for url, reason in retriever.missing.items()),
             reranked,
             f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}",
-            *coverage_lines(config, url),
+            *coverage_lines(replace(config, retriever=asked), url),
         ]
 
 

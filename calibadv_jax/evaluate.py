@@ -117,7 +117,8 @@ def _evaluate(config: Config, source: PolicySource, console: Console) -> Report:
     questions, overlong = evaluation_questions(config, model.tokenizer)
     if overlong:
         console.warn(overlong)
-    policy, retriever = describe_policy(source), describe_retriever(method_config(config).retriever)
+    policy = describe_policy(source)
+    retriever = describe_retriever(method_config(config).retriever, console.warn)
     evaluation = identity(config, policy, retriever, questions)
     file = RowFile(output.with_suffix(".jsonl"), evaluation, questions)
     if file.others:
@@ -156,11 +157,14 @@ def describe_policy(source: PolicySource) -> dict[str, Any]:
     return {"kind": source.kind, "path": str(source.path), "step": step, "modified": modified}
 
 
-def describe_retriever(config: RetrieverConfig) -> dict[str, Any]:
+def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -> dict[str, Any]:
     """What answers the searches, as plain values; empty where nothing is searched.
 
     A running service is what it says of itself. One that does not say which corpus it has is its address. A
     service that is started here is its corpus: `modified` tells apart what was written to one place in turn.
+
+    Args:
+        warn: told what is waited for.
 
     Raises:
         UserError: a running service cannot be reached.
@@ -168,7 +172,7 @@ def describe_retriever(config: RetrieverConfig) -> dict[str, Any]:
     if config.url == NO_RETRIEVER:
         return {}
     if config.url:
-        client = RetrieverClient(config, config.url)
+        client = RetrieverClient(config, config.url, warn)
         health = client.health()
         said = {name: health[name] for name in (*SAME, "identity") if name in health}
         return said if {"identity", "corpus_sha256"} & said.keys() else said | {"url": client.url}

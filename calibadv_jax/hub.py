@@ -61,9 +61,24 @@ class Pin:
 
 
 def read_pins(folder: Path) -> list[Pin]:
-    """What a run started with; none where it used nothing of the hub."""
+    """What a run started with; none where it used nothing of the hub.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     path = folder / PINS
-    return [Pin(**one) for one in json.loads(path.read_text(encoding="utf-8"))] if path.is_file() else []
+    if not path.is_file():
+        return []
+    try:
+        pins = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(pins, list):
+            raise TypeError(f"{type(pins).__name__} instead of a list")
+        return [Pin(**one) for one in pins]
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{path}: damaged, so that the commits that the run began with are not known; remove it, and the"
+            " run takes those that policy.revision names now"
+        ) from error
 
 
 def write_pins(folder: Path, pins: Iterable[Pin]) -> None:

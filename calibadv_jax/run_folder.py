@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -93,11 +93,9 @@ def enter_run_folder(
     """
     folder = Path(config.run.dir)
     identity = _identity(config, model, questions)
-    logged = _logged_steps(folder)
-    trained = logged | kept_steps(folder).keys()
-    if trained or has_checkpoint(folder / "checkpoints"):
+    if holds_training(folder):
         _check_resume(config, identity, say)
-        _say_history(folder, logged, trained, say)
+        _say_history(folder, say)
     try:
         add_start(folder, dump_config(config), identity)
         write_policy_folder(folder / "policy", model)
@@ -122,14 +120,21 @@ def _identity(config: Config, model: Model, questions: Sequence[Question]) -> di
     return identity
 
 
+def holds_training(folder: Path) -> bool:
+    """Whether a run's folder holds trained steps, with or without a checkpoint of them."""
+    return bool(has_checkpoint(folder / "checkpoints") or _logged_steps(folder) or kept_steps(folder))
+
+
 def _logged_steps(folder: Path) -> set[int]:
     """Steps that have a row of metrics."""
     path = folder / "metrics.jsonl"
     return {row["step"] for row in read_metrics(path)} if path.is_file() else set()
 
 
-def _say_history(folder: Path, logged: Set[int], trained: Set[int], say: Callable[[str], None]) -> None:
+def _say_history(folder: Path, say: Callable[[str], None]) -> None:
     """Which steps are trained again, and of which trained ones nothing is left in metrics.jsonl."""
+    logged = _logged_steps(folder)
+    trained = logged | kept_steps(folder).keys()
     begun = newest_step(folder / "checkpoints") or 0
     again = sum(step > begun for step in trained)
     if again:
@@ -295,10 +300,11 @@ def is_binding(name: str, config: Config) -> bool:
 
 
 def _known(name: str, keys: Collection[str]) -> str:
-    """The key that `name` is, or is an entry of: data.weights of data.weights.nq."""
-    while name not in keys:
-        name = name.rpartition(".")[0]
-    return name
+    """The key that `name` is, or is an entry of: data.weights of data.weights.nq; `name` where none is."""
+    known = name
+    while known and known not in keys:
+        known = known.rpartition(".")[0]
+    return known or name
 
 
 def names(keys: Sequence[str], name: str) -> bool:

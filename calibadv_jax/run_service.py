@@ -9,9 +9,9 @@ from typing import Any
 
 from calibadv_jax.config import Config
 from calibadv_jax.errors import UserError
-from calibadv_jax.run_folder import SERVICE
+from calibadv_jax.files import write_json
+from calibadv_jax.run_folder import SERVICE, holds_training, names
 from calibadv_jax.services.retriever_health import difference, identity
-from calibadv_jax.snapshots.checkpoint import has_checkpoint
 
 FILE = "retriever.json"  # in the run's folder: what the retrieval service said of its index
 
@@ -24,11 +24,11 @@ def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> Non
         state: what the service's health said.
 
     Raises:
-        UserError: the folder holds checkpoints that were trained with another index, and
-            checkpoint.allow_change does not name retriever.content; or it cannot be written.
+        UserError: the folder holds steps that were trained with another index, and checkpoint.allow_change
+            names neither retriever.content nor its section; or it cannot be written.
     """
     path = folder / FILE
-    if has_checkpoint(folder / "checkpoints") and SERVICE not in config.checkpoint.allow_change:
+    if holds_training(folder) and not names(config.checkpoint.allow_change, SERVICE):
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:  # an earlier version wrote none
@@ -44,9 +44,7 @@ def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> Non
                 " serve that one, choose another run.dir, or accept it:"
                 f" checkpoint.allow_change=[{SERVICE}]"
             )
-    unfinished = path.with_suffix(".unfinished")
     try:
-        unfinished.write_text(json.dumps(identity(state), indent=2), encoding="utf-8")
-        unfinished.replace(path)
+        write_json(path, identity(state))
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror})") from error

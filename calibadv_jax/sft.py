@@ -30,6 +30,7 @@ from calibadv_jax.learner.packing import place
 from calibadv_jax.locking import locked_output, locked_run
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
+from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.model import build_model, initial_params
 from calibadv_jax.policy.transformer import Params
@@ -41,6 +42,7 @@ from calibadv_jax.rollout.observation import (
     render_information,
     render_observation,
 )
+from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run_folder import COLD_START, content_hash
 from calibadv_jax.sft_state import SftState
@@ -66,7 +68,7 @@ def run(config: Config) -> None:
 def _run(config: Config, console: Console) -> None:
     sft, folder = config.sft, Path(config.run.dir)
     model = build_model(config, sft.init_from)
-    training, held_out = _own_demonstrations(config, model.tokenizer)
+    training, held_out = _own_demonstrations(config, model.tokenizer, console.warn)
     updates = [
         count_updates(config, phase, training, model.tokenizer, config.run.seed + number)
         for number, phase in enumerate(sft.phases)
@@ -109,7 +111,15 @@ def _train(
     console: Console,
     stop: Stop,
 ) -> None:
+    """Trains on the batches.
+
+    Raises:
+        UserError: it diverged: the parameters are not finite, or no update is, for guards.patience updates in
+            a row or from the first to the last.
+    """
     folder, every = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every
+    patience = min(config.guards.patience, total)
+    guards = Guards(dataclasses.replace(config.guards, patience=patience), "sft.optimizer.lr")
     backends = open_backends(config.log, folder, start_step=kept.step + 1)
     with (
         MetricsWriter(folder, backends, start_step=kept.step + 1) as writer,
@@ -132,7 +142,11 @@ def _train(
                 step = kept.step + 1
                 if held_out is not None and (step % every == 0 or step == total):
                     metrics["sft/held_out_loss"] = held_out_loss(learner, state["params"], held_out)
-                writer.write(step, metrics)
+                metrics["actor/finite"] = float(learner.is_finite(state["params"]))
+                verdict = guards.check(step, metrics)
+                writer.write(step, metrics | verdict.metrics)
+                if guards.is_broken:  # neither the policy nor a state to go on from is written
+                    raise UserError(verdict.findings[0])
                 kept.updated(state)
             show(step)
             if step % 10 == 0 or step == total:
@@ -189,8 +203,17 @@ def _made_ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
             yield batch
 
 
-def _own_demonstrations(config: Config, tokenizer: Any) -> tuple[list[Demonstration], Batch | None]:
-    """Those of the file to train on, and the held-out ones in rows; nothing where a generator writes them."""
+def _own_demonstrations(
+    config: Config, tokenizer: Any, warn: Callable[[str], object] = lambda _: None
+) -> tuple[list[Demonstration], Batch | None]:
+    """Those of the file to train on, and the held-out ones in rows; nothing where a generator writes them.
+
+    Args:
+        warn: told how many are left out because their prompts are too long.
+
+    Raises:
+        UserError: the file cannot be used, or prompts are too long; see `drop_overlong`.
+    """
     sft = config.sft
     if sft.demonstrations == "world":
         if sft.held_out:
@@ -199,9 +222,16 @@ def _own_demonstrations(config: Config, tokenizer: Any) -> tuple[list[Demonstrat
                 " time: sft/loss is a held-out loss already; set it to 0"
             )
         return [], None
-    training, held_out = split_off(
-        load_demonstrations(Path(sft.demonstrations)), sft.held_out, config.run.seed
+    own, longest = load_demonstrations(Path(sft.demonstrations)), config.rollout.max_prompt_length
+    questions = [one.question for one in own]
+    lengths = prompt_lengths(questions, tokenizer, config.prompt, longest)
+    _, overlong = drop_overlong(
+        questions, lengths, longest, config.data.overlong_prompts, "sft.demonstrations"
     )
+    if overlong:
+        warn(overlong)
+    fitting = [one for place, one in enumerate(own) if place not in lengths]
+    training, held_out = split_off(fitting, sft.held_out, config.run.seed)
     samples = [encode_demonstration(one, config, tokenizer, "sampled") for one in held_out]
     return training, pack(samples, sft.row_length) if samples else None
 

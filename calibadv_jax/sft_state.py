@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from calibadv_jax.run_folder import COLD_START_KEYS, differences, names, with_de
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, newest_step
 
 CHECKPOINTS, START = "sft_checkpoints", "sft_start.json"  # in the run's folder, until the policy is written
+GONE = "sft_checkpoints.removed"  # the first of them, on its way out
 COMPARED = (
     *COLD_START_KEYS,
     "policy.compute_dtype",
@@ -54,6 +56,8 @@ class SftState:
     ):
         self.folder, self.every, self.console = Path(config.run.dir), config.sft.checkpoint_every, console
         now = {"config": dataclasses.asdict(config), "identity": dict(identity)}
+        if (self.folder / GONE).exists():
+            shutil.rmtree(self.folder / GONE)
         newest = newest_step(self.folder / CHECKPOINTS)
         if newest is None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -78,8 +82,10 @@ class SftState:
         """Removes what an interrupted cold start would have needed."""
         self._saved = self.step
         self._store.close()
+        # All checkpoints go at once: of what a kill leaves, the next cold start goes on or begins anew.
+        os.replace(self.folder / CHECKPOINTS, self.folder / GONE)
         (self.folder / START).unlink(missing_ok=True)
-        shutil.rmtree(self.folder / CHECKPOINTS)
+        shutil.rmtree(self.folder / GONE)
 
     def __enter__(self) -> SftState:
         return self

@@ -234,3 +234,29 @@ def test_a_host_that_is_too_small_is_a_failure_with_the_keys(config, capsys, mon
         "skip policy: whether that fits: the mesh has 16 devices, and this machine 8"
         in capsys.readouterr().out
     )
+
+
+def test_workers_that_the_run_does_not_use_are_not_waited_for(config):
+    """sampler.urls may stay in a config that samples in process for now."""
+    sampler = replace(config.sampler, name="jax", urls=["http://127.0.0.1:9"], patience=0.3)
+    doctor.check_inputs(replace(config, sampler=sampler))
+
+
+@pytest.mark.timeout(20)
+def test_a_retriever_that_goes_away_after_the_first_answer_is_not_waited_for(config):
+    """All of the doctor's questions are asked without patience: those of the coverage too."""
+
+    class Once(Handler):
+        answers = 0
+
+        def do_GET(self):
+            self.reply(*working_retriever()["/health"])
+
+        def do_POST(self):
+            self.body()
+            Once.answers += 1
+            self.reply(*(working_retriever()["/retrieve"] if Once.answers == 1 else (503, {})))
+
+    with serving(Once) as url, pytest.raises(UserError, match="no answer for"):
+        config = with_retriever(config, url)
+        doctor.check_retriever(replace(config, retriever=replace(config.retriever, patience=600.0)))

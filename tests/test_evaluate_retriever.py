@@ -10,6 +10,8 @@ import pytest
 from evaluation_rig import Rig, Scripted, Stopped
 from http_rig import Handler, serving
 
+from calibadv_jax.errors import UserError
+
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
@@ -85,3 +87,10 @@ def test_a_corpus_written_anew_to_the_same_place_is_another_one(run, tmp_path):
     assert run(**keys)[1].asked == []
     os.utime(corpus, ns=(1, 1))
     assert len(run(**keys)[1].asked) == 16
+
+
+def test_what_an_evaluation_waits_for_is_said(run, capsys):
+    """Not that it is silent for as long as retriever.patience allows."""
+    with pytest.raises(UserError, match="cannot be reached"):
+        run(retriever={"url": "http://127.0.0.1:9", "patience": 0.3})
+    assert "retriever http://127.0.0.1:9" in "".join(capsys.readouterr())

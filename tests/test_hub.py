@@ -239,3 +239,11 @@ def test_the_environment_names_hub_and_cache(hub, tmp_path):
     )
     expected = tmp_path / "home/hub/models--owner--policy/snapshots" / commit
     assert answer.stdout.strip() == str(expected), answer.stderr
+
+
+@pytest.mark.parametrize("content", ["", "[{", "{}", "3", '["x"]', '[{"repository": "a/b"}]', "[null]"])
+def test_damaged_pins_are_one_line(tmp_path, content):
+    (tmp_path / "hub.json").write_text(content)
+    with pytest.raises(UserError, match="hub.json: damaged, .*; remove it") as caught:
+        hub_client.read_pins(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -198,3 +198,12 @@ def test_a_run_and_a_cold_start_of_an_older_version_have_the_defaults_of_newer_k
 def test_the_policy_folder_is_what_export_needs(tmp_path):
     write_policy_folder(tmp_path / "policy", StandInModel(tmp_path / "tokenizer"))
     assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == ["config.json", "tokenizer.json"]
+
+
+@pytest.mark.timeout(10)
+def test_a_section_that_is_no_more_is_refused_by_its_name(run):
+    with_checkpoint(run)
+    path = run.folder / "configs/0.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"pipeline": {"size": 3}}))
+    with pytest.raises(UserError, match="holds another experiment: pipeline changed"):
+        run()

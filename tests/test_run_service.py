@@ -1,5 +1,7 @@
 """A run that is continued over another index is refused, unless that is what its config says."""
 
+import errno
+import os
 from dataclasses import replace
 
 import pytest
@@ -59,3 +61,32 @@ def test_a_damaged_note_is_named(run):
     (run / FILE).write_text("{")
     with pytest.raises(UserError, match=f"{FILE}: damaged"):
         check_service(Config(), run, FIRST)
+
+
+def test_its_section_accepts_it_too(run):
+    """As for every other change: checkpoint.allow_change takes keys and sections."""
+    section = replace(Config(), checkpoint=CheckpointConfig(allow_change=["retriever"]))
+    check_service(section, run, FIRST | {"corpus_sha256": "c2"})
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "rollouts/step_000001.parquet"])
+def test_trained_steps_count_without_a_checkpoint(tmp_path, left):
+    check_service(Config(), tmp_path, FIRST)
+    (tmp_path / left).parent.mkdir(exist_ok=True)
+    (tmp_path / left).write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match="another index than at the last start"):
+        check_service(Config(), tmp_path, FIRST | {"corpus_sha256": "c2"})
+
+
+def test_a_full_disk_leaves_the_note_as_it_was(run, monkeypatch):
+    """It is on the disk before it has its name, as all files that are written whole."""
+    before = (run / FILE).read_text()
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=rf"{FILE} cannot be written \(No space left on device\)"):
+        check_service(ACCEPTING, run, FIRST | {"corpus_sha256": "c2"})
+    assert (run / FILE).read_text() == before
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", FILE]

@@ -332,3 +332,24 @@ def test_the_held_out_loss_is_measured_and_is_the_mean_over_their_tokens(tmp_pat
         total -= logprobs[sample.mask[1:]].sum()
         count += int(sample.mask.sum())
     assert measured[5] == pytest.approx(total / count, rel=1e-4)
+
+
+def test_demonstrations_whose_prompts_are_too_long_are_known_at_the_start(tmp_path, tokenizer):
+    """Not when one of them is drawn; data.overlong_prompts decides, as for questions."""
+    asked = ["who founded a ?", "who founded " + "city " * 200 + "?", "who founded it ?"]
+    path = write(tmp_path / "d.jsonl", *(chat(one, ANSWER) for one in asked))
+    config = config_with(demonstrations=str(path))
+    config = replace(config, rollout=replace(config.rollout, max_prompt_length=100))
+    said = []
+    with pytest.raises(
+        UserError, match=r"sft.demonstrations: the prompts of 1 of 3 questions are longer than .*=leave_out"
+    ):
+        sft._own_demonstrations(config, tokenizer, said.append)
+    left_out = replace(config, data=replace(config.data, overlong_prompts="leave_out"))
+    training, _ = sft._own_demonstrations(left_out, tokenizer, said.append)
+    assert [one.question.text for one in training] == [asked[0], asked[2]]
+    (line,) = said
+    assert line.startswith("sft.demonstrations: the prompts of 1 of 3") and "left out" in line
+    with_held_out = replace(left_out, sft=replace(left_out.sft, held_out=0.5))
+    training, held_out = sft._own_demonstrations(with_held_out, tokenizer, said.append)
+    assert len(training) == 1 and int(held_out.segment_ids.max()) == 1

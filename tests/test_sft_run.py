@@ -11,7 +11,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from calibadv_jax import sft
+from calibadv_jax import sft, sft_state
 from calibadv_jax.config import Config, MeshConfig, OptimizerConfig, PromptConfig, SftPhase
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.errors import UserError
@@ -226,3 +226,73 @@ def test_a_cold_start_whose_settings_were_cut_off_is_one_line(started, tmp_path)
         UserError, match=r"sft.yaml: empty or cut off .*; remove .*sft, and the cold start is"
     ):
         check_cold_start(config)
+
+
+class Killed(BaseException):
+    """Nothing more is done."""
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("removed", [1, 2])
+def test_a_kill_while_what_is_no_longer_needed_goes_loses_nothing(started, tmp_path, monkeypatch, removed):
+    """Whichever of the removals were done: the same command goes on or begins again, and ends well."""
+    config, whole, _ = started
+    config = moved(config, tmp_path / "run")
+    left = iter(range(removed))
+
+    def until(remove):
+        def done(path, *arguments, **options):
+            if str(path).startswith(str(tmp_path / "run/sft_")) and next(left, None) is None:
+                raise Killed
+            return remove(path, *arguments, **options)
+
+        return done
+
+    with monkeypatch.context() as patch:
+        finish = sft.SftState.finish
+
+        def killed(self):
+            with patch.context() as inner:
+                inner.setattr(os, "unlink", until(os.unlink))
+                inner.setattr(sft_state.shutil, "rmtree", until(sft_state.shutil.rmtree))
+                inner.setattr(os, "replace", until(os.replace))
+                finish(self)
+
+        patch.setattr(sft.SftState, "finish", killed)
+        with pytest.raises(Killed):
+            sft.run(config)
+    sft.run(config)
+    assert_the_same(whole, tmp_path / "run")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_cold_start_that_diverges_ends_and_writes_no_policy(started, tmp_path, every):
+    """The first update has rate 0; the second makes the parameters infinite."""
+    config = moved(started[0], tmp_path / "run")
+    optimizer = replace(config.sft.optimizer, lr=1e38)
+    config = replace(config, sft=replace(config.sft, optimizer=optimizer, checkpoint_every=every))
+    with pytest.raises(
+        UserError, match="step 2: the parameters are not finite: .* diverged; lower sft.optimizer.lr"
+    ):
+        sft.run(config)
+    folder = tmp_path / "run"
+    assert not (folder / "sft").exists() and not (folder / "sft.yaml").exists()
+    assert [row["actor/finite"] for row in trained_rows(folder)] == [1, 0], "the row tells it"
+    assert newest_step(folder / "sft_checkpoints") == (1 if every else None), "nothing to go on from"
+
+
+@pytest.mark.medium
+def test_a_cold_start_of_which_no_update_is_finite_writes_no_policy(started, tmp_path, monkeypatch):
+    """The parameters stay as they were: they are finite, and worth nothing."""
+    config, update = moved(started[0], tmp_path / "run"), sft.Learner.update
+
+    def skipped(self, state, *arguments):
+        state, metrics = update(self, state, *arguments)
+        return state, metrics | {"actor/skipped": 1.0}
+
+    monkeypatch.setattr(sft.Learner, "update", skipped)
+    config = replace(config, guards=replace(config.guards, patience=99))
+    with pytest.raises(UserError, match="step 5: no update was finite for 5 steps: .*sft.optimizer.lr"):
+        sft.run(config)
+    assert not (tmp_path / "run/sft").exists()

@@ -23,9 +23,9 @@ class DataConfig:
     """Evaluate on this many questions, evenly spread over data sources, the same ones for every run.seed; 0:
     all."""
     overlong_prompts: Literal["refuse", "leave_out"] = "refuse"
-    """Questions whose prompt is longer than rollout.max_prompt_length, in training and evaluation. They are
-    looked for before anything is asked. refuse: the command ends; leave_out: it goes on without them and says
-    how many (verl: data.filter_overlong_prompts)."""
+    """Questions whose prompt is longer than rollout.max_prompt_length, in training and evaluation, and among
+    the demonstrations of a file. They are looked for before anything is asked or trained. refuse: the command
+    ends; leave_out: it goes on without them and says how many (verl: data.filter_overlong_prompts)."""
     shuffle: bool = True
     """Shuffle training questions again in every epoch."""
 

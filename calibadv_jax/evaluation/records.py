@@ -44,13 +44,14 @@ def identity(
         service: which retriever answers.
         questions: all of the evaluation; "random_documents" draws from them.
     """
-    evaluate = config.evaluate
+    evaluate, sampler = config.evaluate, config.sampler
+    dtype = sampler.dtype or config.policy.compute_dtype
     rollout, retriever = (dataclasses.asdict(section) for section in (config.rollout, config.retriever))
     value = {
         "policy": policy,
         "evaluate": [evaluate.method, evaluate.template, evaluate.samples],
         "seed": config.run.seed,
-        "sampler": [config.sampler.name, config.policy.compute_dtype],
+        "sampler": [sampler.name, dtype],
         "prompt": dataclasses.asdict(config.prompt),
         "rollout": {name: rollout[name] for name in rollout.keys() - set(_NOT_OF_ROLLOUT)},
         "retriever": {name: retriever[name] for name in retriever.keys() - set(_NOT_OF_RETRIEVER)},

@@ -90,10 +90,13 @@ class Guards:
 
     One more has no threshold, as no run can go on without it: after `patience` steps in a row of which no
     update was finite, or one after which the parameters are not, the run ends or, with rollback, goes back.
+
+    Args:
+        rate_key: config key of the learning rate, for messages.
     """
 
-    def __init__(self, config: GuardsConfig):
-        self.config = config
+    def __init__(self, config: GuardsConfig, rate_key: str = "learner.optimizer.lr"):
+        self.config, self.rate_key = config, rate_key
         self.rollbacks = 0  # to be mixed into every seed of the steps that follow
         self.last_good_step = 0  # the newest step at which no armed guard was beyond its threshold
         self.is_broken = False  # the run must not go on from the newest step, nor save it
@@ -140,7 +143,7 @@ class Guards:
         if not is_lost and streak < self.config.patience:
             return flags, []
         what = "the parameters are not finite" if is_lost else f"no update was finite for {streak} steps"
-        return flags, [f"step {step}: {what}: training has diverged; lower learner.optimizer.lr"]
+        return flags, [f"step {step}: {what}: training has diverged; lower {self.rate_key}"]
 
     def rolled_back(self, step: int) -> None:
         """The run continues from the checkpoint of `step`: counts again from 0, armed as before."""

@@ -40,10 +40,10 @@ def read_evaluations(folder: Path, output: str | None) -> list[Table]:
     """What evaluations and the quickstart left in a run's folder; half-written files are left out.
 
     Args:
-        output: evaluate.output of the run, which may lie elsewhere.
+        output: evaluate.output of the run, which may lie elsewhere or have another name.
     """
     paths = sorted(folder.glob("evaluation*.json"), key=lambda path: _order(path.stem))
-    if output and Path(output).parent.resolve() != folder and Path(output).is_file():
+    if output and Path(output).is_file() and Path(output).resolve() not in [path.resolve() for path in paths]:
         paths.append(Path(output))
     found = [table for path in paths if (table := _table(_title(path.stem), read_json(path)))]
     quickstart = read_json(folder / "quickstart.json")

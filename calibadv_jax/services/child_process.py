@@ -25,7 +25,7 @@ class ChildService:
     Args:
         what: how messages call the service.
         command: started with ``--port 0 --port_file FILE --parent_pid PID`` added.
-        log_path: the child's output.
+        log_path: the child's output is added to it: other commands may write to it too.
         timeout_key: config key of `start_timeout`, for the message.
         environment: variables that differ from this process's.
     """
@@ -45,6 +45,7 @@ class ChildService:
         self.url = ""
         self.process: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._log_start = 0  # bytes of the log before this child's
 
     def __enter__(self) -> ChildService:
         """Starts the service and waits until it answers.
@@ -68,7 +69,8 @@ class ChildService:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.TemporaryDirectory(prefix="service-")
         arguments = ["--port", "0", "--port_file", str(self._port_file), "--parent_pid", str(os.getpid())]
-        with self.log_path.open("wb") as log:
+        with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
             self.process = subprocess.Popen(
                 self.command + arguments,
                 stdout=log,
@@ -84,7 +86,7 @@ class ChildService:
             if self.process.poll() is not None:
                 raise UserError(
                     f"{self.what} ended with status {self.process.returncode}:"
-                    f" {_cause(self.log_path.read_text(errors='replace'))}; see {self.log_path}"
+                    f" {_cause(self._said())}; see {self.log_path}"
                 )
             if time.monotonic() > deadline:
                 raise UserError(
@@ -107,6 +109,12 @@ class ChildService:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+    def _said(self) -> str:
+        """What stands in the log since the child began."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
 
     @property
     def _port_file(self) -> Path:

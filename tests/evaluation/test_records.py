@@ -7,9 +7,10 @@ import json
 import numpy as np
 import pytest
 
+from calibadv_jax.config import Config, LossConfig, SamplerConfig
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluation.intervals import interval
-from calibadv_jax.evaluation.records import RowFile, key_of, question_scores, read_scores
+from calibadv_jax.evaluation.records import RowFile, identity, key_of, question_scores, read_scores
 from calibadv_jax.evaluation.report import metric_names, summarise
 from calibadv_jax.trajectory import Question
 
@@ -112,3 +113,13 @@ def test_intervals_resample_questions_and_for_the_average_within_each_data_sourc
     assert found["nq"]["em"] == interval([arrays["nq"]], 0.9, 500)
     assert found["all"]["em"] == interval([np.concatenate(list(arrays.values()))], 0.9, 500)
     assert found["all"]["em"] != found["average"]["em"]
+
+
+def test_the_precision_that_samples_is_part_of_an_evaluation():
+    def of(**sampler):
+        config = Config(sampler=SamplerConfig(**sampler), loss=LossConfig(importance_cap=2.0))
+        assert config.policy.compute_dtype == "bfloat16"
+        return identity(config, {}, {}, [QUESTION])
+
+    assert of(name="vllm", dtype="float32") != of(name="vllm")
+    assert of(name="vllm", dtype="bfloat16") == of(name="vllm"), "what it is where none is given"

@@ -1,6 +1,9 @@
 """Evaluation tables, with and without intervals."""
 
 import json
+from pathlib import Path
+
+import pytest
 
 from calibadv_jax.report.evaluations import Score, cell, in_one, read_evaluations
 
@@ -86,3 +89,17 @@ def test_counts_are_whole_numbers():
     assert cell("trajectories", Score(300.0)) == "300"
     assert cell("searches", Score(2.0)) == "2.000"
     assert cell("f1", None) == "-"
+
+
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("name", ["evaluation.json", "scores.json"])
+def test_an_output_in_the_runs_folder_is_read_once_however_the_folder_is_written(
+    tmp_path, monkeypatch, relative, name
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    write(tmp_path / "run", name, MEANS)
+    (tmp_path / "link").symlink_to("run")
+    for folder in (Path("run"), Path("link"), tmp_path / "run"):
+        output = Path("run", name) if relative else tmp_path / "run" / name
+        assert len(read_evaluations(folder, str(output))) == 1

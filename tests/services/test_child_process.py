@@ -1,6 +1,8 @@
 """A child that ends before it is ready says why, and where to read more."""
 
+import os
 import sys
+import time
 
 import pytest
 
@@ -44,3 +46,32 @@ def test_a_child_that_does_not_get_ready_in_time(tmp_path):
     with pytest.raises(UserError, match="not ready within 0.3 s; see .*log or raise some.start_timeout"):
         service.__enter__()
     assert service.process is None
+
+
+def test_a_log_that_another_child_writes_is_not_cut(tmp_path):
+    """Two commands may work in the folder of a run; the cause is looked for in the child's own lines."""
+    log = tmp_path / "child.log"
+    running = [
+        sys.executable,
+        "-c",
+        "import sys; print('ValueError: theirs'); sys.stdin.read(); print('end')",
+    ]
+    first = ChildService("the first", [*running], log, 20.0, "key")
+    reading, writing = os.pipe()
+    saved = os.dup(0)
+    os.dup2(reading, 0)
+    try:
+        first.start()
+    finally:
+        os.dup2(saved, 0)
+        for one in (saved, reading):
+            os.close(one)
+    while "theirs" not in log.read_text():
+        time.sleep(0.02)
+    failing = [sys.executable, "-c", "raise SystemExit('gone')"]
+    with pytest.raises(UserError, match="the second ended with status 1: gone; see"):
+        ChildService("the second", failing, log, 20.0, "key").__enter__()
+    os.close(writing)
+    assert first.process.wait(20) is not None
+    first.stop()
+    assert log.read_text().splitlines() == ["ValueError: theirs", "gone", "end"]
