@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,7 +82,7 @@ class SftState:
         self._saved = self.step
         self._store.close()
         # All checkpoints go at once: of what a kill leaves, the next cold start goes on or begins anew.
-        os.replace(self.folder / CHECKPOINTS, self.folder / GONE)
+        (self.folder / CHECKPOINTS).rename(self.folder / GONE)
         (self.folder / START).unlink(missing_ok=True)
         shutil.rmtree(self.folder / GONE)
 

@@ -39,9 +39,12 @@ EXCEPTIONS = {  # words of a command -> why it is not run here
     "--config configs/own_data.yaml": "needs a 3B policy and a running service",
     "policy.path=PeterJinGo/": "downloads a policy from the hub",
 }
-REFUSED = {"select-rollouts": "no trajectory with a score"}  # this policy has learned nothing
+REFUSED = {
+    "select-rollouts": "no trajectory with a score",  # this policy has learned nothing
+    "demonstrate": "none of 40 questions gives a demonstration (too long)",  # its turns are short
+}
 STAND_INS = (  # what a reader has and this run has not -> what stands for it
-    (r" (policy\.path|data\.train|data\.eval)=\S+", ""),
+    (r" (policy\.path|data\.train|data\.eval|retriever\.corpus)=\S+", ""),
     (r"checkpoints/\d+", "checkpoints/2"),
     (r"--step \d+", "--step 2"),
     (r"\bRUN\b", "runs/a"),

@@ -8,11 +8,13 @@ import numbers
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.files import write_text
-from calibadv_jax.metrics.backends import Backend
+
+if TYPE_CHECKING:  # who reads metrics need not wait for tensorboardX, which imports torch
+    from calibadv_jax.metrics.backends import Backend
 
 RESERVED = frozenset({"step", "nonfinite"})
 

@@ -120,7 +120,7 @@ class RetrieverClient:
         """What the services report about themselves on ``GET /health``; empty where they have no such route.
 
         Waits until one of them answers, for `config.patience` seconds; `missing` names those that do not.
-        To be called where no event loop runs, and before the first search.
+        To be called before the first search.
 
         Raises:
             UserError: none can be reached, or they serve different indexes.

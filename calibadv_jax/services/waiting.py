@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 
@@ -40,8 +41,6 @@ def wait_for_any(
 ) -> Present[T]:
     """Asks the services together, again and again, until one of them answers.
 
-    To be called where no event loop runs.
-
     Args:
         what: how messages call a service.
         ask: asks one; raises Unreachable where it is to be waited for.
@@ -70,7 +69,17 @@ def wait_for_any(
                 await asyncio.sleep(min(pause, left))
                 pause = min(2 * pause, LAST_PAUSE)
 
-    return asyncio.run(wait())
+    return _run(wait)
+
+
+def _run(wait: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """What it returns; in a thread of its own where an event loop runs already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(wait())
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(wait())).result()
 
 
 async def _ask_all(urls: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> Present[T]:

@@ -1,5 +1,7 @@
 """A retrieval service that is away when a run starts is waited for; what is no service is not."""
 
+import asyncio
+
 import pytest
 from http_rig import Handler, late, serving
 from test_replicas import Service, ask, client_of
@@ -21,6 +23,16 @@ def test_a_service_that_comes_late_is_waited_for_and_a_person_is_told():
         check_running(RetrieverConfig(url=url, patience=60.0), said.append)
     assert len(said) == 1 and said[0].startswith(f"waiting up to 60 s for retriever {url} (")
     assert "otherwise start it with scripts/launch_retriever.sh or set retriever.url" in said[0]
+
+
+def test_inside_a_running_event_loop_it_is_asked_too():
+    """A notebook runs one."""
+
+    async def ask():
+        with serving(Ready) as url:
+            return retriever_client.RetrieverClient(RetrieverConfig(), url).health()
+
+    assert asyncio.run(ask()) == {"status": "ready"}
 
 
 def test_a_service_that_is_loading_is_waited_for(tmp_path):
