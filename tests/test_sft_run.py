@@ -255,7 +255,7 @@ def test_a_kill_while_what_is_no_longer_needed_goes_loses_nothing(started, tmp_p
             with patch.context() as inner:
                 inner.setattr(os, "unlink", until(os.unlink))
                 inner.setattr(sft_state.shutil, "rmtree", until(sft_state.shutil.rmtree))
-                inner.setattr(os, "replace", until(os.replace))
+                inner.setattr(os, "rename", until(os.rename))
                 finish(self)
 
         patch.setattr(sft.SftState, "finish", killed)
