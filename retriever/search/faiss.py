@@ -139,7 +139,7 @@ def multiply_sooner(faiss: Any, dimension: int) -> None:
     """Lets this process search all vectors for MULTIPLIED queries or more by one matrix product.
 
     FAISS 1.15 does so from 128,000 / dimension queries, which suits many threads and small vectors. Below
-    it reads the whole matrix once a query: up to 10 times the time (docs/benchmarks.md). Until 1.14 its
+    it reads the whole matrix once a query: up to 10 times the time (benchmarks/retrieval.md). Until 1.14 its
     limit was a number of queries (facebookresearch/faiss#5022).
     """
     counts_queries = tuple(int(part) for part in faiss.__version__.split(".")[:2]) < (1, 15)
