@@ -69,13 +69,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="key.path=V,V,…",
-        help="a column for each of these values; may be given again",
+        help="add a column for each of these values; may be given several times",
     )
     parser.add_argument(
-        "--window", type=int, default=10, metavar="STEPS", help="of the table over training (%(default)s)"
+        "--window",
+        type=int,
+        default=10,
+        metavar="STEPS",
+        help="number of steps of a row in the table over training (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the control's permutations (%(default)s)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write every step as JSON")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the control's permutations (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write the measures of every step to this JSON file"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

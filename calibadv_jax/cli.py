@@ -160,7 +160,7 @@ def parse(
         required=True,
         action="append",
         metavar="FILE",
-        help="YAML file of the run; where it is given again, the later file wins key by key",
+        help="YAML file of the run; if it is given several times, later files win, key by key",
     )
     for name, what in options.items():
         parser.add_argument(f"--{name}", action="store_true", help=what)
@@ -169,7 +169,7 @@ def parse(
         "overrides",
         nargs="*",
         metavar="key.path=value",
-        help="values that replace the file's; every key is described in docs/configuration.md",
+        help="config keys and their new values; every key is described in docs/configuration.md",
     )
     known, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:

@@ -51,12 +51,12 @@ class Replay:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of a run with log.rollouts")
-    parser.add_argument("--step", type=int, help="a step that is kept; default: the newest one")
+    parser.add_argument("--step", type=int, help="number of the kept step; default: the newest kept step")
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key.path=value",
-        help="settings of reward, advantage, loss or learner",
+        help="settings of reward, advantage, loss or learner to replay the step with",
     )
 
 

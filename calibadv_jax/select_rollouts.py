@@ -30,12 +30,20 @@ CLOSE_THINK = "</think>"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (run.dir)")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL to write")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL file to write")
     parser.add_argument(
-        "--min-score", type=float, default=1.0, metavar="S", help="lowest answer score (%(default)s)"
+        "--min-score",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="lowest answer score of a demonstration (default: %(default)s)",
     )
     parser.add_argument(
-        "--per-question", type=int, default=1, metavar="N", help="demonstrations, at most (%(default)s)"
+        "--per-question",
+        type=int,
+        default=1,
+        metavar="N",
+        help="largest number of demonstrations of a question (default: %(default)s)",
     )
 
 
