@@ -186,7 +186,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/lr", "-", "learning rate of the step's first update"),
         Metric("actor/updates", "updates", "optimizer updates of the step"),
         Metric("actor/skipped", "share", "updates left out because their gradient was not finite"),
-        Metric("actor/finite", "0 or 1", "1 where the parameters are finite after the step"),
+        Metric("actor/finite", "0 or 1", "1 if the parameters are finite after the step"),
         Metric("actor/row_fill", "share", "part of the packed rows that holds tokens"),
         Metric(
             "actor/computed_share",
