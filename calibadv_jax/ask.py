@@ -118,7 +118,7 @@ def _answer(rollouts: Rollouts, question: Question, config: Config, temperature:
 
 
 def own_tokenizer(source: PolicySource) -> list[str]:
-    """The override that takes the tokenizer beside the policy, where there is one: it is the policy's own."""
+    """The override that takes the tokenizer beside the policy, if there is one: it is the policy's own."""
     return ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
 
 

@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def split(inputs: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Folders and settings; a name with "=" is a folder where there is one of that name.
+    """Folders and settings; a name with "=" is a folder if there is one of that name.
 
     Raises:
         UserError: no folder is among them, or one does not exist, or one is named twice.
@@ -136,7 +136,7 @@ def split(inputs: Sequence[str]) -> tuple[list[Path], list[str]]:
             reason = "is named twice" if path in folders else "no such folder of a run"
             raise UserError(f"{one}: {reason}; give the run.dir of runs, each once")
     if not folders:
-        raise UserError(f"no run among {' '.join(inputs)}; give the run.dir of at least one")
+        raise UserError(f"no run among {' '.join(inputs)}; give the run.dir of at least one run")
     return folders, overrides
 
 
@@ -212,7 +212,7 @@ def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console
 
 
 def _check_passages(folder: Path, measured: Measured, num_groups: int, console: Console) -> None:
-    """Refuses a run of which nothing is known; warns where a part is, or passages are of another corpus."""
+    """Refuses a run of which nothing is known; warns if a part is, or passages are of another corpus."""
     groups = join(measured.true.values()).groups
     if not len(groups):
         raise UserError(
@@ -244,7 +244,7 @@ def credit_again(kept: KeptStep, config: Config, control: int | None = None) -> 
 
 
 def windows(evidence: Mapping[int, Evidence], size: int) -> Iterator[tuple[int, int, Evidence]]:
-    """(first step, last step, evidence) of steps 1 … size, size + 1 … 2 size, and so on, where some are kept.
+    """(first step, last step, evidence) of steps 1 … size, size + 1 … 2 size, and so on, if some are kept.
 
     First and last are those that are kept.
     """
@@ -304,7 +304,7 @@ def _spread(name: str, true: Sequence[Mapping[str, float]], control: Sequence[Ma
 
 
 def _by_measure(columns: Sequence[Sequence[str]], names: Sequence[str]) -> str:
-    """A row for each of MEASURES, with what it is where there is room."""
+    """A row for each of MEASURES, with what it is if there is room."""
     rows = [[name, *cells] for name, *cells in zip(MEASURES, *columns, strict=True)]
     if len(columns) <= EXPLAINED:
         return table([[*row, MEASURES[row[0]]] for row in rows], ["measure", *names, "what"])

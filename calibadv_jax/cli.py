@@ -50,11 +50,11 @@ TOOLS: dict[str, str] = {
     "inspect": "A page of a run's trajectories: tokens by advantage, and why each turn got its own.",
     "ask": "Asks a policy a question, and shows what it searches and reads.",
     "replay": "Reward, advantages and loss of a kept step once more, or with other settings.",
-    "audit": "Measures the credit of a run against the truth, where its questions name their passages.",
+    "audit": "Measures the credit of a run against the truth, if its questions name their passages.",
     "report": "Draws the curves of one or more runs, as one HTML page and as PNG files.",
     "compare": "Tests the difference of two evaluations on the same questions.",
     "select-rollouts": "Makes demonstrations for sft of the best kept rollouts.",
-    "prepare-data": "Converts and filters question files of any known layout.",
+    "prepare-data": "Converts and filters question files of any layout that is known here.",
 }
 # A file inspect.py would hide Python's own from every file here that is run by its path.
 MODULES = {"inspect": "inspect_run"}
@@ -103,7 +103,7 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _load(name: str) -> ModuleType:
-    """The module of a command, which loads JAX and more; says so where that takes long."""
+    """The module of a command, which loads JAX and more; says so if that takes long."""
 
     def say() -> None:
         sys.stderr.write(f"calibadv {name}: loading its libraries (JAX and others)\n")

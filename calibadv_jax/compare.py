@@ -105,14 +105,14 @@ def _load(path: Path) -> dict[str, Questions]:
 
 
 def _service(found: dict[str, Questions]) -> dict[str, Any]:
-    """What searched for an evaluation (`evaluate.describe_retriever`); empty where it is not known."""
+    """What searched for an evaluation (`evaluate.describe_retriever`); empty if it is not known."""
     row = next(iter(next(iter(found.values())).values()))
     service: dict[str, Any] = row.get("retriever") or {}
     return service
 
 
 def _differing_service(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """In words; empty where the two are the same, or one of them searched nothing."""
+    """In words; empty if the two are the same, or one of them searched nothing."""
     names = [name for name in first | second if first.get(name) != second.get(name)]
     if not first or not second:
         return ""

@@ -28,7 +28,7 @@ FOLDER = "coverage"
 
 @dataclass(frozen=True)
 class Covered:
-    """What searches return for one question; None where nothing can be said."""
+    """What searches return for one question; None if nothing can be said."""
 
     answer: bool | None  # the question as query returns a document with an answer; None: yes or no
     passage: bool | None  # it returns a supporting passage; None: the question names none

@@ -2,7 +2,7 @@
 
 Answers the questions of data.eval with the method evaluate.method and writes scores with their intervals, by
 data source, to evaluate.output; beside it the tables and every question with its transcripts. The policy is
-evaluate.policy; where that is empty, the newest checkpoint of run.dir; where there is none, policy.path. The
+evaluate.policy; if that is empty, the newest checkpoint of run.dir; if there is none, policy.path. The
 same command continues an evaluation that was interrupted.
 """
 
@@ -77,7 +77,7 @@ def evaluation_questions(config: Config, tokenizer: Any, sample_size: int = 0) -
     The same ones for every run.seed.
 
     Returns:
-        The questions whose prompts fit, and in words how many do not; "" where all fit.
+        The questions whose prompts fit, and in words how many do not; "" if all fit.
 
     Raises:
         UserError: a file cannot be read, or prompts are too long; see `drop_overlong`.

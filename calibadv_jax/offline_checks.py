@@ -31,7 +31,7 @@ def check_prompt(config: Config) -> list[str]:
     longest = rollout.max_prompt_length + searches + rollout.max_turn_length
     room = f"the longest trajectory has {longest} tokens, and rollout.max_length is {rollout.max_length}"
     if longest > rollout.max_length:
-        room += ": one that is longer ends without an answer"
+        room += ": a trajectory that is longer ends without an answer"
     if config.prompt.template == FROM_DATA:
         return ["the prompt that each row of the data carries", room]
     text = template_text(config.prompt.template)
@@ -114,7 +114,7 @@ def _axes(config: Config) -> dict[str, int]:
 
 
 def _architecture(config: Config) -> Architecture | None:
-    """Of the policy's folder where it is here, else of policy.init; None where neither says it all.
+    """Of the policy's folder if it is here, else of policy.init; None if neither says it all.
 
     Raises:
         UserError: it cannot be used.

@@ -1,6 +1,6 @@
 """Question files of any known layout to one of ours: ``calibadv prepare-data INPUT … --output FILE``.
 
-Drops rows without an answer, repeated questions and, where asked, long ones and those of a test set; shows
+Drops rows without an answer, repeated questions and, if asked, long ones and those of a test set; shows
 what was dropped and why.
 """
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
     console = Console()
     console.say(table(report.rows(), ["data source", "read", "written", *report.reasons]))
     if report.renamed:
-        console.say(f"{report.renamed} ids were taken: those rows have a number added")
+        console.say(f"{report.renamed} ids were taken: a number was added to the ids of those rows")
     console.say(f"written to {arguments.output}; dropped rows in {arguments.output}.report.json")
 
 

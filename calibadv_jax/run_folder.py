@@ -279,7 +279,7 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value before, value now) of every key that differs; None where a side lacks it."""
+    """(dotted key, value before, value now) of every key that differs; None if a side lacks it."""
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -300,7 +300,7 @@ def is_binding(name: str, config: Config) -> bool:
 
 
 def _known(name: str, keys: Collection[str]) -> str:
-    """The key that `name` is, or is an entry of: data.weights of data.weights.nq; `name` where none is."""
+    """The key that `name` is, or is an entry of: data.weights of data.weights.nq; `name` if none is."""
     known = name
     while known and known not in keys:
         known = known.rpartition(".")[0]

@@ -41,7 +41,7 @@ def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> Non
         if other := difference(before, state):
             raise UserError(
                 f"run.dir={folder}: the retrieval service has another index than at the last start ({other});"
-                " serve that one, choose another run.dir, or accept it:"
+                " serve that index, choose another run.dir, or accept it:"
                 f" checkpoint.allow_change=[{SERVICE}]"
             )
     try:

@@ -99,7 +99,7 @@ def _good_rows(folder: Path, min_score: float, counts: Counter[str]) -> Iterator
 
 
 def _verdict(row: Row, min_score: float) -> str:
-    """Why a trajectory is left out; empty where it is not."""
+    """Why a trajectory is left out; empty if it is not."""
     if row["error"] is not None:
         return "failed"
     if not row["format_valid"]:
@@ -156,6 +156,6 @@ def demonstration(row: Row) -> dict[str, Any]:
 
 
 def _opened(text: str) -> str:
-    """With the opening <think>, which the environment wrote where prompt.prepend_think is on."""
+    """With the opening <think>, which the environment wrote if prompt.prepend_think is on."""
     before, closing, _ = text.partition(CLOSE_THINK)
     return OPEN_THINK + text if closing and OPEN_THINK not in before else text

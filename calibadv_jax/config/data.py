@@ -87,6 +87,7 @@ class WorldConfig:
             raise ValueError("one_hop, two_hop, comparison and rumour are all 0: give at least one a share")
         if self.rumour and min(self.people, self.cities, self.companies) < 2:
             raise ValueError(
-                "a false rumour names another one: people, cities and companies must be 2 or more"
+                "a false rumour names another person, city or company: people, cities and companies must be"
+                " 2 or more"
             )
         return self

@@ -28,7 +28,7 @@ BASE = "base"  # key of a file that builds upon another one
 
 Source = tuple[str, set[str]]  # a file or the command line, and the dotted names of what it sets
 
-_DEMANDS = {  # pydantic's error type -> a demand with the way out, where pydantic's own words lack it
+_DEMANDS = {  # pydantic's error type -> a demand with the way out, if pydantic's own words lack it
     "dataclass_type": "must be a section with keys of its own; leave it out for the defaults",
     "string_type": "must be text",
     "list_type": "must be a list, such as [a, b]",
@@ -97,7 +97,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig
     """The file after those that it builds upon; `above`: those that build upon it."""
     if not path.is_file():
         by = f" ({BASE} of {above[-1]})" if above else ""
-        raise UserError(f"{path}: no such config file{by}; the shipped ones are in configs/")
+        raise UserError(f"{path}: no such config file{by}; the shipped configs are in configs/")
     if path.resolve() in [one.resolve() for one in above]:
         raise UserError(f"{path}: builds upon itself ({BASE} of {above[-1]}); correct one of the two")
     with _errors_of(str(path)):
@@ -193,12 +193,12 @@ def _names(node: Any, prefix: str = "") -> set[str]:
 
 
 def _all(sources: Sequence[Source]) -> str:
-    """Every file, where none can be blamed alone."""
+    """Every file, if none can be blamed alone."""
     return " + ".join(dict.fromkeys(name for name, _ in sources if name != COMMAND_LINE))
 
 
 def _blamed(error: ErrorDetails, sources: Sequence[Source]) -> str:
-    """The file that set the value last; all that set something of a section; all where nobody did."""
+    """The file that set the value last; all that set something of a section; all if nobody did."""
     parts = list(map(str, error["loc"]))
     while parts:
         key = ".".join(parts)  # of a list in the file, for what is inside it

@@ -77,8 +77,8 @@ class RetrieverConfig:
             )
         if self.reranker and self.url:
             raise ValueError(
-                f"reranker is for a service that is started here, but url names {self.url}: start that one"
-                " with --reranker_model, or leave one of the two out"
+                f"reranker is for a service that is started here, but url names {self.url}: start that"
+                " service with --reranker_model, or leave out one of the two keys"
             )
         if keep and not self.url and self.corpus and not self.reranker:
             raise ValueError(

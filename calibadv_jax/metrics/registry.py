@@ -75,7 +75,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(f"rollout/response_length/{SPREAD}", "tokens", "sampled and observed tokens of a trajectory"),
         Metric(f"rollout/sampled_tokens/{SPREAD}", "tokens", "sampled tokens of a trajectory"),
         Metric("rollout/sampled_tokens/total", "tokens", "sampled tokens of the step"),
-        Metric("rollout/sampled_token_ratio", "share", "sampled tokens among those of the responses"),
+        Metric("rollout/sampled_token_ratio", "share", "sampled tokens among the tokens of the responses"),
         Metric(
             "rollout/think_repetition",
             "share",
@@ -127,7 +127,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "advantage/answer/negative_{before,after}",
             "advantage × tokens",
-            "magnitude of the sum of the negative ones, before and after calibration",
+            "magnitude of the sum of the negative advantages there, before and after calibration",
         ),
         Metric(
             "advantage/answer/ratio_{before,after}",
@@ -203,7 +203,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "guard/{entropy,format_valid,think_repetition,sampled_perplexity,answer_ratio,numbers}",
             "0 or 1",
-            "1 where the step is beyond the guard's threshold (config section guards; numbers: not finite)",
+            "1 if the step is beyond the guard's threshold (config section guards; numbers: not finite)",
         ),
     ),
     "time": (
@@ -213,7 +213,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("timing_s/update", "s", "the learner"),
         Metric("timing_s/record", "s", "writing the step's trajectories to disk"),
         Metric("timing_s/publish", "s", "handing the policy to the sampler"),
-        Metric("timing_s/evaluate", "s", "evaluation, at steps that have one"),
+        Metric("timing_s/evaluate", "s", "evaluation, at steps that have an evaluation"),
         Metric(f"timing_s/trajectory/{SPREAD}", "s", "one trajectory, searches and weight swaps included"),
         Metric(
             "perf/tokens_per_second",

@@ -23,7 +23,7 @@ MULTIPLIED = 4  # queries from which one matrix product is faster than a pass ov
 HEAD = struct.Struct("<4siqqqbi")  # type, dimension, documents, two unused, is trained, metric
 INSTALL = "pip install faiss-cpu (or faiss-gpu on CUDA)"
 LESS = (
-    "serve it with --mmap, on GPUs in fp16 with --faiss_gpu, or build a smaller one:"
+    "serve it with --mmap, on GPUs in fp16 with --faiss_gpu, or build a smaller index:"
     " python -m retriever.build_index --factory IVF4096,PQ64 (or SQfp16, half the size)"
 )
 
@@ -59,7 +59,7 @@ def read_header(path: Path) -> Header:
     size, whole = path.stat().st_size, FLAT_HEADER + 4 * dimension * documents
     if kind == FLAT and size != whole:
         raise RetrieverError(
-            f"{path}: has {size:,} bytes where {documents:,} vectors of dimension {dimension} take"
+            f"{path}: has {size:,} bytes, but {documents:,} vectors of dimension {dimension} take"
             f" {whole:,}; it was cut off: download or build it again"
         )
     return Header(kind, dimension, documents)
@@ -113,7 +113,7 @@ class FaissVectors:
             self._searcher = ThreadPoolExecutor(1, "faiss", lambda: faiss.omp_set_num_threads(count))
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [Q, D] -> float32 [Q, k] and int64 [Q, k], -1 where an approximate index found no more;
+        """float32 [Q, D] -> float32 [Q, k] and int64 [Q, k], -1 if an approximate index found no more;
         best first, ties in corpus order."""
         vectors = np.ascontiguousarray(vectors, np.float32)
         if self._searcher is None:
