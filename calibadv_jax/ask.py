@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Answers the question, or those that are typed.
+    """Answers the question, or the questions that are typed.
 
     Raises:
         UserError: no such policy or config, or the question could not be answered.

@@ -1,9 +1,9 @@
 """The credit of a run against the truth: ``calibadv audit RUN [RUN …] [key.path=value …]``.
 
-Where questions name their supporting passages, as those of a generated world do, it is known which searches
+If questions name their supporting passages, as questions of a generated world do, it is known which searches
 were good. This reads the trajectories that a run kept, computes rewards and advantages once more, with the
-run's own settings and with others, and measures both; see `advantages.truth` for the definitions. The control
-is the same with the rewards permuted among the trajectories of a step: what chance gives.
+run's own settings and with other settings, and measures both; see `advantages.truth` for the definitions.
+The control is the same with the rewards permuted among the trajectories of a step: what chance gives.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def split(inputs: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def make_columns(overrides: Sequence[str], sweeps: Sequence[str]) -> list[Settings]:
-    """The run's own settings, those with all overrides, and one for each value of the sweeps on top of them.
+    """The run's own settings, these with all overrides, and on top of them a setting for each value swept.
 
     Raises:
         UserError: a key is of a section that changes no credit, or a sweep has no values.
@@ -173,7 +173,7 @@ def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console
     """Reads every kept step of a run and gathers its evidence under each of the settings.
 
     Args:
-        columns: the first one has no overrides.
+        columns: the first column has no overrides.
         seed: of the control.
 
     Raises:
@@ -246,7 +246,7 @@ def credit_again(kept: KeptStep, config: Config, control: int | None = None) -> 
 def windows(evidence: Mapping[int, Evidence], size: int) -> Iterator[tuple[int, int, Evidence]]:
     """(first step, last step, evidence) of steps 1 … size, size + 1 … 2 size, and so on, if some are kept.
 
-    First and last are those that are kept.
+    First and last are steps that are kept.
     """
     members: dict[int, list[int]] = {}
     for step in sorted(evidence):

@@ -1,8 +1,8 @@
 """The command line: ``calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]``.
 
 Some commands work on files instead of a config and take arguments of their own: see TOOLS.
-``python -m calibadv_jax COMMAND`` does the same; for those with a config ``python -m calibadv_jax.COMMAND``
-too. `calibadv` reads and checks the config before it imports what the command needs, so that a mistake is
+``python -m calibadv_jax COMMAND`` does the same; so does ``python -m calibadv_jax.COMMAND`` for a command
+with a config. `calibadv` reads and checks the config before it imports what the command needs, so that a mistake is
 found at once.
 """
 
@@ -64,8 +64,8 @@ MODULES = {"inspect": "inspect_run"}
 class Arguments:
     """What was asked for on the command line."""
 
-    configs: list[Path]  # later ones win
-    overrides: list[str]  # "key.path=value", in the order given; later ones win
+    configs: list[Path]  # later files win
+    overrides: list[str]  # "key.path=value", in the order given; later values win
     dry_run: bool
     options: dict[str, bool] = field(default_factory=dict)  # of the command, see OPTIONS
 

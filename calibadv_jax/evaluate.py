@@ -74,7 +74,7 @@ def choose_policy(config: Config) -> PolicySource:
 def evaluation_questions(config: Config, tokenizer: Any, sample_size: int = 0) -> tuple[list[Question], str]:
     """The questions of data.eval, at most data.eval_limit and `sample_size` (0: no limit) of them.
 
-    The same ones for every run.seed.
+    The same questions for every run.seed.
 
     Returns:
         The questions whose prompts fit, and in words how many do not; "" if all fit.
@@ -240,7 +240,7 @@ def answer(
     keep: Callable[[Row], object],
     evaluation: str = "",
 ) -> None:
-    """Answers questions with the sampler's current policy, and hands over each one's row when it is complete.
+    """Answers questions with the sampler's current policy, and hands over the row of each when it is complete.
 
     Args:
         config: that of the method; see `method_config`.
@@ -278,7 +278,7 @@ def _fits(question: Question, rollouts: Rollouts) -> bool:
 
 
 def _passages(rollouts: Rollouts, questions: Sequence[Question]) -> list[list[Document]]:
-    """What the retriever finds for each question; nothing for one that it refuses."""
+    """What the retriever finds for each question; nothing for a query that it refuses."""
     texts = [question.text for question in questions]
     found: list[list[Document]] = []
     for start in range(0, len(texts), PASSAGE_QUERIES):

@@ -81,7 +81,7 @@ def find_folder(
 ) -> tuple[Path, tuple[hub.Pin, ...]]:
     """The folder that `name` means, and the pin of its repository if it is one of the hub's.
 
-    A run's folder says which commit the run began with; it stays that one.
+    A run's folder says which commit the run began with; it stays that commit.
 
     Args:
         with_weights: download the safetensors too.
@@ -162,7 +162,7 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def initial_params(config: Config, model: Model, path: str) -> Params:
-    """Parameters of the HuggingFace folder or repository `path`, or random ones if it is empty."""
+    """Parameters of the HuggingFace folder or repository `path`, or random parameters if it is empty."""
     if path:
         folder, _ = find_folder(config, path, with_weights=True, known=model.pins)
         return load_params(folder, model.policy, model.mesh)

@@ -1,6 +1,6 @@
 """What can be said of a config without network, services, model or data files; for `doctor --offline`.
 
-Files that are here are looked at; one that is absent is named as not checked, which is no failure.
+Files that are here are looked at; a file that is absent is named as not checked, which is no failure.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def check_services(config: Config) -> list[str]:
 
 
 def mesh_sizes(config: Config) -> dict[str, int]:
-    """Sizes of the mesh's axes; one of -1 takes the devices of this machine that the others leave."""
+    """Sizes of the mesh's axes; a size of -1 takes the devices of this machine that the other axes leave."""
     axes = _axes(config)
     fixed = math.prod(size for size in axes.values() if size != REST)
     rest = max(1, jax.device_count() // fixed)

@@ -1,7 +1,7 @@
 """Question files of any known layout to one of ours: ``calibadv prepare-data INPUT … --output FILE``.
 
-Drops rows without an answer, repeated questions and, if asked, long ones and those of a test set; shows
-what was dropped and why.
+Drops rows without an answer, repeated questions and, if asked, long questions and questions of a test set;
+shows what was dropped and why.
 """
 
 from __future__ import annotations

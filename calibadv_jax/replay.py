@@ -1,10 +1,10 @@
 """A kept step once more: ``calibadv replay RUN [--step N] [key.path=value …]``.
 
 What was sampled goes through reward, advantages and loss again. With the settings of the run the scores and
-advantages must be those that were kept, on the machine of the run bit for bit and on others but for rounding.
-With other settings, such as advantage.target_ratio=2, a table says what they would have made of the step.
+advantages must equal the kept ones, on the machine of the run bit for bit, on other machines but for
+rounding. With other settings, such as advantage.target_ratio=2, a table says what they would have made of the step.
 
-The policy is not run: log-probabilities are those that were kept, the learner's if the update computed
+The policy is not run: log-probabilities are taken from the record, the learner's if the update computed
 them apart and else the sampler's. So the loss is that of the policy before the step's first update.
 """
 
@@ -37,7 +37,7 @@ from calibadv_jax.trajectory import Group
 
 SHOWN = ("reward/", "group/", "advantage/", "actor/pg_loss", "actor/computed_share")
 ROUNDING = 1e-9  # relative; other machines add the same float64 numbers in another order
-DIFFERENT = 1  # exit status: this program makes other advantages of the step than those that were kept
+DIFFERENT = 1  # exit status: this program makes other advantages of the step than were kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         UserError: the step is not kept, or a setting is wrong.
-        SystemExit: status 1 if the advantages with the run's own settings are not those that were kept.
+        SystemExit: status 1 if the advantages with the run's own settings differ from the kept ones.
     """
     folder: Path = arguments.run_dir
     step = max(kept_steps(folder), default=0) if arguments.step is None else arguments.step

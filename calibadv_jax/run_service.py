@@ -17,7 +17,7 @@ FILE = "retriever.json"  # in the run's folder: what the retrieval service said 
 
 
 def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> None:
-    """Compares the service with the one of the last start, and notes it in the folder.
+    """Compares the service with the service of the last start, and notes it in the folder.
 
     Args:
         folder: of the run.

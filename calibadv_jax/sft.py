@@ -193,7 +193,7 @@ def _all_batches(
 
 
 def _made_ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """The next `count` batches, each made by another thread while the one before is trained."""
+    """The next `count` batches, each made by another thread while the batch before is trained."""
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, batches)
         for left in reversed(range(count)):
@@ -268,7 +268,7 @@ def _row_fulls(
     """Samples in their order, in lists that each fill the rows.
 
     Args:
-        with_rest: the last ones come too, though they do not fill the rows.
+        with_rest: the last samples come too, though they do not fill the rows.
     """
     pending: list[Sample] = []
     lengths: list[int] = []
@@ -285,7 +285,7 @@ def _row_fulls(
 def _may_need_more(lengths: Sequence[int], rows: int, row_length: int) -> bool:
     """False only if `place` needs no more than so many rows; costs a small part of it.
 
-    Where a sample opens one more row, it has room in none of the others: so many tokens lie there already.
+    If a sample opens one more row, it has room in none of the other rows: so many tokens lie there already.
     """
     ordered = np.sort(lengths)[::-1]  # as first-fit decreasing takes them
     fewest = rows * (row_length + 1 - ordered) + ordered

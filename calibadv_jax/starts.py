@@ -36,7 +36,7 @@ def start_files(run: Path) -> list[Path]:
 def newest_start(run: Path) -> Start | None:
     """The newest start whose files are whole, its paths as the run lies now; None if the folder has none.
 
-    Where the hashes of every start are lost, the newest one with a config counts.
+    If the hashes of every start are lost, the newest start with a config counts.
 
     Raises:
         UserError: every config is damaged.

@@ -75,7 +75,7 @@ def _run(config: Config, kept: Config, console: Console) -> None:
 def fitting_questions(
     config: Config, questions: Sequence[Question], tokenizer: Any, console: Console
 ) -> tuple[list[Question], int]:
-    """The training questions whose prompts fit, and how many were left out; said for the held-out ones too.
+    """The training questions whose prompts fit, and how many do not; said for the held-out questions too.
 
     Raises:
         UserError: some do not fit and data.overlong_prompts is "refuse".

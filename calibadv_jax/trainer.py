@@ -186,7 +186,7 @@ class Trainer:
         }
 
     def save_if_due(self) -> None:
-        """Saves after every `checkpoint.every` steps, but not one in doubt, and after the last one."""
+        """Saves after every `checkpoint.every` steps, but no step in doubt, and after the last step."""
         every = self.config.checkpoint.every
         is_due = every and self.step % every == 0 and not self.guards.in_doubt
         if self.step == self.config.learner.steps or is_due:

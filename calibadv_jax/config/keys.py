@@ -57,7 +57,7 @@ OTHER_NAMES = {
 
 
 def known_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Dotted name of every key -> its type, sections included; not those of sections in a list."""
+    """Dotted name of every key -> its type, sections included; not the keys of sections in a list."""
     keys: dict[str, Any] = {}
     for name, kind in _fields(section).items():
         keys[prefix + name] = kind
@@ -116,7 +116,7 @@ def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
 
 
 def _meant(dotted: str, is_section: bool, siblings: dict[str, Any]) -> list[str]:
-    """The known keys that an unknown one may stand for, the likeliest first; empty if nothing is close.
+    """The known keys that an unknown key may stand for, the likeliest first; empty if nothing is close.
 
     A key of the same name elsewhere, a key of the same section that is spelled nearly so, a name that the
     field uses for a key of ours, a key anywhere that is spelled nearly so: the first of these that exists.
@@ -137,7 +137,7 @@ def _meant(dotted: str, is_section: bool, siblings: dict[str, Any]) -> list[str]
 
 
 def _nearest_to(section: str, keys: list[str]) -> list[str]:
-    """Those of `keys` inside the section that was named, or all of them if none is, at most three."""
+    """The `keys` inside the section that was named, or of all sections if none is, at most three."""
     top = section.partition(".")[0]
     inside = [key for key in keys if top and key.startswith(f"{top}.")]
     return (inside or keys)[:3]

@@ -27,7 +27,7 @@ class LossConfig:
     """Weight of the entropy bonus; 0: off."""
     old_logprobs: Literal["recompute", "sampler"] = "recompute"
     """Denominator of the probability ratio. recompute: log-probabilities that the learner computes before the
-    first update; sampler: those that the sampler reported."""
+    first update; sampler: what the sampler reported."""
     importance_cap: NonNegativeFloat = 0.0
     """Largest weight of the truncated importance sampling between sampler and learner; 0: off."""
 

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.section import SECTION
 
-REST = -1  # size of a mesh axis that takes the devices which the others leave
+REST = -1  # size of a mesh axis that takes the devices which the other axes leave
 
 
 @dataclass(frozen=True, config=SECTION)

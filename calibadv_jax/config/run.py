@@ -36,7 +36,7 @@ class LogConfig:
     rollouts_keep: NonNegativeInt = 100
     """Number of newest steps whose trajectories stay on disk; 0: all steps."""
     rollouts_every: NonNegativeInt = 10
-    """Of the steps older than rollouts_keep, those whose number is a multiple of this stay; 0: none."""
+    """Of the steps older than rollouts_keep, every step whose number is a multiple of this stays; 0: none."""
     transcripts: NonNegativeInt = 0
     """Number of trajectories of each training step that the console shows, each of another question."""
     progress: bool = True
