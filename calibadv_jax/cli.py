@@ -2,8 +2,8 @@
 
 Some commands work on files instead of a config and take arguments of their own: see TOOLS.
 ``python -m calibadv_jax COMMAND`` does the same; so does ``python -m calibadv_jax.COMMAND`` for a command
-with a config. `calibadv` reads and checks the config before it imports what the command needs, so that a mistake is
-found at once.
+with a config. `calibadv` reads and checks the config before it imports what the command needs, so that a
+mistake is found at once.
 """
 
 from __future__ import annotations

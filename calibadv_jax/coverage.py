@@ -99,7 +99,7 @@ def measure(
     """What the index returns for each question.
 
     Args:
-        passages: supporting passages by id; their titles are queries too. Empty: only the question is a query.
+        passages: supporting passages by id; their titles are queries too. Empty: only the question is.
     """
 
     async def look(question: Question, search: Search) -> Covered:

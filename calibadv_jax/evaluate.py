@@ -240,7 +240,7 @@ def answer(
     keep: Callable[[Row], object],
     evaluation: str = "",
 ) -> None:
-    """Answers questions with the sampler's current policy, and hands over the row of each when it is complete.
+    """Answers questions with the sampler's current policy, and hands over the row of each when complete.
 
     Args:
         config: that of the method; see `method_config`.

@@ -2,7 +2,8 @@
 
 What was sampled goes through reward, advantages and loss again. With the settings of the run the scores and
 advantages must equal the kept ones, on the machine of the run bit for bit, on other machines but for
-rounding. With other settings, such as advantage.target_ratio=2, a table says what they would have made of the step.
+rounding. With other settings, such as advantage.target_ratio=2, a table says what they would have made of the
+step.
 
 The policy is not run: log-probabilities are taken from the record, the learner's if the update computed
 them apart and else the sampler's. So the loss is that of the policy before the step's first update.
