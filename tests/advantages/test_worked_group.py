@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_group, make_turn
 
 from calibadv_jax.advantages.credit import answer_mass, last_sampled_turn
 from calibadv_jax.advantages.registry import compute_advantages
@@ -34,22 +33,30 @@ def tables(heading):
 (GOLDEN,) = re.findall(r'the accepted answer is "([^"]+)"', " ".join(TEXT.split()))
 
 
-def the_group():
+@pytest.fixture(scope="module")
+def the_group(build):
     """The group of the page's first table, with the scores that the code gives to its answers."""
     members = []
     for row in SCORES:
         own = [turn for turn in TURNS if turn["trajectory"] == row["trajectory"]]
         turns = [
-            make_turn(one["kind"], one["thought"], one["documents"].split(), int(one["sampled tokens"]))
+            build.turn(one["kind"], one["thought"], one["documents"].split(), int(one["sampled tokens"]))
             for one in own
         ]
         keeps_to_the_format = row["format"] == "1"
         members.append((f1(row["answer"], (GOLDEN,)) * keeps_to_the_format, keeps_to_the_format, turns))
-    return make_group(*members)
+    return build.group(*members)
 
 
-def credit_of(**settings):
-    return compute_advantages([the_group()], replace(AdvantageConfig(), **settings)).credits[0]
+@pytest.fixture(scope="module")
+def credit_of(the_group):
+    """The credit of the group with these settings of the advantage."""
+
+    def credit_of(**settings):
+        config = replace(AdvantageConfig(), **settings)
+        return compute_advantages([the_group], config).credits[0]
+
+    return credit_of
 
 
 def at(values, row):
@@ -62,7 +69,7 @@ def shown(value):
 
 
 @pytest.fixture(scope="module")
-def credit():
+def credit(credit_of):
     return credit_of()
 
 
@@ -108,13 +115,13 @@ def test_the_correctness_of_every_search(credit):
 
 
 @pytest.mark.parametrize("how", ["fraction", "max", "mean"])
-def test_the_ways_to_count_correctness(how):
+def test_the_ways_to_count_correctness(credit_of, how):
     _, rows = tables("Step 4: correctness")
     found = credit_of(correctness=how).correctness
     assert [row[how] for row in rows] == [shown(at(found, row)) for row in rows]
 
 
-def test_the_soft_penalty():
+def test_the_soft_penalty(credit_of):
     softened = credit_of(rebalance=False)
     (rows,) = tables("Step 5: the soft penalty")
     blamed = [
@@ -143,7 +150,7 @@ def test_the_answer_turns_and_their_mass(credit):
     assert f"= {blame:.0f} / {praise:.0f} = {blame / praise:g}." in TEXT
 
 
-def test_the_rebalance_by_lambda_and_side():
+def test_the_rebalance_by_lambda_and_side(credit_of):
     _, rows = tables("Step 6: the rebalance")
     assert len(rows) == 4
     for row in rows:
@@ -156,7 +163,7 @@ def test_the_rebalance_by_lambda_and_side():
         assert row["blame / praise"] == shown(blame / praise)
 
 
-def test_the_result(credit):
+def test_the_result(credit_of, credit):
     rows, metrics = tables("The result")
     assert [(row["trajectory"], row["turn"], row["kind"]) for row in rows] == [
         (one["trajectory"], one["turn"], one["kind"]) for one in TURNS
