@@ -127,8 +127,8 @@ class Trainer:
             self.state, self.step = state, int(extra["step"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
-                f"{self.checkpoints.folder / str(step)}: damaged checkpoint; delete it to use an older one"
-                f" (in {EXTRA}: {type(error).__name__} {error})"
+                f"{self.checkpoints.folder / str(step)}: damaged checkpoint; delete it to use an older"
+                f" checkpoint (in {EXTRA}: {type(error).__name__} {error})"
             ) from error
 
     def _make_stream(self) -> RolloutStream:

@@ -218,7 +218,7 @@ def test_data_sets_are_named_by_file_by_pattern_or_alone(hub):
     }
     assert [one.data_source for one in load_questions("owner/one")] == ["mine", "mine"]
     with pytest.raises(
-        UserError, match="2 data files; name those.*nq/test.jsonl .its data files: nq/test.jsonl, p"
+        UserError, match="2 data files; name the files.*nq/test.jsonl .its data files: nq/test.jsonl, p"
     ):
         load_questions("owner/flash")
     with pytest.raises(
