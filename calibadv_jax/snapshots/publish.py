@@ -45,13 +45,7 @@ class SnapshotStore:
         self._checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
 
     def publish(
-        self,
-        version: int,
-        params: Params,
-        *,
-        step: int,
-        hf_config: Mapping[str, Any],
-        tokenizer_hash: str,
+        self, version: int, params: Params, *, hf_config: Mapping[str, Any], tokenizer_hash: str
     ) -> Path:
         """Writes a version and returns its folder; when it returns, the snapshot is complete.
 
@@ -72,7 +66,6 @@ class SnapshotStore:
         manifest = {
             "format": FORMAT,
             "version": version,
-            "step": step,
             "tokenizer": tokenizer_hash,
             "config": dict(hf_config),
             "tensors": tensors,
@@ -82,17 +75,12 @@ class SnapshotStore:
             _remove(old)
         return folder
 
-    def latest(self) -> Path | None:
-        """The newest complete snapshot."""
-        complete = self._complete()
-        return complete[-1] if complete else None
-
     def _complete(self) -> list[Path]:
         return sorted((path.parent for path in self.folder.glob(f"v*/{MANIFEST}")), key=_version)
 
 
 def read_manifest(snapshot: Path) -> dict[str, Any]:
-    """What a snapshot holds: format, version, step, tokenizer (hash), config, tensors by dotted path.
+    """What a snapshot holds: format, version, tokenizer (hash), config, tensors by dotted path.
 
     Raises:
         UserError: the snapshot is incomplete, or of another format.
