@@ -29,7 +29,7 @@ STAGES: dict[str, set[str]] = {
     "metrics": set(),
     "evaluation": set(),
     "pages": {"record"},
-    "report": {"metrics"},
+    "report": {"metrics", "record"},
     "policy": set(),
     "learner": {"policy"},
     "snapshots": {"policy"},

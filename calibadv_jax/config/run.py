@@ -30,9 +30,9 @@ class LogConfig:
     """Project of Weights & Biases, experiment of MLflow."""
     prometheus: str = Field(default="127.0.0.1:9464", pattern=r"^[^:/]+:\d{1,5}$")
     """host:port of the Prometheus endpoint, where log.backends names it."""
-    rollouts: Literal["parquet", "jsonl", "none"] = "parquet"
-    """Keep every trajectory, with what credit assignment made of it, as rollouts/step_N.parquet (compact) or
-    step_N.jsonl (readable, some five times the size); see docs/record.md."""
+    rollouts: Literal["parquet", "none"] = "parquet"
+    """Keep every trajectory, with what credit assignment made of it, as rollouts/step_N.parquet;
+    see docs/record.md."""
     rollouts_keep: NonNegativeInt = 100
     """Newest steps whose trajectories stay on disk; 0: all."""
     rollouts_every: NonNegativeInt = 10
