@@ -28,7 +28,7 @@ STAGES: dict[str, set[str]] = {
     "services": set(),
     "metrics": set(),
     "evaluation": set(),
-    "pages": {"record"},
+    "pages": {"record", "advantages"},
     "report": {"metrics", "record"},
     "policy": set(),
     "learner": {"policy"},

@@ -1,4 +1,4 @@
-"""A file of the retriever is there whole or not at all, and is written by the one function that cares for it."""
+"""A file of the retriever is there whole or not at all; nothing in the package renames one in another way."""
 
 import ast
 import errno
