@@ -165,18 +165,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--topology",
         default="v5e:2x4",
-        help="TPU: as libtpu names it, v5e:4x4, v5p:2x2x2, v6e:4x4; GPU: slices x hosts x GPUs of a host",
+        help="topology. TPU: as libtpu names it, v5e:4x4, v5p:2x2x2; GPU: slices x hosts x GPUs of a host",
     )
-    parser.add_argument("--attention", choices=["xla", "splash", "triton", "cudnn"], help="other kernel")
+    parser.add_argument(
+        "--attention", choices=["xla", "splash", "triton", "cudnn"], help="another kernel of attention"
+    )
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=PROGRAMS, metavar="PROGRAM")
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
-    parser.add_argument("--fsdp", type=int, default=4, help="data takes what is left")
+    parser.add_argument("--fsdp", type=int, default=4, help="size of the axis fsdp; data takes what is left")
     parser.add_argument("--tensor", type=int, default=2)
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a row, and of a trajectory")
-    parser.add_argument("--rows", type=int, default=1, help="of a microbatch on each data and fsdp device")
-    parser.add_argument("--slots", type=int, default=64, help="of the embedded sampler, on all devices")
+    parser.add_argument(
+        "--length", type=int, default=4096, help="number of tokens of a row and of a trajectory"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=1, help="rows of a microbatch on each data and fsdp device"
+    )
+    parser.add_argument(
+        "--slots", type=int, default=64, help="slots of the embedded sampler on all devices together"
+    )
     parser.add_argument("--remat", choices=["none", "dots", "full"], default="full")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures to this JSON file")
     return parser.parse_args(arguments)
 
 

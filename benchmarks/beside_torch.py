@@ -125,8 +125,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--idle", type=float, default=0.0, help="share of trajectories without advantage")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--micro", type=int, help="trajectories of PyTorch's padded micro-batches")
-    parser.add_argument("--rows", type=int, help="other learner.microbatch_rows")
+    parser.add_argument("--micro", type=int, help="number of trajectories of PyTorch's padded micro-batches")
+    parser.add_argument("--rows", type=int, help="another learner.microbatch_rows")
     return parser.parse_args()
 
 

@@ -134,10 +134,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["jax", "vllm"])
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--trajectories", type=int, help="of a round")
-    parser.add_argument("--slots", type=int, help="other sampler.slots: trajectories decoded together")
-    parser.add_argument("--decode-chunk", type=int, help="other sampler.decode_chunk")
-    parser.add_argument("--search-ms", type=float, default=0.0, help="that every search takes")
+    parser.add_argument("--trajectories", type=int, help="number of trajectories of a round")
+    parser.add_argument("--slots", type=int, help="another sampler.slots: trajectories decoded together")
+    parser.add_argument("--decode-chunk", type=int, help="another sampler.decode_chunk")
+    parser.add_argument("--search-ms", type=float, default=0.0, help="milliseconds that every search takes")
     return parser.parse_args()
 
 

@@ -60,8 +60,8 @@ def parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", choices=list(SHAPES), default="30m")
-    parser.add_argument("--rows", type=int, default=16, help="slots")
-    parser.add_argument("--length", type=int, default=1024, help="columns of the cache")
+    parser.add_argument("--rows", type=int, default=16, help="number of slots")
+    parser.add_argument("--length", type=int, default=1024, help="number of columns of the cache")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=4)
     return parser.parse_args()

@@ -154,7 +154,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=16, help="packed rows of the update")
     parser.add_argument("--microbatch", type=int, default=16, help="rows of one forward/backward pass")
     parser.add_argument("--length", type=int, default=320, help="tokens of a row")
-    parser.add_argument("--slots", type=int, default=80, help="sampler rows")
+    parser.add_argument("--slots", type=int, default=80, help="number of rows of the sampler")
     parser.add_argument("--prompt", type=int, default=96, help="prompt tokens of the sampler run")
     parser.add_argument("--new", type=int, default=64, help="tokens decoded in every row")
     parser.add_argument("--remat", choices=["none", "dots", "full"], default="full")

@@ -286,13 +286,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; what is not given is as the part has it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output", type=Path, metavar="OUTPUT")
-    parser.add_argument("--part", choices=PARTS, default="all", help="default: %(default)s but short")
+    parser.add_argument(
+        "--part",
+        choices=PARTS,
+        default="all",
+        help="part of the experiments (default: %(default)s but short)",
+    )
     for name, kind, metavar, what in (
-        ("seeds", str, '"N N …"', ""),
+        ("seeds", str, '"N N …"', "seeds; "),
         ("lr", str, "LR", "learning rate of halves, lambda, remedies and short; "),
-        ("steps", _count, "N", ""),
-        ("workers", _count, "N", "runs at a time; "),
-        ("config", Path, "FILE", ""),
+        ("steps", _count, "N", "steps of each run; "),
+        ("workers", _count, "N", "number of runs at a time; "),
+        ("config", Path, "FILE", "config of the runs; "),
     ):
         long, short = (_shown(getattr(one, name)) for one in (LONG, SHORT))
         text = f"{what}default: {long}; short: {short}"

@@ -41,8 +41,10 @@ def write_short(output: Path, names: Sequence[str]) -> tuple[str, Path]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output", type=Path, metavar="OUTPUT")
-    parser.add_argument("--docs", type=Path, metavar="FOLDER", help="write there; default: OUTPUT/report")
-    parser.add_argument("--name", default="evidence", help="start of the files' names; default: %(default)s")
+    parser.add_argument(
+        "--docs", type=Path, metavar="FOLDER", help="folder to write to (default: OUTPUT/report)"
+    )
+    parser.add_argument("--name", default="evidence", help="start of the files' names (default: %(default)s)")
     arguments = parser.parse_args(argv)
     folder = arguments.docs or arguments.output / "report"
     for path in write_report(arguments.output, folder, arguments.name):

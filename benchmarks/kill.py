@@ -189,13 +189,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, help="a new folder")
+    parser.add_argument("--output", type=Path, required=True, help="new folder of the run")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the kills")
     parser.add_argument("--pause", type=float, default=30.0, help="seconds between SIGSTOP and SIGCONT")
-    parser.add_argument("--deadline", type=float, default=3600.0, help="seconds the disturbed run may take")
-    parser.add_argument("--vllm", action="store_true", help="with a rollout worker on the CPU")
+    parser.add_argument(
+        "--deadline", type=float, default=3600.0, help="seconds that the disturbed run may take"
+    )
+    parser.add_argument("--vllm", action="store_true", help="run with a rollout worker on the CPU")
     arguments = parser.parse_args(argv)
     output = arguments.output.absolute()
     start = [*SMALL, f"run.dir={output}"]

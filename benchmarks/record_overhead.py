@@ -137,10 +137,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quickstart", type=Path, help="folder of a quickstart run; without: 2. only")
-    parser.add_argument("--output", type=Path, help="a new folder")
+    parser.add_argument(
+        "--quickstart", type=Path, help="folder of a quickstart run; without it only part 2 runs"
+    )
+    parser.add_argument("--output", type=Path, help="new folder to write to")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the figures to this JSON file")
     arguments = parser.parse_args(argv)
     report: dict[str, dict[str, float]] = {}
     if arguments.quickstart:

@@ -152,8 +152,8 @@ def main() -> None:
     parser.add_argument("--idle", type=int, default=2000)
     parser.add_argument("--slow", type=int, default=200)
     parser.add_argument("--bodies", type=int, default=40)
-    parser.add_argument("--size", type=int, default=15 * 10**6, help="bytes of a body")
-    parser.add_argument("--seconds", type=float, default=40.0, help="that connections are held")
+    parser.add_argument("--size", type=int, default=15 * 10**6, help="number of bytes of a body")
+    parser.add_argument("--seconds", type=float, default=40.0, help="seconds for which connections are held")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with service(given.corpus_path, given.index_path) as (address, pid):

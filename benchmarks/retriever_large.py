@@ -37,7 +37,9 @@ INDEXES = {"IVF1024,PQ48": ("", "in memory"), "Flat": ("--mmap", "memory-mapped"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="is made, and removed at the end")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder that is made, and removed at the end"
+    )
     parser.add_argument("--documents", type=int, default=2_000_000)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True)

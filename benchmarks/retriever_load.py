@@ -352,9 +352,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--soak", type=float, default=0.0)
     parser.add_argument("--port", type=int, default=8231)
-    parser.add_argument("--beside", default="", help="a command that trains; rounds are repeated beside it")
-    parser.add_argument("--variant", action="append", default=[], help='such as one="--threads 1"')
-    parser.add_argument("--json", type=Path, help="the tables")
+    parser.add_argument("--beside", default="", help="command that trains; all rounds are repeated beside it")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        help='other options of the service, such as one="--threads 1"',
+    )
+    parser.add_argument("--json", type=Path, help="also write the tables to this JSON file")
     parser.add_argument("--bound", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--drive", help=argparse.SUPPRESS)

@@ -42,8 +42,12 @@ INDEXES = {  # name: (encoder, factory, search parameters)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--folder", type=Path, required=True, help="of the indexes and vectors; kept")
-    parser.add_argument("--passages", type=int, default=10_000, help="of the corpus; 0 for all")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder of the indexes and vectors, which is kept"
+    )
+    parser.add_argument(
+        "--passages", type=int, default=10_000, help="number of passages of the corpus; 0: all"
+    )
     parser.add_argument("--indexes", nargs="*", choices=INDEXES, default=list(INDEXES))
     arguments = parser.parse_args()
 

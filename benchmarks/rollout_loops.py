@@ -179,11 +179,16 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=96)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--median", type=float, default=20.0, help="tokens of a turn")
-    parser.add_argument("--sigma", type=float, default=1.2, help="of the log-normal turn length")
+    parser.add_argument("--median", type=float, default=20.0, help="median number of tokens of a turn")
+    parser.add_argument("--sigma", type=float, default=1.2, help="sigma of the log-normal turn length")
     parser.add_argument("--search-ms", type=float, default=50.0)
-    parser.add_argument("--search-sigma", type=float, default=0.0, help="0: every search takes the same")
-    parser.add_argument("--hidden", type=int, default=128, help="of the policy; a multiple of 64")
+    parser.add_argument(
+        "--search-sigma",
+        type=float,
+        default=0.0,
+        help="sigma of the log-normal search time; 0: all searches take equally long",
+    )
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size of the policy; a multiple of 64")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--flavour", default="cpu")

@@ -134,10 +134,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, required=True, help="where the figures lie")
-    parser.add_argument("--match", default="", help="only points whose arguments contain this text")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the figures")
+    parser.add_argument("--match", default="", help="compile only points whose arguments contain this text")
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=PROGRAMS, metavar="PROGRAM")
-    parser.add_argument("--print", action="store_true", help="compile nothing")
+    parser.add_argument("--print", action="store_true", help="print the table and compile nothing")
     parser.add_argument("--libtpu", type=Path, default=Path(sys.prefix) / "libtpu")
     parser.add_argument("--cuda", type=Path, default=Path(sys.prefix) / "cuda_compiler")
     arguments = parser.parse_args()

@@ -127,11 +127,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("share", "that searches again"),
     ):
         parser.add_argument(
-            f"--{name}", type=float, default=getattr(World, name), help=f"{what}; %(default)s"
+            f"--{name}", type=float, default=getattr(World, name), help=f"{what} (default: %(default)s)"
         )
-    parser.add_argument("--group-size", type=int, default=World.group_size, help="default: %(default)s")
-    parser.add_argument("--questions", type=int, default=10, help="of a step; default: %(default)s")
-    parser.add_argument("--groups", type=int, default=4000, help="for each column; default: %(default)s")
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        default=World.group_size,
+        help="trajectories of a group (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--questions", type=int, default=10, help="number of questions of a step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--groups", type=int, default=4000, help="number of groups for each column (default: %(default)s)"
+    )
     arguments = parser.parse_args(argv)
     world = World(arguments.truth, arguments.quoted, arguments.share, arguments.group_size)
     sys.stdout.write(drawn_table(world, arguments.groups, arguments.questions) + "\n")

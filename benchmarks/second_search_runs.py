@@ -140,8 +140,10 @@ def save_figure(beginnings: Sequence[Beginning], pushes: Sequence[np.ndarray], p
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    parser.add_argument("--steps", type=int, default=5, help="of each run; default: %(default)s")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="an SVG of the second table")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="number of steps of each run (default: %(default)s)"
+    )
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="SVG file to draw the second table into")
     arguments = parser.parse_args(argv)
     beginnings = [read_beginning(run, arguments.steps) for run in arguments.runs]
     pushes = own_pushes(beginnings)

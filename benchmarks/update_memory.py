@@ -52,10 +52,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--platform", choices=["cpu", "tpu"], default="cpu")
-    parser.add_argument("--topology", default="v5e:2x2", help="as libtpu names it")
-    parser.add_argument("--fsdp", type=int, default=1, help="data takes what is left")
+    parser.add_argument("--topology", default="v5e:2x2", help="topology, as libtpu names it")
+    parser.add_argument("--fsdp", type=int, default=1, help="size of the axis fsdp; data takes what is left")
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-3b")
-    parser.add_argument("--rows", type=int, default=1, help="on each device")
+    parser.add_argument("--rows", type=int, default=1, help="rows on each device")
     parser.add_argument("--offload", choices=["none", "host"], default="none")
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048 * 2**n for n in range(6)])
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """CalibAdv (arXiv 2604.18235) in JAX: reinforcement learning of search agents with turn-level credit.
 
-The names here are the public Python interface; `docs/` and the README show how to use them.
+The names here are the public Python interface; docs/calibadv.md and docs/record.md show how to use them.
 """
 
 from calibadv_jax.advantages.registry import compute_advantages

@@ -1,4 +1,4 @@
-"""``python -m calibadv_jax COMMAND …``: as ``calibadv COMMAND …``, where the script is not on the path."""
+"""``python -m calibadv_jax COMMAND …``: as ``calibadv COMMAND …``, if the script is not on the path."""
 
 from calibadv_jax.cli import calibadv
 

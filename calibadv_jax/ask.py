@@ -40,24 +40,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="a run, its checkpoints, one of them, a snapshot, or a HuggingFace folder",
+        help="policy to ask: a run, its checkpoints folder, a checkpoint, a snapshot, a HuggingFace folder",
     )
     parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
-        help="of prompt, rollout, sampler, retriever; default: the run's",
+        help="config with prompt, rollout, sampler and retriever; default: the config of the run",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="of sampling; default 0: the likeliest tokens"
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="sampling temperature (default: 0, always the most likely token)",
     )
     parser.add_argument(
-        "words", nargs="*", metavar="key.path=value | question", help="config values; the question"
+        "words",
+        nargs="*",
+        metavar="key.path=value | question",
+        help="values that replace those of the config, and the question",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Answers the question, or those that are typed.
+    """Answers the question, or the questions that are typed.
 
     Raises:
         UserError: no such policy or config, or the question could not be answered.
@@ -112,7 +118,7 @@ def _answer(rollouts: Rollouts, question: Question, config: Config, temperature:
 
 
 def own_tokenizer(source: PolicySource) -> list[str]:
-    """The override that takes the tokenizer beside the policy, where there is one: it is the policy's own."""
+    """The override that takes the tokenizer beside the policy, if there is one: it is the policy's own."""
     return ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
 
 

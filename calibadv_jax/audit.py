@@ -1,9 +1,9 @@
 """The credit of a run against the truth: ``calibadv audit RUN [RUN …] [key.path=value …]``.
 
-Where questions name their supporting passages, as those of a generated world do, it is known which searches
+If questions name their supporting passages, as questions of a generated world do, it is known which searches
 were good. This reads the trajectories that a run kept, computes rewards and advantages once more, with the
-run's own settings and with others, and measures both; see `advantages.truth` for the definitions. The control
-is the same with the rewards permuted among the trajectories of a step: what chance gives.
+run's own settings and with other settings, and measures both; see `advantages.truth` for the definitions.
+The control is the same with the rewards permuted among the trajectories of a step: what chance gives.
 """
 
 from __future__ import annotations
@@ -69,13 +69,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="key.path=V,V,…",
-        help="a column for each of these values; may be given again",
+        help="add a column for each of these values; may be given several times",
     )
     parser.add_argument(
-        "--window", type=int, default=10, metavar="STEPS", help="of the table over training (%(default)s)"
+        "--window",
+        type=int,
+        default=10,
+        metavar="STEPS",
+        help="number of steps of a row in the table over training (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the control's permutations (%(default)s)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write every step as JSON")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the control's permutations (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write the measures of every step to this JSON file"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -112,7 +120,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def split(inputs: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Folders and settings; a name with "=" is a folder where there is one of that name.
+    """Folders and settings; a name with "=" is a folder if there is one of that name.
 
     Raises:
         UserError: no folder is among them, or one does not exist, or one is named twice.
@@ -128,12 +136,12 @@ def split(inputs: Sequence[str]) -> tuple[list[Path], list[str]]:
             reason = "is named twice" if path in folders else "no such folder of a run"
             raise UserError(f"{one}: {reason}; give the run.dir of runs, each once")
     if not folders:
-        raise UserError(f"no run among {' '.join(inputs)}; give the run.dir of at least one")
+        raise UserError(f"no run among {' '.join(inputs)}; give the run.dir of at least one run")
     return folders, overrides
 
 
 def make_columns(overrides: Sequence[str], sweeps: Sequence[str]) -> list[Settings]:
-    """The run's own settings, those with all overrides, and one for each value of the sweeps on top of them.
+    """The run's own settings, these with all overrides, and on top of them a setting for each value swept.
 
     Raises:
         UserError: a key is of a section that changes no credit, or a sweep has no values.
@@ -165,7 +173,7 @@ def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console
     """Reads every kept step of a run and gathers its evidence under each of the settings.
 
     Args:
-        columns: the first one has no overrides.
+        columns: the first column has no overrides.
         seed: of the control.
 
     Raises:
@@ -204,7 +212,7 @@ def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console
 
 
 def _check_passages(folder: Path, measured: Measured, num_groups: int, console: Console) -> None:
-    """Refuses a run of which nothing is known; warns where a part is, or passages are of another corpus."""
+    """Refuses a run of which nothing is known; warns if a part is, or passages are of another corpus."""
     groups = join(measured.true.values()).groups
     if not len(groups):
         raise UserError(
@@ -236,9 +244,9 @@ def credit_again(kept: KeptStep, config: Config, control: int | None = None) -> 
 
 
 def windows(evidence: Mapping[int, Evidence], size: int) -> Iterator[tuple[int, int, Evidence]]:
-    """(first step, last step, evidence) of steps 1 … size, size + 1 … 2 size, and so on, where some are kept.
+    """(first step, last step, evidence) of steps 1 … size, size + 1 … 2 size, and so on, if some are kept.
 
-    First and last are those that are kept.
+    First and last are steps that are kept.
     """
     members: dict[int, list[int]] = {}
     for step in sorted(evidence):
@@ -296,7 +304,7 @@ def _spread(name: str, true: Sequence[Mapping[str, float]], control: Sequence[Ma
 
 
 def _by_measure(columns: Sequence[Sequence[str]], names: Sequence[str]) -> str:
-    """A row for each of MEASURES, with what it is where there is room."""
+    """A row for each of MEASURES, with what it is if there is room."""
     rows = [[name, *cells] for name, *cells in zip(MEASURES, *columns, strict=True)]
     if len(columns) <= EXPLAINED:
         return table([[*row, MEASURES[row[0]]] for row in rows], ["measure", *names, "what"])

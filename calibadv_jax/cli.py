@@ -1,9 +1,9 @@
 """The command line: ``calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]``.
 
 Some commands work on files instead of a config and take arguments of their own: see TOOLS.
-``python -m calibadv_jax COMMAND`` does the same; for those with a config ``python -m calibadv_jax.COMMAND``
-too. `calibadv` reads and checks the config before it imports what the command needs, so that a mistake is
-found at once.
+``python -m calibadv_jax COMMAND`` does the same; so does ``python -m calibadv_jax.COMMAND`` for a command
+with a config. `calibadv` reads and checks the config before it imports what the command needs, so that a
+mistake is found at once.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ TOOLS: dict[str, str] = {
     "inspect": "A page of a run's trajectories: tokens by advantage, and why each turn got its own.",
     "ask": "Asks a policy a question, and shows what it searches and reads.",
     "replay": "Reward, advantages and loss of a kept step once more, or with other settings.",
-    "audit": "Measures the credit of a run against the truth, where its questions name their passages.",
+    "audit": "Measures the credit of a run against the truth, if its questions name their passages.",
     "report": "Draws the curves of one or more runs, as one HTML page and as PNG files.",
     "compare": "Tests the difference of two evaluations on the same questions.",
     "select-rollouts": "Makes demonstrations for sft of the best kept rollouts.",
-    "prepare-data": "Converts and filters question files of any known layout.",
+    "prepare-data": "Converts and filters question files of any layout that is known here.",
 }
 # A file inspect.py would hide Python's own from every file here that is run by its path.
 MODULES = {"inspect": "inspect_run"}
@@ -64,8 +64,8 @@ MODULES = {"inspect": "inspect_run"}
 class Arguments:
     """What was asked for on the command line."""
 
-    configs: list[Path]  # later ones win
-    overrides: list[str]  # "key.path=value", in the order given; later ones win
+    configs: list[Path]  # later files win
+    overrides: list[str]  # "key.path=value", in the order given; later values win
     dry_run: bool
     options: dict[str, bool] = field(default_factory=dict)  # of the command, see OPTIONS
 
@@ -103,7 +103,7 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _load(name: str) -> ModuleType:
-    """The module of a command, which loads JAX and more; says so where that takes long."""
+    """The module of a command, which loads JAX and more; says so if that takes long."""
 
     def say() -> None:
         sys.stderr.write(f"calibadv {name}: loading its libraries (JAX and others)\n")
@@ -160,7 +160,7 @@ def parse(
         required=True,
         action="append",
         metavar="FILE",
-        help="YAML file of the run; where it is given again, the later file wins key by key",
+        help="YAML file of the run; if it is given several times, later files win, key by key",
     )
     for name, what in options.items():
         parser.add_argument(f"--{name}", action="store_true", help=what)
@@ -169,7 +169,7 @@ def parse(
         "overrides",
         nargs="*",
         metavar="key.path=value",
-        help="values that replace the file's; every key is described in docs/configuration.md",
+        help="config keys and their new values; every key is described in docs/configuration.md",
     )
     known, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:

@@ -27,15 +27,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="A", help="evaluation of the first policy")
     parser.add_argument("second", type=Path, metavar="B", help="evaluation of the second policy")
     parser.add_argument(
-        "--metrics", nargs="+", default=list(DEFAULT_METRICS), metavar="NAME", help="default: %(default)s"
+        "--metrics",
+        nargs="+",
+        default=list(DEFAULT_METRICS),
+        metavar="NAME",
+        help="metrics to compare (default: %(default)s)",
     )
     parser.add_argument(
-        "--resamples", type=int, default=10000, metavar="N", help="of bootstrap and test (%(default)s)"
+        "--resamples",
+        type=int,
+        default=10000,
+        metavar="N",
+        help="number of resamples of bootstrap and test (default: %(default)s)",
     )
     parser.add_argument(
-        "--confidence", type=float, default=0.95, metavar="C", help="of the intervals (%(default)s)"
+        "--confidence",
+        type=float,
+        default=0.95,
+        metavar="C",
+        help="coverage of the confidence intervals (default: %(default)s)",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the numbers as JSON")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write the numbers to this JSON file"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -91,14 +105,14 @@ def _load(path: Path) -> dict[str, Questions]:
 
 
 def _service(found: dict[str, Questions]) -> dict[str, Any]:
-    """What searched for an evaluation (`evaluate.describe_retriever`); empty where it is not known."""
+    """What searched for an evaluation (`evaluate.describe_retriever`); empty if it is not known."""
     row = next(iter(next(iter(found.values())).values()))
     service: dict[str, Any] = row.get("retriever") or {}
     return service
 
 
 def _differing_service(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """In words; empty where the two are the same, or one of them searched nothing."""
+    """In words; empty if the two are the same, or one of them searched nothing."""
     names = [name for name in first | second if first.get(name) != second.get(name)]
     if not first or not second:
         return ""

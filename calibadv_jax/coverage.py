@@ -28,7 +28,7 @@ FOLDER = "coverage"
 
 @dataclass(frozen=True)
 class Covered:
-    """What searches return for one question; None where nothing can be said."""
+    """What searches return for one question; None if nothing can be said."""
 
     answer: bool | None  # the question as query returns a document with an answer; None: yes or no
     passage: bool | None  # it returns a supporting passage; None: the question names none
@@ -99,7 +99,7 @@ def measure(
     """What the index returns for each question.
 
     Args:
-        passages: supporting ones by id, whose titles are queries too; empty: the question is the only query.
+        passages: supporting passages by id; their titles are queries too. Empty: only the question is.
     """
 
     async def look(question: Question, search: Search) -> Covered:
@@ -133,7 +133,7 @@ def _covered(question: Question, first: Sequence[Document], every: Sequence[Docu
 def summary(
     questions: Sequence[Question], found: Sequence[Covered]
 ) -> dict[str, dict[str, float | int | None]]:
-    """Data source -> questions, and the share of each measure among those that it can be said of."""
+    """Data source -> questions, and the share of each measure among the questions that it can be said of."""
     by_source: dict[str, list[Covered]] = {}
     for question, covered in zip(questions, found, strict=True):
         by_source.setdefault(question.data_source, []).append(covered)

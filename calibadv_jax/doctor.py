@@ -74,7 +74,7 @@ def with_status(line: str) -> tuple[str, str]:
 
 
 def summary(failed: int, total: int, what: str, counts: Counter[str]) -> str:
-    """The last line. Only where everything was checked, and nothing is to be thought of, is it "ready"."""
+    """The last line. Only if everything was checked, and nothing is to be thought of, is it "ready"."""
     if failed:
         return f"{failed} of {total} {what}s failed"
     said = [f"{counts['warn']} warning{'s' if counts['warn'] > 1 else ''}"] if counts["warn"] else []

@@ -2,7 +2,7 @@
 
 Answers the questions of data.eval with the method evaluate.method and writes scores with their intervals, by
 data source, to evaluate.output; beside it the tables and every question with its transcripts. The policy is
-evaluate.policy; where that is empty, the newest checkpoint of run.dir; where there is none, policy.path. The
+evaluate.policy; if that is empty, the newest checkpoint of run.dir; if there is none, policy.path. The
 same command continues an evaluation that was interrupted.
 """
 
@@ -74,10 +74,10 @@ def choose_policy(config: Config) -> PolicySource:
 def evaluation_questions(config: Config, tokenizer: Any, sample_size: int = 0) -> tuple[list[Question], str]:
     """The questions of data.eval, at most data.eval_limit and `sample_size` (0: no limit) of them.
 
-    The same ones for every run.seed.
+    The same questions for every run.seed.
 
     Returns:
-        The questions whose prompts fit, and in words how many do not; "" where all fit.
+        The questions whose prompts fit, and in words how many do not; "" if all fit.
 
     Raises:
         UserError: a file cannot be read, or prompts are too long; see `drop_overlong`.
@@ -240,7 +240,7 @@ def answer(
     keep: Callable[[Row], object],
     evaluation: str = "",
 ) -> None:
-    """Answers questions with the sampler's current policy, and hands over each one's row when it is complete.
+    """Answers questions with the sampler's current policy, and hands over the row of each when complete.
 
     Args:
         config: that of the method; see `method_config`.
@@ -278,7 +278,7 @@ def _fits(question: Question, rollouts: Rollouts) -> bool:
 
 
 def _passages(rollouts: Rollouts, questions: Sequence[Question]) -> list[list[Document]]:
-    """What the retriever finds for each question; nothing for one that it refuses."""
+    """What the retriever finds for each question; nothing for a query that it refuses."""
     texts = [question.text for question in questions]
     found: list[list[Document]] = []
     for start in range(0, len(texts), PASSAGE_QUERIES):

@@ -42,7 +42,7 @@ def run(config: Config) -> None:
 def export(config: Config) -> Path:
     """Writes export.source (default: the newest checkpoint of run.dir) to export.output.
 
-    `export.source` is a snapshot, a checkpoint or a folder of checkpoints, of this run or another one.
+    `export.source` is a snapshot, a checkpoint or a folder of checkpoints, of this run or another run.
     Works on one device. As a program it uses the host, since a training run may fill the accelerators.
 
     Returns:
@@ -83,7 +83,7 @@ def export(config: Config) -> Path:
 
 
 def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
-    """The config of the newest start of the source's run; where it kept none, the one that was given."""
+    """The config of the newest start of the source's run; if it kept none, the config that was given."""
     start = newest_start(source.model_folder.parent)
     if start is None:
         return dataclasses.asdict(config)
@@ -112,7 +112,7 @@ def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:
 
 
 def _scores(config: Config, policy: dict[str, Any]) -> str:
-    """The table of evaluate.output, where that is an evaluation of this policy."""
+    """The table of evaluate.output, if that is an evaluation of this policy."""
     path = Path(config.evaluate.output)
     if path.is_file():
         found = read_json(path)

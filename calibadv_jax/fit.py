@@ -1,4 +1,4 @@
-"""Whether a config fits the machine that it would run on, and which keys to change where it does not."""
+"""Whether a config fits the machine that it would run on, and which keys to change if it does not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LESS = "less of sampler.slots, rollout.max_length, learner.microbatch_rows and l
 
 
 def memory_lines(estimate: Mapping[str, float], devices: int) -> list[str]:
-    """The estimate, and where the device of this machine has less, what to change.
+    """The estimate, and if the device of this machine has less, what to change.
 
     Args:
         estimate: bytes on one device, see `estimate_memory`.
@@ -63,7 +63,7 @@ def host_memory() -> float:
 
 
 def cpu_lines(config: Config) -> list[str]:
-    """A warning where the devices are a CPU's, and the sizes are those of accelerators; else nothing."""
+    """A warning if the devices are a CPU's, and the sizes are those of accelerators; else nothing."""
     if jax.devices()[0].platform != "cpu":
         return []
     rollout, sampler, learner = config.rollout, config.sampler, config.learner

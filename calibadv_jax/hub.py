@@ -61,7 +61,7 @@ class Pin:
 
 
 def read_pins(folder: Path) -> list[Pin]:
-    """What a run started with; none where it used nothing of the hub.
+    """What a run started with; none if it used nothing of the hub.
 
     Raises:
         UserError: the file is damaged.
@@ -101,7 +101,7 @@ def is_repository(name: str) -> bool:
 
 
 def resolve(repository: str, revision: str) -> Pin:
-    """The commit that a branch or tag names now; what is in the cache where the hub cannot be reached.
+    """The commit that a branch or tag names now; what is in the cache if the hub cannot be reached.
 
     Raises:
         UserError: no such repository or revision, no permission, or no network and nothing in the cache.
@@ -117,7 +117,7 @@ def resolve(repository: str, revision: str) -> Pin:
 
 
 def fetch_model(pin: Pin, with_weights: bool) -> Path:
-    """The folder with the repository's config and tokenizer, and its safetensors where they are asked for.
+    """The folder with the repository's config and tokenizer, and its safetensors if they are asked for.
 
     Raises:
         UserError: as `resolve`.
@@ -162,7 +162,7 @@ def fetch_data(address: str) -> list[Path]:
         if len(data) != 1:
             example = data[0] if data else "train.jsonl"
             raise UserError(
-                f"{DATASETS}{repository}: {len(data)} data files; name those that you mean, such as"
+                f"{DATASETS}{repository}: {len(data)} data files; name the files that you mean, such as"
                 f" {DATASETS}{repository}/{example} ({there})"
             )
         return [

@@ -17,16 +17,21 @@ PORT = 8420
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run (its run.dir)")
-    parser.add_argument("--steps", default="", metavar="FIRST-LAST", help="only these steps, such as 10-20")
+    parser.add_argument(
+        "--steps", default="", metavar="FIRST-LAST", help="show only these steps, such as 10-20"
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--port",
         type=int,
         default=PORT,
-        help=f"of the server, which only this machine reaches (default {PORT}; 0: a free one)",
+        help=f"port of the server, which only this machine reaches (default: {PORT}; 0: any free port)",
     )
     where.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="write the page as files for a web server, and end"
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="write the page as files for a web server into this folder, and end",
     )
 
 

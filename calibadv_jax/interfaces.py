@@ -60,7 +60,7 @@ class Sampler(Protocol):
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
         """Log-probabilities float32 [T - 1] of tokens 1 … T - 1 under every copy of the weights, by its name.
 
-        Empty where the weights are the learner's own and there is nothing to compare.
+        Empty if the weights are the learner's own and there is nothing to compare.
         """
         ...
 

@@ -52,7 +52,7 @@ def locked(path: Path, what: str, warn: Callable[[str], None]) -> Iterator[None]
 
     Args:
         what: is locked, as ``key=value``, for messages.
-        warn: is told where the file system has no locks; then the block runs all the same.
+        warn: is told if the file system has no locks; then the block runs all the same.
 
     Raises:
         UserError: another process has it (the message says which), or the file cannot be made.
@@ -101,7 +101,7 @@ def _take(path: Path, what: str, warn: Callable[[str], None]) -> int:
                 raise
             warn(
                 f"{what}: its file system has no locks ({error.strerror}), so nothing stops a second process"
-                " from writing there; start no other one"
+                " from writing there; start no other run there"
             )
             return file
         if path.is_file() and os.fstat(file).st_ino == path.stat().st_ino:

@@ -79,9 +79,9 @@ def build_model(config: Config, path: str) -> Model:
 def find_folder(
     config: Config, name: str, with_weights: bool = False, known: Sequence[hub.Pin] = ()
 ) -> tuple[Path, tuple[hub.Pin, ...]]:
-    """The folder that `name` means, and the pin of its repository where it is one of the hub's.
+    """The folder that `name` means, and the pin of its repository if it is one of the hub's.
 
-    A run's folder says which commit the run began with; it stays that one.
+    A run's folder says which commit the run began with; it stays that commit.
 
     Args:
         with_weights: download the safetensors too.
@@ -152,7 +152,7 @@ def _tokenizer_class(folder: Path) -> Any:
 
     One that was saved as TokenizersBackend is complete in tokenizer.json. AutoTokenizer would take Qwen's own
     class for it where a config.json of model_type qwen2 stands beside it, which splits text in another way;
-    and it imports torch where that is installed, which takes seconds.
+    and it imports torch if that is installed, which takes seconds.
     """
     path = folder / "tokenizer_config.json"
     saved_as = read_json(path).get("tokenizer_class") if path.is_file() else None
@@ -162,7 +162,7 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def initial_params(config: Config, model: Model, path: str) -> Params:
-    """Parameters of the HuggingFace folder or repository `path`, or random ones where it is empty."""
+    """Parameters of the HuggingFace folder or repository `path`, or random parameters if it is empty."""
     if path:
         folder, _ = find_folder(config, path, with_weights=True, known=model.pins)
         return load_params(folder, model.policy, model.mesh)

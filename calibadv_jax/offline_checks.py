@@ -1,6 +1,6 @@
 """What can be said of a config without network, services, model or data files; for `doctor --offline`.
 
-Files that are here are looked at; one that is absent is named as not checked, which is no failure.
+Files that are here are looked at; a file that is absent is named as not checked, which is no failure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_prompt(config: Config) -> list[str]:
     longest = rollout.max_prompt_length + searches + rollout.max_turn_length
     room = f"the longest trajectory has {longest} tokens, and rollout.max_length is {rollout.max_length}"
     if longest > rollout.max_length:
-        room += ": one that is longer ends without an answer"
+        room += ": a trajectory that is longer ends without an answer"
     if config.prompt.template == FROM_DATA:
         return ["the prompt that each row of the data carries", room]
     text = template_text(config.prompt.template)
@@ -102,7 +102,7 @@ def check_services(config: Config) -> list[str]:
 
 
 def mesh_sizes(config: Config) -> dict[str, int]:
-    """Sizes of the mesh's axes; one of -1 takes the devices of this machine that the others leave."""
+    """Sizes of the mesh's axes; a size of -1 takes the devices of this machine that the other axes leave."""
     axes = _axes(config)
     fixed = math.prod(size for size in axes.values() if size != REST)
     rest = max(1, jax.device_count() // fixed)
@@ -114,7 +114,7 @@ def _axes(config: Config) -> dict[str, int]:
 
 
 def _architecture(config: Config) -> Architecture | None:
-    """Of the policy's folder where it is here, else of policy.init; None where neither says it all.
+    """Of the policy's folder if it is here, else of policy.init; None if neither says it all.
 
     Raises:
         UserError: it cannot be used.

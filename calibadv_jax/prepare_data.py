@@ -1,7 +1,7 @@
 """Question files of any known layout to one of ours: ``calibadv prepare-data INPUT … --output FILE``.
 
-Drops rows without an answer, repeated questions and, where asked, long ones and those of a test set; shows
-what was dropped and why.
+Drops rows without an answer, repeated questions and, if asked, long questions and questions of a test set;
+shows what was dropped and why.
 """
 
 from __future__ import annotations
@@ -20,14 +20,33 @@ from calibadv_jax.rollout.observation import encode
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help="file, pattern, hf://datasets/OWNER/NAME/FILE, OWNER/NAME")
-    add("--output", type=Path, required=True, help=".jsonl or .parquet; a report is written beside it")
-    add("--data_source", default="", help="of rows that name none (default: the file's or folder's name)")
-    add("--only", nargs="+", default=[], metavar="DATA_SOURCE", help="keep these data sources")
+    add(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="question files: a path, a pattern, hf://datasets/OWNER/NAME/FILE, OWNER/NAME",
+    )
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        help=".jsonl or .parquet file to write; a report comes beside it",
+    )
+    add(
+        "--data_source",
+        default="",
+        help="data source of rows without one (default: name of the file or folder)",
+    )
+    add("--only", nargs="+", default=[], metavar="DATA_SOURCE", help="keep only these data sources")
     add("--exclude", nargs="+", default=[], metavar="INPUT", help="drop questions that occur in these files")
-    add("--max_characters", type=int, default=0, help="drop longer questions; 0: no limit")
-    add("--max_tokens", type=int, default=0, help="drop longer questions or prompts of rows; 0: no limit")
-    add("--tokenizer", default="", help="folder or OWNER/NAME[@REVISION], for --max_tokens")
+    add("--max_characters", type=int, default=0, help="drop questions with more characters; 0: no limit")
+    add(
+        "--max_tokens",
+        type=int,
+        default=0,
+        help="drop questions (or prompts of rows) with more tokens; 0: no limit",
+    )
+    add("--tokenizer", default="", help="tokenizer for --max_tokens: a folder or OWNER/NAME[@REVISION]")
     add("--drop_prompt", action="store_true", help="leave out the prompts that rows carry")
 
 
@@ -50,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
     console = Console()
     console.say(table(report.rows(), ["data source", "read", "written", *report.reasons]))
     if report.renamed:
-        console.say(f"{report.renamed} ids were taken: those rows have a number added")
+        console.say(f"{report.renamed} ids were taken: a number was added to the ids of those rows")
     console.say(f"written to {arguments.output}; dropped rows in {arguments.output}.report.json")
 
 

@@ -132,7 +132,7 @@ def _defused(tag: re.Match[str]) -> str:
 
 
 def _broken(token: str) -> str:
-    """The token's words without its marks, or its letters with spaces between where it is only words."""
+    """The token's words without its marks, or its letters with spaces between if it is only words."""
     words = " ".join(re.findall(r"\w+", token)) or " "
     if token not in words:
         return words

@@ -1,10 +1,11 @@
 """A kept step once more: ``calibadv replay RUN [--step N] [key.path=value …]``.
 
 What was sampled goes through reward, advantages and loss again. With the settings of the run the scores and
-advantages must be those that were kept, on the machine of the run bit for bit and on others but for rounding.
-With other settings, such as advantage.target_ratio=2, a table says what they would have made of the step.
+advantages must equal the kept ones, on the machine of the run bit for bit, on other machines but for
+rounding. With other settings, such as advantage.target_ratio=2, a table says what they would have made of the
+step.
 
-The policy is not run: log-probabilities are those that were kept, the learner's where the update computed
+The policy is not run: log-probabilities are taken from the record, the learner's if the update computed
 them apart and else the sampler's. So the loss is that of the policy before the step's first update.
 """
 
@@ -37,7 +38,7 @@ from calibadv_jax.trajectory import Group
 
 SHOWN = ("reward/", "group/", "advantage/", "actor/pg_loss", "actor/computed_share")
 ROUNDING = 1e-9  # relative; other machines add the same float64 numbers in another order
-DIFFERENT = 1  # exit status: this program makes other advantages of the step than those that were kept
+DIFFERENT = 1  # exit status: this program makes other advantages of the step than were kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +52,12 @@ class Replay:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of a run with log.rollouts")
-    parser.add_argument("--step", type=int, help="a step that is kept; default: the newest one")
+    parser.add_argument("--step", type=int, help="number of the kept step; default: the newest kept step")
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key.path=value",
-        help="settings of reward, advantage, loss or learner",
+        help="settings of reward, advantage, loss or learner to replay the step with",
     )
 
 
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         UserError: the step is not kept, or a setting is wrong.
-        SystemExit: status 1 where the advantages with the run's own settings are not those that were kept.
+        SystemExit: status 1 if the advantages with the run's own settings differ from the kept ones.
     """
     folder: Path = arguments.run_dir
     step = max(kept_steps(folder), default=0) if arguments.step is None else arguments.step
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
     say(comparison(columns))
     equal, total = equal_turns(kept.credits, same.advantages.credits)
     exact, _ = equal_turns(kept.credits, same.advantages.credits, rounding=0)
-    others = f"{exact} of them bit for bit, the others within {ROUNDING:g}"
+    others = f"{exact} of them bit for bit, the other turns within {ROUNDING:g}"
     bits = "bit for bit" if exact == equal else others
     say(f"replayed: {equal} of {total} turns have the advantage that was kept, {bits}")
     if arguments.overrides:
@@ -138,7 +139,7 @@ def score_again(
 
 
 def kept_samples(groups: Sequence[Group], advantages: AdvantageResult, kept: KeptStep) -> list[Sample]:
-    """The samples of the step, with the learner's log-probabilities where they were kept."""
+    """The samples of the step, with the learner's log-probabilities if they were kept."""
     samples = []
     for group, values, known in zip(groups, advantages.advantages, kept.learner_logprobs, strict=True):
         for one, advantage, logprobs in zip(group.trajectories, values, known, strict=True):
@@ -170,7 +171,7 @@ class KeptPolicy:
 
 
 def logged(run: Path, step: int) -> dict[str, float]:
-    """The row of metrics.jsonl; empty where the run has none of the step."""
+    """The row of metrics.jsonl; empty if the run has none of the step."""
     path = run / "metrics.jsonl"
     rows = read_metrics(path) if path.is_file() else []
     return next((row for row in rows if row["step"] == step), {})

@@ -85,7 +85,7 @@ def enter_run_folder(
     Args:
         config: as it is to be kept: without the addresses of services that this start itself began.
         questions: of data.train.
-        say: prints how this start differs from the last one, and which steps are trained again.
+        say: prints how this start differs from the last start, and which steps are trained again.
 
     Raises:
         UserError: the folder holds steps of another experiment, or of a run that is not to be resumed, or
@@ -132,7 +132,7 @@ def _logged_steps(folder: Path) -> set[int]:
 
 
 def _say_history(folder: Path, say: Callable[[str], None]) -> None:
-    """Which steps are trained again, and of which trained ones nothing is left in metrics.jsonl."""
+    """Which steps are trained again, and of which trained steps nothing is left in metrics.jsonl."""
     logged = _logged_steps(folder)
     trained = logged | kept_steps(folder).keys()
     begun = newest_step(folder / "checkpoints") or 0
@@ -148,7 +148,7 @@ def _say_history(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
-    """Whether the cold start that lies in sft.output is the one that the config describes.
+    """Whether the cold start that lies in sft.output is what the config describes.
 
     Args:
         may_differ: keys and sections that do not count.
@@ -279,7 +279,7 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value before, value now) of every key that differs; None where a side lacks it."""
+    """(dotted key, value before, value now) of every key that differs; None if a side lacks it."""
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -300,7 +300,7 @@ def is_binding(name: str, config: Config) -> bool:
 
 
 def _known(name: str, keys: Collection[str]) -> str:
-    """The key that `name` is, or is an entry of: data.weights of data.weights.nq; `name` where none is."""
+    """The key that `name` is, or is an entry of: data.weights of data.weights.nq; `name` if none is."""
     known = name
     while known and known not in keys:
         known = known.rpartition(".")[0]

@@ -17,7 +17,7 @@ FILE = "retriever.json"  # in the run's folder: what the retrieval service said 
 
 
 def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> None:
-    """Compares the service with the one of the last start, and notes it in the folder.
+    """Compares the service with the service of the last start, and notes it in the folder.
 
     Args:
         folder: of the run.
@@ -41,7 +41,7 @@ def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> Non
         if other := difference(before, state):
             raise UserError(
                 f"run.dir={folder}: the retrieval service has another index than at the last start ({other});"
-                " serve that one, choose another run.dir, or accept it:"
+                " serve that index, choose another run.dir, or accept it:"
                 f" checkpoint.allow_change=[{SERVICE}]"
             )
     try:

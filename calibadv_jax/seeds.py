@@ -8,7 +8,7 @@ import numpy as np
 
 
 def attempt_seed(seed: int, rollbacks: int) -> int:
-    """The run's seed, and another one after every rollback, so that what collapsed is not drawn again."""
+    """The run's seed, and another seed after every rollback, so that what collapsed is not drawn again."""
     return seed if not rollbacks else int(random_state(seed, rollbacks, "rollback").integers(2**31))
 
 

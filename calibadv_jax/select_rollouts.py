@@ -30,12 +30,20 @@ CLOSE_THINK = "</think>"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (run.dir)")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL to write")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL file to write")
     parser.add_argument(
-        "--min-score", type=float, default=1.0, metavar="S", help="lowest answer score (%(default)s)"
+        "--min-score",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="lowest answer score of a demonstration (default: %(default)s)",
     )
     parser.add_argument(
-        "--per-question", type=int, default=1, metavar="N", help="demonstrations, at most (%(default)s)"
+        "--per-question",
+        type=int,
+        default=1,
+        metavar="N",
+        help="largest number of demonstrations of a question (default: %(default)s)",
     )
 
 
@@ -91,7 +99,7 @@ def _good_rows(folder: Path, min_score: float, counts: Counter[str]) -> Iterator
 
 
 def _verdict(row: Row, min_score: float) -> str:
-    """Why a trajectory is left out; empty where it is not."""
+    """Why a trajectory is left out; empty if it is not."""
     if row["error"] is not None:
         return "failed"
     if not row["format_valid"]:
@@ -148,6 +156,6 @@ def demonstration(row: Row) -> dict[str, Any]:
 
 
 def _opened(text: str) -> str:
-    """With the opening <think>, which the environment wrote where prompt.prepend_think is on."""
+    """With the opening <think>, which the environment wrote if prompt.prepend_think is on."""
     before, closing, _ = text.partition(CLOSE_THINK)
     return OPEN_THINK + text if closing and OPEN_THINK not in before else text

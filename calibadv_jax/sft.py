@@ -57,7 +57,7 @@ def run(config: Config) -> None:
     """Runs every phase in order, then writes the policy to `sft.output`; goes on where it was interrupted."""
     sft, folder = config.sft, Path(config.run.dir)
     if not sft.phases:
-        raise UserError("sft.phases is empty: nothing would be trained; add one, such as {steps: 100}")
+        raise UserError("sft.phases is empty: nothing would be trained; add a phase, such as {steps: 100}")
     console = Console(config.log.progress)
     output = Path(sft.output)
     with locked_run(folder, console.warn), locked_output(output, "sft.output", console.warn):
@@ -165,8 +165,8 @@ def count_updates(
         return phase.steps or DEFAULT_STEPS
     if config.sft.demonstrations == "world":
         raise UserError(
-            f"sft.phases: epochs={phase.epochs}, but sft.demonstrations=world writes new ones all the time:"
-            " give steps"
+            f"sft.phases: epochs={phase.epochs}, but sft.demonstrations=world writes new demonstrations all"
+            " the time: give steps"
         )
     # Only their lengths count.
     lengths = (len(encode_demonstration(one, config, tokenizer, phase.loss_on).tokens) for one in own)
@@ -193,7 +193,7 @@ def _all_batches(
 
 
 def _made_ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """The next `count` batches, each made by another thread while the one before is trained."""
+    """The next `count` batches, each made by another thread while the batch before is trained."""
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, batches)
         for left in reversed(range(count)):
@@ -206,7 +206,7 @@ def _made_ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
 def _own_demonstrations(
     config: Config, tokenizer: Any, warn: Callable[[str], object] = lambda _: None
 ) -> tuple[list[Demonstration], Batch | None]:
-    """Those of the file to train on, and the held-out ones in rows; nothing where a generator writes them.
+    """Demonstrations of the file to train on, and the held-out ones in rows; none if a generator writes them.
 
     Args:
         warn: told how many are left out because their prompts are too long.
@@ -218,8 +218,8 @@ def _own_demonstrations(
     if sft.demonstrations == "world":
         if sft.held_out:
             raise UserError(
-                f"sft.held_out is {sft.held_out:g}, but sft.demonstrations=world writes new ones all the"
-                " time: sft/loss is a held-out loss already; set it to 0"
+                f"sft.held_out is {sft.held_out:g}, but sft.demonstrations=world writes new demonstrations"
+                " all the time: sft/loss is a held-out loss already; set it to 0"
             )
         return [], None
     own, longest = load_demonstrations(Path(sft.demonstrations)), config.rollout.max_prompt_length
@@ -250,7 +250,7 @@ def _batches(
     seed: int,
     skipped: int = 0,
 ) -> Iterator[Batch]:
-    """Packed batches of exactly `sft.rows` rows, the last one of epochs apart; endless where there are none.
+    """Packed batches of exactly `sft.rows` rows, the last one of epochs apart; endless if there are none.
 
     Args:
         skipped: batches that are left out at the beginning.
@@ -268,7 +268,7 @@ def _row_fulls(
     """Samples in their order, in lists that each fill the rows.
 
     Args:
-        with_rest: the last ones come too, though they do not fill the rows.
+        with_rest: the last samples come too, though they do not fill the rows.
     """
     pending: list[Sample] = []
     lengths: list[int] = []
@@ -283,9 +283,9 @@ def _row_fulls(
 
 
 def _may_need_more(lengths: Sequence[int], rows: int, row_length: int) -> bool:
-    """False only where `place` needs no more than so many rows; costs a small part of it.
+    """False only if `place` needs no more than so many rows; costs a small part of it.
 
-    Where a sample opens one more row, it has room in none of the others: so many tokens lie there already.
+    If a sample opens one more row, it has room in none of the other rows: so many tokens lie there already.
     """
     ordered = np.sort(lengths)[::-1]  # as first-fit decreasing takes them
     fewest = rows * (row_length + 1 - ordered) + ordered

@@ -72,7 +72,7 @@ class SftState:
             console.note(f"going on from update {newest}")
 
     def updated(self, state: State) -> None:
-        """Takes the state after one more update; saves it where that is due."""
+        """Takes the state after one more update; saves it if that is due."""
         self.state, self.step = state, self.step + 1
         if self.every and self.step % self.every == 0:
             self._save()

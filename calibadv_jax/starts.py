@@ -23,7 +23,7 @@ class Start:
 
     path: Path
     config: dict[str, Any]  # nested as in the file, which may lack keys that are newer than it
-    identity: dict[str, str]  # hashes of questions, policy's config and vocabulary; empty where they are lost
+    identity: dict[str, str]  # hashes of questions, policy's config and vocabulary; empty if they are lost
     damaged: tuple[Path, ...] = ()  # files of newer starts, which were cut off
 
 
@@ -34,9 +34,9 @@ def start_files(run: Path) -> list[Path]:
 
 
 def newest_start(run: Path) -> Start | None:
-    """The newest start whose files are whole, its paths as the run lies now; None where the folder has none.
+    """The newest start whose files are whole, its paths as the run lies now; None if the folder has none.
 
-    Where the hashes of every start are lost, the newest one with a config counts.
+    If the hashes of every start are lost, the newest start with a config counts.
 
     Raises:
         UserError: every config is damaged.
@@ -74,7 +74,7 @@ def add_start(run: Path, config: str, identity: Mapping[str, str]) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """A config that was kept, nested; None where the file is damaged.
+    """A config that was kept, nested; None if the file is damaged.
 
     What was cut off may still be YAML, but lacks the end of a line.
     """
@@ -88,7 +88,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 
 def _read_identity(path: Path) -> dict[str, str] | None:
-    """None where the file is damaged; empty where there is none, as earlier versions left it."""
+    """None if the file is damaged; empty if there is none, as earlier versions left it."""
     try:
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError:

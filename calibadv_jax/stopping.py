@@ -99,7 +99,7 @@ async def unwaited(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 
 def leave(status: str | int | None) -> NoReturn:
-    """Ends the process, in the usual way where no unwaited work is left after some seconds.
+    """Ends the process, in the usual way if no unwaited work is left after some seconds.
 
     Else without Python's and JAX's own ends, which would wait for the device's program. What the run had to
     save is saved before: the blocks that save it have ended.

@@ -75,7 +75,7 @@ def _run(config: Config, kept: Config, console: Console) -> None:
 def fitting_questions(
     config: Config, questions: Sequence[Question], tokenizer: Any, console: Console
 ) -> tuple[list[Question], int]:
-    """The training questions whose prompts fit, and how many were left out; said for the held-out ones too.
+    """The training questions whose prompts fit, and how many do not; said for the held-out questions too.
 
     Raises:
         UserError: some do not fit and data.overlong_prompts is "refuse".
@@ -119,7 +119,7 @@ def train(
         with console.phase("publishing the policy"):
             trainer.publish()  # before the first step, so that a broken path fails at the start
         if trainer.step < total:
-            console.note("the first step compiles; those after it are faster")
+            console.note("the first step compiles; the steps after it are faster")
         while trainer.step < total:
             watch, begun = Stopwatch(), trainer.step
             with watch("rollout"), trajectory_bar(console, config.rollout) as done:
@@ -167,7 +167,7 @@ def train(
 def hand_on(
     config: Config, trainer: Trainer, rollouts: Rollouts, console: Console, watch: Stopwatch
 ) -> dict[str, float]:
-    """Publishes the new policy and, where it is due, evaluates it; returns what both say."""
+    """Publishes the new policy and, if it is due, evaluates it; returns what both say."""
     with watch("publish"), console.phase("publishing the policy"):
         metrics = trainer.publish()
     if config.evaluate.every and trainer.step % config.evaluate.every == 0:

@@ -75,7 +75,7 @@ class Trainer:
         self.state = self.learner.init(params)
         self.step = 0
         self.trained_tokens = 0  # of the last step, prompts and observations included
-        # Float32 [T] of each response of the last step before its first update; None where not computed.
+        # Float32 [T] of each response of the last step before its first update; None if not computed.
         self.learner_logprobs: list[list[np.ndarray | None]] = []
         self.checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
 
@@ -186,7 +186,7 @@ class Trainer:
         }
 
     def save_if_due(self) -> None:
-        """Saves after every `checkpoint.every` steps, but not one in doubt, and after the last one."""
+        """Saves after every `checkpoint.every` steps, but no step in doubt, and after the last step."""
         every = self.config.checkpoint.every
         is_due = every and self.step % every == 0 and not self.guards.in_doubt
         if self.step == self.config.learner.steps or is_due:
@@ -205,7 +205,7 @@ class Trainer:
         self.console.note(f"checkpoint saved at step {self.step}")
 
     def why_stopped(self) -> str:
-        """The line with which the run ends where a guard says so."""
+        """The line with which the run ends if a guard says so."""
         if not self.guards.is_broken:
             return "stopped by guards.action; the state is saved: see the warnings above"
         newest = self.checkpoints.latest_step()

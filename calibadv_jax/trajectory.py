@@ -32,7 +32,7 @@ class Question:
     golden_answers: tuple[str, ...]
     data_source: str
     supporting_ids: tuple[str, ...] = ()  # corpus ids of the passages known to answer it; may be empty
-    prompt: tuple[Message, ...] = ()  # used where prompt.template is "from_data"; empty: the row has none
+    prompt: tuple[Message, ...] = ()  # used if prompt.template is "from_data"; empty: the row has none
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     index: int = 0  # position within its group
     seconds: float = 0.0  # from its first prompt to its end, searches and weight swaps included
-    error: str | None = (
-        None  # one line, "who failed: why", where it could not be finished; then never trained
-    )
+    error: str | None = None  # one line, "who failed: why", if it could not be finished; then never trained
     format_valid: bool = False  # set by the reward stage
     answer_score: float = 0.0  # answer reward x format validity, set by the reward stage
     metrics: dict[str, float] = field(default_factory=dict)  # em, f1, cover_em, …
@@ -117,7 +115,7 @@ class Trajectory:
 
     @property
     def answer(self) -> str | None:
-        """Text of the answer turn, or None where the trajectory never answered."""
+        """Text of the answer turn, or None if the trajectory never answered."""
         last = self.turns[-1] if self.turns else None
         return last.answer if last is not None and last.kind == "answer" else None
 

@@ -28,7 +28,7 @@ from calibadv_jax.snapshots.publish import SnapshotStore
 
 @contextmanager
 def open_services(config: Config, model_folder: Path) -> Iterator[tuple[str | list[str], list[str]]]:
-    """URLs of the retriever and of the vLLM workers (none where sampler.name is jax).
+    """URLs of the retriever and of the vLLM workers (none if sampler.name is jax).
 
     Those that the config does not name are started here, and end with the block; their output goes to the
     run's folder.
@@ -61,7 +61,7 @@ def open_rollouts(
     Args:
         model_folder: as for `open_services`.
         snapshots: folder in which policies are published for vLLM workers.
-        check_service: told what the retriever's health says; raises where it is not to be searched.
+        check_service: told what the retriever's health says; raises if it is not to be searched.
     """
     with open_services(config, model_folder) as (urls, workers):
         retriever = RetrieverClient(config.retriever, urls, Console(config.log.progress).warn)

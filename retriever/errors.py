@@ -32,5 +32,5 @@ def require(module: str, advice: str) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """The first line of another library's message, or the error's type where it has none."""
+    """The first line of another library's message, or the error's type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:REASON_LENGTH]

@@ -40,48 +40,79 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m retriever.serve", description="Starts the retrieval service.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("--config", type=Path, help="YAML file of options; the command line wins")
+    add("--config", type=Path, help="YAML file of options; options of the command line win")
     add_source(parser, f"{BUILT}, or {', '.join(WEB_SEARCHES)}", name="", is_required=False)
     add(
         "--build_if_missing", action="store_true", help="build the index first, by the options of the builder"
     )
     add_build(parser)
-    add("--retrieval_topk", type=int, default=3, help="documents where a request names none")
+    add("--retrieval_topk", type=int, default=3, help="number of documents if the request names no number")
     add("--faiss_gpu", action="store_true", help="spread the index over all GPUs, Flat in fp16")
-    add("--mmap", action="store_true", help="read the index from disk as it is needed")
+    add("--mmap", action="store_true", help="read the parts of the index from disk when they are needed")
     add("--skip_checksum", action="store_true", help="do not read the index's files first to compare them")
-    add("--engine", default="", choices=["", "faiss", "jax"], help="what searches a flat index")
-    add("--qdrant_search", default="", help="such as hnsw_ef=128,oversampling=2; or exact=true")
+    add("--engine", default="", choices=["", "faiss", "jax"], help="library that searches a flat index")
+    add(
+        "--qdrant_search",
+        default="",
+        help="search parameters, such as hnsw_ef=128,oversampling=2; or exact=true",
+    )
     add("--qdrant_text", default="contents", help="field of a collection's payload that holds the text")
-    add("--reranker_model", default="", help="folder or hub name of a cross-encoder")
-    add("--reranking_topk", type=int, default=3, help="documents the reranker keeps")
-    add("--reranker_batch_size", type=int, default=32, help="pairs scored at once")
-    add("--pages_path", type=Path, help="JSONL of rows with url, for POST /access")
+    add("--reranker_model", default="", help="cross-encoder: a folder or a hub name")
+    add("--reranking_topk", type=int, default=3, help="number of documents that the reranker keeps")
+    add(
+        "--reranker_batch_size", type=int, default=32, help="number of pairs that the reranker scores at once"
+    )
+    add("--pages_path", type=Path, help="JSONL file of rows with url, for POST /access")
     add("--cache_path", type=Path, help="file of the result store (SQLite: for the services of one host)")
-    add("--cache_mode", choices=["use", "replay"], default="use", help="replay: answer from the store only")
-    add("--web_budget", type=int, default=0, help="web search: requests that may be sent in all")
+    add(
+        "--cache_mode",
+        choices=["use", "replay"],
+        default="use",
+        help="use: the store first, then the search; replay: the store only",
+    )
+    add("--web_budget", type=int, default=0, help="web search: largest number of requests to send in all")
     add("--web_endpoint", default="", help="web search: another address of the same API")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    add("--token_file", type=Path, help="clients must send its content; or set RETRIEVER_TOKEN")
-    add("--port_file", type=Path, help="written with the port once the service is ready")
+    add("--port", type=int, default=8000, help="port to listen on; 0: any free port (default: %(default)s)")
+    add("--token_file", type=Path, help="file with the token that clients must send; or set RETRIEVER_TOKEN")
+    add("--port_file", type=Path, help="file to write the port to when the service is ready")
     add("--parent_pid", type=int, help="stop when this process has ended")
-    add("--threads", type=int, default=0, help="cores to use; 0: all (default: %(default)s)")
-    add("--max_batch", type=int, default=256, help="queries of one search (default: %(default)s)")
-    add("--max_queue", type=int, default=8192, help="queries that may wait (default: %(default)s)")
-    add("--max_queries", type=int, default=8192, help="queries of one request (default: %(default)s)")
+    add("--threads", type=int, default=0, help="number of cores to use; 0: all (default: %(default)s)")
+    add(
+        "--max_batch",
+        type=int,
+        default=256,
+        help="largest number of queries of one search (default: %(default)s)",
+    )
+    add(
+        "--max_queue",
+        type=int,
+        default=8192,
+        help="largest number of queries that wait (default: %(default)s)",
+    )
+    add(
+        "--max_queries",
+        type=int,
+        default=8192,
+        help="largest number of queries of one request (default: %(default)s)",
+    )
     add(
         "--max_results",
         type=int,
         default=65536,
-        help="queries of one request times documents for each (default: %(default)s)",
+        help="largest product of a request's queries and its documents for each query (default: %(default)s)",
     )
-    add("--max_connections", type=int, default=4096, help="at once (default: %(default)s)")
+    add(
+        "--max_connections",
+        type=int,
+        default=4096,
+        help="largest number of open connections (default: %(default)s)",
+    )
     add(
         "--request_seconds",
         type=float,
         default=30.0,
-        help="a client may take to send a request or to take its reply (default: %(default)g)",
+        help="seconds that a client may take to send a request or to take its reply (default: %(default)g)",
     )
     return parser
 
@@ -89,35 +120,38 @@ def make_parser() -> argparse.ArgumentParser:
 def add_source(parser: argparse.ArgumentParser, names: str, name: str, is_required: bool) -> None:
     """What both commands ask for: a corpus, its index, and the encoder between them."""
     add = parser.add_argument
-    add("--corpus_path", type=Path, required=is_required, help="JSONL of {id, contents}, or .gz")
+    add("--corpus_path", type=Path, required=is_required, help="corpus: JSONL file of {id, contents}, or .gz")
     add(
-        "--index_path", type=Path, required=is_required, help="folder of the index; served, also a FAISS file"
+        "--index_path",
+        type=Path,
+        required=is_required,
+        help="folder of the index; the service also takes a FAISS file",
     )
-    add("--retriever_name", default=name, help=f"{names} (default: {name or 'that of the index'})")
-    add("--retriever_model", default="", help="folder or hub name of the encoder's model")
+    add("--retriever_name", default=name, help=f"encoder: {names} (default: {name or 'that of the index'})")
+    add("--retriever_model", default="", help="model of the encoder: a folder or a hub name")
 
 
 def add_build(parser: argparse.ArgumentParser) -> None:
     """What the builder can be told: the fields of `indexing.options.BuildOptions`, which has the defaults."""
     group = parser.add_argument_group("building an index")
     add = group.add_argument
-    add("--kind", help="faiss, jax or qdrant (default: faiss)")
+    add("--kind", help="kind of the index: faiss, jax or qdrant (default: faiss)")
     add("--factory", help="FAISS factory string (default: Flat)")
     add(
         "--search",
         help="search parameters kept in the index, such as nprobe=32 (FAISS) or hnsw_ef=128 (Qdrant)",
     )
-    add("--embeddings", type=Path, help="folder of the vectors, kept for further indexes")
-    add("--embedding_dtype", help="float32 or float16 (default: float32)")
-    add("--shard_rows", type=int, help="passages a file of vectors (default: 262144)")
-    add("--devices", help="encode with a process each, such as cuda:0,cuda:1 (default: one process)")
-    add("--qdrant_url", help="server (default: embedded in the index's folder)")
-    add("--qdrant_collection", help="collection to make (default: passages)")
-    add("--qdrant_shards", type=int, help="of the collection (default: 1)")
-    add("--qdrant_replicas", type=int, help="copies of each shard (default: 1)")
-    add("--qdrant_on_disk", action="store_true", help="full vectors stay on disk")
-    add("--qdrant_quantization", help="int8 or binary codes in memory (default: none)")
-    add("--qdrant_parallel", type=int, help="requests of the upload at once (default: 4)")
+    add("--embeddings", type=Path, help="folder to keep the vectors in, for further indexes")
+    add("--embedding_dtype", help="precision of the kept vectors: float32 or float16 (default: float32)")
+    add("--shard_rows", type=int, help="number of passages in a file of vectors (default: 262144)")
+    add("--devices", help="devices that encode, a process each, such as cuda:0,cuda:1 (default: one process)")
+    add("--qdrant_url", help="address of the Qdrant server (default: embedded in the index's folder)")
+    add("--qdrant_collection", help="name of the collection to make (default: passages)")
+    add("--qdrant_shards", type=int, help="number of shards of the collection (default: 1)")
+    add("--qdrant_replicas", type=int, help="number of copies of each shard (default: 1)")
+    add("--qdrant_on_disk", action="store_true", help="leave the full vectors on disk")
+    add("--qdrant_quantization", help="codes in memory: int8 or binary (default: none)")
+    add("--qdrant_parallel", type=int, help="number of requests of the upload at once (default: 4)")
     group.set_defaults(**dict.fromkeys(BUILD))
 
 

@@ -17,10 +17,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help="files, or patterns of files in quotes")
+    add("inputs", nargs="+", metavar="INPUT", help="corpus files, or patterns of files in quotes")
     add("--output", type=Path, required=True, help=".jsonl file to write")
     add("--number_ids", action="store_true", help="give passages their number instead of their id")
-    add("--drop_duplicates", action="store_true", help="keep one of passages with the same contents")
+    add(
+        "--drop_duplicates",
+        action="store_true",
+        help="of passages with the same contents keep only the first",
+    )
     return parser.parse_args(argv)
 
 

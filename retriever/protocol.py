@@ -44,7 +44,7 @@ class Vectors(Protocol):
     documents: int
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [Q, D] -> scores float32 [Q, k], row numbers int64 [Q, k] or -1 where none was found."""
+        """float32 [Q, D] -> scores float32 [Q, k], row numbers int64 [Q, k] or -1 if none was found."""
         ...
 
 

@@ -22,9 +22,10 @@ Every name in `metrics.jsonl`, generated from `calibadv_jax/metrics/registry.py`
 `sft_metrics/metrics.jsonl`. A metric over nothing (no search was judged, say) is left out of its row. A value
 that is not finite is null, and its name stands under `nonfinite`.
 
-Computed tokens are the trained tokens of those trajectories that can change the loss: with an advantage
-somewhere, or of all where the loss has an entropy bonus or a KL term. The others count in the loss as 0, as
-that is what they add to it. A step in which all groups tie computes none: it has no loss and no entropy.
+Computed tokens are the trained tokens of the trajectories that can change the loss: with an advantage
+somewhere, or of all trajectories if the loss has an entropy bonus or a KL term. The other trajectories
+count in the loss as 0, as that is what they add to it. A step in which all
+groups tie computes none: it has no loss and no entropy.
 
 `{a,b}` stands for a and for b, `<word>` for any one part. Shares lie in [0, 1]. The last column is the name
 that the CalibAdv authors give the same value; it is logged too, so that curves can be laid over theirs.

@@ -34,7 +34,7 @@ BLOCK = 2**24  # bytes copied at once
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("corpus", "index"))
-    parser.add_argument("--output", type=Path, required=True, help="folder of the files")
+    parser.add_argument("--output", type=Path, required=True, help="folder to download into")
     parser.add_argument("--remove_parts", action="store_true", help="delete what was joined or unpacked")
     arguments = parser.parse_args(argv)
     try:

@@ -31,9 +31,14 @@ COLUMNS = ["id", "question", "answer", "supporting_facts", "context"]
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--train", type=int, default=10_000, help="questions (default: %(default)s)")
     parser.add_argument(
-        "--test", type=int, default=500, help="questions of the dev set (default: %(default)s)"
+        "--train", type=int, default=10_000, help="number of training questions (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--test",
+        type=int,
+        default=500,
+        help="number of test questions, from the dev set (default: %(default)s)",
     )
     arguments = parser.parse_args(argv)
     try:

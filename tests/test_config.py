@@ -246,7 +246,7 @@ def test_every_key_is_described():
 @pytest.mark.parametrize(
     "line",
     [
-        "| `learner.steps` | integer > 0 | `410` | Training steps; one step = one batch of rollouts. |",
+        "| `learner.epochs` | integer > 0 | `1` | Number of passes over the step's trajectories. |",
         "| `learner.optimizer.name` | `adamw` or `muon` |",
         "| `rollout.top_p` | number > 0, ≤ 1 | `1.0` |",
         "| `sampler.urls` | list of text | `[]` |",

@@ -109,7 +109,13 @@ def cold_start(tmp_path_factory):
     overrides = [f"world.{name}={value}" for name, value in small.items()]
     overrides += [f"policy.init.{name}={value}" for name, value in shape.items()]
     overrides += [f"run.dir={folder}", "log.backends=[]", "log.progress=false", "mesh.data=1", "mesh.fsdp=8"]
-    overrides += ["sft.phases=[{steps: 1, kind: drills}]", "sft.rows=8"]
+    overrides += ["sft.phases=[{steps: 1}]", "sft.rows=8", "sft.held_out=0.5"]
+    demonstrations = folder / "demonstrations.jsonl"
+    turns = [{"text": "<think> a </think> <answer> no </answer>"}]
+    shared = {"golden_answers": ["no"], "data_source": "mine", "turns": turns}
+    rows = [{"id": text, "question": text} | shared for text in ("who ?", "where ?")]
+    demonstrations.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides += [f"sft.demonstrations={demonstrations}"]
     config = load_config(ROOT / "configs/quickstart.yaml", overrides)
     write_world(config.world)
     sft.run(config)

@@ -124,7 +124,7 @@ def test_a_phase_gives_steps_or_epochs():
     with pytest.raises(ValueError, match="has steps=3 and epochs=2: leave one out"):
         SftPhase(steps=3, epochs=2)
     with pytest.raises(
-        UserError, match="epochs=2, but sft.demonstrations=world writes new ones all the time"
+        UserError, match="epochs=2, but sft.demonstrations=world writes new demonstrations all the time"
     ):
         sft.count_updates(config_with(demonstrations="world"), SftPhase(epochs=2), (), None, 0)
 

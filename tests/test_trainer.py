@@ -122,7 +122,7 @@ def test_a_person_sees_what_happens(tmp_path):
     config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
     run(config, ScriptedRollouts(), tmp_path, Console(stream=(stream := io.StringIO())))
     first, *lines = stream.getvalue().splitlines()
-    assert first == "the first step compiles; those after it are faster"
+    assert first == "the first step compiles; the steps after it are faster"
     assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2", "checkpoint saved at step 2"]
     other = make_config(tmp_path / "b", learner={"steps": 1, "row_length": 16, "microbatch_rows": 8})
     run(other, ScriptedRollouts(), tmp_path / "b", Console(stream=(stream := Terminal())))
@@ -235,6 +235,6 @@ def test_a_checkpoint_without_its_counters_is_one_line(tmp_path, extra):
     trainer = make_trainer(make_config(tmp_path), tmp_path)
     trainer.checkpoints.save(1, trainer.state, extra)
     with pytest.raises(
-        UserError, match=r"checkpoints/1: damaged checkpoint; delete it to use an older one \(in extra"
+        UserError, match=r"checkpoints/1: damaged checkpoint; delete it to use an older checkpoint \(in extra"
     ):
         make_trainer(make_config(tmp_path), tmp_path).restore()

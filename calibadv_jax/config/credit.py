@@ -13,7 +13,7 @@ from calibadv_jax.config.section import SECTION
 @dataclass(frozen=True, config=SECTION)
 class RewardConfig:
     answer: Literal["f1", "em", "cover_em"] = "f1"
-    """Score of the answer against the golden answers; the best match counts."""
+    """How the answer is compared with the golden answers; the best match counts."""
     format: bool = True
     """Multiply the answer reward by format validity (0 or 1)."""
     shuffle: bool = False
@@ -23,18 +23,20 @@ class RewardConfig:
 @dataclass(frozen=True, config=SECTION)
 class AdvantageConfig:
     name: Literal["grpo", "calibadv"] = "calibadv"
-    """grpo: one advantage a trajectory; calibadv: calibrated by turn (arXiv 2604.18235)."""
+    """Algorithm. grpo: one advantage for each trajectory; calibadv: one for each turn (docs/calibadv.md)."""
     normalize_std: bool = True
-    """Divide by the group's standard deviation (GRPO); false: centre only (Dr. GRPO)."""
+    """Divide advantages by the group's standard deviation (GRPO); false: only subtract the mean (Dr.
+    GRPO)."""
     soft_penalty: bool = True
     """calibadv: scale a negative advantage of a search turn by 1 - correctness."""
     silver_threshold: float = Field(default=0.7, ge=0, le=1)
     """calibadv: lowest answer score of a trajectory whose documents are silver."""
     correctness: Literal["fraction", "max", "mean"] = "fraction"
-    """calibadv: how the silver documents of a search turn make its correctness."""
+    """calibadv: how the correctness of a search turn follows from the silver documents that it found."""
     rebalance: bool = True
     """calibadv: balance positive and negative advantage of the answer turns within each group."""
     target_ratio: PositiveFloat = 1.0
-    """calibadv: the paper's lambda: |negative sum| / positive sum over answer-turn tokens, rebalanced."""
+    """calibadv: the paper's lambda: |negative sum| / positive sum over answer-turn tokens after the
+    rebalance."""
     adjust: Literal["positive", "negative"] = "positive"
-    """calibadv: the side that is rescaled."""
+    """calibadv: the side that the rebalance multiplies by a factor."""

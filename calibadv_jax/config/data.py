@@ -13,21 +13,23 @@ from calibadv_jax.config.section import SECTION
 @dataclass(frozen=True, config=SECTION)
 class DataConfig:
     train: str | list[str] | dict[str, str] = ""
-    """Questions: a file, a list of files, or data_source: file. Layouts and hub addresses: docs/data.md."""
+    """Training questions: a file, a list of files, or data_source: file. Layouts and hub addresses:
+    docs/data.md."""
     eval: str | list[str] | dict[str, str] = ""
-    """Held-out questions, likewise."""
+    """Held-out questions, in the same forms."""
     weights: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Share of each data_source in the training questions, in any unit; empty: every question once an
     epoch."""
     eval_limit: NonNegativeInt = 0
-    """Evaluate on this many questions, evenly spread over data sources, the same ones for every run.seed; 0:
-    all."""
+    """Number of questions to evaluate on, spread evenly over the data sources. They are the same for every
+    run.seed. 0: all questions."""
     overlong_prompts: Literal["refuse", "leave_out"] = "refuse"
-    """Questions whose prompt is longer than rollout.max_prompt_length, in training and evaluation, and among
-    the demonstrations of a file. They are looked for before anything is asked or trained. refuse: the command
-    ends; leave_out: it goes on without them and says how many (verl: data.filter_overlong_prompts)."""
+    """What to do with questions whose prompt is longer than rollout.max_prompt_length, in training,
+    evaluation and files of demonstrations. They are looked for before anything is asked or trained. refuse:
+    the command ends; leave_out: it goes on without them and says how many (verl:
+    data.filter_overlong_prompts)."""
     shuffle: bool = True
-    """Shuffle training questions again in every epoch."""
+    """Shuffle the training questions anew in every epoch."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -36,38 +38,38 @@ class PromptConfig:
     """Name of a built-in template (paper, short), a text that contains {question}, or from_data: the prompt
     that each row of the data carries."""
     chat: Literal["auto", "on", "off"] = "auto"
-    """Wrap the prompt in the tokenizer's chat template; auto: where it has one."""
+    """Wrap the prompt in the tokenizer's chat template; auto: if the tokenizer has a template."""
     question_mark: bool = False
-    """Ends every question with a question mark, as the data preparation of Search-R1 and CalibAdv does."""
+    """End every question with a question mark, as the data preparation of Search-R1 and CalibAdv does."""
     prepend_think: bool = False
-    """The environment opens every turn with <think>."""
+    """Let the environment open every turn with <think>, so that the policy does not write this tag."""
     date_string: str = "26 Jul 2024"
-    """Given to chat templates that show a date. Llama 3.2's would take today's, and a run over midnight would
-    change its prompt."""
+    """Date for chat templates that show a date. Without it Llama 3.2's template would take today's date, and
+    the prompt of a run over midnight would change."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class WorldConfig:
     dir: str = ""
-    """Folder the generated encyclopedia is written to; empty: none is made."""
+    """Folder to write the generated encyclopedia to; empty: no encyclopedia is made."""
     seed: NonNegativeInt = 0
-    """Seed of the world; it does not depend on run.seed."""
+    """Seed of the generated encyclopedia; it does not depend on run.seed."""
     people: PositiveInt = 160
-    """Fictional persons."""
+    """Number of fictional persons."""
     cities: PositiveInt = 50
-    """Fictional cities."""
+    """Number of fictional cities."""
     works: PositiveInt = 40
-    """Fictional books."""
+    """Number of fictional books."""
     companies: PositiveInt = 50
-    """Fictional companies."""
+    """Number of fictional companies."""
     train_questions: PositiveInt = 2000
-    """Questions written to data.train."""
+    """Number of questions written to data.train."""
     eval_questions: PositiveInt = 200
-    """Held-out questions."""
+    """Number of held-out questions written to data.eval."""
     one_hop: NonNegativeFloat = 0.25
     """Share of questions that one passage answers."""
     two_hop: NonNegativeFloat = 0.5
-    """Share of questions that need a passage to find the next."""
+    """Share of questions that need one passage to find the next passage."""
     comparison: NonNegativeFloat = 0.25
     """Share of questions that compare two entities."""
     rumour: NonNegativeFloat = 0.0
@@ -76,8 +78,8 @@ class WorldConfig:
     rumour_truth: float = Field(default=0.5, ge=0, le=1)
     """Share of the rumours that are true: what answering without the second search earns."""
     misread: float = Field(default=0.0, ge=0, le=1)
-    """Share of the cold start's demonstrations that look further than a rumour, and then answer with another
-    fact than the one that was asked for."""
+    """Share of the cold start's demonstrations that look further than a rumour, and then answer with a fact
+    that was not asked for."""
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> WorldConfig:
@@ -85,6 +87,7 @@ class WorldConfig:
             raise ValueError("one_hop, two_hop, comparison and rumour are all 0: give at least one a share")
         if self.rumour and min(self.people, self.cities, self.companies) < 2:
             raise ValueError(
-                "a false rumour names another one: people, cities and companies must be 2 or more"
+                "a false rumour names another person, city or company: people, cities and companies must be"
+                " 2 or more"
             )
         return self

@@ -57,7 +57,7 @@ OTHER_NAMES = {
 
 
 def known_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Dotted name of every key -> its type, sections included; not those of sections in a list."""
+    """Dotted name of every key -> its type, sections included; not the keys of sections in a list."""
     keys: dict[str, Any] = {}
     for name, kind in _fields(section).items():
         keys[prefix + name] = kind
@@ -67,7 +67,7 @@ def known_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def type_of(dotted: str) -> Any:
-    """Declared type of a key such as ``sft.phases.0.steps``; Any where it is unknown or inside a mapping."""
+    """Declared type of a key such as ``sft.phases.0.steps``; Any if it is unknown or inside a mapping."""
     kind: Any = Config
     for name in filter(None, re.split(r"[.\[\]]+", dotted)):
         if typing.get_origin(kind) is list:
@@ -98,7 +98,7 @@ def refuse_unknown(given: Any, source: str) -> None:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    """Name -> type of a section's keys; none where `kind` is no section."""
+    """Name -> type of a section's keys; none if `kind` is no section."""
     if not is_pydantic_dataclass(kind):
         return {}
     return {name: field.annotation for name, field in kind.__pydantic_fields__.items()}
@@ -116,7 +116,7 @@ def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
 
 
 def _meant(dotted: str, is_section: bool, siblings: dict[str, Any]) -> list[str]:
-    """The known keys that an unknown one may stand for, the likeliest first; empty where nothing is close.
+    """The known keys that an unknown key may stand for, the likeliest first; empty if nothing is close.
 
     A key of the same name elsewhere, a key of the same section that is spelled nearly so, a name that the
     field uses for a key of ours, a key anywhere that is spelled nearly so: the first of these that exists.
@@ -137,7 +137,7 @@ def _meant(dotted: str, is_section: bool, siblings: dict[str, Any]) -> list[str]
 
 
 def _nearest_to(section: str, keys: list[str]) -> list[str]:
-    """Those of `keys` inside the section that was named, or all of them where none is, at most three."""
+    """The `keys` inside the section that was named, or of all sections if none is, at most three."""
     top = section.partition(".")[0]
     inside = [key for key in keys if top and key.startswith(f"{top}.")]
     return (inside or keys)[:3]

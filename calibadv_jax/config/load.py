@@ -24,11 +24,11 @@ from calibadv_jax.errors import UserError
 
 COMMAND_LINE = "command line"
 SERVICE_KEYS = ("corpus_path", "index_path", "retriever_name")  # which only the retrieval service has
-BASE = "base"  # key of a file that builds upon another one
+BASE = "base"  # key of a file that builds upon another file
 
 Source = tuple[str, set[str]]  # a file or the command line, and the dotted names of what it sets
 
-_DEMANDS = {  # pydantic's error type -> a demand with the way out, where pydantic's own words lack it
+_DEMANDS = {  # pydantic's error type -> a demand with the way out, if pydantic's own words lack it
     "dataclass_type": "must be a section with keys of its own; leave it out for the defaults",
     "string_type": "must be text",
     "list_type": "must be a list, such as [a, b]",
@@ -41,11 +41,11 @@ _DEMANDS = {  # pydantic's error type -> a demand with the way out, where pydant
 
 
 def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
-    """Reads YAML files, each over the one before it, and applies ``key.path=value`` overrides.
+    """Reads YAML files, each over the file before it, and applies ``key.path=value`` overrides.
 
-    A file may build upon another: its key ``base`` names that one, relative to its own folder. Sections
+    A file may build upon another: its key ``base`` names that file, relative to its own folder. Sections
     merge key by key; a list replaces a list. An interpolation sees the final values. In a config that a run
-    kept, paths inside the run's folder are those of its present place.
+    kept, paths inside the run's folder are taken in its present place.
 
     The type of an override's key decides how its value is read: text stays as it was typed (but
     for quotes around it), so that run.dir=2026_11_21 is no number; everything else is YAML.
@@ -58,7 +58,7 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[st
 
 
 def parse_config(text: str, name: str, overrides: Sequence[str] = ()) -> Config:
-    """The config that a text holds, such as one that a run kept; overrides as for `load_config`.
+    """The config that a text holds, such as a config that a run kept; overrides as for `load_config`.
 
     Args:
         text: YAML or JSON.
@@ -78,7 +78,7 @@ def dump_config(config: Config) -> str:
 
 
 def _merged(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str]) -> Config:
-    """The config of some files, by name, each over the one before it, and of overrides over them all."""
+    """The config of files, by name, each over the file before it, and of overrides over all files."""
     # Defaults come first, so that an interpolation may name a key which the files leave alone.
     config = OmegaConf.create(dataclasses.asdict(Config()))
     sources = []
@@ -94,10 +94,10 @@ def _merged(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str]) -
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig]]:
-    """The file after those that it builds upon; `above`: those that build upon it."""
+    """The file after the files that it builds upon; `above`: the files that build upon it."""
     if not path.is_file():
         by = f" ({BASE} of {above[-1]})" if above else ""
-        raise UserError(f"{path}: no such config file{by}; the shipped ones are in configs/")
+        raise UserError(f"{path}: no such config file{by}; the shipped configs are in configs/")
     if path.resolve() in [one.resolve() for one in above]:
         raise UserError(f"{path}: builds upon itself ({BASE} of {above[-1]}); correct one of the two")
     with _errors_of(str(path)):
@@ -193,12 +193,12 @@ def _names(node: Any, prefix: str = "") -> set[str]:
 
 
 def _all(sources: Sequence[Source]) -> str:
-    """Every file, where none can be blamed alone."""
+    """Every file, if none can be blamed alone."""
     return " + ".join(dict.fromkeys(name for name, _ in sources if name != COMMAND_LINE))
 
 
 def _blamed(error: ErrorDetails, sources: Sequence[Source]) -> str:
-    """The file that set the value last; all that set something of a section; all where nobody did."""
+    """The file that set the value last; all that set something of a section; all if nobody did."""
     parts = list(map(str, error["loc"]))
     while parts:
         key = ".".join(parts)  # of a list in the file, for what is inside it

@@ -9,16 +9,17 @@ from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.section import SECTION
 
-REST = -1  # size of a mesh axis that takes the devices which the others leave
+REST = -1  # size of a mesh axis that takes the devices which the other axes leave
 
 
 @dataclass(frozen=True, config=SECTION)
 class PolicyConfig:
     path: str = ""
-    """HuggingFace folder (config.json, safetensors, tokenizer) to start from, or a repository of the hub:
-    OWNER/NAME."""
+    """Policy to start from: a HuggingFace folder (config.json, safetensors, tokenizer), or a repository of
+    the hub: OWNER/NAME."""
     revision: str = ""
-    """Branch, tag or commit of that repository; empty: main. A run keeps the commit that it began with."""
+    """Branch, tag or commit of policy.path's repository; empty: main. A run keeps the commit that it began
+    with."""
     tokenizer: str = ""
     """Tokenizer folder, or OWNER/NAME[@REVISION] of the hub; empty: the policy's own."""
     init: dict[str, Any] = Field(default_factory=dict)
@@ -28,23 +29,25 @@ class PolicyConfig:
     param_dtype: Literal["bfloat16", "float32"] = "float32"
     """Precision of the trained parameters and of the optimizer state."""
     remat: Literal["none", "dots", "full"] = "full"
-    """Recomputed in the backward pass: nothing, all but matrix products, every layer."""
+    """What the backward pass computes again to save memory. none: nothing; dots: all but matrix products;
+    full: every layer."""
     attention: Literal["auto", "xla", "splash", "triton", "cudnn"] = "auto"
-    """Attention kernel. auto: Splash on TPU, Triton on GPU, else XLA. cudnn holds a mask of T x T."""
+    """Attention kernel. auto: Splash on TPU, Triton on GPU, otherwise XLA. cudnn holds a mask of T x T."""
     attention_chunk: PositiveInt = 128
-    """Queries and keys of a block of the XLA kernel; rows up to this length are one block."""
+    """Number of queries and keys in a block of the XLA kernel; rows up to this length are one block."""
     logprob_chunk: PositiveInt = 1024
-    """Tokens per row whose logits exist at once; [B, T, V] is never materialised."""
+    """Tokens per row whose logits exist at the same time; all logits of a row never do."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class MeshConfig:
     data: int = 1
-    """Replicas of the parameters. One of the three sizes may be -1: all remaining devices."""
+    """Number of replicas of the parameters. One of the three sizes of the mesh may be -1: all remaining
+    devices."""
     fsdp: int = -1
-    """Shards of parameters, optimizer state and batch."""
+    """Number of shards of parameters, optimizer state and batch."""
     tensor: int = 1
-    """Shards of heads, MLP width and vocabulary."""
+    """Number of shards of heads, MLP width and vocabulary."""
 
     @field_validator("data", "fsdp", "tensor")
     @classmethod

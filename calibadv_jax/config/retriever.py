@@ -15,36 +15,37 @@ ROUTE = "/retrieve"  # of the service, which the client adds
 @dataclass(frozen=True, config=SECTION)
 class RetrieverConfig:
     url: str | list[str] = ""
-    """Base URL of a running service, or a list of several that serve the same index: each query goes to one
-    that is free, and those that fail are left out until they answer again. Empty: start a service as a child
-    process from `corpus` and `index`. The environment variable RETRIEVER_TOKEN is the token of services that
-    ask for one."""
+    """Base URL of a running service, or a list of the URLs of several services with the same index: each
+    query goes to a service that is free, and services that fail are left out until they answer again. Empty:
+    start a service as a child process from `corpus` and `index`. If a service asks for a token, it is taken
+    from the environment variable RETRIEVER_TOKEN."""
     corpus: str = ""
-    """JSONL (or .jsonl.gz) of {"id", "contents"} rows, for the child service."""
+    """Corpus of the child service: JSONL (or .jsonl.gz) of {"id", "contents"} rows."""
     index: str = ""
-    """Folder of the index for the child service; built when missing."""
+    """Folder of the child service's index; it is built if it is missing."""
     encoder: str = "hashed"
-    """Encoder of a newly built index; hashed needs no weights."""
+    """Encoder with which a missing index is built; hashed needs no weights."""
     topk: PositiveInt = 3
-    """Documents per query, where nothing is reranked."""
+    """Documents per query, if nothing is reranked."""
     retrieval_topk: NonNegativeInt = 0
     """Documents per query that are looked up for the reranker (the paper: 20); 0: nothing is reranked."""
     rerank_topk: NonNegativeInt | None = None
-    """Documents per query that the reranker keeps of those (the paper: 3). 0: none are reranked, also by a
-    service that has a reranker; null: the same, but such a service is refused, for its reranker would be
-    without effect."""
+    """Documents per query that the reranker keeps (the paper: 3). 0: nothing is reranked, even if the service
+    has a reranker; null: the same, but a service with a reranker is refused, because its reranker would have
+    no effect."""
     reranker: str = ""
-    """Cross-encoder of the child service: a folder or hub name. A running service (`url`) has its own."""
+    """Cross-encoder of the child service: a folder or a hub name. A running service (`url`) has a reranker of
+    its own, or none."""
     timeout: PositiveFloat = 30.0
-    """Seconds one request may take, to the last byte of its reply; then it is repeated."""
+    """Seconds that one request may take, to the last byte of its reply; then it is repeated."""
     patience: PositiveFloat = 600.0
     """Seconds for which the start of a run, and later a search, waits for a service that cannot be reached,
-    is loading, broken or overloaded; then the start ends, or the search's trajectory fails
+    or that is loading, broken or overloaded. After that the start ends, or the trajectory of the search fails
     (rollout.max_failed_share)."""
     start_timeout: PositiveFloat = 600.0
-    """Seconds a child service may take to become ready."""
+    """Seconds that a child service may take to become ready."""
     threads: NonNegativeInt = 1
-    """Cores that a child service uses, which shares the machine with the trainer; 0: all."""
+    """Number of cores for the child service, which shares the machine with the trainer; 0: all cores."""
 
     @model_validator(mode="after")
     def _url_is_the_base(self) -> RetrieverConfig:
@@ -76,8 +77,8 @@ class RetrieverConfig:
             )
         if self.reranker and self.url:
             raise ValueError(
-                f"reranker is for a service that is started here, but url names {self.url}: start that one"
-                " with --reranker_model, or leave one of the two out"
+                f"reranker is for a service that is started here, but url names {self.url}: start that"
+                " service with --reranker_model, or leave out one of the two keys"
             )
         if keep and not self.url and self.corpus and not self.reranker:
             raise ValueError(

@@ -16,7 +16,7 @@ class RunConfig:
     dir: str = "runs/default"
     """Folder of everything the run writes."""
     seed: NonNegativeInt = 0
-    """Seed of parameters, data order and sampling."""
+    """Seed of initial parameters, order of questions and sampling."""
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -24,51 +24,52 @@ class LogConfig:
     backends: list[Literal["tensorboard", "wandb", "mlflow", "prometheus"]] = field(
         default_factory=lambda: ["tensorboard"]
     )
-    """Where metrics go beside metrics.jsonl: TensorBoard event files in the run's folder, Weights & Biases
+    """Where metrics go besides metrics.jsonl: TensorBoard event files in the run's folder, Weights & Biases
     (WANDB_MODE=offline works), MLflow (MLFLOW_TRACKING_URI), a Prometheus endpoint. Empty: nowhere else."""
     project: str = "calibadv-jax"
-    """Project of Weights & Biases, experiment of MLflow."""
+    """Name of the project of Weights & Biases, or of the experiment of MLflow."""
     prometheus: str = Field(default="127.0.0.1:9464", pattern=r"^[^:/]+:\d{1,5}$")
-    """host:port of the Prometheus endpoint, where log.backends names it."""
+    """host:port of the Prometheus endpoint, if log.backends names prometheus."""
     rollouts: Literal["parquet", "none"] = "parquet"
-    """Keep every trajectory, with what credit assignment made of it, as rollouts/step_N.parquet;
-    see docs/record.md."""
+    """File for the trajectories of a step, with what credit assignment made of them:
+    rollouts/step_N.parquet; see docs/record.md. none: they are not kept."""
     rollouts_keep: NonNegativeInt = 100
-    """Newest steps whose trajectories stay on disk; 0: all."""
+    """Number of newest steps whose trajectories stay on disk; 0: all steps."""
     rollouts_every: NonNegativeInt = 10
-    """Older than rollouts_keep: every so many steps one stays; 0: none."""
+    """Of the steps older than rollouts_keep, every step whose number is a multiple of this stays; 0: none."""
     transcripts: NonNegativeInt = 0
-    """Trajectories of each training step that the console shows, each of another question; 0: none."""
+    """Number of trajectories of each training step that the console shows, each of another question."""
     progress: bool = True
-    """Show a line a step, and a bar where standard error is a terminal."""
+    """Show a line for each step, and a bar if standard error is a terminal."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class CheckpointConfig:
     every: NonNegativeInt = 50
-    """Steps between full checkpoints; one is written at the last step too. 0: at the last step only."""
+    """Steps between two full checkpoints; the last step has a checkpoint too. 0: only the last step has."""
     keep: PositiveInt = 2
-    """Full checkpoints kept."""
+    """Number of full checkpoints to keep."""
     resume: bool = True
     """Continue from the newest full checkpoint in run.dir, if there is one. false: a folder that holds a
     checkpoint is refused."""
     allow_change: list[str] = field(default_factory=list)
-    """Keys or sections that may differ from those of the run that is resumed, such as [learner.steps, loss].
-    All other changes that would make it another experiment are refused."""
+    """Keys or sections that may differ from the config of the run that is resumed, such as [learner.steps,
+    loss]. All other changes that would make it another experiment are refused."""
     snapshot_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of the policy snapshots that samplers load."""
+    """Precision of the policy snapshots that vLLM workers load."""
     snapshots_kept: PositiveInt = 2
-    """Policy snapshots kept."""
+    """Number of policy snapshots to keep."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class ExportConfig:
     source: str = ""
     """Checkpoint or snapshot to export; empty: the newest full checkpoint of run.dir. The model card has its
-    scores where evaluate.output is an evaluation of it."""
+    scores if evaluate.output is an evaluation of it."""
     output: str = "${run.dir}/hf"
     """HuggingFace folder to write."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the exported weights."""
     max_shard_gib: PositiveFloat = 4.0
-    """Size of one safetensors file in GiB, a larger single tensor apart; more of them get an index."""
+    """Largest size of a safetensors file in GiB (a larger single tensor has a file of its own); several files
+    get an index."""

@@ -14,15 +14,16 @@ from calibadv_jax.config.section import SECTION
 @dataclass(frozen=True, config=SECTION)
 class SftPhase:
     steps: PositiveInt | None = None
-    """Optimizer updates; null: 100, or those of `epochs`."""
+    """Number of optimizer updates; null: 100, or as many as `epochs` needs."""
     epochs: PositiveInt | None = None
-    """Instead of steps: passes over the demonstrations of the file, each in another order; the last update of
-    a phase may have fewer rows."""
+    """Instead of steps: number of passes over the demonstrations of the file, each in another order; the last
+    update of a phase may have fewer rows."""
     kind: Literal["imperfect", "lookups", "drills"] = "imperfect"
-    """Demonstrations of the generator: imperfect: whole trajectories with flaws; lookups: careful one-hop and
-    comparison questions; drills: words to copy and names to compare, without search. A JSONL has one kind."""
+    """What the generator demonstrates. imperfect: whole trajectories with flaws; lookups: careful one-hop and
+    comparison questions; drills: words to copy and names to compare, without search. With a JSONL file it has
+    no effect."""
     loss_on: Literal["sampled", "all"] = "sampled"
-    """Tokens with a loss: what the policy would sample, or documents and prompt too."""
+    """Tokens with a loss. sampled: what the policy would sample; all: documents and prompt too."""
 
     @model_validator(mode="after")
     def _one_length(self) -> SftPhase:
@@ -34,24 +35,25 @@ class SftPhase:
 @dataclass(frozen=True, config=SECTION)
 class SftConfig:
     init_from: str = ""
-    """HuggingFace folder to start from, or OWNER/NAME[@REVISION] of the hub; empty: random parameters of
-    policy.init."""
+    """Policy to start from: a HuggingFace folder, or OWNER/NAME[@REVISION] of the hub; empty: random
+    parameters of policy.init."""
     demonstrations: str = ""
-    """JSONL of demonstrations, ours or chat messages (docs/data.md), or the name of a generator: world."""
+    """JSONL file of demonstrations, in our layout or as chat messages (docs/data.md), or the name of a
+    generator: world."""
     held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the file's questions that is not trained on; their loss is sft/held_out_loss."""
+    """Share of the file's questions that are not trained on; their loss is sft/held_out_loss."""
     held_out_every: PositiveInt = 20
-    """Updates between two measurements of it; the last one is always measured."""
+    """Updates between two measurements of sft/held_out_loss; it is always measured after the last update."""
     phases: list[SftPhase] = Field(default_factory=list)
-    """Stages of the cold start, in order."""
+    """Phases of the cold start, in order."""
     row_length: PositiveInt = 512
     """Tokens of a packed row."""
     rows: PositiveInt = 16
     """Packed rows per update."""
     checkpoint_every: NonNegativeInt = 50
-    """Updates between two states from which an interrupted cold start goes on; the newest one is kept until
-    the policy is written. 0: only where a signal or an error ends it."""
+    """Updates between two saved states from which an interrupted cold start goes on; the newest state is kept
+    until the policy is written. 0: the state is saved only when a signal or an error ends the cold start."""
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """Optimizer of the cold start."""
     output: str = "${run.dir}/sft"
-    """HuggingFace folder the trained policy is written to."""
+    """HuggingFace folder to write the trained policy to."""

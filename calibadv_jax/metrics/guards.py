@@ -46,7 +46,7 @@ GUARDS = {
         "reward/format_valid",
         "min_format_valid",
         True,
-        "the policy has left the format: hardly a trajectory is valid, and the others earn nothing",
+        "the policy has left the format: hardly a trajectory is valid, and invalid trajectories earn nothing",
     ),
     "think_repetition": Guard(
         "rollout/think_repetition",
@@ -64,7 +64,7 @@ GUARDS = {
         "advantage/answer/ratio_before",
         "max_answer_ratio",
         False,
-        "wrong answers have become far longer than right ones: nearly all that is learned is what not to say",
+        "wrong answers have become far longer than right answers: almost only what not to say is learned",
     ),
 }
 

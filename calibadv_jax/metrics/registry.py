@@ -66,12 +66,16 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/refused_queries", "turns", "searches whose query the retriever did not take, in the step"
         ),
-        Metric("rollout/overlong_prompts", "questions", "of data.train left out: data.overlong_prompts"),
+        Metric(
+            "rollout/overlong_prompts",
+            "questions",
+            "questions of data.train that data.overlong_prompts leaves out",
+        ),
         Metric(f"rollout/prompt_length/{SPREAD}", "tokens", "prompt of a trajectory"),
         Metric(f"rollout/response_length/{SPREAD}", "tokens", "sampled and observed tokens of a trajectory"),
         Metric(f"rollout/sampled_tokens/{SPREAD}", "tokens", "sampled tokens of a trajectory"),
         Metric("rollout/sampled_tokens/total", "tokens", "sampled tokens of the step"),
-        Metric("rollout/sampled_token_ratio", "share", "sampled tokens among those of the responses"),
+        Metric("rollout/sampled_token_ratio", "share", "sampled tokens among the tokens of the responses"),
         Metric(
             "rollout/think_repetition",
             "share",
@@ -85,11 +89,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             f"rollout/staleness/{SPREAD}",
             "steps",
-            "between the oldest policy that wrote a trajectory and the one that it trains",
+            "steps between the oldest policy that wrote a trajectory and the policy that it trains",
         ),
         Metric("rollout/mixed_versions", "share", "trajectories that more than one policy wrote"),
         Metric(
-            "rollout/failed", "trajectories", "that could not be finished, in the step; they are not trained"
+            "rollout/failed",
+            "trajectories",
+            "trajectories of the step that could not be finished; they are not trained",
         ),
         Metric("rollout/failed_share", "share", "the same as a share of the step's trajectories"),
         Metric(
@@ -100,11 +106,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/probe_logprob_diff_{mean,max}",
             "nats",
-            "between a vLLM worker's and the learner's log-probabilities of a fixed text, once published",
+            "difference of the worker's and the learner's log-probabilities of a fixed text, once published",
         ),
     ),
     "advantage": (
-        Metric(f"advantage/{SPREAD}", "advantage", "over the sampled tokens, as trained"),
+        Metric(f"advantage/{SPREAD}", "advantage", "advantages of the sampled tokens, as trained"),
         Metric("advantage/groups/tied_share", "share", "groups whose scores are all equal"),
         Metric("advantage/groups/all_wrong_share", "share", "groups whose scores are all 0"),
         Metric("advantage/groups/all_right_share", "share", "groups whose scores are all 1"),
@@ -121,7 +127,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "advantage/answer/negative_{before,after}",
             "advantage × tokens",
-            "magnitude of the sum of the negative ones, before and after calibration",
+            "magnitude of the sum of the negative advantages there, before and after calibration",
         ),
         Metric(
             "advantage/answer/ratio_{before,after}",
@@ -131,20 +137,32 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "advantage/search/softened_share",
             "share",
-            "of the searches of trajectories with a negative advantage, those whose penalty was made smaller",
+            "part of the searches with a negative advantage whose penalty was made smaller",
         ),
         Metric("advantage/correctness/mean", "share", "correctness of the searches that were judged"),
         Metric("advantage/correctness/zero_share", "share", "judged searches with correctness 0"),
-        Metric("advantage/correctness/to_one_third_share", "share", "with correctness in (0, 1/3]"),
-        Metric("advantage/correctness/to_two_thirds_share", "share", "with correctness in (1/3, 2/3]"),
-        Metric("advantage/correctness/to_one_share", "share", "with correctness in (2/3, 1]"),
+        Metric(
+            "advantage/correctness/to_one_third_share",
+            "share",
+            "judged searches with correctness in (0, 1/3]",
+        ),
+        Metric(
+            "advantage/correctness/to_two_thirds_share",
+            "share",
+            "judged searches with correctness in (1/3, 2/3]",
+        ),
+        Metric("advantage/correctness/to_one_share", "share", "judged searches with correctness in (2/3, 1]"),
         Metric("advantage/silver/group_share", "share", "groups that have silver documents"),
         Metric("advantage/silver/size_mean", "documents", "silver documents of a group that has any"),
         Metric(
-            "advantage/tokens/search_{positive,negative}", "tokens", "of search turns, by sign of advantage"
+            "advantage/tokens/search_{positive,negative}",
+            "tokens",
+            "tokens of search turns, by sign of advantage",
         ),
         Metric(
-            "advantage/tokens/answer_{positive,negative}", "tokens", "of answer turns, by sign of advantage"
+            "advantage/tokens/answer_{positive,negative}",
+            "tokens",
+            "tokens of answer turns, by sign of advantage",
         ),
         Metric("advantage/skipped_trajectories", "trajectories", "without any sampled token"),
     ),
@@ -157,29 +175,35 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("actor/entropy", "nats", "entropy of the policy over the computed tokens"),
         Metric("actor/ppo_kl", "nats", "mean of old minus new log-probability of the computed tokens"),
-        Metric("actor/pg_clipfrac", "share", "of the computed tokens, those whose ratio is clipped"),
+        Metric("actor/pg_clipfrac", "share", "computed tokens whose ratio is clipped"),
         Metric(
             "actor/sampler_mismatch",
             "nats",
-            "between the learner's and the sampler's log-probabilities, mean over the computed tokens",
+            "difference of the learner's and the sampler's log-probabilities, mean over the computed tokens",
         ),
         Metric("actor/kl_loss", "nats", "KL divergence from the initial policy, by loss.kl_estimator"),
         Metric("actor/grad_norm", "-", "global norm of the gradient before it is scaled down"),
         Metric("actor/lr", "-", "learning rate of the step's first update"),
         Metric("actor/updates", "updates", "optimizer updates of the step"),
         Metric("actor/skipped", "share", "updates left out because their gradient was not finite"),
-        Metric("actor/finite", "0 or 1", "1 where the parameters are finite after the step"),
-        Metric("actor/row_fill", "share", "of the packed rows that holds tokens"),
+        Metric("actor/finite", "0 or 1", "1 if the parameters are finite after the step"),
+        Metric("actor/row_fill", "share", "part of the packed rows that holds tokens"),
         Metric(
-            "actor/computed_share", "share", "of the loss's weights, those of samples that could change it"
+            "actor/computed_share",
+            "share",
+            "part of the loss's weights that belongs to samples which could change the loss",
         ),
-        Metric("actor/untrained_trajectories", "trajectories", "that failed or have no sampled token"),
+        Metric(
+            "actor/untrained_trajectories",
+            "trajectories",
+            "trajectories that failed or have no sampled token",
+        ),
     ),
     "guard": (
         Metric(
             "guard/{entropy,format_valid,think_repetition,sampled_perplexity,answer_ratio,numbers}",
             "0 or 1",
-            "1 where the step is beyond the guard's threshold (config section guards; numbers: not finite)",
+            "1 if the step is beyond the guard's threshold (config section guards; numbers: not finite)",
         ),
     ),
     "time": (
@@ -189,7 +213,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("timing_s/update", "s", "the learner"),
         Metric("timing_s/record", "s", "writing the step's trajectories to disk"),
         Metric("timing_s/publish", "s", "handing the policy to the sampler"),
-        Metric("timing_s/evaluate", "s", "evaluation, at steps that have one"),
+        Metric("timing_s/evaluate", "s", "evaluation, at steps that have an evaluation"),
         Metric(f"timing_s/trajectory/{SPREAD}", "s", "one trajectory, searches and weight swaps included"),
         Metric(
             "perf/tokens_per_second",
@@ -199,7 +223,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "perf/packing",
             "positions",
-            "that the updates compute for each token: rows have empty ends, microbatches empty rows",
+            "positions computed by the updates for each token: rows have empty ends, microbatches empty rows",
         ),
         Metric("perf/record_bytes", "bytes", "size of the step's file of trajectories"),
     ),
@@ -213,9 +237,14 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "cold start": (
         Metric("sft/loss", "nats", "mean negative log-probability of the trained tokens"),
+        Metric(
+            "sft/held_out_loss",
+            "nats",
+            "the same for the questions that sft.held_out keeps back, every sft.held_out_every updates",
+        ),
         Metric("sft/entropy", "nats", "entropy of the policy over trained tokens"),
         Metric("sft/lr", "-", "learning rate"),
-        Metric("sft/tokens", "tokens", "of the update, prompts and observations included"),
+        Metric("sft/tokens", "tokens", "tokens of the update, prompts and observations included"),
     ),
 }
 

@@ -64,9 +64,9 @@ def why_tied(groups: Sequence[Group]) -> str:
     if scores == {0.0}:
         return f"all trajectories score 0; {_why_zero([one for some in finished for one in some])}"
     if scores == {1.0}:
-        return "all answers are right; these questions are too easy: choose harder ones"
+        return "all answers are right; these questions are too easy: choose harder questions"
     if max(map(len, finished)) == 1:
-        return "a group of one has nothing to compare; raise rollout.group_size"
+        return "a group of one trajectory has nothing to compare; raise rollout.group_size"
     return (
         "the scores differ between questions, but not within a group; raise rollout.group_size or"
         " rollout.temperature, or leave out questions that are too easy or too hard"
@@ -88,5 +88,5 @@ def _why_zero(trajectories: Sequence[Trajectory]) -> str:
         )
     return (
         "all answers are wrong: choose easier questions, raise rollout.group_size, or set reward.answer=f1,"
-        " which pays partly right ones"
+        " which pays partly right answers"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from calibadv_jax.pages.run_files import Row, RunFiles
 
-# Bits of a trajectory's flags; static/index.js names the same ones.
+# Bits of a trajectory's flags; static/records.js names the same bits.
 FAILED, FORMAT_INVALID, INVALID, UNFINISHED, WRONG, GOOD_SEARCH, SOFTENED, REPEATED = (
     1 << bit for bit in range(8)
 )

@@ -42,7 +42,7 @@ class RunFiles:
         if not self.paths():
             steps = list(kept_steps(folder))
             raise UserError(
-                f"--steps: {folder} keeps steps {steps[0]} to {steps[-1]}, and none of those asked for"
+                f"--steps: {folder} keeps steps {steps[0]} to {steps[-1]}, and none of the steps asked for"
             )
 
     def paths(self) -> dict[int, Path]:

@@ -25,7 +25,7 @@ def packed_attention(
 ) -> jax.Array:
     """Causal attention within the segments of packed rows.
 
-    No kernel but cuDNN's holds an array of T x T once T is above `chunk`; see docs/benchmarks.md.
+    No kernel but cuDNN's holds an array of T x T once T is above `chunk`; see benchmarks/learner.md.
 
     Args:
         q: [B, T, N, H]. k, v: [B, T, K, H].

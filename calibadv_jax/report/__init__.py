@@ -30,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="page to write; default: report.html, in the run's folder where there is one run",
+        help="page to write; default: report.html, in the run's folder if there is only one run",
     )
     parser.add_argument(
         "--smooth",
         type=int,
         metavar="STEPS",
-        help="steps that the strong lines are means of; default: a tenth of the run, at most 20; 1: none",
+        help="steps that the strong lines average (default: a tenth of the run, at most 20; 1: no mean)",
     )
     parser.add_argument(
         "--png", type=Path, metavar="FOLDER", help="also write every figure as FOLDER/NAME.png"

@@ -225,7 +225,7 @@ _LEARNER = [
     _one(
         "kl",
         "Change within a step",
-        "KL divergence between the policy that is trained and the one at the start of the step.",
+        "KL divergence between the policy that is trained and the policy at the start of the step.",
         "nats",
         "actor/ppo_kl",
     ),
@@ -242,7 +242,7 @@ _LEARNER = [
         "packing",
         "Packing",
         "Share of the places in the rows that hold a token, and share of the trained tokens that were"
-        " computed: those without an advantage need not be.",
+        " computed: tokens without an advantage need not be.",
         "share",
         {"actor/row_fill": "filled", "actor/computed_share": "computed"},
     ),
@@ -251,7 +251,7 @@ _FRESHNESS = [
     Figure(
         "staleness",
         "Staleness",
-        "Steps between the oldest policy that wrote a trajectory and the one that it trains.",
+        "Steps between the oldest policy that wrote a trajectory and the policy that it trains.",
         "steps",
         {"rollout/staleness/mean": "mean", "rollout/staleness/max": "oldest"},
     ),
@@ -321,14 +321,14 @@ _TROUBLE = [
     Figure(
         "workers",
         "Workers",
-        "Sampling workers that took the step's weights, and those lost since the trainer's start.",
+        "Sampling workers that took the step's weights, and workers lost since the trainer's start.",
         "workers",
         {"rollout/workers": "in use", "rollout/workers_lost": "lost"},
     ),
     Figure(
         "guards",
         "Guards",
-        "1 where a metric is beyond its guard's threshold.",
+        "1 if a metric is beyond its guard's threshold.",
         "tripped",
         {"guard/*": ""},
     ),
@@ -364,7 +364,7 @@ SECTIONS = [
     Section(
         "freshness",
         "Sampler and learner",
-        "How far the policy that wrote is from the one trained.",
+        "How far the policy that wrote is from the policy that is trained.",
         _FRESHNESS,
     ),
     Section("speed", "Speed", "Where the time goes.", _SPEED),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -64,3 +64,11 @@ def f1(prediction: str, golden_answers: Sequence[str]) -> float:
         if common:
             best = max(best, 2 * common / (words.total() + golden_words.total()))
     return best
+
+
+# Name, as in reward.answer and the metric reward/NAME -> score of (prediction, golden answers), in [0, 1].
+ANSWER_REWARDS: dict[str, Callable[[str, Sequence[str]], float]] = {
+    "em": exact_match,
+    "f1": f1,
+    "cover_em": cover_em,
+}

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from calibadv_jax.config import RewardConfig
-from calibadv_jax.rewards.answer import cover_em, exact_match, f1
+from calibadv_jax.rewards.answer import ANSWER_REWARDS
 from calibadv_jax.rewards.format import is_trajectory_valid
 from calibadv_jax.trajectory import Group, Trajectory
 
-_ANSWER_REWARDS = {"em": exact_match, "f1": f1, "cover_em": cover_em}
-
 
 def score_trajectory(trajectory: Trajectory, config: RewardConfig, prepend_think: bool) -> Trajectory:
-    """Sets `format_valid`, `answer_score` and the metrics em, f1, cover_em, format; returns the argument.
+    """Sets `format_valid`, `answer_score` and the metrics of ANSWER_REWARDS and format; returns the argument.
 
     Metrics are the raw scores, not multiplied by format validity. A trajectory without an answer turn
     scores 0 everywhere.
@@ -29,7 +27,7 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig, prepend_think
     answer = trajectory.answer
     scores = {
         name: 0.0 if answer is None else reward(answer, golden_answers)
-        for name, reward in _ANSWER_REWARDS.items()
+        for name, reward in ANSWER_REWARDS.items()
     }
     trajectory.format_valid = is_trajectory_valid(trajectory, prepend_think)
     is_paid = trajectory.format_valid or not config.format

@@ -51,23 +51,46 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         epilog="Arguments after -- are passed to vLLM's server unchanged.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, required=True, help="HuggingFace folder: config and tokenizer")
-    parser.add_argument("--flavour", choices=["gpu", "cpu", "tpu"], default="gpu", help="which vLLM this is")
-    parser.add_argument("--load_weights", action="store_true", help="from --model; default: wait for a swap")
-    parser.add_argument("--dtype", default="bfloat16", help="of weights and activations")
-    parser.add_argument("--max_model_len", type=int, help="tokens of the longest trajectory")
-    parser.add_argument("--max_num_seqs", type=int, default=256, help="completions decoded together")
-    parser.add_argument("--tensor_parallel_size", type=int, default=1)
-    parser.add_argument("--gpu_memory_utilization", type=float, default=0.9, help="share of the GPU's memory")
-    parser.add_argument("--kv_cache_gib", type=int, default=1, help="cpu flavour: memory of the KV cache")
-    parser.add_argument("--seed", type=int, default=0, help="of dummy weights")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="HuggingFace folder with config and tokenizer"
+    )
+    parser.add_argument(
+        "--flavour", choices=["gpu", "cpu", "tpu"], default="gpu", help="which build of vLLM is installed"
+    )
+    parser.add_argument(
+        "--load_weights", action="store_true", help="load the weights of --model; default: wait for a swap"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="precision of weights and activations")
+    parser.add_argument("--max_model_len", type=int, help="number of tokens of the longest trajectory")
+    parser.add_argument(
+        "--max_num_seqs", type=int, default=256, help="number of completions decoded together"
+    )
+    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="number of GPUs of the worker")
+    parser.add_argument(
+        "--gpu_memory_utilization", type=float, default=0.9, help="share of the GPU's memory to use"
+    )
+    parser.add_argument(
+        "--kv_cache_gib", type=int, default=1, help="cpu flavour: GiB of memory for the KV cache"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights before a swap")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8100, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument("--port_file", type=Path, help="written with the port once the worker is ready")
+    parser.add_argument(
+        "--port", type=int, default=8100, help="port to listen on; 0: any free port (default: %(default)s)"
+    )
+    parser.add_argument("--port_file", type=Path, help="file to write the port to when the worker is ready")
     parser.add_argument("--parent_pid", type=int, help="stop when this process has ended")
-    parser.add_argument("--restarts", type=int, default=10, help="of a server that died after it was ready")
-    parser.add_argument("--start_timeout", type=float, default=1800.0, help="seconds until it must be ready")
-    parser.add_argument("extra", nargs="*", metavar="-- VLLM_ARGUMENT", help="for vLLM's server")
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=10,
+        help="number of new starts of a server that died after it was ready",
+    )
+    parser.add_argument(
+        "--start_timeout", type=float, default=1800.0, help="seconds until the server must be ready"
+    )
+    parser.add_argument(
+        "extra", nargs="*", metavar="-- VLLM_ARGUMENT", help="further arguments for vLLM's server"
+    )
     return parser.parse_args(argv)
 
 

@@ -95,7 +95,7 @@ class Replicas:
             if not usable:
                 raise UserError(
                     f"retriever {self._all[0].url} serves another index than at the start of this run"
-                    f" ({self._all[0].other}); serve the one that the run began with, or begin another run"
+                    f" ({self._all[0].other}); serve the index that the run began with, or begin another run"
                 )
             candidates = [replica for replica in usable if replica.is_well] or usable
             free = [replica for replica in candidates if not replica.is_busy]

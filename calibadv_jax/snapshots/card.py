@@ -74,8 +74,8 @@ def model_card(
     lines += [
         "Each turn the policy writes `<think>…</think>` and then `<search>…</search>` or",
         "`<answer>…</answer>`. Stop at the closing tag. After a search, append the passages between",
-        "`<information>` and `</information>` and let it go on. The prompt, in the chat template where there",
-        "is one:",
+        "`<information>` and `</information>` and let it go on. The prompt, in the tokenizer's chat",
+        "template if it has a template:",
         "",
         *(f"    {line}" for line in prompt.splitlines()),
     ]

@@ -119,7 +119,7 @@ def _restore(
     manager: ocp.CheckpointManager, step: int, abstract: dict[str, Any], partial: bool = False
 ) -> tuple[Any, dict[str, Any]]:
     source = Path(manager.directory) / str(step)
-    damaged = f"{source}: damaged checkpoint; delete it to use an older one"
+    damaged = f"{source}: damaged checkpoint; delete it to use an older checkpoint"
     with damage_as_user_error(damaged):
         saved = manager.item_metadata(step)[STATE]
     if saved is None:

@@ -34,7 +34,7 @@ TABLES = {2: ("id", "text"), 4: ("id", "url", "title", "text")}  # MS MARCO pass
 
 @dataclass(frozen=True)
 class Passage:
-    """A passage of any layout; `contents` as in wiki-18, empty where the row has no text."""
+    """A passage of any layout; `contents` as in wiki-18, empty if the row has no text."""
 
     id: str | None
     contents: str
@@ -86,7 +86,7 @@ def to_passage(row: Mapping[str, Any], where: str) -> Passage:
 
 
 def _compose(title: str | None, text: str | None, contents: str | None) -> str:
-    """Title in quotes, newline, text; an empty first line where there is no title."""
+    """Title in quotes, newline, text; an empty first line if there is no title."""
     plain = " ".join((title or "").split())
     if contents is not None:
         first = contents.partition("\n")[0].strip().removeprefix('"').removesuffix('"')

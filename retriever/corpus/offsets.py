@@ -131,7 +131,7 @@ def find_duplicate(keys: np.ndarray, id_at: Callable[[int], str]) -> tuple[int, 
 
 
 def cache_file(corpus: Path) -> Path:
-    """Beside the corpus, or in the user's cache folder where that folder cannot be written."""
+    """Beside the corpus, or in the user's cache folder if that folder cannot be written."""
     beside = corpus.with_name(corpus.name + ".offsets")
     if beside.is_file() or os.access(corpus.parent, os.W_OK):
         return beside
@@ -141,7 +141,7 @@ def cache_file(corpus: Path) -> Path:
 
 
 def load_offsets(corpus: Path) -> Offsets | None:
-    """The kept offsets, memory-mapped; None where there are none or the corpus has changed since."""
+    """The kept offsets, memory-mapped; None if there are none or the corpus has changed since."""
     path = cache_file(corpus)
     if not path.is_file():
         return None

@@ -34,7 +34,7 @@ def prepare_corpus(
     drop_duplicates: bool = False,
     progress: bool = True,
 ) -> Report:
-    """Writes the passages of all inputs as ``{"id", "contents"}`` (and ``"url"`` where a row has one).
+    """Writes the passages of all inputs as ``{"id", "contents"}`` (and ``"url"`` if a row has one).
 
     The result was read once more before it gets its name: every row is well-formed and no id occurs twice.
     What that reading found is kept beside it, so that a service need not read it again.

@@ -27,7 +27,7 @@ INSTALL = "pip install 'calibadv-jax[dense]', or use --retriever_name hashed or 
 class Recipe:
     """How a family of models expects its texts."""
 
-    model: str  # used where none is named
+    model: str  # used if none is named
     query_prefix: str
     passage_prefix: str
     pooling: str  # empty: as the model's folder says
@@ -141,13 +141,13 @@ def _load(model: str, name: str) -> Any:
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise RetrieverError(
             f"--retriever_model {model}: cannot be loaded as a sentence-transformers model ({reason(error)});"
-            " name a folder that holds one, or a hub name where the hub can be reached"
+            " name a folder that holds such a model, or a hub name if the hub can be reached"
         ) from error
     return loaded.half() if loaded.device.type == "cuda" else loaded
 
 
 def _is_hub_there(model: str) -> bool:
-    """Whether the hub answers; where it does not, what lies in its cache is taken.
+    """Whether the hub answers; if it does not, what lies in its cache is taken.
 
     Raises:
         RetrieverError: it does not answer, and the model is not in the cache.
@@ -164,6 +164,6 @@ def _is_hub_there(model: str) -> bool:
     if not isinstance(hub.try_to_load_from_cache(model, "config.json"), str):
         raise RetrieverError(
             f"--retriever_model {model}: not in {constants.HF_HUB_CACHE}, and {why}; name a folder that holds"
-            " the model, or fetch it where the hub can be reached"
+            " the model, or fetch it on a machine that reaches the hub"
         )
     return False

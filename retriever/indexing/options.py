@@ -35,7 +35,7 @@ class BuildOptions:
     qdrant_parallel: int = 4  # requests of the upload at once
 
     def check(self) -> None:
-        """Raises RetrieverError where a value is unknown or two do not go together."""
+        """Raises RetrieverError if a value is unknown or two do not go together."""
         if self.kind not in KINDS:
             raise RetrieverError(f"--kind {self.kind!r} is unknown; available are {', '.join(KINDS)}")
         if self.embedding_dtype not in DTYPES:

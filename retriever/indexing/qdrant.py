@@ -110,7 +110,7 @@ def settings_of_collection(dimension: int, options: BuildOptions) -> dict[str, A
 
 
 def _begin(client: Any, embeddings: Embeddings, options: BuildOptions, state: Path) -> list[int]:
-    """The shards that an earlier upload has finished; makes the collection where there was none."""
+    """The shards that an earlier upload has finished; makes the collection if there was none."""
     if state.is_file() and client.collection_exists(options.qdrant_collection):
         done: list[int] = json.loads(state.read_text(encoding="utf-8"))
         return done

@@ -23,7 +23,7 @@ MULTIPLIED = 4  # queries from which one matrix product is faster than a pass ov
 HEAD = struct.Struct("<4siqqqbi")  # type, dimension, documents, two unused, is trained, metric
 INSTALL = "pip install faiss-cpu (or faiss-gpu on CUDA)"
 LESS = (
-    "serve it with --mmap, on GPUs in fp16 with --faiss_gpu, or build a smaller one:"
+    "serve it with --mmap, on GPUs in fp16 with --faiss_gpu, or build a smaller index:"
     " python -m retriever.build_index --factory IVF4096,PQ64 (or SQfp16, half the size)"
 )
 
@@ -59,7 +59,7 @@ def read_header(path: Path) -> Header:
     size, whole = path.stat().st_size, FLAT_HEADER + 4 * dimension * documents
     if kind == FLAT and size != whole:
         raise RetrieverError(
-            f"{path}: has {size:,} bytes where {documents:,} vectors of dimension {dimension} take"
+            f"{path}: has {size:,} bytes, but {documents:,} vectors of dimension {dimension} take"
             f" {whole:,}; it was cut off: download or build it again"
         )
     return Header(kind, dimension, documents)
@@ -113,7 +113,7 @@ class FaissVectors:
             self._searcher = ThreadPoolExecutor(1, "faiss", lambda: faiss.omp_set_num_threads(count))
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [Q, D] -> float32 [Q, k] and int64 [Q, k], -1 where an approximate index found no more;
+        """float32 [Q, D] -> float32 [Q, k] and int64 [Q, k], -1 if an approximate index found no more;
         best first, ties in corpus order."""
         vectors = np.ascontiguousarray(vectors, np.float32)
         if self._searcher is None:
@@ -139,7 +139,7 @@ def multiply_sooner(faiss: Any, dimension: int) -> None:
     """Lets this process search all vectors for MULTIPLIED queries or more by one matrix product.
 
     FAISS 1.15 does so from 128,000 / dimension queries, which suits many threads and small vectors. Below
-    it reads the whole matrix once a query: up to 10 times the time (docs/benchmarks.md). Until 1.14 its
+    it reads the whole matrix once a query: up to 10 times the time (benchmarks/retrieval.md). Until 1.14 its
     limit was a number of queries (facebookresearch/faiss#5022).
     """
     counts_queries = tuple(int(part) for part in faiss.__version__.split(".")[:2]) < (1, 15)

@@ -57,7 +57,7 @@ def plan_shards(documents: int, dimension: int, free: list[int], what: str) -> l
 
 
 def require_ivf_memory(size: int, free: list[int], what: str) -> None:
-    """Raises RetrieverError where inverted lists of `size` bytes do not fit, an even part a device."""
+    """Raises RetrieverError if inverted lists of `size` bytes do not fit, an even part a device."""
     need = int(size * IVF_FACTOR) // len(free) + WORKSPACE
     if need > min(free):
         raise RetrieverError(

@@ -35,7 +35,7 @@ class IndexOptions:
     skip_checksum: bool = False  # a large file on a slow disk takes minutes to read
 
     def refuse(self, names: tuple[str, ...], what: str) -> None:
-        """Raises RetrieverError where one of these options is set."""
+        """Raises RetrieverError if one of these options is set."""
         for name in names:
             if getattr(self, name):
                 raise RetrieverError(f"--{name}: has no meaning for {what}; leave it out")

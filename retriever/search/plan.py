@@ -14,7 +14,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping: of the machine, or of the container where that is less."""
+    """Bytes that can be taken without swapping: of the machine, or of the container if that is less."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
@@ -27,7 +27,7 @@ def available_memory() -> int:
 
 
 def available_cores() -> int:
-    """Of the machine, or of the container where that has fewer."""
+    """Of the machine, or of the container if that has fewer."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = CGROUP / "cpu.max"
     if limit.is_file():

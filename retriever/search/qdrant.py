@@ -22,7 +22,7 @@ class Connection:
     """One collection, with one vector a point.
 
     Args:
-        folder: of the embedded mode, where `url` is empty.
+        folder: of the embedded mode, if `url` is empty.
         url: of a server, or a folder of the embedded mode. A key is read from QDRANT_API_KEY.
 
     Raises:
@@ -98,7 +98,7 @@ class QdrantVectors:
         self.documents, self.dimension = self._connection.documents, self._connection.dimension
 
     def nearest(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [Q, D] -> float32 [Q, k] and int64 [Q, k], -1 where an approximate search found no more;
+        """float32 [Q, D] -> float32 [Q, k] and int64 [Q, k], -1 if an approximate search found no more;
         best first, ties in corpus order.
 
         Raises:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 MORE = 16  # fetched beyond k at first
-MOST = 1024  # where more than this tie (an empty query), the first of those fetched are taken
+MOST = 1024  # if more than this tie (an empty query), the first of those fetched are taken
 
 Search = Callable[[int], tuple[np.ndarray, np.ndarray]]
 

@@ -50,7 +50,7 @@ class Provider(ABC):
 
     @abstractmethod
     def results(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
-        """Items with title, link and snippet; raises ValueError where the reply reports an error."""
+        """Items with title, link and snippet; raises ValueError if the reply reports an error."""
 
     @property
     def identity(self) -> dict[str, str]:

@@ -44,7 +44,7 @@ def make_app(
     """``POST /retrieve``, ``POST /access``, ``GET /health`` and ``GET /metrics`` over a loaded index.
 
     Args:
-        token: where not empty, every route but /health asks for ``Authorization: Bearer <token>``.
+        token: if it is not empty, every route but /health asks for ``Authorization: Bearer <token>``.
     """
     app = _make_fastapi()
     metrics, limits = Metrics(), limits or Limits()

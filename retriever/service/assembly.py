@@ -87,7 +87,7 @@ def _workers(arguments: argparse.Namespace, searcher: Searcher) -> int:
 
 
 def load_index(arguments: argparse.Namespace, report: Report) -> Index:
-    """The corpus and its index, which is built first where it is missing and may be built.
+    """The corpus and its index, which is built first if it is missing and may be built.
 
     Raises:
         RetrieverError: as `load_corpus`, `build_index` and `open_index`.

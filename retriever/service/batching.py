@@ -75,11 +75,11 @@ class SearchBatcher:
         waiting = [_Waiting(query, k, loop.create_future()) for query in queries]
         self._queue += waiting
         self._schedule()
-        # Cancelled where the client has left, it cancels the futures: those not yet searched are dropped.
+        # Cancelled if the client has left, it cancels the futures: those not yet searched are dropped.
         return list(await asyncio.gather(*(one.future for one in waiting), return_exceptions=True))
 
     def _schedule(self) -> None:
-        """Begins searches soon, where one may begin: others may join until then."""
+        """Begins searches soon, if one may begin: others may join until then."""
         if self._timer is None and self._may_begin():
             wait = 0.0 if len(self._queue) >= self.max_batch else self.max_wait
             self._timer = asyncio.get_running_loop().call_later(wait, self._begin)

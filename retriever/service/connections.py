@@ -27,10 +27,10 @@ def bounded_protocol(max_connections: int, seconds: float) -> type[asyncio.Proto
     """uvicorn's HTTP protocol over h11, with limits.
 
     h11 bounds heads (`h11_max_incomplete_event_size`, to be set to `MAX_HEAD`); httptools, which uvicorn
-    would take where it is installed, keeps heads and trailers however long they are.
+    would take if it is installed, keeps heads and trailers however long they are.
 
     Beyond `max_connections` a new connection takes the place of the one that has waited longest without a
-    request; where all have one, it gets 503.
+    request; if all have one, it gets 503.
 
     Args:
         seconds: a client may take so long to send a request's head, and to take up a reply; then its

@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Depths:
-    """Documents per query where a request does not say."""
+    """Documents per query if a request does not say."""
 
     topk: int
     rerank_topk: int = 3  # that the reranker keeps
@@ -124,7 +124,7 @@ class Engine:
         return [query[:MAX_QUERY_LENGTH] for query in queries]
 
     async def _find(self, queries: list[str], k: int) -> list[Found]:
-        """The k best rows of each query, from the store where they are known."""
+        """The k best rows of each query, from the store if they are known."""
         if self._cache is None:
             return _all_found(await self._batcher.submit(queries, k))
         known = await run_in_threadpool(self._cache.look_up, queries, k)

@@ -20,7 +20,7 @@ class Loading:
 
     Args:
         load: makes the application; is given a function to call with what it does.
-        token: where not empty, only who sends it learns what is loaded, but for /health.
+        token: if it is not empty, only who sends it learns what is loaded, but for /health.
     """
 
     def __init__(self, load: Callable[[Callable[[str], None]], Any], token: str = ""):

@@ -13,7 +13,7 @@ TRIM_EVERY = 1000  # queries; a trim takes about 10 ms, a thousand queries of a 
 
 
 def give_back_freed() -> None:
-    """Asks the C library to return what it holds and does not use; without effect where it is not glibc."""
+    """Asks the C library to return what it holds and does not use; without effect if it is not glibc."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):

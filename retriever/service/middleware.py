@@ -30,7 +30,7 @@ class Measure:
             await self.app(scope, receive, send)
             return
         route = scope["path"] if scope["path"] in ROUTES else "other"
-        begun, status = time.monotonic(), 500  # where the application fails before it answers
+        begun, status = time.monotonic(), 500  # if the application fails before it answers
 
         async def note(message: Any) -> None:
             nonlocal status
@@ -112,7 +112,7 @@ class BodyLimit:
             self._held -= len(body)
 
     async def _read(self, body: bytearray, scope: Any, receive: Any) -> Response | None:
-        """Reads the request's body; what to answer where it is not taken."""
+        """Reads the request's body; what to answer if it is not taken."""
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         is_number = declared.isdigit() and len(declared) < 20
         expected = int(declared) if is_number else self.max_body + 1

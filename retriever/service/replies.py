@@ -22,7 +22,7 @@ class Left(Exception):
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What the work gives; it is cancelled where the client leaves.
+    """What the work gives; it is cancelled if the client leaves.
 
     Args:
         request: whose body was read.
@@ -42,7 +42,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def reply_with(parts: Iterator[str]) -> Response:
-    """A reply of so much JSON; with its length where it is one piece, as nearly all are.
+    """A reply of so much JSON; with its length if it is one piece, as nearly all are.
 
     Args:
         parts: are asked for in other threads, when the client has taken what came before.

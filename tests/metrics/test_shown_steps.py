@@ -55,7 +55,7 @@ def said(*steps, stream=None, transcripts=0, progress=True):
         ([group("a", 0, 0), group("b", 0, 0)], "all answers are wrong"),
         ([group("a", 1.0, 1.0)], "all answers are right"),
         ([group("a", 1.0, 1.0), group("b", 0, 0)], "raise rollout.group_size or rollout.temperature"),
-        ([group("a", 1.0), group("b", 0)], "a group of one has nothing to compare"),
+        ([group("a", 1.0), group("b", 0)], "a group of one trajectory has nothing to compare"),
     ],
 )
 def test_a_step_whose_groups_are_all_tied_says_why_and_what_to_try(groups, reason):

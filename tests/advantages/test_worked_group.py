@@ -1,0 +1,184 @@
+"""docs/calibadv.md: every number of its worked group is what the code computes from its first table."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from calibadv_jax.advantages.credit import answer_mass, last_sampled_turn
+from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.rewards.answer import f1
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/calibadv.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def tables(heading):
+    """The tables of a section: lists of rows, each a dict by column; cells are text."""
+    (section,) = re.findall(rf"(?ms)^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", TEXT)
+    found = []
+    for block in re.findall(r"(?m)(?:^\|.*\n)+", section):
+        head, _, *rows = [
+            [cell.strip() for cell in row.strip("|\n").split("|")] for row in block.splitlines()
+        ]
+        found.append([dict(zip(head, row, strict=True)) for row in rows])
+    return found
+
+
+(TURNS,) = tables("The group")
+(SCORES,) = tables("Step 1: scores")
+(GOLDEN,) = re.findall(r'the accepted answer is "([^"]+)"', " ".join(TEXT.split()))
+
+
+@pytest.fixture(scope="module")
+def the_group(build):
+    """The group of the page's first table, with the scores that the code gives to its answers."""
+    members = []
+    for row in SCORES:
+        own = [turn for turn in TURNS if turn["trajectory"] == row["trajectory"]]
+        turns = [
+            build.turn(one["kind"], one["thought"], one["documents"].split(), int(one["sampled tokens"]))
+            for one in own
+        ]
+        keeps_to_the_format = row["format"] == "1"
+        members.append((f1(row["answer"], (GOLDEN,)) * keeps_to_the_format, keeps_to_the_format, turns))
+    return build.group(*members)
+
+
+@pytest.fixture(scope="module")
+def credit_of(the_group):
+    """The credit of the group with these settings of the advantage."""
+
+    def credit_of(**settings):
+        config = replace(AdvantageConfig(), **settings)
+        return compute_advantages([the_group], config).credits[0]
+
+    return credit_of
+
+
+def at(values, row):
+    """Of values by trajectory and turn, that of a row of a table."""
+    return values[int(row["trajectory"]) - 1][int(row["turn"]) - 1]
+
+
+def shown(value):
+    return f"{value:.2f}".replace("-0.00", "0.00")
+
+
+@pytest.fixture(scope="module")
+def credit(credit_of):
+    return credit_of()
+
+
+def test_the_scores(credit):
+    for row, trajectory in zip(SCORES, credit.group.trajectories, strict=True):
+        assert row["F1"] == shown(f1(row["answer"], (GOLDEN,)))
+        assert row["score"] == shown(trajectory.answer_score)
+
+
+def test_the_statistics_and_advantages_of_grpo(credit):
+    scores = np.array([trajectory.answer_score for trajectory in credit.group.trajectories])
+    text = " ".join(TEXT.split())
+    assert f"The mean is {scores.mean():g}." in text
+    assert f"standard deviation is {scores.std(ddof=1):g}." in text
+    (rows,) = tables("Step 2: GRPO")
+    assert [row["score"] for row in rows] == [shown(score) for score in scores]
+    assert [row["advantage"] for row in rows] == [shown(value) for value in credit.raw]
+
+
+def test_the_silver_documents(credit):
+    (rows,) = tables("Step 3: silver documents")
+    assert {row["document"]: row["weight"] for row in rows} == {
+        document: shown(weight) for document, weight in credit.silver.items()
+    }
+    best = ("1", "2")  # as the page says
+    for row in rows:
+        seen = [
+            one["trajectory"]
+            for one in TURNS
+            if row["document"] in one["documents"].split() and one["trajectory"] in best
+        ]
+        assert row["seen by"] == " ".join(seen)
+
+
+def test_the_correctness_of_every_search(credit):
+    rows, _ = tables("Step 4: correctness")
+    searches = [(one["trajectory"], one["turn"]) for one in TURNS if one["kind"] == "search"]
+    assert [(row["trajectory"], row["turn"]) for row in rows] == searches
+    for row in rows:
+        assert row["correctness"] == shown(at(credit.correctness, row))
+        assert row["repeats"] == (at(credit.repeated, row) or "")
+        assert row["silver documents found first"] == " ".join(at(credit.found_silver, row))
+
+
+@pytest.mark.parametrize("how", ["fraction", "max", "mean"])
+def test_the_ways_to_count_correctness(credit_of, how):
+    _, rows = tables("Step 4: correctness")
+    found = credit_of(correctness=how).correctness
+    assert [row[how] for row in rows] == [shown(at(found, row)) for row in rows]
+
+
+def test_the_soft_penalty(credit_of):
+    softened = credit_of(rebalance=False)
+    (rows,) = tables("Step 5: the soft penalty")
+    blamed = [
+        one for one in TURNS if one["kind"] == "search" and softened.raw[int(one["trajectory"]) - 1] < 0
+    ]
+    assert [(one["trajectory"], one["turn"]) for one in blamed] == [
+        (row["trajectory"], row["turn"]) for row in rows
+    ]
+    for row in rows:
+        assert row["GRPO"] == shown(softened.raw[int(row["trajectory"]) - 1])
+        assert row["correctness"] == shown(at(softened.correctness, row))
+        assert row["after the soft penalty"] == shown(at(softened.turns, row))
+
+
+def test_the_answer_turns_and_their_mass(credit):
+    rows, _ = tables("Step 6: the rebalance")
+    after = credit.answer_advantages()
+    for row, trajectory, raw, value in zip(rows, credit.group.trajectories, credit.raw, after, strict=True):
+        tokens = len(trajectory.turns[last_sampled_turn(trajectory)].token_ids)
+        assert int(row["sampled tokens"]) == tokens
+        assert row["advantage"] == shown(raw)
+        assert row["advantage × tokens"] == shown(raw * tokens)
+        assert row["after the rebalance"] == shown(value)
+    praise, blame = answer_mass(credit.group, credit.raw.tolist())
+    assert f"The praise is {praise:.0f} and the blame is {blame:.0f}." in TEXT
+    assert f"= {blame:.0f} / {praise:.0f} = {blame / praise:g}." in TEXT
+
+
+def test_the_rebalance_by_lambda_and_side(credit_of):
+    _, rows = tables("Step 6: the rebalance")
+    assert len(rows) == 4
+    for row in rows:
+        found = credit_of(target_ratio=float(row["λ"]), adjust=row["adjusted side"])
+        one, two, _, four, five = map(shown, found.answer_advantages())
+        assert one == two == row["answers of 1 and 2"]
+        assert four == five == row["answers of 4 and 5"]
+        praise, blame = answer_mass(found.group, found.answer_advantages())
+        assert (row["praise"], row["blame"]) == (f"{praise:.0f}", f"{blame:.0f}")
+        assert row["blame / praise"] == shown(blame / praise)
+
+
+def test_the_result(credit_of, credit):
+    rows, metrics = tables("The result")
+    assert [(row["trajectory"], row["turn"], row["kind"]) for row in rows] == [
+        (one["trajectory"], one["turn"], one["kind"]) for one in TURNS
+    ]
+    assert [row["GRPO"] for row in rows] == [shown(at(credit_of(name="grpo").turns, row)) for row in rows]
+    assert [row["CalibAdv"] for row in rows] == [shown(at(credit.turns, row)) for row in rows]
+    found = compute_advantages([credit.group], AdvantageConfig()).metrics
+    assert {row["metric"].strip("`"): row["value"] for row in metrics} == {
+        row["metric"].strip("`"): shown(found[row["metric"].strip("`")]) for row in metrics
+    }
+    assert len(metrics) == 5
+
+
+def test_the_python_example_prints_what_it_says(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    said = [line.removeprefix("# ") for line in code.splitlines() if line.startswith("# ")]
+    exec(compile(code, str(PAGE), "exec"), {})
+    assert capsys.readouterr().out.splitlines() == said
