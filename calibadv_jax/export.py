@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config, MeshConfig
+from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.section import Mark
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import at_step, describe_policy
 from calibadv_jax.evaluation.report import Report, markdown_table
@@ -30,7 +32,7 @@ from calibadv_jax.starts import newest_start
 
 GENERATION = "generation_config.json"
 PACKAGES = ("calibadv-jax", "jax", "flax", "transformers")
-PLACES = ("data", "policy.path", "policy.tokenizer", "run")  # the card names their last part, or nothing
+PLACES = marked(Mark.PLACE)  # the card names their last part, or nothing
 
 
 def run(config: Config) -> None:
@@ -102,7 +104,7 @@ def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:
     settings = {
         name: now
         for name, _, now in differences(dataclasses.asdict(Config()), trained)
-        if is_binding(name, used) and not any(name == one or name.startswith(f"{one}.") for one in PLACES)
+        if is_binding(name, used) and not among(PLACES, name)
     }
     versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
     template = trained["prompt"]["template"]

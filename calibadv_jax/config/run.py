@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.section import SECTION
+from calibadv_jax.config.section import SECTION, Mark
 
 
 @dataclass(frozen=True, config=SECTION)
 class RunConfig:
-    dir: str = "runs/default"
+    dir: Annotated[str, Mark.UNLEARNED] = "runs/default"
     """Folder of everything the run writes."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Mark.COLD_START] = 0
     """Seed of initial parameters, order of questions and sampling."""
 
 
