@@ -18,6 +18,7 @@ from calibadv_jax.config.section import Mark
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import at_step, describe_policy
 from calibadv_jax.evaluation.report import Report, markdown_table
+from calibadv_jax.files import read_json
 from calibadv_jax.locking import locked_output
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.model import PolicySource, find_policy
@@ -27,7 +28,7 @@ from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.prompts import TEMPLATES
 from calibadv_jax.run_folder import differences, is_binding
 from calibadv_jax.snapshots.card import generation_config, model_card
-from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, read_json, save_folder
+from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, save_folder
 from calibadv_jax.starts import newest_start
 
 GENERATION = "generation_config.json"

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from calibadv_jax.errors import UserError
-from calibadv_jax.files import replacing, write_json
+from calibadv_jax.files import read_json, replacing, write_json
 from calibadv_jax.hub import TOKENIZER_FILES
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import placed_params
@@ -348,17 +348,3 @@ def _is_ours(file: Path) -> bool:
             return (opened.metadata() or {}).get("writer") == WRITER["writer"]
     except SafetensorError:
         return False
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """
-    Raises:
-        UserError: not a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); copy the file again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
