@@ -26,7 +26,7 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.prompts import TEMPLATES
-from calibadv_jax.run_folder import differences, is_binding
+from calibadv_jax.run_folder import differences, is_binding, with_defaults
 from calibadv_jax.snapshots.card import generation_config, model_card
 from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, save_folder
 from calibadv_jax.starts import newest_start
@@ -88,12 +88,7 @@ def export(config: Config) -> Path:
 def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
     """The config of the newest start of the source's run; if it kept none, the config that was given."""
     start = newest_start(source.model_folder.parent)
-    if start is None:
-        return dataclasses.asdict(config)
-    # A run of an earlier version may lack keys: they had their defaults.
-    return {
-        name: section | start.config.get(name, {}) for name, section in dataclasses.asdict(Config()).items()
-    }
+    return dataclasses.asdict(config) if start is None else with_defaults(start.config)
 
 
 def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:
