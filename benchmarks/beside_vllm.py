@@ -107,7 +107,7 @@ def main() -> None:
         setting.tokenizer.save_pretrained(folder / "tokenizer")
         model = save_folder(params, setting.hf_config, folder / "hf", arguments.dtype, folder / "tokenizer")
         store = SnapshotStore(folder / "snapshots", keep=1, dtype=dtype)
-        snapshot = store.publish(0, params, step=0, hf_config=setting.hf_config, tokenizer_hash="benchmark")
+        snapshot = store.publish(0, params, hf_config=setting.hf_config, tokenizer_hash="benchmark")
         stops = StopRule(setting.tokenizer, [])
         samplers: dict[str, Sampler] = {}
         for arm in arguments.arms:

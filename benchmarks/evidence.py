@@ -15,10 +15,8 @@ import argparse
 import dataclasses
 import fcntl
 import importlib.util
-import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -227,20 +225,10 @@ class Harness:
         except Failed as error:
             self._fail(f"{job.name}: {error}")
             return
-        seconds = time.monotonic() - begun
-        with self._guard, (self.output / "times.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"run": job.name, "seconds": round(seconds, 1)}) + "\n")
+        seconds = duration(time.monotonic() - begun)
         f1 = held_out_f1(read_json(run_folder(self.output, job) / "evaluation.json"))
-        say(f"{job.name}: held-out F1 {f1:.3f} after {duration(seconds)}; {self.progress()}")
-
-    def progress(self) -> str:
-        """``12 of 140 runs done, 0.6 h; 5.9 h left``, by the mean of the runs that were timed."""
-        lines = (self.output / "times.jsonl").read_text(encoding="utf-8").splitlines()
-        seconds = [json.loads(line)["seconds"] for line in lines]
-        num_done = self.num_done()
-        left = statistics.mean(seconds) * (len(self.jobs) - num_done) / self.num_workers
-        spent = f"{sum(seconds) / 3600:.1f} h of computing"
-        return f"{num_done} of {len(self.jobs)} runs done, {spent}; {left / 3600:.1f} h left"
+        done = f"{self.num_done()} of {len(self.jobs)} runs done"
+        say(f"{job.name}: held-out F1 {f1:.3f} after {seconds}; {done}")
 
     def call(self, command: Sequence[str], log: Path, held: int, num_devices: int = 1) -> None:
         """Runs a command to its end, with its output appended to `log`.

@@ -109,8 +109,6 @@ def lengths(run: Run) -> dict[str, Values]:
     """Mean sampled tokens of the trajectories with reward 0 and with reward 1, of the kept steps."""
     found: dict[str, Values] = {WRONG_LENGTH: {}, RIGHT_LENGTH: {}}
     for step, path in run.rollouts.items():
-        if path.suffix != ".parquet":
-            continue
         table = read_columns(path, ["error", "answer_score", "turns.list.element.token_ids"])
         table = table.filter(pc.is_null(table["error"]))
         scores = table["answer_score"].to_numpy()

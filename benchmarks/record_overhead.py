@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -117,9 +117,8 @@ def paper_step(config: Config, seed: int = 0) -> list[Group]:
     return groups
 
 
-def measure_paper(kind: Literal["parquet", "jsonl"], groups: list[Group], config: Config) -> dict[str, float]:
-    """Seconds (of Parquet the least of three) and bytes of one write."""
-    config = dataclasses.replace(config, log=dataclasses.replace(config.log, rollouts=kind))
+def measure_paper(groups: list[Group], config: Config) -> dict[str, float]:
+    """Seconds (the least of three) and bytes of one write."""
     credits = compute_advantages(groups, config.advantage).credits
     learner: list[list[np.ndarray | None]] = [
         [one.logprobs for one in group.trajectories] for group in groups
@@ -127,7 +126,7 @@ def measure_paper(kind: Literal["parquet", "jsonl"], groups: list[Group], config
     with tempfile.TemporaryDirectory() as folder:
         writer = RolloutWriter(Path(folder), config, 1)
         seconds, told = [], {}
-        for step in (1, 2, 3) if kind == "parquet" else (1,):
+        for step in (1, 2, 3):
             begun = time.perf_counter()
             told = writer.write(step, groups, credits, learner, 0)
             seconds.append(time.perf_counter() - begun)
@@ -153,9 +152,7 @@ def main(argv: list[str] | None = None) -> None:
         report["quickstart"] = measure_training(*folders, arguments.steps)
     config = load_config(PAPER, ["policy.path=none", "data.train=none", "data.eval=none"])
     groups = paper_step(config)
-    kinds: tuple[Literal["parquet", "jsonl"], ...] = ("parquet", "jsonl")
-    for kind in kinds:
-        report[f"paper-sized step, {kind}"] = measure_paper(kind, groups, config)
+    report["paper-sized step"] = measure_paper(groups, config)
     write: Callable[[str], object] = sys.stdout.write
     for part, values in report.items():
         write(f"{part}\n")

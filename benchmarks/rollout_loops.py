@@ -203,7 +203,7 @@ def main() -> None:
         tokenizer.save_pretrained(folder / "tokenizer")
         model = save_folder(params, hf_config, folder / "model", "float32", folder / "tokenizer")
         store = SnapshotStore(folder / "snapshots", keep=1, dtype=jnp.float32)
-        snapshot = store.publish(0, params, step=0, hf_config=hf_config, tokenizer_hash="benchmark")
+        snapshot = store.publish(0, params, hf_config=hf_config, tokenizer_hash="benchmark")
         options = {"flavour": arguments.flavour, "dtype": "float32"}
         options |= {"max_model_len": MAX_LENGTH, "max_num_seqs": arguments.slots}
         with VllmWorkerProcess(model, folder / "log", options) as worker:

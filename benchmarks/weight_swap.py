@@ -74,9 +74,7 @@ def main() -> None:
             params = make(jax.random.key(version))
             jax.block_until_ready(params)
             begun = time.monotonic()
-            snapshots.append(
-                store.publish(version, params, step=version, hf_config=hf_config, tokenizer_hash="benchmark")
-            )
+            snapshots.append(store.publish(version, params, hf_config=hf_config, tokenizer_hash="benchmark"))
             published.append(time.monotonic() - begun)
         del params
         options = {"flavour": arguments.flavour, "max_model_len": 1024}

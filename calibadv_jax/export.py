@@ -13,9 +13,12 @@ import jax.numpy as jnp
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config, MeshConfig
+from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.section import Mark
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluate import at_step, describe_policy
 from calibadv_jax.evaluation.report import Report, markdown_table
+from calibadv_jax.files import read_json
 from calibadv_jax.locking import locked_output
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.model import PolicySource, find_policy
@@ -23,14 +26,14 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.prompts import TEMPLATES
-from calibadv_jax.run_folder import differences, is_binding
+from calibadv_jax.run_folder import differences, is_binding, with_defaults
 from calibadv_jax.snapshots.card import generation_config, model_card
-from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, read_json, save_folder
+from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, save_folder
 from calibadv_jax.starts import newest_start
 
 GENERATION = "generation_config.json"
 PACKAGES = ("calibadv-jax", "jax", "flax", "transformers")
-PLACES = ("data", "policy.path", "policy.tokenizer", "run")  # the card names their last part, or nothing
+PLACES = marked(Mark.PLACE)  # the card names their last part, or nothing
 
 
 def run(config: Config) -> None:
@@ -85,12 +88,7 @@ def export(config: Config) -> Path:
 def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
     """The config of the newest start of the source's run; if it kept none, the config that was given."""
     start = newest_start(source.model_folder.parent)
-    if start is None:
-        return dataclasses.asdict(config)
-    # A run of an earlier version may lack keys: they had their defaults.
-    return {
-        name: section | start.config.get(name, {}) for name, section in dataclasses.asdict(Config()).items()
-    }
+    return dataclasses.asdict(config) if start is None else with_defaults(start.config)
 
 
 def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:
@@ -102,7 +100,7 @@ def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:
     settings = {
         name: now
         for name, _, now in differences(dataclasses.asdict(Config()), trained)
-        if is_binding(name, used) and not any(name == one or name.startswith(f"{one}.") for one in PLACES)
+        if is_binding(name, used) and not among(PLACES, name)
     }
     versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
     template = trained["prompt"]["template"]

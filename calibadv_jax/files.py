@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from calibadv_jax.errors import UserError
+
 PARTIAL = ".partial"  # end of the name of a file that is being written
 
 
@@ -40,3 +42,21 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """The value as JSON, in one replacement; see `replacing`."""
     write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+def read_json(path: Path, way_out: str = "copy the file again") -> dict[str, Any]:
+    """The JSON object of a file that exists.
+
+    Args:
+        way_out: what a user can do if the file is damaged.
+
+    Raises:
+        UserError: not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); {way_out}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}; {way_out}")
+    return value

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from calibadv_jax import hub
 from calibadv_jax.config import Config
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import read_json
 from calibadv_jax.learner.learner import init_params
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params
@@ -23,7 +24,7 @@ from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.protocol import TAGS
 from calibadv_jax.sampler.stopping import end_of_text_ids
 from calibadv_jax.snapshots.checkpoint import restore_params
-from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, read_json
+from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
 from calibadv_jax.snapshots.publish import load_snapshot
 
 

@@ -15,6 +15,8 @@ from omegaconf import OmegaConf
 from calibadv_jax import hub
 from calibadv_jax.config import Config, SftPhase, dump_config, known_keys
 from calibadv_jax.config.kept import at_home
+from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.section import Mark
 from calibadv_jax.errors import UserError
 from calibadv_jax.files import write_json
 from calibadv_jax.learner.optimizer import total_updates
@@ -27,52 +29,12 @@ from calibadv_jax.snapshots.huggingface import copy_tokenizer, weights_hash
 from calibadv_jax.starts import Start, add_start, newest_start, read_config
 from calibadv_jax.trajectory import Question
 
-# Keys and sections that do not change what is learned: where things lie, how fast they run, what is shown.
-FREE = (
-    "run.dir",
-    "mesh",
-    "world",
-    "data.train",  # what the file holds is data.content
-    "data.eval",
-    "data.eval_limit",
-    "data.overlong_prompts",  # which questions are left is data.content
-    "policy.path",  # what the folder holds is policy.config and policy.vocabulary
-    "policy.tokenizer",
-    "policy.attention",
-    "policy.attention_chunk",
-    "policy.logprob_chunk",
-    "policy.remat",
-    "rollout.max_concurrency",
-    "rollout.max_failed_share",
-    "rollout.time_limit",
-    "sampler",
-    "retriever",
-    "learner.microbatch_rows",
-    "learner.row_length",
-    "learner.row_widths",
-    "learner.optimizer.offload",
-    "sft",
-    "checkpoint",
-    "evaluate",
-    "guards",
-    "export",
-    "log",
-)
+UNLEARNED, LEARNED, TUNED = marked(Mark.UNLEARNED), marked(Mark.LEARNED), marked(Mark.TUNED)
+COLD_START_KEYS = marked(Mark.COLD_START)
 SERVICE = "retriever.content"  # which index is searched: known when the service answers (run_service.py)
 COLD_START = "sft.yaml"  # the config of the cold start
-COLD_START_KEYS = ("run.seed", "policy.init", "world", "prompt", "sft")
-BINDING = (  # of the sections above
-    "sampler.name",
-    "retriever.encoder",
-    "retriever.topk",
-    "retriever.retrieval_topk",
-    "retriever.rerank_topk",
-    "retriever.reranker",
-)
 REFERENCE = "policy.weights"  # only of a run with a KL term
 IDENTITY = ("data.content", "policy.config", "policy.vocabulary", REFERENCE)
-# What people change in the middle of a run on purpose. Other changes are nearly always another experiment.
-ADJUSTABLE = ("learner", "loss", "rollout", "sampler", "retriever", "data.weights")
 
 
 def enter_run_folder(
@@ -169,7 +131,7 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
     changed = [
         name
         for name, _, _ in differences(before, dataclasses.asdict(config))
-        if names(COLD_START_KEYS, name) and not names(may_differ, name)
+        if among(COLD_START_KEYS, name) and not among(may_differ, name)
     ]
     if changed:
         raise UserError(
@@ -206,7 +168,7 @@ def _check_resume(config: Config, identity: Mapping[str, str], say: Callable[[st
     for path in start.damaged:
         say(f"{path}: empty or cut off (was the disk full?); {start.path} is compared instead")
     changes = list(_changes(start, config, identity))
-    refused = [name for name, _, _, binds in changes if binds and not names(allowed, name)]
+    refused = [name for name, _, _, binds in changes if binds and not among(allowed, name)]
     if changes:
         rows = [
             [name, _short(old), _short(new), "refused" if name in refused else "accepted"]
@@ -262,7 +224,7 @@ def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
     if lost:
         why += f": {start.path.with_suffix('.json')} is lost, so that they cannot be compared"
     hint = f"choose another folder, such as run.dir={folder}-{number}"
-    if lost == list(refused) or all(names(ADJUSTABLE, name) for name in refused):
+    if lost == list(refused) or all(among(TUNED, name) for name in refused):
         hint += f", or go on with this run all the same: checkpoint.allow_change=[{', '.join(refused)}]"
     raise UserError(f"run.dir={folder} holds another experiment: {why}; {hint}")
 
@@ -294,9 +256,9 @@ def is_binding(name: str, config: Config) -> bool:
     if name == "learner.steps":
         optimizer = config.learner.optimizer
         return optimizer.schedule != "constant" and not optimizer.decay_updates
-    if names(["policy.init"], name):
+    if among(["policy.init"], name):
         return not config.policy.path
-    return names(BINDING, name) or not names(FREE, name)
+    return among(LEARNED, name) or not among(UNLEARNED, name)
 
 
 def _known(name: str, keys: Collection[str]) -> str:
@@ -305,11 +267,6 @@ def _known(name: str, keys: Collection[str]) -> str:
     while known and known not in keys:
         known = known.rpartition(".")[0]
     return known or name
-
-
-def names(keys: Sequence[str], name: str) -> bool:
-    """Whether a key or its section is among `keys`."""
-    return any(name == one or name.startswith(f"{one}.") for one in keys)
 
 
 def _short(value: Any) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from calibadv_jax.config import Config
+from calibadv_jax.config.keys import among
 from calibadv_jax.errors import UserError
 from calibadv_jax.files import write_json
-from calibadv_jax.run_folder import SERVICE, holds_training, names
+from calibadv_jax.run_folder import SERVICE, holds_training
 from calibadv_jax.services.retriever_health import difference, identity
 
 FILE = "retriever.json"  # in the run's folder: what the retrieval service said of its index
@@ -28,7 +29,7 @@ def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> Non
             names neither retriever.content nor its section; or it cannot be written.
     """
     path = folder / FILE
-    if holds_training(folder) and not names(config.checkpoint.allow_change, SERVICE):
+    if holds_training(folder) and not among(config.checkpoint.allow_change, SERVICE):
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:  # an earlier version wrote none

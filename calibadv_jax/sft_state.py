@@ -11,12 +11,13 @@ from pathlib import Path
 import jax
 
 from calibadv_jax.config import Config
+from calibadv_jax.config.keys import among
 from calibadv_jax.errors import UserError
 from calibadv_jax.files import write_json
 from calibadv_jax.learner.learner import Learner, State
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.transformer import Params
-from calibadv_jax.run_folder import COLD_START_KEYS, differences, names, with_defaults
+from calibadv_jax.run_folder import COLD_START_KEYS, differences, with_defaults
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, newest_step
 
 CHECKPOINTS, START = "sft_checkpoints", "sft_start.json"  # in the run's folder, until the policy is written
@@ -114,7 +115,7 @@ def _check(folder: Path, config: Mapping[str, object], identity: Mapping[str, st
             f"{folder / START}: lost or damaged, so that nobody knows what {CHECKPOINTS} is of; {advice}"
         ) from error
     changed = [
-        name for name, _, _ in differences(before, config) if names(COMPARED, name) and not names(FREE, name)
+        name for name, _, _ in differences(before, config) if among(COMPARED, name) and not among(FREE, name)
     ]
     changed += [name for name, _, _ in differences(known, identity)]
     if changed:

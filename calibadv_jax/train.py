@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from calibadv_jax import cli
-from calibadv_jax.advantages.registry import compute_advantages, describe
+from calibadv_jax.advantages.registry import AdvantageResult, compute_advantages, describe
 from calibadv_jax.config import Config, RolloutConfig
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import load_questions
@@ -34,7 +34,7 @@ from calibadv_jax.run_service import check_service
 from calibadv_jax.seeds import random_state
 from calibadv_jax.stopping import Stop
 from calibadv_jax.trainer import Trainer
-from calibadv_jax.trajectory import Question
+from calibadv_jax.trajectory import Group, Question
 from calibadv_jax.wiring import open_rollouts
 
 
@@ -125,17 +125,12 @@ def train(
             with watch("rollout"), trajectory_bar(console, config.rollout) as done:
                 groups = trainer.stream.take(begun, done)
             with watch("advantage"), console.phase("rewards and advantages"):
-                rng = random_state(trainer.seed, begun, "reward")
-                score_groups(groups, config.reward, config.prompt.prepend_think, rng)
-                advantages = compute_advantages(groups, config.advantage)
-                metrics = trajectory_metrics(groups, begun) | guard_metrics(groups) | advantages.metrics
+                advantages, metrics = credited(config, trainer, groups)
                 metrics |= rollouts.metrics() | {"rollout/overlong_prompts": float(left_out)}
             try:
                 with stop.held():
-                    with (
-                        watch("update"),
-                        console.phase("update, compiling" if begun + 1 == first else "update"),
-                    ):
+                    phase = "update, compiling" if begun + 1 == first else "update"
+                    with watch("update"), console.phase(phase):
                         metrics |= trainer.update(groups, advantages)
                     with watch("record"), console.phase("keeping the trajectories"):
                         known = trainer.learner_logprobs
@@ -162,6 +157,17 @@ def train(
                 continue
             with stop.held():
                 trainer.save_if_due()
+
+
+def credited(
+    config: Config, trainer: Trainer, groups: list[Group]
+) -> tuple[AdvantageResult, dict[str, float]]:
+    """Scores the groups of the next step; returns the credit of their turns, and the metrics of both."""
+    begun = trainer.step
+    rng = random_state(trainer.seed, begun, "reward")
+    score_groups(groups, config.reward, config.prompt.prepend_think, rng)
+    advantages = compute_advantages(groups, config.advantage)
+    return advantages, trajectory_metrics(groups, begun) | guard_metrics(groups) | advantages.metrics
 
 
 def hand_on(

@@ -29,10 +29,16 @@ BUILD = (
     *("qdrant_url", "qdrant_collection", "qdrant_shards", "qdrant_replicas", "qdrant_on_disk"),
     *("qdrant_quantization", "qdrant_parallel"),
 )
-COUNTS = (
-    *("retrieval_topk", "reranking_topk", "reranker_batch_size"),
-    *("max_batch", "max_queue", "max_queries", "max_results", "max_connections"),
-)
+COUNTS = {  # option -> default and help; at least 1
+    "retrieval_topk": (3, "number of documents if the request names no number"),
+    "reranking_topk": (3, "number of documents that the reranker keeps"),
+    "reranker_batch_size": (32, "number of pairs that the reranker scores at once"),
+    "max_batch": (256, "largest number of queries of one search"),
+    "max_queue": (8192, "largest number of queries that wait"),
+    "max_queries": (8192, "largest number of queries of one request"),
+    "max_results": (65536, "largest product of a request's queries and its documents for each query"),
+    "max_connections": (4096, "largest number of open connections"),
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,7 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--build_if_missing", action="store_true", help="build the index first, by the options of the builder"
     )
     add_build(parser)
-    add("--retrieval_topk", type=int, default=3, help="number of documents if the request names no number")
+    for name, (default, meaning) in COUNTS.items():
+        add(f"--{name}", type=int, default=default, help=f"{meaning} (default: %(default)s)")
     add("--faiss_gpu", action="store_true", help="spread the index over all GPUs, Flat in fp16")
     add("--mmap", action="store_true", help="read the parts of the index from disk when they are needed")
     add("--skip_checksum", action="store_true", help="do not read the index's files first to compare them")
@@ -58,10 +65,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--qdrant_text", default="contents", help="field of a collection's payload that holds the text")
     add("--reranker_model", default="", help="cross-encoder: a folder or a hub name")
-    add("--reranking_topk", type=int, default=3, help="number of documents that the reranker keeps")
-    add(
-        "--reranker_batch_size", type=int, default=32, help="number of pairs that the reranker scores at once"
-    )
     add("--pages_path", type=Path, help="JSONL file of rows with url, for POST /access")
     add("--cache_path", type=Path, help="file of the result store (SQLite: for the services of one host)")
     add(
@@ -78,36 +81,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--port_file", type=Path, help="file to write the port to when the service is ready")
     add("--parent_pid", type=int, help="stop when this process has ended")
     add("--threads", type=int, default=0, help="number of cores to use; 0: all (default: %(default)s)")
-    add(
-        "--max_batch",
-        type=int,
-        default=256,
-        help="largest number of queries of one search (default: %(default)s)",
-    )
-    add(
-        "--max_queue",
-        type=int,
-        default=8192,
-        help="largest number of queries that wait (default: %(default)s)",
-    )
-    add(
-        "--max_queries",
-        type=int,
-        default=8192,
-        help="largest number of queries of one request (default: %(default)s)",
-    )
-    add(
-        "--max_results",
-        type=int,
-        default=65536,
-        help="largest product of a request's queries and its documents for each query (default: %(default)s)",
-    )
-    add(
-        "--max_connections",
-        type=int,
-        default=4096,
-        help="largest number of open connections (default: %(default)s)",
-    )
     add(
         "--request_seconds",
         type=float,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import os
 import shutil
 import sys
 import zlib
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError
+from retriever.files import replacing
 from retriever.search.faiss import read_header
 
 INDEX = ("PeterJinGo/wiki-18-e5-index", ("part_aa", "part_ab"), "e5_Flat.index")
@@ -126,15 +126,14 @@ def write_whole(path: Path, content: Iterable[bytes], size: int | None = None) -
     Raises:
         RetrieverError: its size is not the expected one.
     """
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
-        for block in content:
-            file.write(block)
-    if size is not None and unfinished.stat().st_size != size:
-        raise RetrieverError(
-            f"{unfinished}: has {unfinished.stat().st_size:,} bytes and its parts {size:,}; start again"
-        )
-    os.replace(unfinished, path)
+    with replacing(path) as partial:
+        with partial.open("wb") as file:
+            for block in content:
+                file.write(block)
+        if size is not None and partial.stat().st_size != size:
+            raise RetrieverError(
+                f"{path}: has {partial.stat().st_size:,} bytes and its parts {size:,}; start again"
+            )
 
 
 def blocks(path: Path) -> Iterable[bytes]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from calibadv_jax import hub
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import replacing
 
 FOLDER = f"{hub.DATASETS}hotpotqa/hotpot_qa/distractor"
 COLUMNS = ["id", "question", "answer", "supporting_facts", "context"]
@@ -101,12 +101,11 @@ def question(row: dict[str, Any], passages: dict[tuple[str, str], str]) -> dict[
 
 def write(path: Path, values: Iterator[dict[str, Any]]) -> int:
     """JSON Lines; the file appears when it is complete. Returns the number of lines."""
-    unfinished, count = path.with_name(f".{path.name}.unfinished"), 0
-    with unfinished.open("w", encoding="utf-8") as file:
+    count = 0
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
         for value in values:
             file.write(json.dumps(value, ensure_ascii=False) + "\n")
             count += 1
-    os.replace(unfinished, path)
     return count
 
 

@@ -111,7 +111,7 @@ def test_folder_checkpoint_and_snapshot_are_the_same_policy(evaluate, params, tm
         store.save(step, state, {})
     store.close()
     snapshots = SnapshotStore(tmp_path / "run/snapshots", keep=1, dtype=jnp.float32)
-    snapshots.publish(3, params, step=3, hf_config=SHAPE, tokenizer_hash="")
+    snapshots.publish(3, params, hf_config=SHAPE, tokenizer_hash="")
     names = {
         "folder": "run/policy",
         "checkpoint": "run/checkpoints/3",

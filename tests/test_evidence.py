@@ -82,7 +82,8 @@ def test_what_is_finished_is_not_run_again(tmp_path, programs, capsys):
     assert calls(tmp_path)[3:] == [
         "train runs/calibadv-lr1.9e-3/seed-3", "evaluate runs/calibadv-lr1.9e-3/seed-3"
     ]  # fmt: skip
-    assert "calibadv-lr1.9e-3/seed-3: held-out F1 0.500" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "calibadv-lr1.9e-3/seed-3: held-out F1 0.500" in said and "2 of 2 runs done" in said
     run_all(tmp_path, jobs)
     assert len(calls(tmp_path)) == 5
 
@@ -97,15 +98,6 @@ def test_an_evaluation_of_an_earlier_step_does_not_count(tmp_path, programs, rep
     (folder / "evaluation.json").write_text(report)
     assert run_all(tmp_path, [job]).num_done() == 1
     assert "train runs/grpo-lr1.9e-3/seed-3" in calls(tmp_path)
-
-
-def test_the_hours_left_are_those_of_the_runs_that_are_left(tmp_path, programs, capsys):
-    run_all(tmp_path, jobs_of("grpo"))
-    (tmp_path / "times.jsonl").write_text('{"run": "a", "seconds": 5400}\n' * 2)
-    harness = evidence.Harness(tmp_path, jobs_of("grpo", "soft", "calibadv"), CONFIG)
-    assert harness.progress() == "1 of 3 runs done, 3.0 h of computing; 3.0 h left"
-    harness.num_workers = 2
-    assert harness.progress().endswith("1.5 h left")
 
 
 def test_a_run_that_fails_does_not_keep_the_others_from_running(tmp_path, programs, capsys):

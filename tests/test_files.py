@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from calibadv_jax.files import replacing, write_json, write_text
+from calibadv_jax.errors import UserError
+from calibadv_jax.files import read_json, replacing, write_json, write_text
 
 PACKAGE = Path(__file__).resolve().parent.parent / "calibadv_jax"
 # Files of folders that appear as a whole, or that are written line by line; and the logs of child services.
@@ -69,3 +70,13 @@ def test_nothing_is_written_in_another_way():
             if opens or replaces or node.func.attr in ("write_text", "write_bytes"):
                 found.add(path.relative_to(PACKAGE).as_posix())
     assert not found - APPENDED
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not valid JSON"), ("[1]", "expected a JSON object, got list")]
+)
+def test_a_damaged_file_says_what_to_do(tmp_path, text, message):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=rf"a\.json: {message}.*; make it again$"):
+        read_json(path, "make it again")

@@ -30,6 +30,7 @@ from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import hf_shapes
+from calibadv_jax.record.reader import read_columns
 from calibadv_jax.services.retriever_process import RetrieverProcess
 from scripts.prepare_wiki_sample import train_tokenizer
 
@@ -74,7 +75,7 @@ OVERLAY = {  # the paper's run in small: same mesh, advantage, loss and retrieva
         "optimizer": {"lr": 1.0e-3, "decay_updates": 0},
     },
     "checkpoint": {"every": 0, "snapshot_dtype": "float32"},
-    "log": {"backends": [], "rollouts": "jsonl"},
+    "log": {"backends": []},
 }
 
 
@@ -214,9 +215,8 @@ def test_the_papers_config_trains_and_evaluates_on_real_data_with_a_reranker(sha
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     assert any(row["reward/mean"] > 0 for row in rows)
-    trajectories = [
-        one for step in (1, 2, 3) for one in read(tmp_path / f"run/rollouts/step_{step}.jsonl")[1:]
-    ]
+    kept = [tmp_path / f"run/rollouts/step_{step}.parquet" for step in (1, 2, 3)]
+    trajectories = [one for path in kept for one in read_columns(path).to_pylist()]
     assert len(trajectories) == 3 * 6 * 5
     searches = [turn for one in trajectories for turn in one["turns"] if turn.get("documents")]
     assert len(searches) > 40 and all(len(turn["documents"]) == 3 for turn in searches)

@@ -7,12 +7,9 @@ import pytest
 import yaml
 from run_folder_rig import QUESTIONS, StandInModel, contents, make_run, trained, with_checkpoint
 
-from calibadv_jax.config import Config, dump_config, known_keys
+from calibadv_jax.config import Config, dump_config
 from calibadv_jax.errors import UserError
 from calibadv_jax.run_folder import (
-    BINDING,
-    COLD_START_KEYS,
-    FREE,
     check_cold_start,
     write_policy_folder,
 )
@@ -159,10 +156,6 @@ def test_a_run_dir_that_cannot_be_written_is_one_line(run):
     with pytest.raises(UserError, match="cannot be written") as caught:
         run()
     assert "\n" not in str(caught.value)
-
-
-def test_the_lists_name_keys_that_exist():
-    assert not {*FREE, *BINDING, *COLD_START_KEYS} - set(known_keys())
 
 
 def test_a_cold_start_of_another_seed_is_not_taken_for_this_one(tmp_path):

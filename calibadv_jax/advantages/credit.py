@@ -45,10 +45,12 @@ def last_sampled_turn(trajectory: Trajectory) -> int | None:
 
     CalibAdv's "answer turn". An empty last turn gives way to the one before it.
     """
-    for index in range(len(trajectory.turns) - 1, -1, -1):
-        if len(trajectory.turns[index].token_ids):
-            return index
-    return None
+    return last_filled([turn.token_ids for turn in trajectory.turns])
+
+
+def last_filled(token_ids: Sequence[Sequence[int] | np.ndarray]) -> int | None:
+    """`last_sampled_turn`, of the sampled tokens of each turn."""
+    return next((index for index in reversed(range(len(token_ids))) if len(token_ids[index])), None)
 
 
 def spread(turn_advantages: np.ndarray, trajectory: Trajectory) -> np.ndarray:
@@ -73,4 +75,9 @@ def answer_mass(group: Group, advantages: Sequence[float]) -> tuple[float, float
         index = last_sampled_turn(trajectory)
         if index is not None:
             masses.append(advantage * len(trajectory.turns[index].token_ids))
+    return by_sign(masses)
+
+
+def by_sign(masses: Sequence[float]) -> tuple[float, float]:
+    """The sum of the positive ones, and the magnitude of the sum of the negative ones."""
     return math.fsum(mass for mass in masses if mass > 0), -math.fsum(mass for mass in masses if mass < 0)

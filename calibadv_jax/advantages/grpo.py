@@ -28,9 +28,15 @@ def group_advantages(scores: np.ndarray, normalize_std: bool) -> np.ndarray:
         # The rounded mean of equal scores may differ from them by one ulp, which the division would enlarge.
         return np.zeros(size)
     else:
-        centred = scores - math.fsum(scores) / size
-        std = math.sqrt(math.fsum(centred**2) / (size - 1))
+        mean, std = group_statistics(scores)
+        centred = scores - mean
     return centred / (std + _EPSILON) if normalize_std else centred
+
+
+def group_statistics(scores: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation (Bessel's correction) of at least two scores, float64 [G]."""
+    mean = math.fsum(scores) / len(scores)
+    return mean, math.sqrt(math.fsum((scores - mean) ** 2) / (len(scores) - 1))
 
 
 def assign(group: Group, config: AdvantageConfig) -> GroupCredit:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.section import SECTION
+from calibadv_jax.config.section import SECTION, Mark
 
 
 @dataclass(frozen=True, config=SECTION)
 class DataConfig:
-    train: str | list[str] | dict[str, str] = ""
+    train: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED] = ""
     """Training questions: a file, a list of files, or data_source: file. Layouts and hub addresses:
     docs/data.md."""
-    eval: str | list[str] | dict[str, str] = ""
+    eval: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED, Mark.PER_RUN] = ""
     """Held-out questions, in the same forms."""
-    weights: dict[str, PositiveFloat] = Field(default_factory=dict)
+    weights: Annotated[dict[str, PositiveFloat], Mark.TUNED] = Field(default_factory=dict)
     """Share of each data_source in the training questions, in any unit; empty: every question once an
     epoch."""
-    eval_limit: NonNegativeInt = 0
+    eval_limit: Annotated[NonNegativeInt, Mark.UNLEARNED, Mark.PER_RUN] = 0
     """Number of questions to evaluate on, spread evenly over the data sources. They are the same for every
     run.seed. 0: all questions."""
-    overlong_prompts: Literal["refuse", "leave_out"] = "refuse"
+    overlong_prompts: Annotated[Literal["refuse", "leave_out"], Mark.UNLEARNED] = "refuse"
     """What to do with questions whose prompt is longer than rollout.max_prompt_length, in training,
     evaluation and files of demonstrations. They are looked for before anything is asked or trained. refuse:
     the command ends; leave_out: it goes on without them and says how many (verl:
@@ -50,9 +50,9 @@ class PromptConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class WorldConfig:
-    dir: str = ""
+    dir: Annotated[str, Mark.PER_RUN] = ""
     """Folder to write the generated encyclopedia to; empty: no encyclopedia is made."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Mark.PER_RUN] = 0
     """Seed of the generated encyclopedia; it does not depend on run.seed."""
     people: PositiveInt = 160
     """Number of fictional persons."""

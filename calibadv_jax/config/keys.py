@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 import typing
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from calibadv_jax.config.root import Config
+from calibadv_jax.config.section import Mark
 from calibadv_jax.errors import UserError
 
 # What other trainers and papers call a key.
@@ -64,6 +66,22 @@ def known_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
         if isinstance(kind, type):
             keys |= known_keys(kind, f"{prefix}{name}.")
     return keys
+
+
+def marked(mark: Mark, section: type = Config, prefix: str = "") -> tuple[str, ...]:
+    """Dotted names of the keys and sections whose field has this mark; not those inside such a section."""
+    found: list[str] = []
+    for name, kind in _fields(section).items():
+        if mark in section.__pydantic_fields__[name].metadata:  # type: ignore[attr-defined]
+            found.append(prefix + name)
+        elif isinstance(kind, type):
+            found += marked(mark, kind, f"{prefix}{name}.")
+    return tuple(found)
+
+
+def among(keys: Iterable[str], name: str) -> bool:
+    """Whether a key or one of its sections is among `keys`."""
+    return any(name == one or name.startswith(f"{one}.") for one in keys)
 
 
 def type_of(dotted: str) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.section import SECTION
+from calibadv_jax.config.section import SECTION, Mark
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -57,7 +57,7 @@ class OptimizerConfig:
     """Added to Adam's denominator, and to muon's."""
     max_grad_norm: PositiveFloat = 1.0
     """Largest global norm of a gradient; larger gradients are scaled down to it."""
-    offload: Literal["none", "host"] = "none"
+    offload: Annotated[Literal["none", "host"], Mark.UNLEARNED] = "none"
     """Where the optimizer's moments lie. host: in host memory. A quarter of them, or the moments of the
     largest parameter, are on the devices at once while they are updated. On GPU and TPU that saves their
     memory and costs two copies of the moments an update; on the CPU it saves nothing."""
@@ -71,12 +71,12 @@ class LearnerConfig:
     """Trajectories per optimizer update; 0: all trajectories of the step in one update."""
     epochs: PositiveInt = 1
     """Number of passes over the step's trajectories."""
-    row_length: PositiveInt = 16384
+    row_length: Annotated[PositiveInt, Mark.UNLEARNED] = 16384
     """Tokens of a packed row; at least rollout.max_length."""
-    row_widths: int = Field(default=3, ge=1, le=5)
+    row_widths: Annotated[int, Mark.UNLEARNED] = Field(default=3, ge=1, le=5)
     """Number of widths that rows may have, each compiled when it is first used: row_length, then 1/2, 3/4,
     1/4 and 3/8 of it. Short trajectories in narrow rows cost less attention. 1: row_length only."""
-    microbatch_rows: PositiveInt = 8
+    microbatch_rows: Annotated[PositiveInt, Mark.UNLEARNED] = 8
     """Packed rows of row_length per forward/backward pass; of narrower rows there are more, with as many
     tokens."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)

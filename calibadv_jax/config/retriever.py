@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.section import SECTION
+from calibadv_jax.config.section import SECTION, Mark
 
 NO_RETRIEVER = "http://no-retriever.invalid"  # the url of what never searches: no service is opened or asked
 
@@ -14,37 +16,37 @@ ROUTE = "/retrieve"  # of the service, which the client adds
 
 @dataclass(frozen=True, config=SECTION)
 class RetrieverConfig:
-    url: str | list[str] = ""
+    url: Annotated[str | list[str], Mark.PER_RUN, Mark.NO_ANSWER] = ""
     """Base URL of a running service, or a list of the URLs of several services with the same index: each
     query goes to a service that is free, and services that fail are left out until they answer again. Empty:
     start a service as a child process from `corpus` and `index`. If a service asks for a token, it is taken
     from the environment variable RETRIEVER_TOKEN."""
     corpus: str = ""
     """Corpus of the child service: JSONL (or .jsonl.gz) of {"id", "contents"} rows."""
-    index: str = ""
+    index: Annotated[str, Mark.NO_ANSWER] = ""
     """Folder of the child service's index; it is built if it is missing."""
-    encoder: str = "hashed"
+    encoder: Annotated[str, Mark.LEARNED] = "hashed"
     """Encoder with which a missing index is built; hashed needs no weights."""
-    topk: PositiveInt = 3
+    topk: Annotated[PositiveInt, Mark.LEARNED] = 3
     """Documents per query, if nothing is reranked."""
-    retrieval_topk: NonNegativeInt = 0
+    retrieval_topk: Annotated[NonNegativeInt, Mark.LEARNED] = 0
     """Documents per query that are looked up for the reranker (the paper: 20); 0: nothing is reranked."""
-    rerank_topk: NonNegativeInt | None = None
+    rerank_topk: Annotated[NonNegativeInt | None, Mark.LEARNED] = None
     """Documents per query that the reranker keeps (the paper: 3). 0: nothing is reranked, even if the service
     has a reranker; null: the same, but a service with a reranker is refused, because its reranker would have
     no effect."""
-    reranker: str = ""
+    reranker: Annotated[str, Mark.LEARNED] = ""
     """Cross-encoder of the child service: a folder or a hub name. A running service (`url`) has a reranker of
     its own, or none."""
-    timeout: PositiveFloat = 30.0
+    timeout: Annotated[PositiveFloat, Mark.NO_ANSWER] = 30.0
     """Seconds that one request may take, to the last byte of its reply; then it is repeated."""
-    patience: PositiveFloat = 600.0
+    patience: Annotated[PositiveFloat, Mark.NO_ANSWER] = 600.0
     """Seconds for which the start of a run, and later a search, waits for a service that cannot be reached,
     or that is loading, broken or overloaded. After that the start ends, or the trajectory of the search fails
     (rollout.max_failed_share)."""
-    start_timeout: PositiveFloat = 600.0
+    start_timeout: Annotated[PositiveFloat, Mark.NO_ANSWER] = 600.0
     """Seconds that a child service may take to become ready."""
-    threads: NonNegativeInt = 1
+    threads: Annotated[NonNegativeInt, Mark.NO_ANSWER] = 1
     """Number of cores for the child service, which shares the machine with the trainer; 0: all cores."""
 
     @model_validator(mode="after")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.section import SECTION
+from calibadv_jax.config.section import SECTION, Mark
 
 
 @dataclass(frozen=True, config=SECTION)
 class RolloutConfig:
-    questions_per_step: PositiveInt = 512
+    questions_per_step: Annotated[PositiveInt, Mark.NO_ANSWER] = 512
     """Number of questions per training step."""
-    group_size: PositiveInt = 5
+    group_size: Annotated[PositiveInt, Mark.NO_ANSWER] = 5
     """Number of trajectories per question."""
     max_searches: NonNegativeInt = 4
     """Largest number of search turns of a trajectory; after that many comes one final turn without
@@ -30,22 +30,22 @@ class RolloutConfig:
     on_invalid: Literal["end", "retry"] = "end"
     """What follows a turn that is neither search nor answer. end: the trajectory ends (CalibAdv); retry: it
     goes on (Search-R1)."""
-    temperature: NonNegativeFloat = 1.0
+    temperature: Annotated[NonNegativeFloat, Mark.NO_ANSWER] = 1.0
     """Sampling temperature; 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of tokens that together have this probability; 1: off."""
     top_k: NonNegativeInt = 0
     """Sample from this many most likely tokens; 0: off."""
-    max_concurrency: PositiveInt = 512
+    max_concurrency: Annotated[PositiveInt, Mark.UNLEARNED, Mark.NO_ANSWER] = 512
     """Largest number of trajectories that are written at the same time."""
-    time_limit: NonNegativeFloat = 0.0
+    time_limit: Annotated[NonNegativeFloat, Mark.UNLEARNED, Mark.NO_ANSWER] = 0.0
     """Seconds that one trajectory may take, searches and weight swaps included; 0: no limit. A trajectory
     that takes longer counts as failed."""
-    max_failed_share: float = Field(default=0.05, ge=0, le=1)
+    max_failed_share: Annotated[float, Mark.UNLEARNED, Mark.NO_ANSWER] = Field(default=0.05, ge=0, le=1)
     """Share of a step's trajectories that may fail, because a service was gone for longer than its patience
     or because of the time limit. Failed trajectories are not trained, and their groups go on without them. If
     more fail, the run stops with its state saved."""
-    max_staleness: NonNegativeInt = 0
+    max_staleness: Annotated[NonNegativeInt, Mark.NO_ANSWER] = 0
     """Number of steps by which the policy that begins a trajectory may be older than the policy that it
     trains; 0: wait for every rollout before an update. Above 0 rollouts go on while the learner updates
     (sampler.name=vllm) and the loss must correct for it: loss.importance_cap above 0, or
@@ -63,7 +63,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class SamplerConfig:
-    name: Literal["jax", "vllm"] = "jax"
+    name: Annotated[Literal["jax", "vllm"], Mark.LEARNED] = "jax"
     """Where trajectories are sampled. jax: in the trainer's process, on its mesh; vllm: on servers that take
     their weights from snapshots."""
     slots: PositiveInt = 64
@@ -73,7 +73,7 @@ class SamplerConfig:
     """jax: tokens decoded before finished rows are handed back and waiting rows admitted."""
     prefill_chunk: PositiveInt = 256
     """jax: tokens of one row that prefill computes together."""
-    urls: list[str] = Field(default_factory=list)
+    urls: Annotated[list[str], Mark.PER_RUN] = Field(default_factory=list)
     """vllm: addresses of running workers (scripts/launch_vllm_worker.sh); empty: start `workers` child
     processes."""
     workers: PositiveInt = 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
@@ -14,7 +16,7 @@ from calibadv_jax.config.policy import MeshConfig, PolicyConfig
 from calibadv_jax.config.retriever import RetrieverConfig
 from calibadv_jax.config.rollout import RolloutConfig, SamplerConfig
 from calibadv_jax.config.run import CheckpointConfig, ExportConfig, LogConfig, RunConfig
-from calibadv_jax.config.section import SECTION
+from calibadv_jax.config.section import SECTION, Mark
 from calibadv_jax.config.sft import SftConfig
 
 
@@ -27,25 +29,27 @@ class Config:
             do the sections, and `dataclasses.replace` of any of them.
     """
 
-    run: RunConfig = Field(default_factory=RunConfig)
+    run: Annotated[RunConfig, Mark.PER_RUN, Mark.PLACE] = Field(default_factory=RunConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
-    mesh: MeshConfig = Field(default_factory=MeshConfig)
-    world: WorldConfig = Field(default_factory=WorldConfig)
-    data: DataConfig = Field(default_factory=DataConfig)
-    prompt: PromptConfig = Field(default_factory=PromptConfig)
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    sampler: SamplerConfig = Field(default_factory=SamplerConfig)
-    retriever: RetrieverConfig = Field(default_factory=RetrieverConfig)
+    mesh: Annotated[MeshConfig, Mark.UNLEARNED, Mark.PER_RUN] = Field(default_factory=MeshConfig)
+    world: Annotated[WorldConfig, Mark.UNLEARNED, Mark.COLD_START] = Field(default_factory=WorldConfig)
+    data: Annotated[DataConfig, Mark.PLACE] = Field(default_factory=DataConfig)
+    prompt: Annotated[PromptConfig, Mark.COLD_START] = Field(default_factory=PromptConfig)
+    rollout: Annotated[RolloutConfig, Mark.TUNED] = Field(default_factory=RolloutConfig)
+    sampler: Annotated[SamplerConfig, Mark.UNLEARNED, Mark.TUNED] = Field(default_factory=SamplerConfig)
+    retriever: Annotated[RetrieverConfig, Mark.UNLEARNED, Mark.TUNED] = Field(default_factory=RetrieverConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
-    loss: LossConfig = Field(default_factory=LossConfig)
-    learner: LearnerConfig = Field(default_factory=LearnerConfig)
-    guards: GuardsConfig = Field(default_factory=GuardsConfig)
-    sft: SftConfig = Field(default_factory=SftConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
-    export: ExportConfig = Field(default_factory=ExportConfig)
-    log: LogConfig = Field(default_factory=LogConfig)
+    loss: Annotated[LossConfig, Mark.TUNED] = Field(default_factory=LossConfig)
+    learner: Annotated[LearnerConfig, Mark.TUNED] = Field(default_factory=LearnerConfig)
+    guards: Annotated[GuardsConfig, Mark.UNLEARNED] = Field(default_factory=GuardsConfig)
+    sft: Annotated[SftConfig, Mark.UNLEARNED, Mark.COLD_START] = Field(default_factory=SftConfig)
+    checkpoint: Annotated[CheckpointConfig, Mark.UNLEARNED, Mark.PER_RUN] = Field(
+        default_factory=CheckpointConfig
+    )
+    evaluate: Annotated[EvaluateConfig, Mark.UNLEARNED, Mark.PER_RUN] = Field(default_factory=EvaluateConfig)
+    export: Annotated[ExportConfig, Mark.UNLEARNED, Mark.PER_RUN] = Field(default_factory=ExportConfig)
+    log: Annotated[LogConfig, Mark.UNLEARNED, Mark.PER_RUN] = Field(default_factory=LogConfig)
 
     @model_validator(mode="after")
     def _trajectories_fit_rows(self) -> Config:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.section import SECTION
+from calibadv_jax.config.section import SECTION, Mark
 
 
 @dataclass(frozen=True, config=SECTION)
 class RunConfig:
-    dir: str = "runs/default"
+    dir: Annotated[str, Mark.UNLEARNED] = "runs/default"
     """Folder of everything the run writes."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Mark.COLD_START] = 0
     """Seed of initial parameters, order of questions and sampling."""
 
 
@@ -30,9 +30,9 @@ class LogConfig:
     """Name of the project of Weights & Biases, or of the experiment of MLflow."""
     prometheus: str = Field(default="127.0.0.1:9464", pattern=r"^[^:/]+:\d{1,5}$")
     """host:port of the Prometheus endpoint, if log.backends names prometheus."""
-    rollouts: Literal["parquet", "jsonl", "none"] = "parquet"
-    """File for the trajectories of a step, with what credit assignment made of them: rollouts/step_N.parquet
-    (compact) or step_N.jsonl (readable, about five times the size); see docs/record.md."""
+    rollouts: Literal["parquet", "none"] = "parquet"
+    """File for the trajectories of a step, with what credit assignment made of them:
+    rollouts/step_N.parquet; see docs/record.md. none: they are not kept."""
     rollouts_keep: NonNegativeInt = 100
     """Number of newest steps whose trajectories stay on disk; 0: all steps."""
     rollouts_every: NonNegativeInt = 10

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
 from pydantic import ConfigDict
 
 # Unknown keys, nan and inf are refused; the text under a field is its description (docs/configuration.md).
 SECTION = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Mark(Enum):
+    """What a key is for a run. It stands at the key's field, or at a section's for all keys of the section.
+
+    `keys.marked` reads the marks.
+    """
+
+    UNLEARNED = auto()  # nothing that is learned depends on it: a resumed run may have another value
+    LEARNED = auto()  # in a section that is UNLEARNED: what is learned depends on this key
+    TUNED = auto()  # people change it in the middle of a run on purpose
+    COLD_START = auto()  # the cold start depends on it
+    PER_RUN = auto()  # two runs of one experiment may have different values: seeds, places, what is shown
+    NO_ANSWER = auto()  # no answer of an evaluation depends on it
+    PLACE = auto()  # says where something lies: the model card has its last part, or nothing

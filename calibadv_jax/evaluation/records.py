@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from calibadv_jax.config import Config
+from calibadv_jax.config.keys import marked
+from calibadv_jax.config.section import Mark
 from calibadv_jax.errors import UserError
 from calibadv_jax.evaluation.intervals import pass_at_k
 from calibadv_jax.evaluation.methods import METHODS
@@ -26,12 +28,6 @@ FIELDS = (
     "evaluation", "content", "temperature", "data_source", "id", "question", "golden_answers", "scores",
     "trajectories",
 )  # fmt: skip
-# Keys that change how fast an evaluation runs, where it finds things, or nothing of it at all.
-_NOT_OF_ROLLOUT = (
-    "questions_per_step", "group_size", "temperature", "max_concurrency", "max_failed_share", "time_limit",
-    "max_staleness",
-)  # fmt: skip
-_NOT_OF_RETRIEVER = ("url", "index", "timeout", "patience", "start_timeout", "threads")
 
 
 def identity(
@@ -46,19 +42,24 @@ def identity(
     """
     evaluate, sampler = config.evaluate, config.sampler
     dtype = sampler.dtype or config.policy.compute_dtype
-    rollout, retriever = (dataclasses.asdict(section) for section in (config.rollout, config.retriever))
     value = {
         "policy": policy,
         "evaluate": [evaluate.method, evaluate.template, evaluate.samples],
         "seed": config.run.seed,
         "sampler": [sampler.name, dtype],
         "prompt": dataclasses.asdict(config.prompt),
-        "rollout": {name: rollout[name] for name in rollout.keys() - set(_NOT_OF_ROLLOUT)},
-        "retriever": {name: retriever[name] for name in retriever.keys() - set(_NOT_OF_RETRIEVER)},
+        "rollout": _deciding("rollout", config.rollout),
+        "retriever": _deciding("retriever", config.retriever),
         "service": service,
         "pool": [q.text for q in questions] if evaluate.method == "random_documents" else [],
     }
     return _hash(value)
+
+
+def _deciding(section: str, values: Any) -> dict[str, Any]:
+    """The keys of a section that decide an answer."""
+    free = marked(Mark.NO_ANSWER)
+    return {name: one for name, one in dataclasses.asdict(values).items() if f"{section}.{name}" not in free}
 
 
 def make_row(evaluation: str, temperature: float, question: Question, group: Group, method: str) -> Row:

@@ -21,7 +21,7 @@ from calibadv_jax.policy import attention
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import batch_sharding, param_shardings, placed_params, replicated
 from calibadv_jax.policy.transformer import Params, Policy
-from calibadv_jax.policy.weights import flatten
+from calibadv_jax.policy.weights import flatten, unflatten
 
 State = dict[str, Any]  # {"params", "opt_state", "updates": int32 []}; what a checkpoint holds
 HOST = "pinned_host"  # JAX's name of host memory from which devices copy
@@ -65,7 +65,6 @@ class Learner:
         self.policy, self.optimizer, self.mesh = policy, optimizer, mesh
         self.rows, self.temperature, self.logprob_chunk = rows, temperature, logprob_chunk
         self.entropy_gradient, self.row_length, self.offload = entropy_gradient, row_length, offload
-        self._shapes = {name: leaf.shape for name, leaf in flatten(policy.abstract_params).items()}
         self._kept = self._shardings(jax.eval_shape(self._state_of, policy.abstract_params), offload)
         self._accumulate: dict[LossFunction, jax.stages.Wrapped] = {}
         self._apply = self._make_apply()
@@ -178,7 +177,7 @@ class Learner:
         if not self.offload:
             return jax.jit(self._applied, donate_argnums=0, out_shardings=(self._kept, None))
         state = self.abstract_state()
-        owners = jax.tree.leaves(jax.tree_util.tree_map_with_path(self._parameter, state))
+        owners = jax.tree.leaves(self._owners(state))
         placed = jax.tree.leaves(self._shardings(state, offload=False))
         return SplitStep(self._applied, state, placed, owners)
 
@@ -220,21 +219,32 @@ class Learner:
 
     def _shardings(self, state: State, offload: bool) -> State:
         """Moments live where their parameter lives, or near it."""
-        of = flatten(param_shardings(self.policy.abstract_params, self.mesh))
+        placed = flatten(param_shardings(self.policy.abstract_params, self.mesh))
+        moments = {name: at.with_memory_kind(HOST) if offload else at for name, at in placed.items()}
+        for of in (placed, moments):
+            of[""] = replicated(self.mesh)
+        return {
+            part: jax.tree.map((moments if part == "opt_state" else placed).__getitem__, names)
+            for part, names in self._owners(state).items()
+        }
 
-        def sharding(path: Any, leaf: Any) -> Any:
-            name = self._parameter(path, leaf)
-            if not name:
-                return replicated(self.mesh)
-            return of[name].with_memory_kind(HOST) if offload and path[0].key == "opt_state" else of[name]
+    def _owners(self, state: State) -> State:
+        """Of each leaf of the state the parameter that it belongs to; "" for what all parameters share."""
+        names = unflatten({name: name for name in flatten(self.policy.abstract_params)})
+        moments = optax.tree.map_params(
+            self.optimizer,
+            lambda leaf, name: leaf if _is_masked(leaf) else name,
+            state["opt_state"],
+            names,
+            transform_non_params=lambda leaf: "",
+            is_leaf=_is_masked,
+        )
+        return {"params": names, "opt_state": moments, "updates": ""}
 
-        return jax.tree_util.tree_map_with_path(sharding, state)
 
-    def _parameter(self, path: Any, leaf: Any) -> str:
-        """The parameter that a leaf of the state belongs to, by the tail of its path and its shape, or ""."""
-        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
-        tails = (".".join(names[start:]) for start in range(len(names)))
-        return next((tail for tail in tails if self._shapes.get(tail) == leaf.shape), "")
+def _is_masked(leaf: Any) -> bool:
+    """Whether a part of the optimizer leaves this parameter to another part."""
+    return isinstance(leaf, optax.MaskedNode)
 
 
 def init_params(policy: Policy, mesh: Mesh, seed: int) -> Params:

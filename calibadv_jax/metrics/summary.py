@@ -30,9 +30,7 @@ ALIASES = {
 }
 
 
-def trajectory_metrics(
-    groups: Sequence[Group], step: int = 0, correct_score: float = 1.0
-) -> dict[str, float]:
+def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, float]:
     """Scores, lengths (in tokens) and behaviour of a batch, after the reward stage.
 
     Names under "reward/" and "rollout/" average over trajectories, those under "group/" over questions.
@@ -43,7 +41,6 @@ def trajectory_metrics(
     Args:
         groups: at least one trajectory in all.
         step: the version of the policy that they train, for their staleness.
-        correct_score: lowest answer score of a trajectory that counts as having solved its question.
 
     Raises:
         ValueError: no trajectories.
@@ -60,7 +57,7 @@ def trajectory_metrics(
         **_rewards(trajectories),
         **_behaviour(trajectories),
         **_lengths(trajectories),
-        **_groups(groups, correct_score),
+        **_groups(groups),
         **_staleness(trajectories, step),
     }
     for alias, name in ALIASES.items():
@@ -124,12 +121,12 @@ def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _groups(groups: Sequence[Group], correct_score: float) -> dict[str, float]:
+def _groups(groups: Sequence[Group]) -> dict[str, float]:
     scores = [[trajectory.answer_score for trajectory in group.trajectories] for group in groups]
     scores = [members for members in scores if members]
     return {
         "group/best_score": _mean(max(members) for members in scores),
-        "group/solved": _mean(max(members) >= correct_score for members in scores),
+        "group/solved": _mean(max(members) >= 1 for members in scores),
         # Equal scores carry no signal: their advantages are 0.
         "group/tied": _mean(max(members) == min(members) for members in scores),
         "group/all_zero": _mean(max(members) == 0 for members in scores),

@@ -59,8 +59,6 @@ class RunFiles:
         Raises:
             UserError: the file is damaged, or of another version.
         """
-        if path.suffix != ".parquet":
-            columns = list(dict.fromkeys(name.partition(".")[0] for name in columns))
         return read_columns(path, columns).to_pylist()
 
     def group(self, step: int, group: int) -> list[Row]:

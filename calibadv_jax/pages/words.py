@@ -6,6 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from calibadv_jax.advantages.credit import by_sign, last_filled
+from calibadv_jax.advantages.grpo import group_statistics
 from calibadv_jax.pages.run_files import Row
 
 Settings = Mapping[str, Any]  # the section `advantage` of the run's config
@@ -36,10 +40,9 @@ def trajectory_words(row: Row, group: Sequence[Row], settings: Settings) -> str:
     said = f"Scores of the finished trajectories of the group: {shown}."
     if min(scores) == max(scores):
         return f"{said} They do not differ, so the advantage is {raw}: nobody is praised or blamed."
-    mean = math.fsum(scores) / len(scores)
+    mean, std = group_statistics(np.array(scores, np.float64))
     if not settings.get("normalize_std", True):
         return f"{said} Score {plain(score)} − mean {plain(mean)} = {raw}."
-    std = math.sqrt(math.fsum((one - mean) ** 2 for one in scores) / (len(scores) - 1))
     return f"{said} (Score {plain(score)} − mean {plain(mean)}) / standard deviation {plain(std)} = {raw}."
 
 
@@ -63,8 +66,7 @@ def turn_words(row: Row, group: Sequence[Row], settings: Settings) -> list[str]:
 
 def last_sampled(row: Row) -> int | None:
     """Index of the last turn with a sampled token, CalibAdv's answer turn."""
-    sampled = [place for place, turn in enumerate(row["turns"]) if turn["token_ids"]]
-    return sampled[-1] if sampled else None
+    return last_filled([turn["token_ids"] for turn in row["turns"]])
 
 
 def _unchanged(turn: Row, settings: Settings) -> str:
@@ -166,7 +168,7 @@ def _answer_mass(group: Sequence[Row]) -> tuple[float, float]:
         if last is not None and row["error"] is None:
             turn = row["turns"][last]
             masses.append(turn["advantage_raw"] * len(turn["token_ids"]))
-    return math.fsum(one for one in masses if one > 0), -math.fsum(one for one in masses if one < 0)
+    return by_sign(masses)
 
 
 def _count(number: int, noun: str) -> str:

@@ -113,9 +113,9 @@ def cache_axes(num_kv_heads: int, tensor: int) -> tuple[str, str | None]:
     return ("batch", "kv_heads") if num_kv_heads % tensor == 0 else ("slots", None)
 
 
-def batch_sharding(mesh: Mesh, leading: int = 0) -> NamedSharding:
-    """Rows over data and fsdp; `leading` unsharded axes come before the row axis."""
-    return NamedSharding(mesh, P(*([None] * leading), RULES["batch"]))
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over data and fsdp."""
+    return NamedSharding(mesh, P(RULES["batch"]))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +12,7 @@ import pyarrow.parquet as pq
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.errors import UserError
 from calibadv_jax.record.rows import Logprobs, from_rows
-from calibadv_jax.record.schema import SCHEMA, VERSION, kept_steps
+from calibadv_jax.record.schema import VERSION, kept_steps
 from calibadv_jax.trajectory import Group
 
 
@@ -60,26 +58,19 @@ def read_step(path: Path) -> KeptStep:
 
 
 def read_columns(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Some columns of a kept step, or all; from Parquet only these are read.
+    """Some columns of a kept step, or all; only these are read.
 
     Args:
-        columns: names of `schema.SCHEMA`, or parts of them such as ``turns.list.element.advantage``
-            (Parquet only).
+        columns: names of `schema.SCHEMA`, or parts of them such as ``turns.list.element.advantage``.
 
     Raises:
         UserError: the file is missing, damaged or of another version.
     """
     _check(path)
     try:
-        if path.suffix == ".parquet":
-            with pq.ParquetFile(path) as file:
-                return file.read(columns=None if columns is None else list(columns))
-        first, *lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-        metadata = json.loads(first)["metadata"]
-        table = pa.Table.from_pylist([_for_arrow(json.loads(line)) for line in lines], schema=SCHEMA)
-        table = table.replace_schema_metadata(metadata)
-        return table if columns is None else table.select(list(columns))
-    except (pa.ArrowException, ValueError, KeyError, OSError) as error:
+        with pq.ParquetFile(path) as file:
+            return file.read(columns=None if columns is None else list(columns))
+    except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"{path}: cannot be read ({' '.join(str(error).split())}); remove the file"
         ) from error
@@ -95,15 +86,12 @@ def read_metadata(path: Path) -> dict[str, str]:
         UserError: as `read_step`.
     """
     try:
-        if path.suffix == ".parquet":
-            return _text(pq.read_schema(path).metadata)
-        with path.open(encoding="utf-8") as file:
-            return json.loads(file.readline())["metadata"]
+        return _text(pq.read_schema(path).metadata)
     except FileNotFoundError as error:
         raise UserError(
             f"{path}: no such file of trajectories; a run with log.rollouts keeps them"
         ) from error
-    except (pa.ArrowException, ValueError, KeyError, TypeError, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"{path}: cannot be read ({' '.join(str(error).split())}); remove the file"
         ) from error
@@ -120,8 +108,3 @@ def _check(path: Path) -> None:
 
 def _text(metadata: dict[bytes, bytes] | None) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in (metadata or {}).items()}
-
-
-def _for_arrow(row: dict[str, Any]) -> dict[str, Any]:
-    """Rows of JSON as pyarrow takes them: maps as lists of pairs."""
-    return row | {name: list(row[name].items()) for name in ("metrics", "silver")}

@@ -1,4 +1,4 @@
-"""What a kept step holds: the columns of rollouts/step_N.parquet and step_N.jsonl, one row a trajectory.
+"""What a kept step holds: the columns of rollouts/step_N.parquet, one row a trajectory.
 
 Rows stand in the order of the step's groups and their trajectories; those that could not be finished are
 among them. A turn's numbers in `repeated` count from 1.
@@ -13,8 +13,7 @@ import pyarrow as pa
 
 VERSION = "1"
 FOLDER = "rollouts"  # in the folder of the run
-SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}  # log.rollouts -> how the file's name ends
-_NAME = re.compile(r"step_(\d+)\.(?:parquet|jsonl)")
+_NAME = re.compile(r"step_(\d+)\.parquet")
 
 _INT = pa.int32()
 _INTS = pa.list_(pa.int32())
@@ -77,9 +76,6 @@ LOGPROBS = [  # as Parquet names the columns in which nearly all of the room goe
 
 
 def kept_steps(run: Path) -> dict[int, Path]:
-    """Step -> its file in a run's folder, in ascending order; Parquet where a step has both kinds."""
-    found: dict[int, Path] = {}
-    for path in sorted((run / FOLDER).glob("step_*")):  # .jsonl sorts before .parquet
-        if match := _NAME.fullmatch(path.name):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    """Step -> its file in a run's folder, in ascending order."""
+    named = ((path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).glob("step_*"))
+    return dict(sorted((int(match[1]), path) for path, match in named if match))

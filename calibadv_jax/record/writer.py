@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -17,12 +14,12 @@ from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import Config
 from calibadv_jax.files import PARTIAL, replacing
 from calibadv_jax.record.rows import Logprobs, Row, to_rows
-from calibadv_jax.record.schema import FOLDER, LOGPROBS, SCHEMA, SUFFIXES, VERSION, kept_steps
+from calibadv_jax.record.schema import FOLDER, LOGPROBS, SCHEMA, VERSION, kept_steps
 from calibadv_jax.trajectory import Group
 
 
 class RolloutWriter:
-    """Keeps the steps of a run as ``rollouts/step_N.parquet`` or ``.jsonl``, a bounded number of them.
+    """Keeps the steps of a run as ``rollouts/step_N.parquet``, a bounded number of them.
 
     A file is there whole or not at all. Of the steps so far the newest `log.rollouts_keep` stay, and of the
     older ones every `log.rollouts_every`-th.
@@ -58,12 +55,11 @@ class RolloutWriter:
         """
         if self.log.rollouts == "none":
             return {}
-        path = self.folder / FOLDER / f"step_{step}{SUFFIXES[self.log.rollouts]}"
+        path = self.folder / FOLDER / f"step_{step}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = to_rows(step, groups, credits, learner_logprobs)
-        write = _write_parquet if self.log.rollouts == "parquet" else _write_jsonl
         with replacing(path) as partial:
-            write(partial, rows, self._metadata(seed))
+            _write(partial, rows, self._metadata(seed))
         self._remove_old(step)
         return {"perf/record_bytes": float(path.stat().st_size)}
 
@@ -71,7 +67,7 @@ class RolloutWriter:
         """Removes the steps at or past `step`, which will be written again, and files that were cut off."""
         for number, path in kept_steps(self.folder).items():
             if number >= step:
-                _remove(path)
+                path.unlink(missing_ok=True)
         for path in (self.folder / FOLDER).glob(f".step_*{PARTIAL}"):
             path.unlink()
 
@@ -88,34 +84,10 @@ class RolloutWriter:
         keep, every = self.log.rollouts_keep, self.log.rollouts_every
         for number, path in kept_steps(self.folder).items():
             if keep and number <= step - keep and (not every or number % every):
-                _remove(path)
+                path.unlink(missing_ok=True)
 
 
-def _remove(path: Path) -> None:
-    """A step's file, of either kind."""
-    for suffix in SUFFIXES.values():
-        path.with_suffix(suffix).unlink(missing_ok=True)
-
-
-def _write_parquet(path: Path, rows: Sequence[Row], metadata: dict[str, str]) -> None:
+def _write(path: Path, rows: Sequence[Row], metadata: dict[str, str]) -> None:
     table = pa.Table.from_pylist(list(rows), schema=SCHEMA.with_metadata(metadata))
     # Dictionaries of values that hardly repeat cost ten times the time and a third more room.
     pq.write_table(table, path, compression="zstd", use_dictionary=False, use_byte_stream_split=LOGPROBS)
-
-
-def _write_jsonl(path: Path, rows: Sequence[Row], metadata: dict[str, str]) -> None:
-    """A line {"metadata": …}, then one row a line. JSON has no NaN and no infinity: they become null."""
-    with path.open("w", encoding="utf-8") as file:
-        for line in ({"metadata": metadata}, *rows):
-            file.write(json.dumps(_plain(line), ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON knows it."""
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value

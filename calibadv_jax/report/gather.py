@@ -251,7 +251,7 @@ def state(run: Run) -> str:
     return f"{last} of {planned} steps: still running, or stopped early"
 
 
-def mean_of_last(values: Mapping[int, float | None], number: int = 10) -> float | None:
-    """Mean of the last finite values."""
-    last = [value for _, value in sorted(values.items()) if value is not None][-number:]
+def mean_of_last(values: Mapping[int, float | None]) -> float | None:
+    """Mean of the last ten finite values."""
+    last = [value for _, value in sorted(values.items()) if value is not None][-10:]
     return sum(last) / len(last) if last else None

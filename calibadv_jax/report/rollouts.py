@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -11,28 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from calibadv_jax.record.schema import SCHEMA
 from calibadv_jax.report.runs import Run
 
 MAX_STEPS = 100  # read of a run, evenly spaced, the last one among them
 PERCENTILES = (1, 50, 99)
-# What is read of a trajectory; the files hold more.
-TURN = pa.struct(
-    [
-        ("kind", pa.string()),
-        ("logprobs", pa.list_(pa.float32())),  # the sampler's
-        ("learner_logprobs", pa.list_(pa.float32())),  # null where they were not computed
-        ("advantage_raw", pa.float64()),
-        ("advantage", pa.float64()),
-    ]
-)
-SCHEMA = pa.schema(
-    [
-        ("error", pa.string()),
-        ("data_source", pa.string()),
-        ("metrics", pa.map_(pa.string(), pa.float64())),
-        ("turns", pa.list_(TURN)),
-    ]
-)
+OF_TURNS = ("kind", "logprobs", "learner_logprobs", "advantage_raw", "advantage")
+COLUMNS = ["error", "data_source", "metrics", *(f"turns.list.element.{name}" for name in OF_TURNS)]
 
 
 def rollout_values(run: Run) -> dict[str, dict[int, float | None]]:
@@ -60,20 +44,12 @@ def chosen_steps(steps: list[int]) -> list[int]:
 
 
 def _read(path: Path) -> pa.Table:
-    """The columns of SCHEMA. A file, or a last line of one, that a killed run left unfinished is no row."""
-    if path.suffix == ".parquet":
-        leaves = [f"turns.list.element.{field.name}" for field in TURN]
-        try:
-            with pq.ParquetFile(path) as file:
-                return file.read(columns=[name for name in SCHEMA.names if name != "turns"] + leaves)
-        except pa.ArrowInvalid:
-            return SCHEMA.empty_table()
-    complete = path.read_text(encoding="utf-8").split("\n")[:-1]
-    # The first line may be about the file. Turns may lack what is kept since; it is null then.
-    rows = [row for row in map(json.loads, complete) if "data_source" in row]
-    return pa.Table.from_pylist(
-        [row | {"metrics": list(row["metrics"].items())} for row in rows], schema=SCHEMA
-    )
+    """COLUMNS; no rows where the file was cut off."""
+    try:
+        with pq.ParquetFile(path) as file:
+            return file.read(columns=COLUMNS)
+    except pa.ArrowInvalid:
+        return SCHEMA.empty_table()
 
 
 def _f1(finished: pa.Table) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.metrics.writer import read_metrics
+from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.report.evaluations import Table, read_evaluations
 from calibadv_jax.starts import newest_start, start_files
 
@@ -89,7 +90,7 @@ def _read(folder: Path, name: str) -> Run:
         start.identity if start else {},
         len(start_files(folder)),
         read_evaluations(folder, output),
-        _rollouts(folder / "rollouts", rows.keys()),
+        {step: path for step, path in kept_steps(folder).items() if step in rows},  # not those rolled back
     )
 
 
@@ -99,17 +100,6 @@ def _hint(folder: Path) -> str:
     if within:
         return "it holds some: " + " ".join(str(path) for path in within[:8])
     return "give the run.dir of a training run"
-
-
-def _rollouts(folder: Path, steps: Any) -> dict[int, Path]:
-    """The kept trajectories of the given steps; of both formats, Parquet goes first."""
-    kept: dict[int, Path] = {}
-    for ending in ("jsonl", "parquet"):
-        for path in folder.glob(f"step_*.{ending}"):
-            number = path.stem.removeprefix("step_")
-            if number.isdigit() and int(number) in steps:
-                kept[int(number)] = path
-    return dict(sorted(kept.items()))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -9,25 +9,13 @@ from typing import Any
 
 import yaml
 
+from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.section import Mark
 from calibadv_jax.errors import UserError
 from calibadv_jax.report.runs import Run
 
 MAX_SERIES = 8  # curves of one chart that can be told apart
-# What two runs of one experiment may have different: seeds, places, and what is only shown or kept.
-IGNORED = (
-    "run",
-    "world.dir",
-    "world.seed",
-    "mesh",
-    "data.eval",
-    "data.eval_limit",
-    "retriever.url",
-    "sampler.urls",
-    "checkpoint",
-    "evaluate",
-    "export",
-    "log",
-)
+IGNORED = marked(Mark.PER_RUN)  # what two runs of one experiment may have different
 LONGEST_NAME = 22  # letters of a curve's name
 
 
@@ -100,7 +88,7 @@ def compare(series: Sequence[Series]) -> list[Setting]:
 
 def _experiment(run: Run) -> tuple[tuple[str, str], ...]:
     """What must be equal for two runs to be seeds of one experiment."""
-    flat = {key: _text(value) for key, value in _relative(run).items() if not _is_ignored(key)}
+    flat = {key: _text(value) for key, value in _relative(run).items() if not among(IGNORED, key)}
     for name, value in run.identity.items():
         # A generated world has a seed of its own, and other questions and words with it.
         if name == "policy.config" or not run.setting("world.dir"):
@@ -124,10 +112,6 @@ def _relative(run: Run) -> dict[str, Any]:
         return value
 
     return {key: shorten(value) for key, value in flat.items()}
-
-
-def _is_ignored(key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in IGNORED)
 
 
 def _series_names(groups: Sequence[Sequence[Run]]) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.files import read_json
 
 
 class StopRule:
@@ -78,14 +77,7 @@ def end_of_text_ids(folder: str | Path, hf_config: dict[str, Any], tokenizer: An
         UserError: generation_config.json is no JSON object.
     """
     path = Path(folder) / "generation_config.json"
-    generation: Any = {}
-    if folder and path.is_file():
-        try:
-            generation = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path}: not valid JSON ({error}); fix or remove it") from error
-        if not isinstance(generation, dict):
-            raise UserError(f"{path}: not a JSON object; fix or remove it")
+    generation = read_json(path, "fix or remove it") if folder and path.is_file() else {}
     found: set[int] = {tokenizer.eos_token_id}
     for source in (hf_config, generation):
         ids = source.get("eos_token_id")

@@ -16,12 +16,13 @@ from typing import Any, BinaryIO
 import jax
 import jax.numpy as jnp
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from calibadv_jax.errors import UserError
-from calibadv_jax.files import replacing
+from calibadv_jax.files import read_json, replacing, write_json
 from calibadv_jax.hub import TOKENIZER_FILES
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import placed_params
@@ -165,7 +166,7 @@ def save_folder(
         for name, text in (texts or {}).items():
             (partial / name).write_text(text, encoding="utf-8")
         config = _complete(hf_config, jnp.dtype(dtype).name)
-        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_json(partial / CONFIG, config)
         if output.exists():
             output.rename(previous)
         partial.rename(output)
@@ -268,36 +269,23 @@ def _equal(weights: _Weights, first: str, second: str, shape: Sequence[int]) -> 
 
 def _write_weights(params: Params, folder: Path, dtype: np.dtype, max_shard_bytes: int) -> None:
     """One pass over the tensors; a shard is written when its last tensor has arrived."""
-    shard_of = _plan(hf_shapes(params), dtype.itemsize, max_shard_bytes)
-    count = max(shard_of.values()) + 1
-    names = [SINGLE if count == 1 else f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)]
-    remaining = np.bincount(list(shard_of.values()), minlength=count)
-    pending: dict[str, np.ndarray] = {}
+    sizes = {name: dtype.itemsize * math.prod(shape) for name, shape in hf_shapes(params).items()}
+    plan = split_state_dict_into_shards_factory(
+        sizes,
+        get_storage_size=lambda size: size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    pending: dict[str, dict[str, np.ndarray]] = {file: {} for file in plan.filename_to_tensors}
     for name, array in to_hf(params):
-        pending[name] = np.ascontiguousarray(array, dtype)
-        shard = shard_of[name]
-        remaining[shard] -= 1
-        if not remaining[shard]:
-            save_file(pending, folder / names[shard], metadata=WRITER)
-            (folder / names[shard]).chmod(0o644)
-            pending = {}
-    if count > 1:
-        total = dtype.itemsize * sum(math.prod(shape) for shape in hf_shapes(params).values())
-        weight_map = {name: names[shard] for name, shard in sorted(shard_of.items())}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _plan(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_shard_bytes: int) -> dict[str, int]:
-    """Tensor name -> number of its file, filled in order."""
-    shard_of: dict[str, int] = {}
-    shard, filled = 0, 0
-    for name, shape in shapes.items():
-        size = itemsize * math.prod(shape)
-        if filled and filled + size > max_shard_bytes:
-            shard, filled = shard + 1, 0
-        shard_of[name], filled = shard, filled + size
-    return shard_of
+        file = plan.tensor_to_filename[name]
+        pending[file][name] = np.ascontiguousarray(array, dtype)
+        if len(pending[file]) == len(plan.filename_to_tensors[file]):
+            save_file(pending.pop(file), folder / file, metadata=WRITER)
+            (folder / file).chmod(0o644)
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
+        write_json(folder / INDEX, index)
 
 
 def _complete(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -360,17 +348,3 @@ def _is_ours(file: Path) -> bool:
             return (opened.metadata() or {}).get("writer") == WRITER["writer"]
     except SafetensorError:
         return False
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """
-    Raises:
-        UserError: not a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); copy the file again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value

@@ -7,7 +7,6 @@ without a manifest is not a snapshot. One host publishes: every parameter must b
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from calibadv_jax.errors import UserError
-from calibadv_jax.files import write_json
+from calibadv_jax.files import read_json, write_json
 from calibadv_jax.policy.sharding import placed_params
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import flatten, shape_problems, summary, unflatten
@@ -45,13 +44,7 @@ class SnapshotStore:
         self._checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
 
     def publish(
-        self,
-        version: int,
-        params: Params,
-        *,
-        step: int,
-        hf_config: Mapping[str, Any],
-        tokenizer_hash: str,
+        self, version: int, params: Params, *, hf_config: Mapping[str, Any], tokenizer_hash: str
     ) -> Path:
         """Writes a version and returns its folder; when it returns, the snapshot is complete.
 
@@ -72,7 +65,6 @@ class SnapshotStore:
         manifest = {
             "format": FORMAT,
             "version": version,
-            "step": step,
             "tokenizer": tokenizer_hash,
             "config": dict(hf_config),
             "tensors": tensors,
@@ -82,17 +74,12 @@ class SnapshotStore:
             _remove(old)
         return folder
 
-    def latest(self) -> Path | None:
-        """The newest complete snapshot."""
-        complete = self._complete()
-        return complete[-1] if complete else None
-
     def _complete(self) -> list[Path]:
         return sorted((path.parent for path in self.folder.glob(f"v*/{MANIFEST}")), key=_version)
 
 
 def read_manifest(snapshot: Path) -> dict[str, Any]:
-    """What a snapshot holds: format, version, step, tokenizer (hash), config, tensors by dotted path.
+    """What a snapshot holds: format, version, tokenizer (hash), config, tensors by dotted path.
 
     Raises:
         UserError: the snapshot is incomplete, or of another format.
@@ -102,11 +89,8 @@ def read_manifest(snapshot: Path) -> dict[str, Any]:
         raise UserError(
             f"{snapshot}: not a complete snapshot (no {MANIFEST}); use another or publish it again"
         )
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); publish the snapshot again") from error
-    known = manifest.get("format") if isinstance(manifest, dict) else None
+    manifest = read_json(path, "publish the snapshot again")
+    known = manifest.get("format")
     if known != FORMAT:
         raise UserError(f"{path}: format is {known!r}, not {FORMAT}; publish the snapshot with this version")
     return manifest

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from retriever.errors import RetrieverError
+from retriever.files import replacing
 from retriever.protocol import Row
 
 VERSION = 1
@@ -168,16 +169,12 @@ def save_offsets(corpus: Path, offsets: Offsets) -> None:
     """
     path = cache_file(corpus)
     state = _identity(corpus) | {"documents": len(offsets.starts) - 1, "sha256": offsets.sha256}
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file:
+        with replacing(path, by_many=True) as partial, partial.open("wb") as file:
             file.write(json.dumps(state).encode().ljust(HEADER))
             offsets.starts.tofile(file)
-        os.replace(unfinished, path)
     except OSError as error:
-        if unfinished.is_file():
-            unfinished.unlink()
         raise RetrieverError(
             f"{path}: offsets of the corpus cannot be written ({error.strerror});"
             " set XDG_CACHE_HOME to a folder that can be"

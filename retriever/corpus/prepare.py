@@ -5,9 +5,9 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from retriever.corpus import offsets
 from retriever.corpus.layouts import Passage, read_passages
 from retriever.corpus.offsets import parse_row
 from retriever.errors import RetrieverError
+from retriever.files import replacing
 
 
 @dataclass
@@ -49,17 +50,17 @@ def prepare_corpus(
     """
     if output.suffix != ".jsonl":
         raise RetrieverError(f"{output}: the output must end in .jsonl")
-    unfinished = output.with_name(f".{output.name}.unfinished")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.touch()
-    except OSError as error:
-        raise RetrieverError(
-            f"{output}: cannot be written ({error.strerror}); choose another --output"
-        ) from error
-    try:
-        report = Report()
-        with unfinished.open("w", encoding="utf-8") as file:
+    report = Report()
+    with ExitStack() as stack:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            partial = stack.enter_context(replacing(output))
+            partial.touch()
+        except OSError as error:
+            raise RetrieverError(
+                f"{output}: cannot be written ({error.strerror}); choose another --output"
+            ) from error
+        with partial.open("w", encoding="utf-8") as file:
             for passage in _kept(find_inputs(inputs), drop_duplicates, number_ids, report, progress):
                 row = {"id": passage.id, "contents": passage.contents} | (
                     {"url": passage.url} if passage.url else {}
@@ -69,10 +70,7 @@ def prepare_corpus(
             raise RetrieverError(
                 f"{output}: no passage is left of {report.read}; see docs/data.md for layouts"
             )
-        found = _check(unfinished)
-        os.replace(unfinished, output)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        found = _check(partial)
     if output.stat().st_size >= offsets.CACHED_FROM:
         offsets.save_offsets(output, found)
     return report

@@ -16,6 +16,7 @@ from retriever.corpus.passages import Corpus
 from retriever.encoders.dense import spread
 from retriever.encoders.factory import load_encoder, make_encoder
 from retriever.errors import RetrieverError
+from retriever.files import replacing
 from retriever.indexing.options import BuildOptions
 from retriever.indexing.progress import progress_bar
 from retriever.protocol import Encoder
@@ -127,15 +128,13 @@ def _encode(
     with progress_bar(len(corpus), "encode", progress, done) as bar:
         for start, stop in todo:
             path = shard_path(folder, start, rows)
-            unfinished = path.with_name(path.name + ".unfinished")
             # Written, not mapped: on a full disk a mapping ends the process without a word.
-            with unfinished.open("wb") as file:
+            with replacing(path) as partial, partial.open("wb") as file:
                 _write_header(file, (stop - start, encoder.dimension), dtype)
                 for first in range(start, stop, block):
                     last = min(first + block, stop)
                     file.write(encoder.encode_passages(corpus[first:last]).astype(dtype).data)
                     bar.update(last - first)
-            os.replace(unfinished, path)
 
 
 def _write_header(file: BinaryIO, shape: tuple[int, int], dtype: np.dtype) -> None:

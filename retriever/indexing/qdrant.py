@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 
 from retriever.corpus.passages import Corpus
 from retriever.errors import RetrieverError, reason, require
+from retriever.files import replacing
 from retriever.indexing.embeddings import Embeddings
 from retriever.indexing.options import BuildOptions
 from retriever.indexing.progress import progress_bar
@@ -164,6 +164,5 @@ def _state_file(shards: Path, options: BuildOptions) -> Path:
 
 
 def _keep(state: Path, done: list[int]) -> None:
-    unfinished = state.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(done), encoding="utf-8")
-    os.replace(unfinished, state)
+    with replacing(state) as partial:
+        partial.write_text(json.dumps(done), encoding="utf-8")

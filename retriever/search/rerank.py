@@ -20,7 +20,7 @@ class Reranker:
         RetrieverError: sentence-transformers is not installed, or the model cannot be loaded.
     """
 
-    def __init__(self, model: str, batch_size: int = 32, max_length: int = 512):
+    def __init__(self, model: str, batch_size: int = 32):
         library = require(
             "sentence_transformers", "pip install 'calibadv-jax[dense]', or leave out --reranker_model"
         )
@@ -30,7 +30,7 @@ class Reranker:
         kwargs: dict[str, Any] = {"dtype": torch.float16} if torch.cuda.is_available() else {}
         try:
             self._encoder = library.CrossEncoder(
-                model, max_length=max_length, trust_remote_code=False, model_kwargs=kwargs
+                model, max_length=512, trust_remote_code=False, model_kwargs=kwargs
             )
         except (OSError, ValueError) as error:
             raise RetrieverError(f"--reranker_model {model}: cannot be loaded ({reason(error)})") from error

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from retriever.errors import RetrieverError
+from retriever.files import replacing
 from retriever.protocol import Found
 
 PARALLEL = 8  # requests under way at once
@@ -133,9 +134,8 @@ class Budget:
                     f" delete {self.path} to count again",
                 )
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = self.path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps({"requests": self.spent + 1}), encoding="utf-8")
-            os.replace(unfinished, self.path)
+            with replacing(self.path) as partial:
+                partial.write_text(json.dumps({"requests": self.spent + 1}), encoding="utf-8")
             self.spent += 1
 
 

@@ -23,76 +23,81 @@ def allowed_connections(asked: int) -> int:
     return asked if hard == resource.RLIM_INFINITY else max(1, min(asked, hard - SPARE_FILES))
 
 
-def bounded_protocol(max_connections: int, seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol over h11, with limits.
+class Bounded(H11Protocol):
+    """uvicorn's HTTP protocol over h11, with limits; `bounded_protocol` sets them.
 
     h11 bounds heads (`h11_max_incomplete_event_size`, to be set to `MAX_HEAD`); httptools, which uvicorn
     would take if it is installed, keeps heads and trailers however long they are.
 
     Beyond `max_connections` a new connection takes the place of the one that has waited longest without a
     request; if all have one, it gets 503.
+    """
+
+    max_connections: int
+    seconds: float
+    _turns = itertools.count()  # not the time: connections of one round of the loop may have the same
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._turn = next(self._turns)
+        self._deadline = self.loop.call_later(self.seconds, self.transport.abort)
+        if len(self.connections) > self.max_connections:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        others: list[Any] = [
+            one for one in self.connections if one is not self and not one.transport.is_closing()
+        ]
+        if len(others) < self.max_connections:
+            return
+        if waiting := [one for one in others if one.is_waiting()]:
+            min(waiting, key=lambda one: one._turn).transport.abort()
+        else:
+            self._refuse(b"503 Service Unavailable\r\nretry-after: 1", BUSY)
+
+    def send_400_response(self, msg: str) -> None:
+        """As every other error; uvicorn's own is plain text."""
+        if self.is_waiting() or not self.cycle.response_started:
+            self._refuse(b"400 Bad Request", INVALID)
+        self.transport.close()
+
+    def _refuse(self, status: bytes, text: bytes) -> None:
+        self.transport.write(REPLY % (status, len(text), text))
+        self.transport.close()
+
+    def is_waiting(self) -> bool:
+        """Whether no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if not self.is_waiting():
+            self._turn = next(self._turns)
+            self._deadline.cancel()
+        elif self._deadline.cancelled():  # the first part of the next request
+            self._deadline = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._deadline.cancel()
+        self._deadline = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._deadline.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.cancel()
+        super().connection_lost(exc)
+
+
+def bounded_protocol(max_connections: int, seconds: float) -> type[asyncio.Protocol]:
+    """The protocol with these limits.
 
     Args:
         seconds: a client may take so long to send a request's head, and to take up a reply; then its
             connection is closed. `BodyLimit` times the body between them.
     """
-
-    turns = itertools.count()  # not the time: connections of one round of the loop may have the same
-
-    class Bounded(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._turn = next(turns)
-            self._deadline = self.loop.call_later(seconds, self.transport.abort)
-            if len(self.connections) > max_connections:
-                self._make_room()
-
-        def _make_room(self) -> None:
-            others: list[Any] = [
-                one for one in self.connections if one is not self and not one.transport.is_closing()
-            ]
-            if len(others) < max_connections:
-                return
-            if waiting := [one for one in others if one.is_waiting()]:
-                min(waiting, key=lambda one: one._turn).transport.abort()
-            else:
-                self._refuse(b"503 Service Unavailable\r\nretry-after: 1", BUSY)
-
-        def send_400_response(self, msg: str) -> None:
-            """As every other error; uvicorn's own is plain text."""
-            if self.is_waiting() or not self.cycle.response_started:
-                self._refuse(b"400 Bad Request", INVALID)
-            self.transport.close()
-
-        def _refuse(self, status: bytes, text: bytes) -> None:
-            self.transport.write(REPLY % (status, len(text), text))
-            self.transport.close()
-
-        def is_waiting(self) -> bool:
-            """Whether no request is under way."""
-            return self.cycle is None or self.cycle.response_complete
-
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                return
-            super().data_received(data)
-            if not self.is_waiting():
-                self._turn = next(turns)
-                self._deadline.cancel()
-            elif self._deadline.cancelled():  # the first part of the next request
-                self._deadline = self.loop.call_later(seconds, self.transport.abort)
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._deadline.cancel()
-            self._deadline = self.loop.call_later(seconds, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._deadline.cancel()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._deadline.cancel()
-            super().connection_lost(exc)
-
-    return Bounded
+    return type("Bounded", (Bounded,), {"max_connections": max_connections, "seconds": seconds})

@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from retriever.errors import RetrieverError
+from retriever.files import replacing
 from retriever.options import read_token
 from retriever.service.assembly import load
 from retriever.service.connections import MAX_HEAD, allowed_connections, bounded_protocol
@@ -74,9 +75,8 @@ def run(arguments: argparse.Namespace) -> None:
         sys.stdout.write(f"ready on http://{host}:{port}\n")
         sys.stdout.flush()
         if arguments.port_file:
-            unfinished = arguments.port_file.with_suffix(".unfinished")
-            unfinished.write_text(str(port))
-            os.replace(unfinished, arguments.port_file)
+            with replacing(arguments.port_file) as partial:
+                partial.write_text(str(port))
 
     async def follow_parent() -> None:
         while os.getppid() == arguments.parent_pid:

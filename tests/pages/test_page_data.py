@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from benchmarks.generated_run import write_run
-from calibadv_jax.config import Config, LogConfig
+from calibadv_jax.config import Config
 from calibadv_jax.errors import UserError
 from calibadv_jax.pages import index
 from calibadv_jax.pages.run_files import RunFiles
@@ -126,14 +126,6 @@ def test_a_step_that_is_written_again_is_read_again(tmp_path, small_run, tokeniz
     (other / "rollouts/step_2.parquet").replace(folder / "rollouts/step_2.parquet")
     assert len(site.index.steps()[1]["groups"]["group"]) == 2
     assert json.loads(site.get("data/group_2_1.json"))["data_source"] == "comparison"
-
-
-def test_json_lines_show_the_same(tmp_path, tokenizer, small_group, site):
-    config = Config(log=LogConfig(rollouts="jsonl"))
-    write_run(tmp_path / "run", [[small_group()]], config, tokenizer)
-    lines = Site(RunFiles(tmp_path / "run"))
-    assert lines.get("data/group_1_0.json") == site.get("data/group_1_0.json")
-    assert lines.index.steps()[0]["rows"]["flags"] == site.index.steps()[0]["rows"]["flags"][:5]
 
 
 def test_only_the_steps_asked_for(small_run):

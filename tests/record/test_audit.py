@@ -97,7 +97,7 @@ def test_a_sweep_is_a_column_a_value(tmp_path, capsys):
 
 def test_the_file_holds_every_step(tmp_path, capsys):
     for step in (1, 2, 12):
-        keep(tmp_path / "run", make_config(rollouts="jsonl"), step=step)
+        keep(tmp_path / "run", make_config(), step=step)
     changed = "advantage.correctness=max"
     call(tmp_path / "run", changed, "--output", tmp_path / "audit.json", "--seed", 4, capsys=capsys)
     found = json.loads((tmp_path / "audit.json").read_text())

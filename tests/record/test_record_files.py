@@ -9,14 +9,12 @@ import os
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from record_rig import keep, make_config, make_groups, scored, unknown
+from record_rig import keep, make_config, scored, unknown
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.record.reader import find_step, read_columns, read_metadata, read_step
 from calibadv_jax.record.schema import LOGPROBS, SCHEMA, kept_steps
 from calibadv_jax.record.writer import RolloutWriter
-
-KINDS = ["parquet", "jsonl"]
 
 
 def same(left, right):
@@ -36,9 +34,8 @@ def same(left, right):
         assert left == right
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_everything_comes_back_bit_for_bit(tmp_path, kind):
-    groups, result, learner = keep(tmp_path, make_config(rollouts=kind))
+def test_everything_comes_back_bit_for_bit(tmp_path):
+    groups, result, learner = keep(tmp_path, make_config())
     found = read_step(find_step(tmp_path, 7))
     same(found.groups, groups)
     same(found.credits, result.credits)
@@ -47,9 +44,8 @@ def test_everything_comes_back_bit_for_bit(tmp_path, kind):
     assert found.step == 7
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_says_what_credit_assignment_knew(tmp_path, kind):
-    groups, result, _ = keep(tmp_path, make_config(rollouts=kind))
+def test_a_row_says_what_credit_assignment_knew(tmp_path):
+    groups, result, _ = keep(tmp_path, make_config())
     rows = read_columns(find_step(tmp_path, 7)).to_pylist(maps_as_pydicts="strict")
     assert [(row["step"], row["group"], row["index"]) for row in rows] == [
         (7, 0, 0), (7, 0, 1), (7, 0, 2), (7, 0, 3), (7, 1, 0), (7, 1, 1),
@@ -96,9 +92,8 @@ def test_grpo_judges_no_turn(tmp_path):
     assert {turn["advantage"] for turn in rows[1]["turns"]} == {rows[1]["advantage_raw"]} != {0.0}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_file_says_how_it_was_made(tmp_path, kind):
-    config = make_config(rollouts=kind)
+def test_the_file_says_how_it_was_made(tmp_path):
+    config = make_config()
     keep(tmp_path, config, seed=11)
     metadata = read_metadata(find_step(tmp_path, 7))
     assert (
@@ -144,13 +139,13 @@ def test_the_newest_steps_and_some_older_ones_stay(tmp_path):
 
 
 def test_a_new_start_removes_what_it_will_write_again(tmp_path):
-    write_steps(RolloutWriter(tmp_path, make_config(rollouts="jsonl"), 1), range(1, 5))
-    write_steps(RolloutWriter(tmp_path, make_config(), 4), [4])
-    assert names(tmp_path) == ["step_1.jsonl", "step_2.jsonl", "step_3.jsonl", "step_4.parquet"]
+    write_steps(RolloutWriter(tmp_path, make_config(), 1), range(1, 5))
+    RolloutWriter(tmp_path, make_config(), 4)
+    assert names(tmp_path) == ["step_1.parquet", "step_2.parquet", "step_3.parquet"]
     writer = RolloutWriter(tmp_path, make_config(rollouts="none"), 5)
-    assert names(tmp_path) == ["step_1.jsonl", "step_2.jsonl", "step_3.jsonl", "step_4.parquet"]
+    assert names(tmp_path) == ["step_1.parquet", "step_2.parquet", "step_3.parquet"]
     writer.rewind(2)
-    assert names(tmp_path) == ["step_1.jsonl"]
+    assert names(tmp_path) == ["step_1.parquet"]
 
 
 def test_nothing_is_kept_where_nothing_shall_be(tmp_path):
@@ -160,9 +155,8 @@ def test_nothing_is_kept_where_nothing_shall_be(tmp_path):
     assert not (tmp_path / "rollouts").exists()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_file_is_there_whole_or_not_at_all(tmp_path, kind, monkeypatch):
-    writer = RolloutWriter(tmp_path, make_config(rollouts=kind), 1)
+def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+    writer = RolloutWriter(tmp_path, make_config(), 1)
     groups, result = scored(writer.config)
 
     def killed(source, target):
@@ -174,8 +168,8 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path, kind, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             writer.write(1, groups, result.credits, unknown(groups), 0)
     assert kept_steps(tmp_path) == {} and names(tmp_path) == []
-    (tmp_path / f"rollouts/.step_1.{kind}.partial").write_text("cut")  # as kill -9 leaves it
-    RolloutWriter(tmp_path, make_config(rollouts=kind), 1)
+    (tmp_path / "rollouts/.step_1.parquet.partial").write_text("cut")  # as kill -9 leaves it
+    RolloutWriter(tmp_path, make_config(), 1)
     assert names(tmp_path) == []
 
 
@@ -186,30 +180,16 @@ def test_the_size_is_told(tmp_path):
     assert told == {"perf/record_bytes": find_step(tmp_path, 1).stat().st_size}
 
 
-def test_numbers_that_json_lacks_are_null_and_come_back_as_nan(tmp_path):
-    config = make_config(rollouts="jsonl")
-    groups = make_groups()
-    groups[0].trajectories[0].turns[0].logprobs = np.float32([np.nan, -np.inf, -1])
-    _, result = scored(config)
-    RolloutWriter(tmp_path, config, 1).write(1, groups, result.credits, unknown(groups), 0)
-    path = find_step(tmp_path, 1)
-    for line in path.read_text().split("\n")[:-1]:
-        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    found = read_step(path).groups[0].trajectories[0].turns[0].logprobs
-    np.testing.assert_array_equal(found, np.float32([np.nan, np.nan, -1]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bad_files_are_one_line(tmp_path, kind):
-    keep(tmp_path, make_config(rollouts=kind))
+def test_bad_files_are_one_line(tmp_path):
+    keep(tmp_path, make_config())
     path = find_step(tmp_path, 7)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=rf"step_7\.{kind}: cannot be read .*; remove the file") as caught:
+    with pytest.raises(UserError, match=r"step_7\.parquet: cannot be read .*; remove the file") as caught:
         read_step(path)
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="no such file of trajectories"):
-        read_metadata(tmp_path / f"rollouts/step_8.{kind}")
+        read_metadata(tmp_path / "rollouts/step_8.parquet")
 
 
 def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):

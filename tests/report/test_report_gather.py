@@ -196,5 +196,6 @@ def test_the_default_trend_is_over_a_tenth_of_the_run(tmp_path):
 
 
 def test_mean_of_last_skips_what_is_not_finite():
-    assert mean_of_last({3: 1.0, 1: 100.0, 2: None, 4: 2.0}, number=2) == 1.5
+    values = dict.fromkeys(range(5, 13), 1.5)
+    assert mean_of_last({3: 1.0, 1: 100.0, 2: None, 4: 2.0} | values) == 1.5
     assert mean_of_last({1: None}) is None

@@ -1,6 +1,4 @@
-"""Figures from kept trajectories, in both formats."""
-
-import json
+"""Figures from kept trajectories."""
 
 import numpy as np
 import pytest
@@ -64,14 +62,6 @@ def test_importance_weights_are_percentiles_over_all_tokens(tmp_path):
 def test_without_the_learners_logprobs_there_are_no_weights(tmp_path):
     keep_step(tmp_path, 1, [row("nq", 1.0, turns=[{"kind": "answer", "logprobs": [-1.0]}])])
     assert set(values_of(tmp_path)) == {"f1/nq"}
-
-
-def test_jsonl_gives_the_same_scores(tmp_path):
-    (tmp_path / "rollouts").mkdir()
-    rows = [row("nq", 1.0, error=None), row("nq", 0.5, error=None), row("nq", 0.0, error="sampler: gone")]
-    lines = [json.dumps(one) for one in [{"metadata": {"schema_version": "1"}}, *rows]]
-    (tmp_path / "rollouts/step_1.jsonl").write_text("\n".join(lines) + '\n{"data_source": "nq", "cut o')
-    assert values_of(tmp_path) == {"f1/nq": {1: 0.75}}
 
 
 def test_a_file_that_was_cut_off_is_left_out(tmp_path):

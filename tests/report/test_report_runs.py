@@ -56,7 +56,6 @@ def test_how_far_a_run_is(tmp_path):
 def test_kept_trajectories_of_steps_that_were_rolled_back_do_not_count(tmp_path):
     make_run(tmp_path, {"a": [1.0, 2.0]})
     kept = [keep_step(tmp_path, step, []) for step in (1, 2, 3)]
-    (tmp_path / "rollouts/step_1.jsonl").write_text("")
     (tmp_path / "rollouts/step_new.parquet").write_text("")
     (run,) = read_runs([tmp_path])
     assert run.rollouts == {1: kept[0], 2: kept[1]}

@@ -3,10 +3,9 @@
 import pytest
 from report_rig import HASHES, learning_curve, make_run, quickstart_config
 
-from calibadv_jax.config import known_keys
 from calibadv_jax.errors import UserError
 from calibadv_jax.report.runs import read_runs
-from calibadv_jax.report.settings import IGNORED, compare, flatten, group_runs
+from calibadv_jax.report.settings import compare, flatten, group_runs
 
 
 def runs_of(tmp_path, *settings, hashes=None):
@@ -116,8 +115,3 @@ def test_a_key_that_one_config_lacks_is_a_difference(tmp_path):
 
 def test_flatten_keeps_lists_and_empty_sections():
     assert flatten({"a": {"b": 1, "c": {}}, "d": [1, {"e": 2}]}) == {"a.b": 1, "a.c": {}, "d": [1, {"e": 2}]}
-
-
-def test_what_is_ignored_exists():
-    keys = set(known_keys())
-    assert [name for name in IGNORED if not any(k == name or k.startswith(f"{name}.") for k in keys)] == []

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "retriever"
 ROOMS = ("corpus", "encoders", "search", "indexing", "service")  # from the ground up
-SHARED = {"errors", "protocol"}
+SHARED = {"errors", "files", "protocol"}
 ENTRY_POINTS = {"serve", "build_index", "prepare_corpus"}
 
 

@@ -331,5 +331,5 @@ def test_the_manifest_names_every_tensor(others):
     rig = others["llama3-untied"]
     snapshot = rig.publish(70, rig.params(70))
     manifest = json.loads((snapshot / "manifest.json").read_text())
-    assert manifest["step"] == 70 and "lm_head.kernel" in manifest["tensors"]
+    assert manifest["version"] == 70 and "lm_head.kernel" in manifest["tensors"]
     assert all(len(entry["sha256"]) == 64 for entry in manifest["tensors"].values())

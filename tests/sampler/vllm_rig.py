@@ -82,7 +82,7 @@ class Rig:
 
     def publish(self, version: int, params: Any) -> Path:
         return self.store.publish(
-            version, params, step=version, hf_config=self.hf_config, tokenizer_hash=self.tokenizer_hash
+            version, params, hf_config=self.hf_config, tokenizer_hash=self.tokenizer_hash
         )
 
     def start(self) -> None:

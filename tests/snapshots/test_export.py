@@ -48,7 +48,7 @@ def run(tiny, tmp_path):
         )
     store.close()
     snapshots = SnapshotStore(folder / "snapshots", keep=1, dtype=jnp.bfloat16)
-    snapshots.publish(2, params[2], step=2, hf_config=tiny.config, tokenizer_hash="")
+    snapshots.publish(2, params[2], hf_config=tiny.config, tokenizer_hash="")
     output = ExportConfig(output=str(tmp_path / "hf"), dtype="float32")
     return Config(run=RunConfig(dir=str(folder)), export=output), params
 

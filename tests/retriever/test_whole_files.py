@@ -1,0 +1,46 @@
+"""A file of the retriever is there whole or not at all; nothing in the package renames one in another way."""
+
+import ast
+import errno
+from pathlib import Path
+
+import pytest
+
+from retriever.files import replacing
+
+PACKAGE = Path(__file__).parents[2] / "retriever"
+FOLDERS = {"files.py", "indexing/embeddings.py"}  # the second renames a whole folder
+
+
+@pytest.mark.parametrize("by_many", [False, True])
+def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, by_many):
+    path = tmp_path / "a"
+    with replacing(path, by_many) as partial:
+        partial.write_text("old")
+    with pytest.raises(OSError, match="full"), replacing(path, by_many) as partial:
+        partial.write_text("ne")
+        raise OSError(errno.ENOSPC, "full")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_two_processes_write_under_names_of_their_own(tmp_path, monkeypatch):
+    with replacing(tmp_path / "a", by_many=True) as first:
+        monkeypatch.setattr("retriever.files.os.getpid", lambda: 1)
+        with replacing(tmp_path / "a", by_many=True) as second:
+            assert first != second
+            first.write_text("first")
+            second.write_text("second")
+    assert (tmp_path / "a").read_text() == "first"
+
+
+def test_no_file_is_renamed_in_another_way():
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "replace"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+    }
+    assert found == FOLDERS
