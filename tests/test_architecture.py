@@ -37,7 +37,8 @@ STAGES: dict[str, set[str]] = {
 }
 CONDUCTORS = (*COMMANDS, *TOOLS, *MODULES.values(), "cli", "model", "trainer", "wiring")
 OPTIONAL = {
-    "calibadv_jax": {"matplotlib", "mlflow", "prometheus_client", "vllm", "wandb"},
+    # tensorboardX is always there, but imports torch.
+    "calibadv_jax": {"matplotlib", "mlflow", "prometheus_client", "tensorboardX", "vllm", "wandb"},
     "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers", "torch"},
 }
 LAUNCHERS = {  # --help needs nothing installed, and the number of threads is set before NumPy loads

@@ -30,6 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (50, 80, 130, 200, 320, 500, 800, 1500)  # tokens of the prompts
 WIDTH = 1500
+# Numbers of the prompts of each row: short ones stand together, as the learner packs them.
+TOGETHER = ((7,), (6, 5, 3), (4, 2, 1, 0))
 ASKED = ("Who wrote Romeo and Juliet?", "What is the capital of France?", "How many days has a week?")
 
 
@@ -90,36 +92,41 @@ def expected(original, prompts):
     return found
 
 
-def logprobs(policy, params, prompts):
-    """The same by the policy, each prompt in a row of its own, padded."""
+def logprobs(policy, params, rows, width=WIDTH):
+    """The same by the policy, whose rows hold several prompts each: one array a prompt, in their order."""
 
     @jax.jit
-    def compute(params, tokens, segments, targets):
+    def compute(params, tokens, positions, segments, targets):
         decoder = policy.merge(params)
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         return token_logprobs(decoder, decoder(tokens, positions, segments), targets, 1.0, 256)[0]
 
     found = []
-    for ids in prompts:
-        tokens = np.zeros((1, WIDTH), np.int32)
-        tokens[0, : len(ids)] = ids
-        segments = (np.arange(WIDTH) < len(ids)).astype(np.int32)[None]
-        values = compute(params, tokens, segments, np.roll(tokens, -1, axis=1))
-        found.append(np.asarray(values)[0, : len(ids) - 1])
+    for row in rows:
+        tokens, positions, segments = np.zeros((3, 1, width), np.int32)
+        end = 0
+        for number, ids in enumerate(row, start=1):
+            place = slice(end, end := end + len(ids))
+            tokens[0, place], positions[0, place], segments[0, place] = ids, np.arange(len(ids)), number
+        values = np.asarray(compute(params, tokens, positions, segments, np.roll(tokens, -1, axis=1)))[0]
+        ends = np.cumsum([len(ids) for ids in row])
+        found += [values[end - len(ids) : end - 1] for ids, end in zip(row, ends, strict=True)]
     return found
 
 
 def test_log_probabilities_are_those_of_transformers(policy, params, prompts, expected):
     assert [len(ids) for ids in prompts] == list(LENGTHS)
-    for ours, theirs in zip(logprobs(policy, params, prompts), expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-3)
+    ours = logprobs(policy, params, [[prompts[number] for number in row] for row in TOGETHER])
+    for number, values in zip((number for row in TOGETHER for number in row), ours, strict=True):
+        np.testing.assert_allclose(values, expected[number], atol=2e-3)
+    assert len(ours) == len(LENGTHS)
     assert np.mean(np.concatenate(expected)) > -4.5  # it has read English: at random it would be -10.8
 
 
 def test_bfloat16_stays_near(policy, params, prompts, expected):
     half = Policy(policy.architecture, Numerics(compute_dtype=jnp.bfloat16))
     few = slice(3)  # it is slow on a CPU without instructions for it
-    gaps = [np.abs(a - b) for a, b in zip(logprobs(half, params, prompts[few]), expected[few], strict=True)]
+    found = logprobs(half, params, [prompts[few]], width=sum(LENGTHS[few]))
+    gaps = [np.abs(a - b) for a, b in zip(found, expected[few], strict=True)]
     assert np.mean(np.concatenate(gaps)) < 0.05
     assert np.mean(np.concatenate(gaps)) > 1e-4  # else it was no bfloat16
 
