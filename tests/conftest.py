@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -60,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector, which needs a second for all of it, leaves it out."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -178,6 +178,7 @@ def test_it_waits_while_somebody_else_makes_the_cold_start_or_gives_it_up(tmp_pa
     assert calls(tmp_path).count("cold cold/seed-3") == 1
 
 
+@pytest.mark.medium
 def test_two_workers_do_every_run_once(tmp_path, programs):
     programs["train"] = "time.sleep(0.05)"
     jobs = jobs_of("grpo", "soft", "rebalance", "calibadv", seeds=(3, 4))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packages import need
 from real_rig import real_model
 
 from calibadv_jax.config import Config, MeshConfig, SamplerConfig
@@ -24,7 +25,7 @@ from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
 from calibadv_jax.trajectory import Document, Question
 
-torch = pytest.importorskip("torch")
+need("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +48,7 @@ def tokenizer(folder):
 
 @pytest.fixture(scope="module")
 def original(folder):
+    import torch
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -83,6 +85,8 @@ def prompts(tokenizer):
 @pytest.fixture(scope="module")
 def expected(original, prompts):
     """Log-probabilities float32 [N - 1] of each prompt's tokens, by transformers."""
+    import torch
+
     found = []
     for ids in prompts:
         tokens = torch.tensor(ids, dtype=torch.long)
@@ -132,6 +136,8 @@ def test_bfloat16_stays_near(policy, params, prompts, expected):
 
 
 def test_the_greedy_text_is_that_of_transformers(folder, policy, params, mesh, tokenizer, original):
+    import torch
+
     stops = StopRule(tokenizer, tokenizer.eos_token_id)
     config = SamplerConfig(slots=4, decode_chunk=16, prefill_chunk=64)
     sampler = JaxSampler(policy, stops, config, mesh, 512)
@@ -198,6 +204,7 @@ def test_the_chat_template_has_its_default_system_turn_or_the_datas(tokenizer):
 
 
 def test_what_is_saved_is_what_transformers_loads(folder, policy, params, original, prompts, tmp_path):
+    import torch
     from transformers import AutoModelForCausalLM
 
     saved = save_folder(params, read_hf_config(folder), tmp_path / "saved", "float32", folder)

@@ -62,6 +62,7 @@ def test_one_run_has_its_page_in_its_folder(tmp_path, capsys):
     assert [path.name for path in folder.iterdir() if "report" in path.name] == ["report.html"]
 
 
+@pytest.mark.medium
 def test_several_runs_have_theirs_in_the_current_folder(tmp_path, monkeypatch, capsys):
     folders = [make_run(tmp_path / name, learning_curve(4, 0)) for name in ("a", "b")]
     monkeypatch.chdir(tmp_path)
@@ -129,6 +130,7 @@ def test_without_kept_trajectories_it_says_what_is_left_out(tmp_path):
     assert f"Left out, because no trajectories were kept: {titles}." in text
 
 
+@pytest.mark.medium
 def test_trends_are_explained_where_there_are_any(tmp_path):
     folder = make_run(tmp_path / "run", learning_curve(30, 0))
     for option, words in (("3", "Strong lines are means of 3 steps"), ("1", None)):
@@ -137,6 +139,7 @@ def test_trends_are_explained_where_there_are_any(tmp_path):
         assert ("Strong lines" in text) == (words is not None) and (words or "") in text
 
 
+@pytest.mark.medium
 def test_a_seed_that_ended_early_is_named(tmp_path):
     folders = [
         make_run(tmp_path / f"{steps}-steps", learning_curve(steps, 0), quickstart_config(tmp_path))
@@ -147,6 +150,7 @@ def test_a_seed_that_ended_early_is_named(tmp_path):
     assert "The curve 2 runs is without 3-steps after step 3, where that ends." in text
 
 
+@pytest.mark.medium
 def test_every_figure_is_a_png(tmp_path, capsys):
     folder = make_run(tmp_path / "run", learning_curve(4, 0))
     assert report(folder, "--png", tmp_path / "figures") == 0
