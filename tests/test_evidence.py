@@ -15,6 +15,8 @@ import pytest
 from benchmarks import evidence
 from benchmarks.evidence_arms import LONG, ROOT, Arm, Job
 
+pytestmark = pytest.mark.medium  # of a benchmark's program
+
 CONFIG = str(LONG.config)
 
 
@@ -178,7 +180,6 @@ def test_it_waits_while_somebody_else_makes_the_cold_start_or_gives_it_up(tmp_pa
     assert calls(tmp_path).count("cold cold/seed-3") == 1
 
 
-@pytest.mark.medium
 def test_two_workers_do_every_run_once(tmp_path, programs):
     programs["train"] = "time.sleep(0.05)"
     jobs = jobs_of("grpo", "soft", "rebalance", "calibadv", seeds=(3, 4))

@@ -20,6 +20,8 @@ from calibadv_jax.errors import UserError
 from calibadv_jax.record.schema import SCHEMA, VERSION
 from calibadv_jax.report.runs import read_runs
 
+pytestmark = pytest.mark.medium  # of a benchmark's program
+
 CONFIG = str(Path(__file__).resolve().parent.parent / "configs/evidence.yaml")
 
 
@@ -129,7 +131,6 @@ def cells(table):
     return {row[0]: row[1:] for row in rows}
 
 
-@pytest.mark.medium
 def test_only_finished_runs_count(output):
     found = {arm.name: [one.seed for one in runs] for arm, runs in read_results(output).items()}
     assert found == {
@@ -263,7 +264,6 @@ def words(path):
     return {"".join(one.itertext()).strip() for one in ET.parse(path).iter(f"{SVG}text")}
 
 
-@pytest.mark.medium
 def test_the_report_writes_what_there_are_results_for(output, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     evidence_report.main([str(output), "--docs", str(tmp_path)])
@@ -292,7 +292,6 @@ def test_the_frontier_shows_shares_and_means(output):
     assert [pytest.approx([-0.257, 1.057], abs=1e-3), pytest.approx([0.452, 0.948], abs=1e-3)] == bars
 
 
-@pytest.mark.medium
 def test_the_same_figure_gives_the_same_file(output, tmp_path):
     pytest.importorskip("matplotlib")
     for folder in (tmp_path / "a", tmp_path / "b"):

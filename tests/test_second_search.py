@@ -8,6 +8,8 @@ from benchmarks.second_search import World, draw_group, push
 from calibadv_jax.advantages.registry import compute_advantages
 from calibadv_jax.config import AdvantageConfig
 
+pytestmark = pytest.mark.medium  # of a benchmark's program
+
 GRPO, CALIBADV = AdvantageConfig(name="grpo"), AdvantageConfig()
 WORLD = World(truth=0.6, quoted=1.0)
 
@@ -25,19 +27,16 @@ def test_grpo_follows_what_is_earned():
     assert mean_push(0.5, GRPO, always) == pytest.approx(0, abs=0.02)
 
 
-@pytest.mark.medium
 def test_calibadv_pushes_on_where_searching_again_earns_less_but_not_where_it_earns_nothing():
     assert mean_push(0.35, GRPO) < -0.02 < 0.02 < mean_push(0.35, CALIBADV)
     assert mean_push(0.0, CALIBADV) < 0
 
 
-@pytest.mark.medium
 def test_lambda_moves_the_decision():
     low, middle, high = (mean_push(0.35, AdvantageConfig(target_ratio=one)) for one in (0.5, 1.0, 2.0))
     assert low < 0 < middle < high
 
 
-@pytest.mark.medium
 def test_the_table_has_a_row_for_each_arm(capsys):
     second_search.main(["--groups", "20"])
     lines = capsys.readouterr().out.splitlines()

@@ -12,6 +12,8 @@ from calibadv_jax.config import load_config
 from calibadv_jax.errors import UserError
 from calibadv_jax.record.writer import RolloutWriter
 
+pytestmark = pytest.mark.medium  # of a benchmark's program
+
 WORLD = World(truth=0.6, quoted=1.0)
 
 
@@ -37,7 +39,6 @@ def rows_of(lines):
     return {line.split()[0]: line.split()[1:] for line in lines}
 
 
-@pytest.mark.medium
 def test_every_arm_gives_credit_for_the_same_trajectories(tmp_path, capsys):
     steps = draw_steps(1)
     failed = steps[0][0].trajectories[0]  # it counts for nothing
@@ -58,7 +59,6 @@ def test_every_arm_gives_credit_for_the_same_trajectories(tmp_path, capsys):
     assert float(rows["soft"][3]) > 3 * float(rows["soft"][5])
 
 
-@pytest.mark.medium
 def test_each_run_has_the_push_of_its_own_advantages(tmp_path, capsys):
     steps = draw_steps(1, number=1)
     runs = [

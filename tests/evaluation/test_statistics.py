@@ -66,6 +66,7 @@ def signs(differences):
     return np.array(list(itertools.product([1, -1], repeat=len(differences)))) * differences
 
 
+@pytest.mark.medium
 def test_the_p_value_is_that_of_all_exchanges():
     other = np.array([0.0, 0.0, 0.1, 0.3, 0.5, 0.0])  # one question is equal for both
     differences = other - FIRST

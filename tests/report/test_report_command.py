@@ -53,6 +53,15 @@ def two_configs(tmp_path):
     return folders
 
 
+@pytest.fixture(scope="module")
+def of_two_configs(tmp_path_factory):
+    """The text of their page."""
+    folder = tmp_path_factory.mktemp("two")
+    output = folder / "new" / "page.html"
+    assert report(*two_configs(folder), "--output", output) == 0
+    return output.read_text(encoding="utf-8")
+
+
 def test_one_run_has_its_page_in_its_folder(tmp_path, capsys):
     folder = make_run(tmp_path / "run", learning_curve(4, 0))
     assert report(folder) == 0
@@ -71,10 +80,8 @@ def test_several_runs_have_theirs_in_the_current_folder(tmp_path, monkeypatch, c
     assert (tmp_path / "report.html").is_file()
 
 
-def test_the_page_asks_for_nothing_and_is_whole(tmp_path):
-    output = tmp_path / "new" / "page.html"
-    assert report(*two_configs(tmp_path), "--output", output) == 0
-    text = output.read_text(encoding="utf-8")
+def test_the_page_asks_for_nothing_and_is_whole(of_two_configs):
+    text = of_two_configs
     page = Page(text)
     assert page.open == []
     addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\"' ]*", text))
@@ -111,10 +118,8 @@ def test_text_from_runs_is_text_in_the_page(tmp_path):
     assert "nq &lt;/script&gt;&lt;i&gt;" in output.read_text(encoding="utf-8")
 
 
-def test_the_page_says_what_the_runs_are(tmp_path):
-    output = tmp_path / "page.html"
-    report(*two_configs(tmp_path), "--output", output)
-    text = output.read_text(encoding="utf-8")
+def test_the_page_says_what_the_runs_are(of_two_configs):
+    text = of_two_configs
     assert "3 runs of 2 configs: calibadv (2 runs), grpo (1 run)." in text
     assert "12 of 100 steps: still running, or stopped early" in text
     assert re.search(
