@@ -101,8 +101,9 @@ def free_port() -> int:
 
 def make_parts(folder: Path, world: Path, steps: int, with_vllm: bool) -> dict[str, Part]:
     """The processes of one run in `folder`, none started."""
-    port, cache = free_port(), {"JAX_COMPILATION_CACHE_DIR": str(world.parent / "compiled")}
-    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    port, cache = free_port(), {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache["JAX_COMPILATION_CACHE_DIR"] = str(world.parent / "compiled")
     trainer = [sys.executable, "-m", "calibadv_jax.train", "--config", CONFIG, *SMALL, f"run.dir={folder}"]
     trainer += [f"learner.steps={steps}", f"retriever.url=http://127.0.0.1:{port}"]
     trainer += [f"data.train={world}/train.jsonl", f"policy.path={world.parent}/sft"]

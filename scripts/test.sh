@@ -44,26 +44,36 @@ sys.exit(not any(map(find_spec, ("torchvision", "torchaudio", "torchcodec"))))' 
   "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
 }
 
+# Compilers in folders of their own, which are whole or not there.
+ensure_folder() { # PYTHON FOLDER REQUIREMENT …
+  local python="$1" folder="$2"
+  shift 2
+  [[ "$(uname -sm)" == "Linux x86_64" && ! -d "$folder" ]] || return 0
+  rm -rf "$folder.part"
+  if "$python" -m pip install --quiet --no-compile --no-deps --disable-pip-version-check --target "$folder.part" \
+    "$@" 2>/dev/null; then
+    mv "$folder.part" "$folder"
+  else
+    echo "no $1 is available: a test that compiles with it will skip" >&2
+  fi
+}
+
 # TPU's compiler, which needs no TPU: the trainer's programs are compiled for one. In a folder of
 # its own: where vLLM can import libtpu, it takes the machine for one with a TPU.
 ensure_tpu_compiler() {
-  local python="$1" folder="$2" requirement
-  [[ "$(uname -sm)" == "Linux x86_64" && ! -d "$folder" ]] || return 0
-  requirement="$("$python" -c 'from importlib.metadata import requires
+  local requirement
+  requirement="$("$1" -c 'from importlib.metadata import requires
 print(next(one.split(";")[0] for one in requires("jax") if one.startswith("libtpu")))')"
-  "$python" -m pip install --quiet --no-compile --no-deps --disable-pip-version-check --target "$folder" \
-    "$requirement" 2>/dev/null || echo "no $requirement is available: the TPU compilation test will skip" >&2
+  ensure_folder "$1" "$2" "$requirement"
 }
 
 # XLA's compiler for GPUs, which needs no GPU. In a folder of its own, as these packages of CUDA must not stand
 # beside those of torch; without its libraries, which only running programs want.
 ensure_cuda_compiler() {
-  local python="$1" folder="$2" version
-  [[ "$(uname -sm)" == "Linux x86_64" && ! -d "$folder" ]] || return 0
-  version="$("$python" -c 'from importlib.metadata import version; print(version("jax"))')"
-  "$python" -m pip install --quiet --no-compile --no-deps --disable-pip-version-check --target "$folder" \
-    "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" "nvidia-cuda-nvcc>=13,<14" "nvidia-nvvm>=13,<14" 2>/dev/null ||
-    echo "no jax-cuda13-plugin $version is available: the GPU compilation test will skip" >&2
+  local version
+  version="$("$1" -c 'from importlib.metadata import version; print(version("jax"))')"
+  ensure_folder "$1" "$2" "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" \
+    "nvidia-cuda-nvcc>=13,<14" "nvidia-nvvm>=13,<14"
 }
 
 # A browser for the tests of the pages: Debian's, since playwright's own comes from another server.
@@ -113,14 +123,15 @@ set -- ${arguments[@]+"${arguments[@]}"} # older bash takes an empty array for a
 cd "$root"
 venv="${VENV:-$root/.venv-test}"
 ensure_venv "$venv" cpu,dev
+if [[ "$fast" == false ]]; then # beside the others: they stand in folders of their own
+  ensure_tpu_compiler "$venv/bin/python" "$venv/libtpu" &
+  ensure_cuda_compiler "$venv/bin/python" "$venv/cuda_compiler" &
+  ensure_browser &
+fi
 ensure_torch "$venv/bin/python"
 ensure_encoders "$venv/bin/python"
-if [[ "$fast" == false ]]; then
-  ensure_vllm "$venv/bin/python"
-  ensure_tpu_compiler "$venv/bin/python" "$venv/libtpu"
-  ensure_cuda_compiler "$venv/bin/python" "$venv/cuda_compiler"
-  ensure_browser
-fi
+[[ "$fast" == true ]] || ensure_vllm "$venv/bin/python"
+wait
 export PATH="$venv/bin:$PATH"
 # Many tests and the programs they start compile the same computations: each is compiled once.
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$venv/jax_cache}"

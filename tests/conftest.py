@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -33,8 +34,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 SLOW_TIMEOUT = 1800  # seconds: vLLM alone needs minutes to start where other work holds the machine
-# First: no core waits for them at the end.
-LONGEST = {f"test_{name}.py" for name in ("kill", "train", "train_vllm", "vllm", "vllm_stops")}
+# Those that take longest, the longest first: a worker takes whole files, and none shall wait at the end.
+LONGEST = (
+    *("vllm", "kill", "train", "real_policy", "real_weights", "train_vllm", "vllm_stops", "paper_run"),
+    *("documented_commands", "dense", "paper_layouts", "page_browser", "cuda", "tpu", "page_trained_run"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,10 +60,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector, which needs a second for all of it, leaves it out."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else libraries complain at the end of what is still there
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,14 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    """Says nothing of clients that leave before they have their reply, as those of many tests do."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def serving(handler: Any, port: int = 0) -> Iterator[str]:
     """Base URL of a server with this handler, which ends with the block.
@@ -43,7 +52,7 @@ def serving(handler: Any, port: int = 0) -> Iterator[str]:
     Args:
         port: 0: any that is free.
     """
-    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+    server = Server(("127.0.0.1", port), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -37,7 +38,8 @@ STAGES: dict[str, set[str]] = {
 }
 CONDUCTORS = (*COMMANDS, *TOOLS, *MODULES.values(), "cli", "model", "trainer", "wiring")
 OPTIONAL = {
-    "calibadv_jax": {"matplotlib", "mlflow", "prometheus_client", "vllm", "wandb"},
+    # tensorboardX is always there, but imports torch.
+    "calibadv_jax": {"matplotlib", "mlflow", "prometheus_client", "tensorboardX", "vllm", "wandb"},
     "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers", "torch"},
 }
 LAUNCHERS = {  # --help needs nothing installed, and the number of threads is set before NumPy loads
@@ -71,10 +73,15 @@ def names_in(node: ast.AST, path: Path) -> Iterator[str]:
         yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Dotted names a file imports anywhere."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        yield from names_in(node, path)
+    return tuple(name for node in ast.walk(tree(path)) for name in names_in(node, path))
 
 
 def within(name: str, package: str) -> bool:
@@ -117,7 +124,7 @@ def test_functions_import_optional_packages_only(package):
     violations = {
         f"{path.relative_to(ROOT)}:{node.lineno} imports {name}"
         for path in set(sources(package)) - LAUNCHERS
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for function in ast.walk(tree(path))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         for name in names_in(node, path)
@@ -159,7 +166,7 @@ def test_nothing_is_printed(package):
     prints = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sources(package)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert not prints

@@ -175,6 +175,7 @@ def test_an_unknown_command_is_one_line(argv, words, capsys):
     assert stop.value.code == 2 and words in message and message.count("\n") == 1
 
 
+@pytest.mark.medium
 def test_the_package_is_the_console_script(tmp_path):
     command = [sys.executable, "-m", "calibadv_jax", "audit", str(tmp_path / "nowhere")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)

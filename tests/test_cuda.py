@@ -29,17 +29,16 @@ def compile_all() -> None:
     lowered = lowered_programs(arguments, make_topology_mesh(arguments))
     assert sorted(lowered) == ["apply", "decode", "log-probabilities", "prefill", "update"]
     square = re.compile(rf"[\[<x,](?:{LENGTH}x{LENGTH}x|{LENGTH},{LENGTH}\])")
+    compiled = {name: program.compile() for name, program in lowered.items()}
     for name, program in lowered.items():
-        before = program.as_text()
-        compiled = program.compile()
-        after = compiled.as_text()
+        before, after = program.as_text(), compiled[name].as_text()
         for text in (before, after):
             assert not square.search(text), f"{name} holds an array of T x T"
             assert "__cudnn" not in text, f"{name} wants cuDNN"
         assert "all-reduce" in after or "all-gather" in after, f"{name} is not sharded"
         if name in ("update", "log-probabilities"):
             assert "triton" in after, f"{name} has another attention"
-    memory = lowered["update"].compile().memory_analysis()
+    memory = compiled["update"].memory_analysis()
     # float32 parameters, two moments and a sum of gradients, an eighth of them on each device, and what is
     # not split.
     held = memory.argument_size_in_bytes

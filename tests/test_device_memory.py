@@ -131,6 +131,7 @@ def test_what_is_kept_for_the_backward_pass_follows_remat():
     assert full < dots < none
 
 
+@pytest.mark.medium
 def test_the_tensor_axis_shares_what_it_divides():
     """A vocabulary of 402, 8 heads, 64 MLP columns; what goes from layer to layer is whole on each device."""
     one, two, four = (estimate({"data": 1, "fsdp": 1, "tensor": size}) for size in (1, 2, 4))

@@ -15,6 +15,8 @@ import pytest
 from benchmarks import evidence
 from benchmarks.evidence_arms import LONG, ROOT, Arm, Job
 
+pytestmark = pytest.mark.medium  # of a benchmark's program
+
 CONFIG = str(LONG.config)
 
 

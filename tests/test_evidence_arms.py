@@ -13,6 +13,8 @@ from calibadv_jax.config import dump_config, load_config
 from calibadv_jax.errors import UserError
 from calibadv_jax.run_folder import differences
 
+pytestmark = pytest.mark.medium  # of a benchmark's program
+
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = str(ROOT / "configs/evidence.yaml")
 ARMS = list(dict.fromkeys(job.arm for job in plan("all", [0])))

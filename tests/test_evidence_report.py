@@ -20,6 +20,8 @@ from calibadv_jax.errors import UserError
 from calibadv_jax.record.schema import SCHEMA, VERSION
 from calibadv_jax.report.runs import read_runs
 
+pytestmark = pytest.mark.medium  # of a benchmark's program
+
 CONFIG = str(Path(__file__).resolve().parent.parent / "configs/evidence.yaml")
 
 

@@ -229,6 +229,7 @@ def test_data_sets_are_named_by_file_by_pattern_or_alone(hub):
         load_questions("hf://datasets/owner")
 
 
+@pytest.mark.medium
 def test_the_environment_names_hub_and_cache(hub, tmp_path):
     """As a user sets it: before the program starts."""
     commit = hub.add("owner/policy", **{"config.json": b"{}"})

@@ -71,7 +71,7 @@ def test_a_run_on_the_embedded_sampler_needs_no_torch(tmp_path):
     build_word_tokenizer().save_pretrained(tmp_path)
     program = f"""
 import sys
-from calibadv_jax import ask, evaluate, export, model
+from calibadv_jax import ask, evaluate, export, model, sft, train
 model.load_tokenizer({str(tmp_path)!r})
 sys.stdout.write(" ".join({{"torch", "sympy", "scipy.stats"}} & sys.modules.keys()))
 """

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from packages import need
 
 pytest.importorskip("faiss")
 pytest.importorskip("fastapi")
-pytest.importorskip("sentence_transformers")
 
 from rerank_rig import tiny_cross_encoder
 from safetensors.numpy import save_file
@@ -33,6 +33,8 @@ from calibadv_jax.policy.weights import hf_shapes
 from calibadv_jax.record.reader import read_columns
 from calibadv_jax.services.retriever_process import RetrieverProcess
 from scripts.prepare_wiki_sample import train_tokenizer
+
+need("sentence_transformers")
 
 PAPER = Path(__file__).resolve().parent.parent / "configs/paper/qwen2.5-3b.yaml"
 SOURCES = {"nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"}

@@ -15,6 +15,8 @@ from calibadv_jax.config import load_config
 from calibadv_jax.memory import GIB, estimate_memory, peak_memory
 from calibadv_jax.policy.architecture import architecture_from_hf
 
+pytestmark = pytest.mark.medium  # of a benchmark's program
+
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
 ROWS = [

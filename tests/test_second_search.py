@@ -8,6 +8,8 @@ from benchmarks.second_search import World, draw_group, push
 from calibadv_jax.advantages.registry import compute_advantages
 from calibadv_jax.config import AdvantageConfig
 
+pytestmark = pytest.mark.medium  # of a benchmark's program
+
 GRPO, CALIBADV = AdvantageConfig(name="grpo"), AdvantageConfig()
 WORLD = World(truth=0.6, quoted=1.0)
 

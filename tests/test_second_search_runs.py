@@ -12,6 +12,8 @@ from calibadv_jax.config import load_config
 from calibadv_jax.errors import UserError
 from calibadv_jax.record.writer import RolloutWriter
 
+pytestmark = pytest.mark.medium  # of a benchmark's program
+
 WORLD = World(truth=0.6, quoted=1.0)
 
 

@@ -164,7 +164,7 @@ def assert_the_same(folder, other):
     assert names == {"sft", "sft.yaml", "sft_metrics"}, "what an interrupted one needs goes"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.medium)])
 def test_after_a_signal_the_same_command_goes_on_to_the_same_bits(started, tmp_path, monkeypatch, number):
     """The update that is computed is finished and saved."""
     config, whole, _ = started
@@ -182,6 +182,7 @@ def test_after_a_signal_the_same_command_goes_on_to_the_same_bits(started, tmp_p
     assert_the_same(whole, folder)
 
 
+@pytest.mark.medium
 def test_after_a_kill_the_updates_since_the_last_state_are_trained_again(started, tmp_path, monkeypatch):
     config, whole, _ = started
     config = moved(config, tmp_path / "run")

@@ -101,6 +101,7 @@ def test_the_headers_hold_commands():
     }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("program", "arguments"), COMMANDS)
 def test_every_command_of_a_header_parses(program, arguments, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
@@ -226,6 +227,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("model", MODELS)
 def test_memory_is_counted_for_the_mesh(model):
     """AdamW in float32: 4 bytes a parameter, 8 for its moments, 8 for gradients, over eight devices.

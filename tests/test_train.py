@@ -6,15 +6,18 @@ import sys
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import jax
 import pytest
 from transformers import AutoTokenizer
 
-from calibadv_jax import cli, train
+from calibadv_jax import cli, model, train
 from calibadv_jax.config import Config, load_config
 from calibadv_jax.data.world import write_world
 from calibadv_jax.errors import UserError
+from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.rollout.runner import Rollouts
 
 pytest.importorskip("faiss")
@@ -110,37 +113,48 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, noisy_rewards, m
 
 
 @pytest.mark.slow
-def test_chain_from_cold_start_to_export(tmp_path):
+def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
     """sft, train, evaluate, export and doctor through their command lines, on their own small world."""
     folder = tmp_path / "run"
     overrides = [*SMALL, f"run.dir={folder}", "sft.phases=[{steps: 2, kind: drills}]", "mesh.fsdp=1"]
     overrides += ["policy.path=${run.dir}/sft", "learner.steps=1"]
     overrides += ["evaluate.every=1", "evaluate.sample_size=3"]
+    arguments = ["--config", "configs/quickstart.yaml", *overrides]
     config = load_config(ROOT / "configs/quickstart.yaml", overrides)
 
-    def run(module, *more):
-        command = [sys.executable, "-m", f"calibadv_jax.{module}", "--config", "configs/quickstart.yaml"]
-        done = subprocess.run([*command, *overrides, *more], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-        return done.stdout
+    def call(*words):
+        """The status and what is printed, in this process, which need not import all again."""
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.calibadv([*words])
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
 
-    out = run("quickstart")
-    assert "F1 before" in out
+    def run(command, *more):
+        status, out, err = call(command, *arguments, *more)
+        assert status == 0, out + err[-3000:]
+        return out
+
+    command = [sys.executable, "-m", "calibadv_jax.quickstart", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "F1 before" in done.stdout
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(model, "make_mesh", partial(make_mesh, devices=jax.devices()[:1]))
     report = json.loads((folder / "quickstart.json").read_text())
     assert set(report["before"]) == set(report["after"]) == {"0", "1"}
     assert rows(folder)[0]["eval/all/questions/greedy"] == 3
     evaluations = [str(folder / f"evaluation_{name}.json") for name in ("before", "after")]
-    compare = [sys.executable, "-c", "from calibadv_jax.cli import calibadv; calibadv()", "compare"]
-    done = subprocess.run([*compare, *evaluations], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "95% interval" in done.stdout, done.stderr
+    status, out, err = call("compare", *evaluations)
+    assert status == 0 and "95% interval" in out, err
     assert json.loads((folder / "hf/config.json").read_text())["model_type"] == "qwen3"
     assert len(AutoTokenizer.from_pretrained(folder / "hf")) == 398
     steps = list((folder / "rollouts").glob("step_*.parquet"))
     assert len(steps) == config.learner.steps
     assert "soft penalty ON" in run("train")  # resumes at the end: nothing left to do
     assert "ready: every check passed" in run("doctor")
-    with pytest.raises(AssertionError, match="FAIL questions"):
-        run("doctor", "data.eval=none.jsonl")
+    status, out, _ = call("doctor", *arguments, "data.eval=none.jsonl")
+    assert status == 1 and "FAIL questions" in out
     trained = run("evaluate")  # without evaluate.policy: what was trained, not where it began
     assert f"policy: the newest checkpoint in {folder}/checkpoints" in trained
     exported = run("evaluate", f"evaluate.policy={folder}/hf")

@@ -57,6 +57,7 @@ def test_a_rollback_goes_back_to_the_last_good_checkpoint_and_draws_other_number
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [4, 6]
 
 
+@pytest.mark.medium
 def test_the_checkpoint_of_the_last_good_step_itself_is_taken(tmp_path):
     checkpoint, guards = {"every": 1, "keep": 9}, GUARDED | {"action": "rollback"}
     config = make_config(tmp_path, checkpoint=checkpoint, guards=guards)
@@ -149,6 +150,7 @@ def test_a_single_step_that_is_not_finite_is_left_out(tmp_path):
     assert checkpoints(tmp_path)[-1] == 7
 
 
+@pytest.mark.medium
 def test_a_rollback_goes_back_from_what_is_not_finite_too(tmp_path):
     guards = {"action": "rollback", "max_sampled_perplexity": None}  # which the scripted tokens exceed
     config = make_config(tmp_path, guards=guards, **BREAKING)

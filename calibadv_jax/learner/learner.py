@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -249,9 +250,14 @@ def _is_masked(leaf: Any) -> bool:
 
 def init_params(policy: Policy, mesh: Mesh, seed: int) -> Params:
     """Random parameters, created in their shardings."""
-    shardings = param_shardings(policy.abstract_params, mesh)
     with jax.set_mesh(mesh):
-        return jax.jit(policy.init, out_shardings=shardings)(jax.random.key(seed))
+        return _initializer(policy, mesh)(jax.random.key(seed))
+
+
+@functools.lru_cache(maxsize=4)
+def _initializer(policy: Policy, mesh: Mesh) -> Callable[[jax.Array], Params]:
+    """Kept: a policy and the reference of its KL term are drawn by one program."""
+    return jax.jit(policy.init, out_shardings=param_shardings(policy.abstract_params, mesh))
 
 
 def on_policy_only(loss: LossConfig, minibatch_size: int, epochs: int) -> bool:

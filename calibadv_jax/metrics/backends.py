@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tensorboardX import SummaryWriter
-
 from calibadv_jax.config import LogConfig
 from calibadv_jax.errors import UserError
 from calibadv_jax.files import write_text
@@ -59,6 +57,8 @@ class TensorBoard:
         self._events.close()
 
     def _open(self, purge_step: int | None) -> Any:
+        from tensorboardX import SummaryWriter  # imports torch where there is one, which takes seconds
+
         # A file's name says the second; without the count a second file of that second would replace it.
         self._opened += 1
         return SummaryWriter(self._folder, purge_step=purge_step, filename_suffix=f".{self._opened}")

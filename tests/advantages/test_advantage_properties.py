@@ -36,6 +36,7 @@ TURNS = st.fixed_dictionaries(
 )
 MEMBERS = st.tuples(SCORES, st.booleans(), st.lists(TURNS, max_size=5))
 STEPS = st.lists(st.lists(MEMBERS, min_size=1, max_size=6), min_size=1, max_size=3)
+EXAMPLES = hypothesis.settings(max_examples=40)
 
 
 def build_step(build, step):
@@ -48,7 +49,7 @@ def build_step(build, step):
     ]
 
 
-@hypothesis.settings(max_examples=150, deadline=None)
+@EXAMPLES
 @hypothesis.given(step=STEPS, config=CONFIGS)
 def test_tokens_signs_and_magnitudes(build, step, config):
     groups = build_step(build, step)
@@ -68,7 +69,7 @@ def test_tokens_signs_and_magnitudes(build, step, config):
                     assert raw < 0 or value == raw
 
 
-@hypothesis.settings(max_examples=100, deadline=None)
+@EXAMPLES
 @hypothesis.given(step=STEPS, config=CONFIGS)
 def test_rebalanced_groups_have_the_target_ratio(build, step, config):
     config = dataclasses.replace(config, rebalance=True)
@@ -83,7 +84,7 @@ def test_rebalanced_groups_have_the_target_ratio(build, step, config):
             assert after[kept] == before[kept]
 
 
-@hypothesis.settings(max_examples=100, deadline=None)
+@EXAMPLES
 @hypothesis.given(step=STEPS, config=CONFIGS)
 def test_without_calibration_it_is_grpo(build, step, config):
     groups = build_step(build, step)
@@ -95,7 +96,7 @@ def test_without_calibration_it_is_grpo(build, step, config):
             np.testing.assert_array_equal(first, second)
 
 
-@hypothesis.settings(max_examples=100, deadline=None)
+@EXAMPLES
 @hypothesis.given(step=STEPS, config=CONFIGS, data=st.data())
 def test_order_of_groups_and_of_members_does_not_matter(build, step, config, data):
     groups = build_step(build, step)
@@ -114,7 +115,7 @@ def test_order_of_groups_and_of_members_does_not_matter(build, step, config, dat
             np.testing.assert_array_equal(values, reference[group.question.id, trajectory.index])
 
 
-@hypothesis.settings(max_examples=100, deadline=None)
+@EXAMPLES
 @hypothesis.given(step=STEPS, config=CONFIGS)
 def test_the_two_calibrations_touch_different_turns(build, step, config):
     """So neither needs to know whether the other has run before it."""

@@ -52,6 +52,7 @@ def searchr1(questions, tmp_path_factory):
     return path
 
 
+@pytest.mark.medium
 def test_as_search_r1_has_them(questions, searchr1, tmp_path):
     found = load_questions(searchr1)
     assert [plain(one) for one in found] == [plain(one) for one in questions]

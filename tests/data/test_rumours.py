@@ -97,6 +97,7 @@ def test_every_word_is_known(world):
         assert tokenizer.unk_token_id not in tokenizer.encode(text, add_special_tokens=False), text
 
 
+@pytest.mark.medium
 def test_demonstrations_believe_or_look_further_and_misread_as_often_as_said():
     credulous, misread = [], []
     for demonstration in itertools.islice(imperfect(0, RUMOURS), 3000):

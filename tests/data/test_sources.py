@@ -102,6 +102,7 @@ MIXED = [
 WEIGHTS = {"nq": 3.0, "hotpotqa": 1.0}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_mixture_has_its_shares_at_every_place(shuffle):
     drawn = list(islice(QuestionIterator(MIXED, 0, shuffle, WEIGHTS), 400))

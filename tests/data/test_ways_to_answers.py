@@ -64,6 +64,7 @@ def test_what_a_careful_demonstration_quotes_stands_in_what_it_was_shown(generat
     assert quotes > 300
 
 
+@pytest.mark.medium
 def test_a_wrong_name_is_looked_up_before_the_right_one():
     """Never after it: the answer follows from the last search."""
     detours = 0

@@ -90,6 +90,7 @@ def test_the_tokenizer_survives_saving(tokenizer, tmp_path):
     assert loaded.eos_token_id == tokenizer.eos_token_id
 
 
+@pytest.mark.medium
 def test_no_demonstration_shows_a_complete_two_hop_solution():
     counts = {"early": 0, "cut": 0, "second half": 0}
     for demonstration in itertools.islice(imperfect(1, SMALL), 3000):
@@ -112,6 +113,7 @@ def test_look_ups_end_with_the_right_answer():
         assert f"<answer> {demonstration.question.golden_answers[0]} </answer>" in last.text
 
 
+@pytest.mark.medium
 def test_one_hop_guesses_are_as_frequent_as_said():
     drawn = [d for d in itertools.islice(imperfect(2, SMALL), 3000) if d.question.data_source == "one_hop"]
     share = sum(len(d.turns) == 1 for d in drawn) / len(drawn)

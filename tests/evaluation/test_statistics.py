@@ -29,6 +29,7 @@ def test_the_interval_is_that_of_all_resamples(confidence):
     assert found == pytest.approx((low, high), abs=0.01)
 
 
+@pytest.mark.medium
 def test_the_interval_of_an_average_resamples_within_each_data_source():
     means = (resampled(FIRST)[:, None] + resampled(SECOND)[None]) / 2
     low, high = np.quantile(means, [0.025, 0.975])
@@ -65,6 +66,7 @@ def signs(differences):
     return np.array(list(itertools.product([1, -1], repeat=len(differences)))) * differences
 
 
+@pytest.mark.medium
 def test_the_p_value_is_that_of_all_exchanges():
     other = np.array([0.0, 0.0, 0.1, 0.3, 0.5, 0.0])  # one question is equal for both
     differences = other - FIRST

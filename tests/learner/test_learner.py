@@ -73,9 +73,8 @@ def test_packed_rows_equal_one_sample_a_row(policy, one_device):
     assert metrics["actor/loss"] == pytest.approx(metrics_apart["actor/loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "aggregation", [pytest.param("token_mean", marks=pytest.mark.medium), "sequence_mean"]
-)
+@pytest.mark.medium
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_microbatches_equal_the_batch(policy, one_device, aggregation):
     batch = pack(samples(), 24, aggregation)
     whole, metrics = sgd_step(policy, one_device, batch, batch.tokens.shape[0], LOSS)

@@ -64,7 +64,8 @@ def one_device():
     return make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.medium)])
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_moments_lie_on_the_host_and_the_updates_are_the_same(name):
     states = {}
     for offload in (False, True):

@@ -72,6 +72,7 @@ def test_adamw_clips_decays_matrices_and_keeps_its_moments():
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_muon_takes_every_layer_for_a_matrix_of_its_own():
     config = OptimizerConfig(name="muon", lr=0.1, schedule="constant", max_grad_norm=1e9)
     changed = jax.tree.map(np.copy, tree(1))

@@ -113,7 +113,9 @@ def test_a_step_without_any_advantage_moves_by_momentum_only(learner, state):
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", pytest.param("sequence_mean", marks=pytest.mark.medium)]
+)
 def test_the_entropy_of_a_step_is_that_of_the_tokens_that_were_computed(learner, state, aggregation):
     """Mini-batches of one sample, some of which compute nothing."""
     loss_config, every, still = LossConfig(aggregation=aggregation), samples(), optax.sgd(0.0)
@@ -132,9 +134,19 @@ def test_the_entropy_of_a_step_is_that_of_the_tokens_that_were_computed(learner,
     assert metrics["actor/entropy"] > 1
 
 
-@pytest.mark.parametrize("minibatch_size", [0, 3])
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("denominator", ["recompute", "sampler"])
+@pytest.mark.parametrize(
+    ("denominator", "epochs", "minibatch_size"),
+    [
+        ("recompute", 1, 0),
+        ("recompute", 1, 3),
+        ("recompute", 2, 0),
+        ("sampler", 1, 0),
+        pytest.param("recompute", 2, 3, marks=pytest.mark.medium),
+        pytest.param("sampler", 1, 3, marks=pytest.mark.medium),
+        pytest.param("sampler", 2, 0, marks=pytest.mark.medium),
+        pytest.param("sampler", 2, 3, marks=pytest.mark.medium),
+    ],
+)
 def test_the_ratio_divides_by_what_the_config_says(
     learner, state, minibatch_size, epochs, denominator, monkeypatch
 ):

@@ -69,7 +69,14 @@ def test_values_are_those_of_the_formula(kernel, heads, length):
     np.testing.assert_allclose(found, reference(q, k, v, segments), atol=2e-5)
 
 
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "xla"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(name, marks=[] if name == "blockwise 7" else pytest.mark.medium)
+        for name in KERNELS
+        if name != "xla"
+    ],
+)
 def test_gradients_are_those_of_the_plain_kernel(kernel):
     q, k, v, segments = rows(7, 101)
     wanted = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)

@@ -37,6 +37,7 @@ def test_logits_are_float32(decoder, hidden):
     assert decoder.logits(hidden).dtype == jnp.float32
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("chunk", [4, 64])
 def test_log_probabilities_are_those_of_float32(decoder, hidden, chunk):
     """Summed in bfloat16 the probabilities of 300 tokens would be off by a percent."""

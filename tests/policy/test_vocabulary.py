@@ -184,6 +184,7 @@ def test_gradients_of_bfloat16_look_ups_add_up_in_float32(mesh):
     assert float(jnp.abs(found).sum()) == ROWS * 128 * WIDTH
 
 
+@pytest.mark.medium
 def test_gradients_of_a_bfloat16_head_add_up_in_float32():
     """Over many chunks of equal states; rounded sums would lose the later ones."""
     policy = make_policy(False, 40, jnp.bfloat16)

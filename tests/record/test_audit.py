@@ -178,6 +178,7 @@ def test_the_control_permutes_rewards_over_the_step(tmp_path):
     assert [one.answer_score for group in kept.groups for one in group.trajectories] == [1, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.medium
 def test_what_the_control_measures(tmp_path, capsys):
     """The reward of 1 falls on one of five: two of the other group, the best, the wrong, the empty one.
 

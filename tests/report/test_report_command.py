@@ -53,6 +53,15 @@ def two_configs(tmp_path):
     return folders
 
 
+@pytest.fixture(scope="module")
+def of_two_configs(tmp_path_factory):
+    """The text of their page."""
+    folder = tmp_path_factory.mktemp("two")
+    output = folder / "new" / "page.html"
+    assert report(*two_configs(folder), "--output", output) == 0
+    return output.read_text(encoding="utf-8")
+
+
 def test_one_run_has_its_page_in_its_folder(tmp_path, capsys):
     folder = make_run(tmp_path / "run", learning_curve(4, 0))
     assert report(folder) == 0
@@ -62,6 +71,7 @@ def test_one_run_has_its_page_in_its_folder(tmp_path, capsys):
     assert [path.name for path in folder.iterdir() if "report" in path.name] == ["report.html"]
 
 
+@pytest.mark.medium
 def test_several_runs_have_theirs_in_the_current_folder(tmp_path, monkeypatch, capsys):
     folders = [make_run(tmp_path / name, learning_curve(4, 0)) for name in ("a", "b")]
     monkeypatch.chdir(tmp_path)
@@ -70,10 +80,8 @@ def test_several_runs_have_theirs_in_the_current_folder(tmp_path, monkeypatch, c
     assert (tmp_path / "report.html").is_file()
 
 
-def test_the_page_asks_for_nothing_and_is_whole(tmp_path):
-    output = tmp_path / "new" / "page.html"
-    assert report(*two_configs(tmp_path), "--output", output) == 0
-    text = output.read_text(encoding="utf-8")
+def test_the_page_asks_for_nothing_and_is_whole(of_two_configs):
+    text = of_two_configs
     page = Page(text)
     assert page.open == []
     addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\"' ]*", text))
@@ -110,10 +118,8 @@ def test_text_from_runs_is_text_in_the_page(tmp_path):
     assert "nq &lt;/script&gt;&lt;i&gt;" in output.read_text(encoding="utf-8")
 
 
-def test_the_page_says_what_the_runs_are(tmp_path):
-    output = tmp_path / "page.html"
-    report(*two_configs(tmp_path), "--output", output)
-    text = output.read_text(encoding="utf-8")
+def test_the_page_says_what_the_runs_are(of_two_configs):
+    text = of_two_configs
     assert "3 runs of 2 configs: calibadv (2 runs), grpo (1 run)." in text
     assert "12 of 100 steps: still running, or stopped early" in text
     assert re.search(
@@ -129,6 +135,7 @@ def test_without_kept_trajectories_it_says_what_is_left_out(tmp_path):
     assert f"Left out, because no trajectories were kept: {titles}." in text
 
 
+@pytest.mark.medium
 def test_trends_are_explained_where_there_are_any(tmp_path):
     folder = make_run(tmp_path / "run", learning_curve(30, 0))
     for option, words in (("3", "Strong lines are means of 3 steps"), ("1", None)):
@@ -137,6 +144,7 @@ def test_trends_are_explained_where_there_are_any(tmp_path):
         assert ("Strong lines" in text) == (words is not None) and (words or "") in text
 
 
+@pytest.mark.medium
 def test_a_seed_that_ended_early_is_named(tmp_path):
     folders = [
         make_run(tmp_path / f"{steps}-steps", learning_curve(steps, 0), quickstart_config(tmp_path))
@@ -147,6 +155,7 @@ def test_a_seed_that_ended_early_is_named(tmp_path):
     assert "The curve 2 runs is without 3-steps after step 3, where that ends." in text
 
 
+@pytest.mark.medium
 def test_every_figure_is_a_png(tmp_path, capsys):
     folder = make_run(tmp_path / "run", learning_curve(4, 0))
     assert report(folder, "--png", tmp_path / "figures") == 0

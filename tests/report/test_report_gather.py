@@ -61,6 +61,7 @@ def test_seeds_are_one_curve_and_configs_are_several(tmp_path):
     assert [curve.name for curve in charts["mass_before"].panels[0].curves] == ["positive", "negative"]
 
 
+@pytest.mark.medium
 def test_with_more_configs_than_lines_the_configs_share_a_panel(tmp_path):
     folders = []
     for index in range(3):

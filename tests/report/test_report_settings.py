@@ -88,6 +88,7 @@ def test_runs_without_a_config_stand_alone(tmp_path):
     assert [one.name for one in group_runs(read_runs(folders))] == ["a", "b"]
 
 
+@pytest.mark.medium
 def test_more_configs_than_colours_are_refused(tmp_path):
     runs = runs_of(tmp_path, *[[f"learner.steps={steps}"] for steps in range(10, 19)])
     with pytest.raises(UserError, match="9 different configs, but a chart can show 8"):

@@ -51,6 +51,7 @@ def test_a_whole_response(response, expected):
     assert is_trajectory_valid(replay(response, ["Rome"]), prepend_think=False) is expected
 
 
+@pytest.mark.medium
 @pytest.mark.timeout(60)  # quadratic time would be hours
 def test_time_is_linear_in_hostile_text():
     assert not is_valid(turn("search", "<think>" * 1_000_000, 4), turn("answer", ANSWER))

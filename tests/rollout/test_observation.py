@@ -106,7 +106,9 @@ def merging_tokenizer(passages):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
-@pytest.mark.parametrize("limit", [16, 64, 128, 500])
+@pytest.mark.parametrize(
+    "limit", [64, *(pytest.param(one, marks=pytest.mark.medium) for one in (16, 128, 500))]
+)
 def test_a_page_of_a_million_letters_is_not_tokenised_whole(merging_tokenizer, passages, limit):
     """What is shown is the same to the last token as if it were."""
     tokenizer = Watched(merging_tokenizer)

@@ -381,6 +381,7 @@ def test_of_equally_likely_tokens_greedy_takes_the_first():
     assert tokens.tolist() == [1, 2, 0]
 
 
+@pytest.mark.medium
 def test_frequencies_follow_the_distribution():
     probabilities = np.array([0.5, 0.25, 0.2, 0.05, 0.0])
     count = 20_000

@@ -8,15 +8,14 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-
-pytest.importorskip("vllm")
-pytest.importorskip("torch")
+from packages import need
 from vllm_rig import GREEDY, MAX_LENGTH, MODELS, SHAPE, Rig, gap_to_greedy, prompts, running
 
 from calibadv_jax.errors import UserError
 from calibadv_jax.interfaces import SamplingParams
 from calibadv_jax.snapshots.huggingface import save_folder
 
+need("vllm", "torch")
 pytestmark = pytest.mark.slow
 
 LONG = SamplingParams(max_tokens=MAX_LENGTH - 100, temperature=0.0)

@@ -4,9 +4,6 @@ import asyncio
 import random
 
 import pytest
-
-pytest.importorskip("vllm")
-pytest.importorskip("torch")
 from chain_policy import (
     COUNT,
     FIRST_NUMBER,
@@ -16,11 +13,13 @@ from chain_policy import (
     chain_params,
     completion_from,
 )
+from packages import need
 from vllm_rig import MODELS, SHAPE, Rig, running
 
 from calibadv_jax.interfaces import SamplingParams
 from calibadv_jax.protocol import STOP_STRINGS
 
+need("vllm", "torch")
 pytestmark = pytest.mark.slow
 
 REQUESTS, SPACING = 64, 3  # at any moment of the count-down three requests are inside the tag

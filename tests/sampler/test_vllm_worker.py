@@ -105,6 +105,7 @@ def test_a_restart_that_fails_is_tried_again(launch, tmp_path):
     assert process.poll() is None
 
 
+@pytest.mark.medium
 def test_a_first_start_that_fails_ends_the_launcher(launch, tmp_path):
     process, _ = launch("ends", "serves")
     assert process.wait(60) == 2
@@ -112,6 +113,7 @@ def test_a_first_start_that_fails_ends_the_launcher(launch, tmp_path):
     assert not (tmp_path / "port").exists()
 
 
+@pytest.mark.medium
 def test_restarts_come_to_an_end(launch):
     process, _ = launch("dies", "hangs up", "ends", restarts=3)
     assert process.wait(60) == 1

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from packages import need
 from pydantic import ValidationError
 
 from calibadv_jax.config import Config, RetrieverConfig
@@ -17,11 +18,11 @@ from calibadv_jax.services.retriever_replies import BadReply, read_documents
 pytest.importorskip("aiohttp")
 pytest.importorskip("faiss")
 pytest.importorskip("fastapi")
-pytest.importorskip("sentence_transformers")
 
 from rerank_rig import tiny_cross_encoder
 from search_rig import search
 
+need("sentence_transformers")
 pytestmark = pytest.mark.medium
 
 NAMES = [f"{first} {last}" for first in ("ada", "bo", "cy", "di") for last in ("almson", "berkson", "dorn")]

@@ -288,6 +288,7 @@ def test_the_child_service_answers_and_ends(tmp_path):
         search(process.url, ["a"], patience=0.2)
 
 
+@pytest.mark.medium
 def test_a_service_with_a_token(tmp_path, monkeypatch):
     """A child inherits it; without it, the run stops at once and says what to set."""
     pytest.importorskip("faiss")
@@ -304,6 +305,7 @@ def test_a_service_with_a_token(tmp_path, monkeypatch):
             search(process.url, ["fox"], topk=1)
 
 
+@pytest.mark.medium
 def test_a_child_that_can_not_start_says_why(tmp_path):
     pytest.importorskip("faiss")
     config = RetrieverConfig(corpus=str(tmp_path / "none.jsonl"), index=str(tmp_path / "index"))

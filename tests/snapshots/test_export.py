@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -33,10 +34,10 @@ from calibadv_jax.snapshots.huggingface import load_params
 from calibadv_jax.snapshots.publish import SnapshotStore
 
 
-@pytest.fixture
-def run(tiny, tmp_path):
-    """A run with checkpoints of steps 1 and 2 and a snapshot of version 2; (config, params by step)."""
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def made(tiny, tmp_path_factory):
+    """The folder of a run with checkpoints of steps 1 and 2 and a snapshot of version 2; params by step."""
+    folder = tmp_path_factory.mktemp("made") / "run"
     (folder / "policy").mkdir(parents=True)
     (folder / "policy" / "config.json").write_text(json.dumps(tiny.config))
     (folder / "policy" / "tokenizer.json").write_text("{}")
@@ -49,6 +50,14 @@ def run(tiny, tmp_path):
     store.close()
     snapshots = SnapshotStore(folder / "snapshots", keep=1, dtype=jnp.bfloat16)
     snapshots.publish(2, params[2], hf_config=tiny.config, tokenizer_hash="")
+    return folder, params
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    """(config, params by step) of a copy of the run, which a test may change."""
+    original, params = made
+    folder = shutil.copytree(original, tmp_path / "run")
     output = ExportConfig(output=str(tmp_path / "hf"), dtype="float32")
     return Config(run=RunConfig(dir=str(folder)), export=output), params
 

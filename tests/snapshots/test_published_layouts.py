@@ -99,6 +99,7 @@ def test_the_whole_model_has_the_published_tensors(name):
     assert architecture.rope_theta == (5e5 if scaling else 1e6)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_config_describes_the_published_model(name, tmp_path, capsys):
     """The doctor says the same of policy.init alone and of the folder."""

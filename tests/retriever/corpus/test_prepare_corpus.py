@@ -172,6 +172,7 @@ def test_help_needs_nothing_installed():
     assert answer.returncode == 0 and "--number_ids" in answer.stdout
 
 
+@pytest.mark.medium
 def test_real_passages_survive_every_layout(shared, tmp_path):
     rows = list(load_corpus(shared / "data/wiki_sample/corpus.jsonl.gz", progress=False)[:300])
     parts = [(row["id"], *split_contents(row["contents"])) for row in rows]

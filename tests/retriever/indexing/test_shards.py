@@ -28,7 +28,14 @@ def found(folder, corpus):
     ]
 
 
-@pytest.mark.parametrize("kind", ["faiss", "jax", "qdrant"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "faiss",
+        pytest.param("jax", marks=pytest.mark.medium),
+        pytest.param("qdrant", marks=pytest.mark.medium),
+    ],
+)
 def test_every_kind_finds_the_same_in_many_shards(tmp_path, corpus, monkeypatch, kind):
     if kind == "qdrant":
         pytest.importorskip("qdrant_client")

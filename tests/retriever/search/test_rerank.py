@@ -1,10 +1,10 @@
 """Reranking by a randomly initialised cross-encoder: the wiring, not the quality."""
 
 import pytest
+from packages import need
 
 pytest.importorskip("faiss")
 pytest.importorskip("fastapi")
-pytest.importorskip("sentence_transformers")
 
 from fastapi.testclient import TestClient
 from rerank_rig import tiny_cross_encoder
@@ -13,6 +13,9 @@ from retriever_rig import NAMES
 from retriever.search.rerank import Reranker, passage_text
 from retriever.service.app import make_app
 from retriever.service.engine import Depths
+
+need("sentence_transformers")
+pytestmark = pytest.mark.medium
 
 BODY = {"queries": ["ada almson"], "topk_retrieval": 6, "topk_rerank": 3, "return_scores": True}
 

@@ -82,6 +82,7 @@ def test_one_long_query_costs_no_other_its_documents(url, client):
     assert client(url, ["bo dorn", LONG, "cy dorn", ""])[:3] == ["bo dorn", "ada almson", "cy dorn"]
 
 
+@pytest.mark.medium
 def test_rlinf_sends_each_query_by_itself_and_opens_pages(url):
     """Many at once; the rows are not wrapped; a page that is not known is null."""
     queries = step(200) + [LONG]

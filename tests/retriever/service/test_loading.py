@@ -84,6 +84,7 @@ def command(folder, *more):
     return [*base, "--index_path", str(folder / "index"), "--port", "0", *more]
 
 
+@pytest.mark.medium
 def test_what_cannot_be_loaded_ends_the_service(tmp_path):
     ended = subprocess.run(command(tmp_path), capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2

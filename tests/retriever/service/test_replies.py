@@ -142,7 +142,7 @@ def test_more_documents_than_a_request_may_ask_for_are_refused_before_the_search
     [
         {"queries": ["ada"] * 512, "topk": 3, "return_scores": True},  # Search-R1's batch
         {"queries": ["ada"] * 512 * 5, "topk_retrieval": 20, "topk_rerank": 3, "not_sort": True},
-        {"queries": ["ada"] * 8192, "topk": 8},
+        pytest.param({"queries": ["ada"] * 8192, "topk": 8}, marks=pytest.mark.medium),
         {"queries": ["ada"], "topk": 1000},
     ],
 )
