@@ -24,8 +24,9 @@ class DataConfig:
     all."""
     overlong_prompts: Literal["refuse", "leave_out"] = "refuse"
     """Questions whose prompt is longer than rollout.max_prompt_length, in training and evaluation, and among
-    the demonstrations of a file. They are looked for before anything is asked or trained. refuse: the command
-    ends; leave_out: it goes on without them and says how many (verl: data.filter_overlong_prompts)."""
+    the demonstrations of a file; of these also whole ones longer than sft.row_length. They are looked for
+    before anything is asked or trained. refuse: the command ends; leave_out: it goes on without them and says
+    how many (verl: data.filter_overlong_prompts)."""
     shuffle: bool = True
     """Shuffle training questions again in every epoch."""
 
