@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from calibadv_jax.errors import UserError
-from calibadv_jax.files import replacing
+from calibadv_jax.files import replacing, replacing_folder
 from calibadv_jax.hub import TOKENIZER_FILES
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import placed_params
@@ -154,11 +154,7 @@ def save_folder(
     """
     output = output.absolute()
     _refuse_foreign(output)
-    partial, previous = (output.with_name(f".{output.name}.{word}") for word in ("partial", "previous"))
-    for leftover in (partial, previous):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replacing_folder(output) as partial:
         _write_weights(params, partial, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
         if tokenizer_source is not None:
             copy_tokenizer(tokenizer_source, partial)
@@ -166,12 +162,6 @@ def save_folder(
             (partial / name).write_text(text, encoding="utf-8")
         config = _complete(hf_config, jnp.dtype(dtype).name)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if output.exists():
-            output.rename(previous)
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(previous, ignore_errors=True)
     return output
 
 
