@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from calibadv_jax.rollout.observation import encode, neutralise_documents, rende
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.services.lookups import look_up_each
 from calibadv_jax.services.retriever_process import open_retriever
-from calibadv_jax.sft import encode_demonstration
+from calibadv_jax.sft import demonstration_length
 from calibadv_jax.trajectory import Document, Question
 
 WRITTEN, NO_LIMIT = "written", 2**31
@@ -103,8 +102,7 @@ def _fits(demonstration: Demonstration, config: Config, tokenizer: Any) -> bool:
     longest_turn = max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns)
     if len(prompt) > rollout.max_prompt_length or longest_turn > rollout.max_turn_length:
         return False
-    endless = replace(config, sft=replace(config.sft, row_length=NO_LIMIT))
-    length = len(encode_demonstration(demonstration, endless, tokenizer, "sampled").tokens)
+    length = demonstration_length(demonstration, config, tokenizer)
     return length <= min(config.sft.row_length, rollout.max_length)
 
 

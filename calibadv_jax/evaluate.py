@@ -37,7 +37,8 @@ from calibadv_jax.model import Model, PolicySource, build_model, find_folder, fi
 from calibadv_jax.rewards.score import score_trajectory
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
-from calibadv_jax.services.retriever_client import SAME, RetrieverClient
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_health import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
 from calibadv_jax.trajectory import Document, Group, Question
 from calibadv_jax.wiring import open_rollouts
@@ -174,7 +175,7 @@ def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -
     if config.url:
         client = RetrieverClient(config, config.url, warn)
         health = client.health()
-        said = {name: health[name] for name in (*SAME, "identity") if name in health}
+        said = index_identity(health)
         return said if {"identity", "corpus_sha256"} & said.keys() else said | {"url": client.url}
     corpus = Path(config.corpus)
     found = corpus.stat() if corpus.is_file() else None

@@ -1,9 +1,10 @@
-"""Files that are there whole or not at all, whatever ends the process, and however full the disk is."""
+"""Files and folders that are there whole or not at all, whatever ends the process, however full the disk."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +27,41 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}{PARTIAL}")
     try:
         yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
+        _to_disk(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """As `replacing`, an empty folder: what it holds at the end becomes `path`, in place of an older one.
+
+    What a killed process has left of either is removed by the next one that writes `path`.
+
+    Raises:
+        OSError: it cannot be written; an older folder of this name is as it was.
+    """
+    partial, previous = (path.with_name(f".{path.name}{end}") for end in (PARTIAL, ".previous"))
+    for leftover in (partial, previous):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():
+                _to_disk(file)
+        if path.exists():
+            path.rename(previous)
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def write_text(path: Path, text: str) -> None:

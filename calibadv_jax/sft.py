@@ -168,8 +168,7 @@ def count_updates(
             f"sft.phases: epochs={phase.epochs}, but sft.demonstrations=world writes new demonstrations all"
             " the time: give steps"
         )
-    # Only their lengths count.
-    lengths = (len(encode_demonstration(one, config, tokenizer, phase.loss_on).tokens) for one in own)
+    lengths = (demonstration_length(one, config, tokenizer) for one in own)
     shapes = [Sample(np.zeros(length, np.int32), *[_NOTHING] * 3) for length in lengths]
     fulls = _row_fulls(
         (shapes[index] for index in _order(len(own), phase.epochs, seed)),
@@ -209,10 +208,10 @@ def _own_demonstrations(
     """Demonstrations of the file to train on, and the held-out ones in rows; none if a generator writes them.
 
     Args:
-        warn: told how many are left out because their prompts are too long.
+        warn: told how many are left out because they, or their prompts, are too long.
 
     Raises:
-        UserError: the file cannot be used, or prompts are too long; see `drop_overlong`.
+        UserError: the file cannot be used, or some are too long; see `drop_overlong` and `_drop_long`.
     """
     sft = config.sft
     if sft.demonstrations == "world":
@@ -231,9 +230,37 @@ def _own_demonstrations(
     if overlong:
         warn(overlong)
     fitting = [one for place, one in enumerate(own) if place not in lengths]
+    fitting, too_long = _drop_long(fitting, config, tokenizer)
+    if too_long:
+        warn(too_long)
     training, held_out = split_off(fitting, sft.held_out, config.run.seed)
     samples = [encode_demonstration(one, config, tokenizer, "sampled") for one in held_out]
     return training, pack(samples, sft.row_length) if samples else None
+
+
+def _drop_long(
+    own: Sequence[Demonstration], config: Config, tokenizer: Any
+) -> tuple[list[Demonstration], str]:
+    """The demonstrations that fit in a row, and in words how many do not; "" where all fit.
+
+    Raises:
+        UserError: some do not fit and data.overlong_prompts is "refuse", or none fits.
+    """
+    longest = config.sft.row_length
+    lengths = [demonstration_length(one, config, tokenizer) for one in own]
+    kept = [one for one, length in zip(own, lengths, strict=True) if length <= longest]
+    if len(kept) == len(own):
+        return kept, ""
+    worst = max(range(len(own)), key=lambda place: lengths[place])
+    found = (
+        f"sft.demonstrations: {len(own) - len(kept)} of {len(own)} have more tokens than"
+        f" sft.row_length={longest}, the longest {lengths[worst]} (question {own[worst].question.id!r})"
+    )
+    if config.data.overlong_prompts == "refuse":
+        raise UserError(f"{found}: raise it, or leave them out with data.overlong_prompts=leave_out")
+    if not kept:
+        raise UserError(f"{found}: none is left; raise it")
+    return kept, f"{found}: they are left out"
 
 
 def held_out_loss(learner: Learner, params: Params, batch: Batch) -> float:
@@ -311,7 +338,26 @@ def _order(count: int, epochs: int | None, seed: int) -> Iterator[int]:
 def encode_demonstration(
     demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str
 ) -> Sample:
-    """A demonstration in exactly the tokens that the agent loop would have written."""
+    """A demonstration in exactly the tokens that the agent loop would have written.
+
+    Raises:
+        UserError: they are more than sft.row_length.
+    """
+    sample = _encoded(demonstration, config, tokenizer, loss_on)
+    if len(sample.tokens) > config.sft.row_length:
+        raise UserError(
+            f"demonstration of question {demonstration.question.id!r} has {len(sample.tokens)} tokens,"
+            f" but sft.row_length is {config.sft.row_length}: raise it"
+        )
+    return sample
+
+
+def demonstration_length(demonstration: Demonstration, config: Config, tokenizer: Any) -> int:
+    """Its tokens, however many."""
+    return len(_encoded(demonstration, config, tokenizer, "sampled").tokens)
+
+
+def _encoded(demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str) -> Sample:
     prompt = build_prompt(demonstration.question, tokenizer, config.prompt, config.rollout.max_prompt_length)
     parts: list[tuple[np.ndarray, bool]] = [(prompt, False)]
     think = config.prompt.prepend_think
@@ -328,11 +374,6 @@ def encode_demonstration(
     tokens = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
     mask = np.concatenate([np.full(len(ids), learned or loss_on == "all") for ids, learned in parts])
     mask[0] = False  # nothing precedes the first token
-    if len(tokens) > config.sft.row_length:
-        raise UserError(
-            f"demonstration of question {demonstration.question.id!r} has {len(tokens)} tokens,"
-            f" but sft.row_length is {config.sft.row_length}: raise it"
-        )
     nothing = np.zeros(len(tokens), np.float32)
     return Sample(tokens, mask, nothing, nothing)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from calibadv_jax.errors import UserError
-from calibadv_jax.files import read_json, replacing, write_json, write_text
+from calibadv_jax.files import read_json, replacing, replacing_folder, write_json, write_text
 
 PACKAGE = Path(__file__).resolve().parent.parent / "calibadv_jax"
 # Files of folders that appear as a whole, or that are written line by line; and the logs of child services.
@@ -47,12 +47,44 @@ def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, error):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_folder_replaces_what_was_there(tmp_path):
+    path = tmp_path / "deep" / "a"
+    for text in ("first", "second"):
+        with replacing_folder(path) as partial:
+            (partial / "inner").mkdir()
+            (partial / "inner" / "b").write_text(text)
+            (partial / f"only {text}").touch()
+        assert (path / "inner" / "b").read_text() == text
+    assert sorted(one.name for one in path.iterdir()) == ["inner", "only second"]
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_a_failure_leaves_the_old_folder_and_no_other(tmp_path, error):
+    path = tmp_path / "a"
+    (tmp_path / ".a.partial").mkdir()  # of a process that was killed
+    (tmp_path / ".a.partial" / "theirs").touch()
+    with replacing_folder(path) as partial:
+        assert list(partial.iterdir()) == []
+        (partial / "b").write_text("old")
+    with pytest.raises(type(error)), replacing_folder(path) as partial:
+        (partial / "b").write_text("ne")
+        raise error
+    assert (path / "b").read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
 def test_the_data_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
     done = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: done.append("data") or fsync(file))
     monkeypatch.setattr(os, "replace", lambda *paths: done.append("name") or replace(*paths))
     write_text(tmp_path / "a", "text")
+    assert done == ["data", "name"]
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda *paths: done.append("name") or rename(*paths))
+    done.clear()
+    with replacing_folder(tmp_path / "b") as partial:
+        (partial / "c").touch()
     assert done == ["data", "name"]
 
 

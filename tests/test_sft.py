@@ -353,3 +353,25 @@ def test_demonstrations_whose_prompts_are_too_long_are_known_at_the_start(tmp_pa
     with_held_out = replace(left_out, sft=replace(left_out.sft, held_out=0.5))
     training, held_out = sft._own_demonstrations(with_held_out, tokenizer, said.append)
     assert len(training) == 1 and int(held_out.segment_ids.max()) == 1
+
+
+def test_demonstrations_that_are_longer_than_a_row_are_known_at_the_start(tmp_path, tokenizer):
+    """As their prompts are: before hundreds of updates, not when one of them is drawn."""
+    answers = [f"<think> {'city ' * count}</think> <answer> it </answer>" for count in (1, 300, 200, 1)]
+    rows = [chat(f"who founded {name} ?", one) for name, one in zip("abcd", answers, strict=True)]
+    path = write(tmp_path / "d.jsonl", *rows)
+    config = config_with(demonstrations=str(path), row_length=100)
+    said = []
+    with pytest.raises(
+        UserError,
+        match=r"sft.demonstrations: 2 of 4 have more tokens than sft.row_length=100, the longest 3\d\d"
+        r" \(question '.*d.jsonl:2'\): raise it, or .*=leave_out",
+    ):
+        sft._own_demonstrations(config, tokenizer, said.append)
+    left_out = replace(config, data=replace(config.data, overlong_prompts="leave_out"))
+    training, _ = sft._own_demonstrations(left_out, tokenizer, said.append)
+    assert [one.question.text for one in training] == ["who founded a ?", "who founded d ?"]
+    assert len(said) == 1 and "2 of 4" in said[0] and "left out" in said[0]
+    none = replace(left_out, sft=replace(left_out.sft, row_length=8))
+    with pytest.raises(UserError, match="4 of 4 .*none is left"):
+        sft._own_demonstrations(none, tokenizer, said.append)

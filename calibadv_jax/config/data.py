@@ -25,9 +25,9 @@ class DataConfig:
     run.seed. 0: all questions."""
     overlong_prompts: Annotated[Literal["refuse", "leave_out"], Mark.UNLEARNED] = "refuse"
     """What to do with questions whose prompt is longer than rollout.max_prompt_length, in training,
-    evaluation and files of demonstrations. They are looked for before anything is asked or trained. refuse:
-    the command ends; leave_out: it goes on without them and says how many (verl:
-    data.filter_overlong_prompts)."""
+    evaluation and files of demonstrations; of these also with demonstrations longer than sft.row_length. They
+    are looked for before anything is asked or trained. refuse: the command ends; leave_out: it goes on
+    without them and says how many (verl: data.filter_overlong_prompts)."""
     shuffle: bool = True
     """Shuffle the training questions anew in every epoch."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from calibadv_jax.data.questions import write_questions
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.data.words import POOLS
 from calibadv_jax.errors import UserError
+from calibadv_jax.files import replacing_folder
 from calibadv_jax.trajectory import Question
 
 Split = Literal["train", "eval", "cold_start"]
@@ -326,17 +326,12 @@ def write_world(config: WorldConfig) -> Path:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: holds something other than this world; remove it or change world.dir")
     world = generate_world(config)
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    write_corpus(unfinished / "corpus.jsonl", world.passages)
-    write_questions(unfinished / "train.jsonl", world.train)
-    write_questions(unfinished / "eval.jsonl", world.eval)
-    build_word_tokenizer().save_pretrained(unfinished / "tokenizer")
-    (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-    if folder.exists():
-        folder.rmdir()
-    unfinished.rename(folder)
+    with replacing_folder(folder) as partial:
+        write_corpus(partial / "corpus.jsonl", world.passages)
+        write_questions(partial / "train.jsonl", world.train)
+        write_questions(partial / "eval.jsonl", world.eval)
+        build_word_tokenizer().save_pretrained(partial / "tokenizer")
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     return folder
 
 

@@ -57,5 +57,5 @@ def interval(strata: Strata, confidence: float, resamples: int) -> tuple[float, 
 def _resampled(strata: Strata, count: int, rng: np.random.Generator) -> np.ndarray:
     """`stratified_mean` of so many resamples, float64 [count]."""
     drawn = (values[rng.integers(0, len(values), (count, len(values)))] for values in strata)
-    means: np.ndarray = sum(values.mean(axis=1) for values in drawn) / len(strata)
+    means: np.ndarray = np.mean([values.mean(axis=1) for values in drawn], axis=0)
     return means

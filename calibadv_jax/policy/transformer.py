@@ -113,7 +113,11 @@ class Mlp(nnx.Module):
         self.down = nnx.Linear(a.intermediate_size, a.hidden_size, **kwargs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(gated(self.gate(x), self.up(x)))
+        return self.down(self.hidden(x))
+
+    def hidden(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, F]."""
+        return gated(self.gate(x), self.up(x))
 
 
 class Block(nnx.Module):
@@ -154,10 +158,13 @@ class Block(nnx.Module):
         q, k, v = self.attn.project(self.attn_norm(x), cos, sin)
         rows = jnp.arange(x.shape[0]) if slots is None else slots
         # One head a write: the cache then keeps its layout, and no layer of it is copied for the products.
-        at = layer, rows[:, None, None], jnp.arange(k.shape[2]), columns[:, :, None]
-        keys, values = (
-            old.at[at].set(new.astype(old.dtype), mode="drop") for old, new in zip(stack, (k, v), strict=True)
+        # And each by itself, so that the devices that have the head need nothing of the others.
+        write = jax.vmap(
+            lambda held, new: held.at[layer, rows[:, None], columns].set(new.astype(held.dtype), mode="drop"),
+            in_axes=2,
+            out_axes=2,
         )
+        keys, values = (write(held, new) for held, new in zip(stack, (k, v), strict=True))
 
         def mixed(width: int) -> jax.Array:
             # Of the layer within the branch: what a branch is given is copied, all columns of it.
@@ -169,8 +176,9 @@ class Block(nnx.Module):
         widths, number = window
         branches = [partial(mixed, width) for width in widths]
         found = branches[0]() if len(widths) == 1 else jax.lax.switch(number, branches)
-        x = pin_rows(x + self.attn.output(found.astype(x.dtype)))
-        return pin_rows(x + self.mlp(self.mlp_norm(x))), (keys, values)
+        x = pin_rows(x + self.attn.output(pin_rows(found.astype(x.dtype), split=True)))
+        hidden = pin_rows(self.mlp.hidden(self.mlp_norm(x)), split=True)
+        return pin_rows(x + self.mlp.down(hidden)), (keys, values)
 
 
 class Decoder(nnx.Module):
@@ -219,11 +227,13 @@ class Decoder(nnx.Module):
         valid: jax.Array,
         cache: Cache,
         slots: jax.Array | None = None,
+        embedded: jax.Array | None = None,
         window: Window | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Appends tokens [B, n] at `positions` to cache rows and returns their hidden states [B, n, D].
 
         Args:
+            embedded: [B, n, D], from `embed_groups`; None: they are looked up here.
             valid: bool [B, n]; invalid tokens are not written and their output is meaningless.
             slots: int32 [B], the cache row of each batch row; None: row b is slot b.
             window: columns that are read; every valid position is below them. None: all.
@@ -231,7 +241,8 @@ class Decoder(nnx.Module):
         length = cache[0][0].shape[3]
         window = window or ([length], 0)
         columns = jnp.where(valid, positions, length)  # out of range: the write is dropped
-        x = pin_rows(self.embed(tokens).astype(self.numerics.compute_dtype))
+        x = self.embed(tokens).astype(self.numerics.compute_dtype) if embedded is None else embedded
+        x = pin_rows(x)
         cos, sin = self._rotary(positions)
         graph, params = nnx.split(self.layers)
 
@@ -250,6 +261,15 @@ class Decoder(nnx.Module):
             updated.append(stack)
             first += count
         return self.final_norm(x), updated
+
+    def embed_groups(self, tokens: jax.Array) -> jax.Array:
+        """Embeddings [groups, B, n, D] of the tokens [groups, B, n] of rows that the devices hold.
+
+        Outside the `vmap` over the groups: within it the compiler gathers the rows of all on every device.
+        """
+        rows = tokens.reshape(-1, tokens.shape[-1])
+        found = look_up(self.embed.embedding[...], rows, self.numerics.compute_dtype)
+        return found.reshape(*tokens.shape, -1)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 [..., V]; the products are of the compute dtype, their sums stay float32."""

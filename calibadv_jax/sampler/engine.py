@@ -210,7 +210,8 @@ class CacheEngine:
             valid = offsets < counts[number][..., None]
             rows = None if slots is None else slots[number]
             seen = self._seen(columns[number], window)
-            return self._append(decoder, cache, tokens[number], positions, valid, rows, seen)[1]
+            embedded = decoder.embed_groups(tokens[number])
+            return self._append(decoder, cache, tokens[number], positions, valid, rows, embedded, seen)[1]
 
         if len(tokens) == 1:
             return one_tile(0, cache)
@@ -230,11 +231,13 @@ class CacheEngine:
         positions: jax.Array,
         valid: jax.Array,
         slots: jax.Array | None,
+        embedded: jax.Array | None,
         window: Window,
     ) -> tuple[jax.Array, Cache]:
         """`Decoder.decode` for every group by the devices that hold it; all arrays [groups, ...]."""
         append = partial(decoder.decode, window=window)
-        return jax.vmap(append, spmd_axis_name=RULES[self._slot_axis])(tokens, positions, valid, cache, slots)
+        append = jax.vmap(append, spmd_axis_name=RULES[self._slot_axis])
+        return append(tokens, positions, valid, cache, slots, embedded)
 
     def _decode_rows(
         self,
@@ -286,7 +289,7 @@ class CacheEngine:
             step, cache, last, live, tokens, logprobs, counts = carry
             at = positions + counts
             token, position, valid = (x.reshape(-1, self._rows, 1) for x in (last, at, live))
-            hidden, cache = self._append(decoder, cache, token, position, valid, None, seen)
+            hidden, cache = self._append(decoder, cache, token, position, valid, None, None, seen)
             chosen, chosen_logprobs = sample_tokens(
                 decoder.logits(hidden.reshape(num_rows, -1)), seeds, at, temperatures, top_p, top_k, filtered
             )

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ from calibadv_jax.interfaces import Completion, SamplingParams
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_requests import completion_request, error_message, read_completion
-from calibadv_jax.sampler.vllm_worker import ask_label
-from calibadv_jax.services.http_client import Unreachable, limit, open_session, post
+from calibadv_jax.sampler.vllm_worker import ask_alive, ask_label
+from calibadv_jax.services.http_client import Unreachable, limit, open_session, post, watched
 from calibadv_jax.trajectory import StopReason
 
 PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
-WATCH_PAUSE = 10.0  # seconds between two looks at whether workers that hold completions are still there
+WATCH_PAUSE = 10.0  # seconds between two looks at whether workers that are asked something are still there
 SWAP_TIMEOUT = 1800.0  # seconds a worker may take to load a snapshot
 MAX_LOSSES = 5  # workers lost over one completion: it may be what kills them
 MAX_EMPTY = 6  # replies without a token, one after another, after which their worker counts as lost
@@ -357,8 +358,17 @@ class VllmSampler:
         await self._control(worker, "/finish_weight_update", json=label)
 
     async def _control(self, worker: Worker, route: str, refusal: str = "", **arguments: Any) -> Any:
-        """`_post` on a connection of its own: vLLM's server closes the one on which it reported a failure."""
-        return await self._post(worker, route, refusal, headers={"connection": "close"}, **arguments)
+        """`_post` on a connection of its own: vLLM's server closes the one on which it reported a failure.
+
+        A load may take long. A server that is stopped or hangs is found by its health meanwhile.
+        """
+        self._http = self._http or open_session(self.config.request_timeout)
+        alive = partial(ask_alive, self._http, worker.url)
+        reply = self._post(worker, route, refusal, headers={"connection": "close"}, **arguments)
+        try:
+            return await watched(reply, alive, WATCH_PAUSE)
+        except Unreachable as error:
+            raise WorkerLost(f"{route}: {error}") from error
 
     async def _post(self, worker: Worker, route: str, refusal: str = "", **arguments: Any) -> Any:
         """The JSON reply of a route.
@@ -366,8 +376,7 @@ class VllmSampler:
         Args:
             refusal: where our engine in the worker objects, what it does then; the text of a UserError.
         """
-        if self._http is None:
-            self._http = open_session(self.config.request_timeout)
+        self._http = self._http or open_session(self.config.request_timeout)
         try:
             reply = await post(self._http, worker.url + route, **arguments)
             if reply.status == 200:

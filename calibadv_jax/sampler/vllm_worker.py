@@ -267,6 +267,18 @@ async def ask_label(http: aiohttp.ClientSession, url: str) -> Any:
         ) from error
 
 
+async def ask_alive(http: aiohttp.ClientSession, url: str) -> None:
+    """Unlike the label of the weights, a server says at any time whether it lives: also while it loads some.
+
+    Raises:
+        Unreachable: it does not answer, or says that its engine is dead.
+    """
+    alone = {"connection": "close"}
+    reply = await request(http, "GET", f"{url}/health", headers=alone, timeout=limit(ASK_SECONDS))
+    if reply.is_away:
+        raise Unreachable(f"/health: status {reply.status}")
+
+
 @contextmanager
 def open_workers(
     config: SamplerConfig,

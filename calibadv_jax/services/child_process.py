@@ -14,6 +14,7 @@ from calibadv_jax.errors import UserError
 
 STOP_SECONDS = 20.0  # between asking a child to end and killing it
 LONGEST_CAUSE = 300  # characters
+LONGEST_LOG = 2**24  # bytes, about 100 starts of a vLLM server; a longer one is set aside at a start
 _ERROR = re.compile(r"\b(?:\w+\.)*[A-Z]\w*Error: .+")
 _HARMLESS = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")  # vLLM's warnings name errors that have not happened
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # the log has every line at once, and errors after what led to them
@@ -25,7 +26,8 @@ class ChildService:
     Args:
         what: how messages call the service.
         command: started with ``--port 0 --port_file FILE --parent_pid PID`` added.
-        log_path: the child's output is added to it: other commands may write to it too.
+        log_path: the child's output is added to it: other commands may write to it too. What is longer than
+            LONGEST_LOG becomes FILE.old, in place of an older one; who writes to it goes on there.
         timeout_key: config key of `start_timeout`, for the message.
         environment: variables that differ from this process's.
     """
@@ -69,6 +71,8 @@ class ChildService:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.TemporaryDirectory(prefix="service-")
         arguments = ["--port", "0", "--port_file", str(self._port_file), "--parent_pid", str(os.getpid())]
+        if self.log_path.is_file() and self.log_path.stat().st_size > LONGEST_LOG:
+            self.log_path.replace(self.log_path.with_name(f"{self.log_path.name}.old"))
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self.process = subprocess.Popen(

@@ -6,11 +6,12 @@ each request (encode/httpx#3215), which took more of a core than the agent loop 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -19,6 +20,8 @@ from calibadv_jax.errors import UserError
 AWAY = (408, 425, 429, 502, 503, 504)  # it says itself that a later attempt may succeed
 NO_SUCH_METHOD = 501
 KEEPALIVE_SECONDS = 2.0  # below the servers' five: so none closes a connection that is just being reused
+
+T = TypeVar("T")
 
 
 class Unreachable(Exception):
@@ -83,6 +86,25 @@ async def request(http: aiohttp.ClientSession, method: str, url: str, **argument
         raise Unreachable("no whole reply in time") from error
     except aiohttp.ClientError as error:
         raise Unreachable(f"{type(error).__name__} {error}".strip()) from error
+
+
+async def watched(reply: Coroutine[Any, Any, T], look: Callable[[], Awaitable[object]], pause: float) -> T:
+    """The reply that is waited for; meanwhile `look` is called every `pause` seconds.
+
+    Raises:
+        Unreachable: `look` raised it before there was a reply.
+    """
+    task = asyncio.get_running_loop().create_task(reply)
+    try:
+        while not (await asyncio.wait({task}, timeout=pause))[0]:
+            try:
+                await look()
+            except Unreachable:
+                if not task.done():
+                    raise
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def _seconds(retry_after: str) -> float:

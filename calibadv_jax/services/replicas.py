@@ -39,6 +39,8 @@ class Replicas:
         http: makes the requests.
         urls: base URLs.
         agreed: what their health said at the start; None: not asked, then nothing is compared.
+        named: URLs of services that have named their index with a reply; added to. A reply without the name
+            is then another service's.
         warn: told which service is left out, and why.
     """
 
@@ -47,9 +49,10 @@ class Replicas:
         http: aiohttp.ClientSession,
         urls: Sequence[str],
         agreed: Mapping[str, Any] | None,
+        named: set[str],
         warn: Callable[[str], object],
     ):
-        self._http, self._agreed, self._warn = http, agreed, warn
+        self._http, self._agreed, self._named, self._warn = http, agreed, named, warn
         self._all = [_Replica(url, FIRST_PAUSE) for url in urls]
         self._turns = 0
         self._changed = asyncio.Event()
@@ -129,11 +132,22 @@ class Replicas:
             return
         agreed, said = self._agreed.get(IDENTITY), reply.headers.get(IDENTITY_HEADER)
         if agreed is not None and said is not None:
+            self._named.add(replica.url)
             self._compare(replica, f"{IDENTITY} {said!r} instead of {agreed!r}" if said != agreed else "")
+        elif reply.status == 200 and replica.url in self._named:
+            self._compare(replica, f"no {IDENTITY_HEADER} instead of {agreed!r}")
         elif not replica.is_known:
-            self._compare(replica, difference(self._agreed, await ask_health(self._http, replica.url)))
+            self._compare(replica, self._differs(replica, await ask_health(self._http, replica.url)))
         if replica.other:
             raise Unreachable(f"it serves another index: {replica.other}")
+
+    def _differs(self, replica: _Replica, state: Mapping[str, Any]) -> str:
+        """What a service's health says that it serves instead of the agreed index; empty: it serves that."""
+        if self._agreed is None:
+            return ""
+        if replica.url in self._named and IDENTITY not in state:
+            return f"no {IDENTITY} instead of {self._agreed[IDENTITY]!r}"
+        return difference(self._agreed, state)
 
     def _compare(self, replica: _Replica, other: str) -> None:
         """Notes what a service serves instead of the agreed index; empty: it serves that."""
@@ -153,6 +167,6 @@ class Replicas:
                 state = await ask_health(self._http, replica.url)
             except Unreachable:
                 continue
-            self._compare(replica, difference(self._agreed, state) if self._agreed is not None else "")
+            self._compare(replica, self._differs(replica, state))
             replica.is_well = not replica.other
         self._changed.set()

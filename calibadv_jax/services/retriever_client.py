@@ -15,12 +15,10 @@ from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.services.http_client import AWAY, Unreachable, open_session
 from calibadv_jax.services.replicas import Replicas
-from calibadv_jax.services.retriever_health import SAME, TOKEN_VARIABLE, ask_health, difference, token
+from calibadv_jax.services.retriever_health import TOKEN_VARIABLE, ask_health, difference, token
 from calibadv_jax.services.retriever_replies import BadReply, excerpt, read_documents
 from calibadv_jax.services.waiting import wait_for_any
 from calibadv_jax.trajectory import Document
-
-__all__ = ["SAME", "TOKEN_VARIABLE", "RetrieverClient"]
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
 MAX_BATCH = 256  # queries in one request
@@ -86,6 +84,7 @@ class RetrieverClient:
         self._replicas: Replicas | None = None  # of the running event loop, as the connections
         self._has_answered = False
         self._agreed: dict[str, Any] | None = None  # what `health` gave: searches take documents of that only
+        self._named: set[str] = set()  # of `Replicas`
         self.missing: dict[str, str] = {}  # services that did not answer `health`, and why
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
@@ -100,7 +99,8 @@ class RetrieverClient:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # connections belong to the loop that opened them
             self._loop, self._http = loop, open_session(self.config.timeout, token())
-            self._batch, self._replicas = None, Replicas(self._http, self.urls, self._agreed, self._warn)
+            self._batch = None
+            self._replicas = Replicas(self._http, self.urls, self._agreed, self._named, self._warn)
         batch = self._batch
         is_full = batch is not None and len(batch.queries) + len(queries) > MAX_BATCH
         if batch is None or is_full or batch.outcomes.done():

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from calibadv_jax.errors import UserError
-from calibadv_jax.files import read_json, replacing, write_json
+from calibadv_jax.files import read_json, replacing, replacing_folder, write_json
 from calibadv_jax.hub import TOKENIZER_FILES
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import placed_params
@@ -155,11 +155,7 @@ def save_folder(
     """
     output = output.absolute()
     _refuse_foreign(output)
-    partial, previous = (output.with_name(f".{output.name}.{word}") for word in ("partial", "previous"))
-    for leftover in (partial, previous):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replacing_folder(output) as partial:
         _write_weights(params, partial, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
         if tokenizer_source is not None:
             copy_tokenizer(tokenizer_source, partial)
@@ -167,12 +163,6 @@ def save_folder(
             (partial / name).write_text(text, encoding="utf-8")
         config = _complete(hf_config, jnp.dtype(dtype).name)
         write_json(partial / CONFIG, config)
-        if output.exists():
-            output.rename(previous)
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(previous, ignore_errors=True)
     return output
 
 

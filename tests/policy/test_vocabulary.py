@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_rig import collectives
 from rounding import close_in_norm
 
 from calibadv_jax.config import MeshConfig
@@ -95,41 +96,6 @@ def test_a_mesh_computes_the_plain_formula_and_its_gradients(mesh, tied, vocab):
     (_, found), gradients = compiled(*placed)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
     close_in_norm(gradients, wanted)
-
-
-def computations(text):
-    """Name -> lines of every computation of a compiled program."""
-    found, name = {}, ""
-    for line in text.splitlines():
-        head = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-        if head:
-            name = head[1]
-        found.setdefault(name, []).append(line)
-    return found
-
-
-def collectives(text, kind):
-    """(whether in a loop, shape) of every collective of a kind."""
-    parts = computations(text)
-    lines = [line for lines in parts.values() for line in lines]
-    loops = {body for line in lines for body in re.findall(r"body=%?([\w.\-]+)", line)}
-    while True:
-        inner = {
-            called
-            for name in loops
-            for line in parts.get(name, [])
-            for called in re.findall(r"(?:calls|to_apply|body)=%?([\w.\-]+)", line)
-        }
-        if inner <= loops:
-            break
-        loops |= inner
-    found = []
-    for name, lines in parts.items():
-        for line in lines:
-            match = re.search(rf"= (.*?) {kind}(?:-start)?\(", line)
-            if match:
-                found += [(name in loops, shape) for shape in re.findall(r"\w+\[[\d,]*\]", match[1])]
-    return found
 
 
 @pytest.mark.medium

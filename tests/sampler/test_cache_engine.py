@@ -5,6 +5,7 @@ import asyncio
 import jax
 import numpy as np
 import pytest
+from compiled_rig import collectives
 from test_jax_sampler import CharTokenizer
 from tiny_policy import SHAPE
 
@@ -86,6 +87,33 @@ def test_rows_are_split_over_the_devices_and_stay_there(policy, params, expected
     for keys, _ in sampler._engine._cache:
         shapes = {shard.data.shape for shard in keys.addressable_shards}
         assert shapes == {(1, CONFIG["num_hidden_layers"], SLOTS // groups, heads, LENGTH, 8)}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("mesh", [MeshConfig(1, 4, 2), MeshConfig(2, 2, 2), MeshConfig(1, 2, 4)], ids=str)
+def test_prefill_moves_weights_and_sums_of_a_devices_own_rows(mesh):
+    """And what a look-up finds. Over tensor=4 two heads are not split: no product is summed there."""
+    width, chunk = 96, 8  # as no other size of the program
+    sizes = {"hidden_size": width, "intermediate_size": 176, "vocab_size": 320, "head_dim": 24}
+    # Products as on TPUs and GPUs.
+    wide = Policy(architecture_from_hf(CONFIG | sizes), Numerics(kernel="splash"))
+    stops = StopRule(CharTokenizer(), CharTokenizer.eos_token_id)
+    config = SamplerConfig(slots=SLOTS, prefill_chunk=chunk)
+    text = JaxSampler(wide, stops, config, make_mesh(mesh), LENGTH).lower()["prefill"].compile().as_text()
+    groups = mesh.data * mesh.fsdp
+    own, looked_up = (
+        f"f32[1,{SLOTS // groups},{chunk},{width}]",
+        f"f32[{SLOTS // mesh.data},{chunk},{width // mesh.fsdp}]",
+    )
+    moved = {
+        kind: [shape for _, shape in collectives(text, kind)]
+        for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    }
+    gathered = [shape for shape in moved["all-gather"] if shape.startswith("f32")]
+    assert gathered and all(shape.count(",") == 1 for shape in gathered), gathered  # weights
+    assert sorted(moved["all-reduce"]) == sorted([looked_up] + [own] * 2 * (mesh.tensor == 2))
+    part = f"f32[{SLOTS // groups},{chunk},{width // mesh.fsdp}]"
+    assert moved["all-to-all"] == [part] * mesh.fsdp and not moved["collective-permute"]
 
 
 @pytest.mark.medium

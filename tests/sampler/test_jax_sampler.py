@@ -153,6 +153,9 @@ def scripted(policy, script):
         def decode(self, tokens, *more, **options):
             return jax.nn.one_hot(tokens, 19), self.real.decode(tokens, *more, **options)[1]
 
+        def embed_groups(self, tokens):
+            return self.real.embed_groups(tokens)
+
         def logits(self, hidden):
             table = jnp.zeros((19, 19))
             for last, following in script.items():

@@ -13,7 +13,7 @@ from test_vllm_sampler import PROMPT, Server, serving, write
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.errors import REFUSAL, RequestFailed, UserError
 from calibadv_jax.interfaces import SamplingParams
-from calibadv_jax.sampler import vllm_sampler
+from calibadv_jax.sampler import vllm_sampler, vllm_worker
 from calibadv_jax.sampler.vllm_requests import read_completion
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.services.http_client import Unreachable
@@ -312,6 +312,54 @@ def test_completions_that_a_dead_server_holds_are_written_elsewhere(tmp_path, mo
 
     assert run(work()) == ([SCRIPT] * 6, 1, 0)
     assert asked and set(asked) <= {samplers[0].workers[0].url, samplers[0].workers[1].url}
+
+
+@pytest.mark.timeout(60)
+def test_a_stopped_server_does_not_hold_up_a_swap(tmp_path, monkeypatch):
+    """After SIGSTOP the system still takes its connections; sampler.request_timeout is half an hour."""
+    monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.05)
+    monkeypatch.setattr(vllm_worker, "ASK_SECONDS", 0.2)
+
+    async def work():
+        stopped = await asyncio.start_server(lambda *_: asyncio.sleep(600), "127.0.0.1", 0)
+        async with serving(Gated()) as url:
+            urls = [f"http://127.0.0.1:{stopped.sockets[0].getsockname()[1]}", url]
+            sampler = VllmSampler(urls, SamplerConfig(), RULE, "a tokenizer")
+            await sampler.load_snapshot(tmp_path / "v000003")
+            states = [(worker.version, worker.lost) for worker in sampler.workers]
+            written = await sampler.generate(PROMPT, SAMPLING, "s")
+            await sampler.close()
+            return states, written.token_ids
+
+    states, written = run(work())
+    assert states == [(None, "/init_weight_transfer_engine: no whole reply in time"), (3, "")]
+    assert written == SCRIPT
+
+
+def test_a_long_load_of_a_server_that_lives_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.02)
+
+    async def work():
+        server, asked = Gated(), []
+        good = server.control
+
+        async def control(request):
+            if request.path == "/update_weights":
+                await asyncio.sleep(0.2)
+            return await good(request)
+
+        async def ask_alive(http, url):
+            asked.append(url)
+            await alive(http, url)
+
+        alive = vllm_sampler.ask_alive
+        monkeypatch.setattr(vllm_sampler, "ask_alive", ask_alive)
+        server.control = control
+        async with started(tmp_path, [server]) as sampler:
+            return sampler.workers[0].version, len(asked), sampler.lost_count
+
+    version, asked, lost = run(work())
+    assert (version, lost) == (3, 0) and asked > 1
 
 
 @pytest.mark.timeout(60)

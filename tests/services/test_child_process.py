@@ -7,6 +7,7 @@ import time
 import pytest
 
 from calibadv_jax.errors import UserError
+from calibadv_jax.services import child_process
 from calibadv_jax.services.child_process import ChildService
 
 
@@ -46,6 +47,18 @@ def test_a_child_that_does_not_get_ready_in_time(tmp_path):
     with pytest.raises(UserError, match="not ready within 0.3 s; see .*log or raise some.start_timeout"):
         service.__enter__()
     assert service.process is None
+
+
+def test_a_long_log_is_set_aside_at_a_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(child_process, "LONGEST_LOG", 100)
+    log = tmp_path / "child.log"
+    for number in range(40):
+        ended = [sys.executable, "-c", f"raise SystemExit('gone {number}')"]
+        with pytest.raises(UserError, match=f": gone {number}; see"):
+            ChildService("the child", ended, log, 20.0, "key").__enter__()
+    kept = [(tmp_path / name).read_text().splitlines() for name in ("child.log.old", "child.log")]
+    assert [*kept[0], *kept[1]][-10:] == [f"gone {number}" for number in range(30, 40)]
+    assert sum(map(len, kept)) < 40 and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_log_that_another_child_writes_is_not_cut(tmp_path):

@@ -83,6 +83,39 @@ def test_a_single_service_with_another_index_ends_the_run(pair):
     assert not isinstance(caught.value, RequestFailed)  # else it would cost one trajectory
 
 
+@ours
+def test_a_single_service_that_no_longer_names_its_index_is_another_one(pair):
+    """Exchanged without an outage for one of another make, whose health says nothing else."""
+    (service, _) = pair
+    with client_of(service, warn=lambda _: None) as (client, run):
+        client.health()
+        run(ask(client, 5))
+        service.manifest = {name: value for name, value in OURS.items() if name != "identity"}
+        with pytest.raises(UserError, match="another index .*no X-Index-Identity instead of 'aa'"):
+            run(ask(client, 5))
+
+
+@ours
+def test_a_replica_that_no_longer_names_its_index_stays_left_out(pair):
+    first, second = pair
+    said = []
+    with client_of(first, second, warn=said.append) as (client, run):
+        client.health()
+        answered = set()
+        while answered != {"a", "b"}:  # bounded by pytest's limit
+            answered |= set(run(ask(client, 4)))
+        second.manifest = {name: value for name, value in OURS.items() if name != "identity"}
+        for _ in range(5):
+            assert set(run(ask(client, 6))) == {"a"}
+        asked, checks = len(second.asked), second.checks
+        while second.checks < checks + 3:  # bounded by pytest's limit
+            assert set(run(ask(client, 6))) == {"a"}
+        assert len(second.asked) == asked
+        second.manifest = OURS
+        while "b" not in run(ask(client, 6)):
+            pass
+
+
 @foreign
 def test_a_single_service_of_another_make_is_compared_after_an_outage(pair):
     (service, _) = pair
