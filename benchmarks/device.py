@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig, PolicyConfig, SamplerConfig
-from calibadv_jax.interfaces import SamplingParams
+from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.learner.batching import Batch, Sample, pack
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import policy_gradient

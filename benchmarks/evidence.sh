@@ -13,4 +13,4 @@ if [[ -z "${PYTHON:-}" ]]; then
   PYTHON="${VENV:-$root/.venv}/bin/python"
 fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the command may be given in another folder
-exec "$PYTHON" -m benchmarks.evidence "$@"
+exec "$PYTHON" -m benchmarks.evidence.runs "$@"

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config, LogConfig
-from calibadv_jax.protocol import TAGS
+from calibadv_jax.core.tags import TAGS
+from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.trajectory import Document, Group, Question, Trajectory, Turn
 
 WORDS = [
     "amber",

@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     output = arguments.output.absolute()
     start = [*SMALL, f"run.dir={output}"]
     world = write_world(load_config(CONFIG, start).world)
-    subprocess.run([sys.executable, "-m", "calibadv_jax.sft", "--config", CONFIG, *start], check=True)
+    subprocess.run([sys.executable, "-m", "calibadv_jax", "sft", "--config", CONFIG, *start], check=True)
     begun = time.monotonic()
     run(output / "undisturbed", world, arguments, 0)
     quiet = time.monotonic() - begun

@@ -3,9 +3,9 @@
 The names here are the public Python interface; docs/calibadv.md and docs/record.md show how to use them.
 """
 
-from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config, load_config
-from calibadv_jax.trajectory import Document, Group, Question, Trajectory, Turn
+from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 
 __all__ = [
     "Config",

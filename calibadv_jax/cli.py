@@ -21,8 +21,8 @@ from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
 from calibadv_jax.config import Config, dump_config, load_config
-from calibadv_jax.errors import UserError
-from calibadv_jax.stopping import leave
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.stopping import leave
 
 USER_ERROR = 2
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)

@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> int:
         _one_thread_an_operation(is_asked=arguments.threads > 0)
         for package in ("fastapi", "uvicorn", "prometheus_client", "scipy"):
             require(package, INSTALL)
-        from retriever.service.server import run
+        from retriever.service.web.server import run
 
         run(arguments)
     except RetrieverError as error:

@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from calibadv_jax/metrics/registry.py.
+"""Writes docs/metrics.md from calibadv_jax/metrics/catalogue.py.
 
 Run from the repository root:
 
@@ -11,13 +11,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from calibadv_jax.metrics.registry import SECTIONS, Metric, authors_names
+from calibadv_jax.metrics.catalogue import SECTIONS, Metric, authors_names
 from scripts.generated_page import write_or_check
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEADER = """# Metrics
 
-Every name in `metrics.jsonl`, generated from `calibadv_jax/metrics/registry.py` by
+Every name in `metrics.jsonl`, generated from `calibadv_jax/metrics/catalogue.py` by
 `python -m scripts.document_metrics`. A row of that file is one step. The cold start writes a file of its own,
 `sft_metrics/metrics.jsonl`. A metric over nothing (no search was judged, say) is left out of its row. A value
 that is not finite is null, and its name stands under `nonfinite`.

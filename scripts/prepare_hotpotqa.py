@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from calibadv_jax import hub
-from calibadv_jax.errors import UserError
-from calibadv_jax.files import replacing
+from calibadv_jax.core import hub
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import replacing
 
 FOLDER = f"{hub.DATASETS}hotpotqa/hotpot_qa/distractor"
 COLUMNS = ["id", "question", "answer", "supporting_facts", "context"]

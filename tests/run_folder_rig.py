@@ -3,8 +3,8 @@
 import json
 
 from calibadv_jax.config import load_config
-from calibadv_jax.run_folder import enter_run_folder
-from calibadv_jax.trajectory import Question
+from calibadv_jax.core.trajectory import Question
+from calibadv_jax.run.folder import enter_run_folder
 
 QUESTIONS = [Question("1", "Who?", ("Ann",), "test"), Question("2", "Where?", ("Here",), "test")]
 

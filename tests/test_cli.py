@@ -12,7 +12,7 @@ import yaml
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 
 PROGRAM = "calibadv train"
 
@@ -188,7 +188,7 @@ def test_a_command_that_loads_for_long_says_so(monkeypatch, capsys):
     is_said = threading.Event()
 
     def slow_import(name):
-        assert name == "calibadv_jax.audit"
+        assert name == "calibadv_jax.tools.audit"
         monkeypatch.setattr(sys.stderr, "flush", is_said.set)
         assert is_said.wait(60)
 

@@ -22,7 +22,7 @@ def test_update_logprobs_and_sampler_compile_for_a_sharded_mesh_of_gpus():
 
 
 def compile_all() -> None:
-    from benchmarks.ahead_of_time import lowered_programs, make_topology_mesh, parse
+    from benchmarks.compiled.ahead_of_time import lowered_programs, make_topology_mesh, parse
 
     options = ["--platform", "cuda", "--gpu", "h100", "--topology", "1x1x8", "--slots", "8"]
     arguments = parse([*options, "--length", str(LENGTH)])

@@ -22,7 +22,7 @@ def test_update_logprobs_and_sampler_compile_for_a_sharded_tpu_mesh():
 
 
 def compile_all() -> None:
-    from benchmarks.ahead_of_time import lowered_programs, make_topology_mesh, parse
+    from benchmarks.compiled.ahead_of_time import lowered_programs, make_topology_mesh, parse
 
     arguments = parse(["--topology", "v5e:2x4", "--length", str(LENGTH), "--slots", "8"])
     lowered = lowered_programs(arguments, make_topology_mesh(arguments))

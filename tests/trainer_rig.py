@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from tiny_policy import NARROW
 
-from calibadv_jax import trainer
+from calibadv_jax.commands.train import train
 from calibadv_jax.config import Config, MeshConfig
+from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.data.questions import write_questions
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.model import Model
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.stopping import Stop
-from calibadv_jax.train import train
-from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
+from calibadv_jax.run import trainer
+from calibadv_jax.run.model import Model
 
 HF_CONFIG = NARROW | {"vocab_size": 24, "num_key_value_heads": 1, "tie_word_embeddings": True}
 QUESTIONS = [Question(f"q{number}", f"question {number}?", ("yes",), "toy") for number in range(7)]

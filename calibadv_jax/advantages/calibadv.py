@@ -14,7 +14,7 @@ from calibadv_jax.advantages import grpo
 from calibadv_jax.advantages.credit import GroupCredit, answer_mass, last_sampled_turn
 from calibadv_jax.advantages.silver import judge_turns, silver_documents
 from calibadv_jax.config import AdvantageConfig
-from calibadv_jax.trajectory import Group
+from calibadv_jax.core.trajectory import Group
 
 
 def assign(group: Group, config: AdvantageConfig) -> GroupCredit:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from calibadv_jax.trajectory import Group, Trajectory
+from calibadv_jax.core.trajectory import Group, Trajectory
 
 
 @dataclass

@@ -8,7 +8,7 @@ import numpy as np
 
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import AdvantageConfig
-from calibadv_jax.trajectory import Group
+from calibadv_jax.core.trajectory import Group
 
 _EPSILON = 1e-6
 

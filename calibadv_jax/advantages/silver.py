@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rapidfuzz.distance import Levenshtein
 
-from calibadv_jax.trajectory import Group, Trajectory
+from calibadv_jax.core.trajectory import Group, Trajectory
 
 # Weights of a turn's good documents (at least one), number of all its documents -> correctness.
 _CORRECTNESS: dict[str, Callable[[Sequence[float], int], float]] = {

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from calibadv_jax.advantages.credit import GroupCredit, answer_mass, last_sampled_turn
-from calibadv_jax.trajectory import Trajectory
+from calibadv_jax.core.trajectory import Trajectory
 
 GROUP = np.dtype(
     [

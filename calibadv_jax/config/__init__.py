@@ -4,19 +4,19 @@
 and `parse_config` reads that again.
 """
 
-from calibadv_jax.config.credit import AdvantageConfig, RewardConfig
-from calibadv_jax.config.data import DataConfig, PromptConfig, WorldConfig
-from calibadv_jax.config.evaluate import EvaluateConfig
-from calibadv_jax.config.guards import GuardsConfig
 from calibadv_jax.config.keys import known_keys
-from calibadv_jax.config.learner import LearnerConfig, LossConfig, OptimizerConfig
 from calibadv_jax.config.load import dump_config, load_config, parse_config
-from calibadv_jax.config.policy import MeshConfig, PolicyConfig
-from calibadv_jax.config.retriever import RetrieverConfig
-from calibadv_jax.config.rollout import RolloutConfig, SamplerConfig
 from calibadv_jax.config.root import Config
-from calibadv_jax.config.run import CheckpointConfig, ExportConfig, LogConfig, RunConfig
-from calibadv_jax.config.sft import SftConfig, SftPhase
+from calibadv_jax.config.sections.credit import AdvantageConfig, RewardConfig
+from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldConfig
+from calibadv_jax.config.sections.evaluate import EvaluateConfig
+from calibadv_jax.config.sections.guards import GuardsConfig
+from calibadv_jax.config.sections.learner import LearnerConfig, LossConfig, OptimizerConfig
+from calibadv_jax.config.sections.policy import MeshConfig, PolicyConfig
+from calibadv_jax.config.sections.retriever import RetrieverConfig
+from calibadv_jax.config.sections.rollout import RolloutConfig, SamplerConfig
+from calibadv_jax.config.sections.run import CheckpointConfig, ExportConfig, LogConfig, RunConfig
+from calibadv_jax.config.sections.sft import SftConfig, SftPhase
 
 __all__ = [
     "AdvantageConfig",

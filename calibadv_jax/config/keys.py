@@ -11,8 +11,8 @@ from typing import Any
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from calibadv_jax.config.root import Config
-from calibadv_jax.config.section import Mark
-from calibadv_jax.errors import UserError
+from calibadv_jax.config.sections.section import Mark
+from calibadv_jax.core.errors import UserError
 
 # What other trainers and papers call a key.
 OTHER_NAMES = {

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from calibadv_jax.config.kept import at_home, run_of
 from calibadv_jax.config.keys import refuse_unknown, type_of
 from calibadv_jax.config.root import Config
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 
 COMMAND_LINE = "command line"
 SERVICE_KEYS = ("corpus_path", "index_path", "retriever_name")  # which only the retrieval service has

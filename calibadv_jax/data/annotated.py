@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import neutralise
+from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 from calibadv_jax.data.files import read_rows
 from calibadv_jax.data.prepare import question_key
-from calibadv_jax.errors import UserError
-from calibadv_jax.protocol import neutralise
-from calibadv_jax.trajectory import Document, Question
 
 Search = Callable[[str], Awaitable[list[Document]]]  # documents of a query, best first
 MAX_QUOTE = 40  # words of a passage that a thought quotes

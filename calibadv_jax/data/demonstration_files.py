@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import STOP_STRINGS, parse_turn
+from calibadv_jax.core.trajectory import Document
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 from calibadv_jax.data.files import read_jsonl
 from calibadv_jax.data.layouts import MARKER
 from calibadv_jax.data.questions import parse_question
-from calibadv_jax.errors import UserError
-from calibadv_jax.protocol import STOP_STRINGS, parse_turn
-from calibadv_jax.trajectory import Document
 
 # Key of a row's messages -> the keys of role and text in each: OpenAI's names and ShareGPT's.
 CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from calibadv_jax.config import WorldConfig
+from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.words import POOLS
 from calibadv_jax.data.world import (
     Facts,
@@ -25,7 +26,6 @@ from calibadv_jax.data.world import (
     rumour_truth,
     write_passages,
 )
-from calibadv_jax.trajectory import Document, Question
 
 NUM_DOCUMENTS = 3
 PER_WORLD = 100  # demonstrations before a fresh world is drawn

@@ -24,7 +24,7 @@ import ijson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 
 Row = dict[str, Any]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.files import Row
-from calibadv_jax.errors import UserError
 
 MARKER = "Question:"  # before the question in the prompts of Search-R1 and of the CalibAdv authors
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import grain
 
-from calibadv_jax.errors import UserError
-from calibadv_jax.trajectory import Question
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Question
 
 
 class QuestionIterator:

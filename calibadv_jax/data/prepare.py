@@ -16,12 +16,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import replacing
+from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.layouts import NoAnswer
 from calibadv_jax.data.questions import question_row, read_questions
 from calibadv_jax.data.sources import Sources, find_files
-from calibadv_jax.errors import UserError
-from calibadv_jax.files import replacing
-from calibadv_jax.trajectory import Question
 
 EXAMPLES = 5  # dropped rows that the report shows for each reason
 BATCH = 1024  # rows of a parquet file written at once

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import well_formed
+from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.files import read_rows
 from calibadv_jax.data.layouts import OURS, Layout, NoAnswer, layout_of
 from calibadv_jax.data.sources import Sources, find_files
-from calibadv_jax.errors import UserError
-from calibadv_jax.protocol import well_formed
-from calibadv_jax.trajectory import Message, Question
 
 ROLES = ("system", "user", "assistant")
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from calibadv_jax import hub
-from calibadv_jax.errors import UserError
+from calibadv_jax.core import hub
+from calibadv_jax.core.errors import UserError
 
 Sources = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
 

@@ -7,8 +7,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from calibadv_jax.core.tags import TAGS
 from calibadv_jax.data.words import all_words
-from calibadv_jax.protocol import TAGS
 
 EOS, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<unk>"
 

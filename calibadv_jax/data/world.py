@@ -18,12 +18,12 @@ from typing import Any, Literal
 import numpy as np
 
 from calibadv_jax.config import WorldConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import replacing_folder
+from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.questions import write_questions
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.data.words import POOLS
-from calibadv_jax.errors import UserError
-from calibadv_jax.files import replacing_folder
-from calibadv_jax.trajectory import Question
 
 Split = Literal["train", "eval", "cold_start"]
 SPLITS: tuple[Split, ...] = ("train", "eval", "cold_start")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from calibadv_jax.seeds import random_state
+from calibadv_jax.core.seeds import random_state
 
 Strata = Sequence[np.ndarray]
 

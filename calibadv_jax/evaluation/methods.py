@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from calibadv_jax.config import Config
-from calibadv_jax.config.retriever import NO_RETRIEVER
-from calibadv_jax.interfaces import Retriever
-from calibadv_jax.seeds import random_state
-from calibadv_jax.trajectory import Document, Question
+from calibadv_jax.config.sections.retriever import NO_RETRIEVER
+from calibadv_jax.core.interfaces import Retriever
+from calibadv_jax.core.seeds import random_state
+from calibadv_jax.core.trajectory import Document, Question
 
 _ANSWER = (
     "the answer, short and without explanation, between <answer> and </answer>, for example"

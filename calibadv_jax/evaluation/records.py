@@ -14,12 +14,12 @@ from typing import Any
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.keys import marked
-from calibadv_jax.config.section import Mark
-from calibadv_jax.errors import UserError
+from calibadv_jax.config.sections.section import Mark
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import replacing
+from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.evaluation.intervals import pass_at_k
 from calibadv_jax.evaluation.methods import METHODS
-from calibadv_jax.files import replacing
-from calibadv_jax.trajectory import Group, Question, Trajectory
 
 Row = dict[str, Any]  # one line of the file
 Key = tuple[str, str, str]  # temperature, data source, question id

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import permutation_test
 
+from calibadv_jax.core.seeds import random_state
 from calibadv_jax.evaluation.intervals import ELEMENTS, Strata, interval, stratified_mean
-from calibadv_jax.seeds import random_state
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from calibadv_jax.config import LossConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches
 from calibadv_jax.learner.losses import LossFunction, Metrics
 from calibadv_jax.learner.offload import SplitStep

@@ -10,12 +10,12 @@ from typing import Protocol
 import numpy as np
 
 from calibadv_jax.config import LearnerConfig, LossConfig
+from calibadv_jax.core.trajectory import Trajectory
 from calibadv_jax.learner.batching import Batch, Sample, lay, taken, token_weights
 from calibadv_jax.learner.learner import Learner, State, on_policy_only
 from calibadv_jax.learner.losses import TOKEN_METRICS, LossFunction
 from calibadv_jax.learner.packing import Plan, RowShape, plan, row_widths, rows_at
 from calibadv_jax.policy.transformer import Params
-from calibadv_jax.trajectory import Trajectory
 
 LOSS_TERMS = frozenset({"actor/loss", "actor/pg_loss", "actor/kl_loss"})
 

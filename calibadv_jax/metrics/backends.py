@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from calibadv_jax.config import LogConfig
-from calibadv_jax.errors import UserError
-from calibadv_jax.files import write_text
-from calibadv_jax.metrics.registry import find
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import write_text
+from calibadv_jax.metrics.catalogue import find
 
 
 class Backend(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from calibadv_jax.config import GuardsConfig
-from calibadv_jax.trajectory import Group, Turn
+from calibadv_jax.core.trajectory import Group, Turn
 
 NGRAM = 4  # tokens
 _HASH_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that powers of it do not vanish modulo 2**64

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.transcripts import chosen, transcript
-from calibadv_jax.trajectory import Group, Trajectory
 
 SAID_AGAIN = 10  # tied steps in a row after which the reason is said once more
 

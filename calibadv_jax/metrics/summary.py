@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from calibadv_jax.trajectory import Group, Trajectory
+from calibadv_jax.core.trajectory import Group, Trajectory
 
 # The CalibAdv authors' names (their spelling) for values that have a clearer name here, so that curves
 # can be laid over theirs. Each stands for the values <name>, or <name>/{mean,max,min}.

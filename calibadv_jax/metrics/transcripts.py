@@ -6,7 +6,7 @@ import shutil
 import unicodedata
 from collections.abc import Iterator, Sequence
 
-from calibadv_jax.trajectory import Document, Group, Trajectory
+from calibadv_jax.core.trajectory import Document, Group, Trajectory
 
 NARROWEST = 60  # columns; a terminal may report fewer, or none
 LONGEST = 1000  # characters of a turn in `transcript`

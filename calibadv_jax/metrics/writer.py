@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from calibadv_jax.errors import UserError
-from calibadv_jax.files import write_text
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import write_text
 
 if TYPE_CHECKING:  # who reads metrics need not wait for tensorboardX, which imports torch
     from calibadv_jax.metrics.backends import Backend

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 _LONGEST_CHARACTER = 4  # bytes of UTF-8, each of which may be a token of its own

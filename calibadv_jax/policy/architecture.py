@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from calibadv_jax.policy.blockwise import MASKED, blockwise_attention
-from calibadv_jax.policy.flash import splash_attention, triton_attention
+from calibadv_jax.policy.kernels.blockwise import MASKED, blockwise_attention
+from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
 from calibadv_jax.policy.sharding import RULES, axis_size
 
 Kernel = Literal["xla", "splash", "triton", "cudnn"]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from calibadv_jax.policy.elementwise import inner_product
+from calibadv_jax.policy.kernels.elementwise import inner_product
 from calibadv_jax.policy.transformer import Decoder
 from calibadv_jax.policy.vocabulary import Layout, layout_of
 

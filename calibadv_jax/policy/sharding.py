@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 from jax.sharding import PartitionSpec as P
 
 from calibadv_jax.config import MeshConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.weights import WEIGHTS
 
 MESH_AXES = ("data", "fsdp", "tensor")

@@ -18,8 +18,8 @@ from flax import nnx
 from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy import attention, rotary
 from calibadv_jax.policy.architecture import Architecture
-from calibadv_jax.policy.elementwise import RMSNorm, gated
-from calibadv_jax.policy.products import rows_product
+from calibadv_jax.policy.kernels.elementwise import RMSNorm, gated
+from calibadv_jax.policy.kernels.products import rows_product
 from calibadv_jax.policy.sharding import constrain, pin_rows
 from calibadv_jax.policy.vocabulary import look_up
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 
 Region = tuple[slice, ...]  # of an array, one slice an axis
 

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from calibadv_jax.advantages.credit import GroupCredit
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Group
 from calibadv_jax.record.rows import Logprobs, from_rows
 from calibadv_jax.record.schema import VERSION, kept_steps
-from calibadv_jax.trajectory import Group
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.advantages.credit import GroupCredit
-from calibadv_jax.trajectory import Document, Group, Question, Trajectory, Turn
+from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 
 Row = dict[str, Any]
 Logprobs = list[list[np.ndarray | None]]  # float32 [T] of each trajectory of each group, as its response

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import Config
-from calibadv_jax.files import PARTIAL, replacing
+from calibadv_jax.core.files import PARTIAL, replacing
+from calibadv_jax.core.trajectory import Group
 from calibadv_jax.record.rows import Logprobs, Row, to_rows
 from calibadv_jax.record.schema import FOLDER, LOGPROBS, SCHEMA, VERSION, kept_steps
-from calibadv_jax.trajectory import Group
 
 
 class RolloutWriter:

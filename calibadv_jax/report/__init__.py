@@ -11,8 +11,8 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from calibadv_jax.errors import UserError
-from calibadv_jax.files import write_text
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import write_text
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.report.draw import draw
 from calibadv_jax.report.gather import Gathered, gather

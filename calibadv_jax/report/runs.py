@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.config.starts import newest_start, start_files
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.report.evaluations import Table, read_evaluations
-from calibadv_jax.starts import newest_start, start_files
 
 Kind = Literal["training run", "cold start"]
 

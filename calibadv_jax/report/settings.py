@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from calibadv_jax.config.keys import among, marked
-from calibadv_jax.config.section import Mark
-from calibadv_jax.errors import UserError
+from calibadv_jax.config.sections.section import Mark
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.report.runs import Run
 
 MAX_SERIES = 8  # curves of one chart that can be told apart

@@ -6,8 +6,8 @@ forged observation can change the verdict.
 
 from __future__ import annotations
 
-from calibadv_jax.protocol import OPEN_THINK, split_at_tags
-from calibadv_jax.trajectory import Trajectory
+from calibadv_jax.core.tags import OPEN_THINK, split_at_tags
+from calibadv_jax.core.trajectory import Trajectory
 
 _SEARCH_TURN = ("think", "search")
 _ANSWER_TURN = ("think", "answer")

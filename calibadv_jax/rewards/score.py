@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from calibadv_jax.config import RewardConfig
+from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.rewards.answer import ANSWER_REWARDS
 from calibadv_jax.rewards.format import is_trajectory_valid
-from calibadv_jax.trajectory import Group, Trajectory
 
 
 def score_trajectory(trajectory: Trajectory, config: RewardConfig, prepend_think: bool) -> Trajectory:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
-from calibadv_jax.errors import QueryRefused, RequestFailed
-from calibadv_jax.interfaces import Completion, Retriever, Sampler, SamplingParams
-from calibadv_jax.protocol import (
+from calibadv_jax.core.errors import QueryRefused, RequestFailed
+from calibadv_jax.core.interfaces import Completion, Retriever, Sampler, SamplingParams
+from calibadv_jax.core.tags import (
     INVALID_ACTION,
     OPEN_THINK,
     QUERY_REFUSED,
@@ -25,6 +25,7 @@ from calibadv_jax.protocol import (
     ParsedTurn,
     parse_turn,
 )
+from calibadv_jax.core.trajectory import Document, Question, Trajectory, Turn
 from calibadv_jax.rollout.observation import (
     decode,
     encode,
@@ -33,7 +34,6 @@ from calibadv_jax.rollout.observation import (
     render_observation,
 )
 from calibadv_jax.rollout.prompts import build_prompt
-from calibadv_jax.trajectory import Document, Question, Trajectory, Turn
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
 from calibadv_jax.rollout.failures import FailureCount
-from calibadv_jax.trajectory import Group, Question, Trajectory
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from calibadv_jax.errors import UserError
-from calibadv_jax.trajectory import Group
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Group
 
 
 class FailureCount:

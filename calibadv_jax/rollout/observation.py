@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from calibadv_jax.errors import UserError
-from calibadv_jax.protocol import CLOSE_INFORMATION, OPEN_INFORMATION, OPEN_THINK, neutralise
-from calibadv_jax.trajectory import Document
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import CLOSE_INFORMATION, OPEN_INFORMATION, OPEN_THINK, neutralise
+from calibadv_jax.core.trajectory import Document
 
 _MARKUP = frozenset("<>[]{}|｜")
 LETTERS = 16  # of a text that are looked at first, for each of the tokens that will be shown

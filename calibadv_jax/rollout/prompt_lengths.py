@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from calibadv_jax.config import PromptConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Question
 from calibadv_jax.rollout.observation import added_token_strings
 from calibadv_jax.rollout.prompts import prompt_text
-from calibadv_jax.trajectory import Question
 
 BATCH = 1024  # prompts that are tokenised together, on all cores
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.config import PromptConfig
-from calibadv_jax.errors import UserError
-from calibadv_jax.protocol import OPEN_THINK, TAGS, neutralise, split_at_tags
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import OPEN_THINK, TAGS, neutralise, split_at_tags
+from calibadv_jax.core.trajectory import Question
 from calibadv_jax.rollout.observation import added_token_strings, encode
-from calibadv_jax.trajectory import Question
 
 TEMPLATES = {
     # Data: the prompt of Search-R1 and CalibAdv, word for word, under which their policies were trained.

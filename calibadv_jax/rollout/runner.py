@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from calibadv_jax.core.seeds import random_state
+from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.collect import collect_group, collect_groups
-from calibadv_jax.seeds import random_state
-from calibadv_jax.trajectory import Document, Group, Question
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.rollout.failures import FailureCount
-from calibadv_jax.trajectory import Group, Question
 
 
 @dataclass

@@ -18,13 +18,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.interfaces import Completion, SamplingParams
+from calibadv_jax.core.interfaces import Completion, SamplingParams
+from calibadv_jax.core.stopping import unwaited
+from calibadv_jax.core.trajectory import StopReason
 from calibadv_jax.policy.sharding import replicated
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.sampler.engine import CacheEngine
 from calibadv_jax.sampler.stopping import StopRule
-from calibadv_jax.stopping import unwaited
-from calibadv_jax.trajectory import StopReason
 
 QUIET = 0.002  # seconds without a new request after which an idle sampler begins
 MOST_WAITS = 10  # of QUIET seconds

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from calibadv_jax.files import read_json
+from calibadv_jax.core.files import read_json
 
 
 class StopRule:

@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from calibadv_jax.interfaces import Completion, SamplingParams
+from calibadv_jax.core.interfaces import Completion, SamplingParams
+from calibadv_jax.core.trajectory import StopReason
 from calibadv_jax.sampler.stopping import StopRule
-from calibadv_jax.trajectory import StopReason
 
 HIGHEST = 1e-4  # of a log-probability: above 0 only by rounding
 LOWEST = -9999.0  # what vLLM sends for minus infinity, which no sampled token can have

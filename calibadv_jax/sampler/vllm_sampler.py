@@ -21,14 +21,14 @@ import aiohttp
 import numpy as np
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.errors import REFUSAL, RequestFailed, UserError
-from calibadv_jax.interfaces import Completion, SamplingParams
+from calibadv_jax.core.errors import REFUSAL, RequestFailed, UserError
+from calibadv_jax.core.interfaces import Completion, SamplingParams
+from calibadv_jax.core.trajectory import StopReason
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_requests import completion_request, error_message, read_completion
 from calibadv_jax.sampler.vllm_worker import ask_alive, ask_label
 from calibadv_jax.services.http_client import Unreachable, limit, open_session, post, watched
-from calibadv_jax.trajectory import StopReason
 
 PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
 WATCH_PAUSE = 10.0  # seconds between two looks at whether workers that are asked something are still there

@@ -27,8 +27,8 @@ import aiohttp
 import httpx
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.errors import UserError
-from calibadv_jax.files import write_text
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import write_text
 from calibadv_jax.services.child_process import ChildService
 from calibadv_jax.services.http_client import Unreachable, limit, request
 from calibadv_jax.services.waiting import Present, wait_for_any

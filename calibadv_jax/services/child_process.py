@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 
 STOP_SECONDS = 20.0  # between asking a child to end and killing it
 LONGEST_CAUSE = 300  # characters

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 
 AWAY = (408, 425, 429, 502, 503, 504)  # it says itself that a later attempt may succeed
 NO_SUCH_METHOD = 501

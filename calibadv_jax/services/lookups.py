@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.errors import QueryRefused
+from calibadv_jax.core.errors import QueryRefused
+from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.trajectory import Document
 
 AT_ONCE = 128  # items; the client puts their queries into common requests
 Search = Callable[[str], Awaitable[list[Document]]]

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.services.http_client import Reply, Unreachable, post
 from calibadv_jax.services.retriever_health import IDENTITY, IDENTITY_HEADER, ask_health, difference
 

@@ -12,13 +12,13 @@ from typing import Any
 import aiohttp
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.errors import QueryRefused, RequestFailed, UserError
+from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
+from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services.http_client import AWAY, Unreachable, open_session
 from calibadv_jax.services.replicas import Replicas
 from calibadv_jax.services.retriever_health import TOKEN_VARIABLE, ask_health, difference, token
 from calibadv_jax.services.retriever_replies import BadReply, excerpt, read_documents
 from calibadv_jax.services.waiting import wait_for_any
-from calibadv_jax.trajectory import Document
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
 MAX_BATCH = 256  # queries in one request

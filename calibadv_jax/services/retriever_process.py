@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.config.retriever import NO_RETRIEVER
-from calibadv_jax.errors import UserError
+from calibadv_jax.config.sections.retriever import NO_RETRIEVER
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.services.child_process import ChildService
 from calibadv_jax.services.retriever_client import RetrieverClient
 

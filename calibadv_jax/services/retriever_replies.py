@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
+from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services.http_client import Reply
-from calibadv_jax.trajectory import Document
 
 
 class BadReply(Exception):

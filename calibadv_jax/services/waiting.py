@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import aiohttp
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.services.http_client import Unreachable, open_session
 
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubles up to LAST_PAUSE

@@ -8,7 +8,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.weights import shape_problems, summary
 from calibadv_jax.snapshots.layout import damage_as_user_error, tensor_shapes
 

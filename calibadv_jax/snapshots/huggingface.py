@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from calibadv_jax.errors import UserError
-from calibadv_jax.files import read_json, replacing, replacing_folder, write_json
-from calibadv_jax.hub import TOKENIZER_FILES
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import read_json, replacing, replacing_folder, write_json
+from calibadv_jax.core.hub import TOKENIZER_FILES
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import placed_params
 from calibadv_jax.policy.transformer import Params, Policy

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 
 
 def tensor_shapes(tree: Any) -> dict[str, tuple[int, ...]]:

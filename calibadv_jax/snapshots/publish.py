@@ -18,8 +18,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from calibadv_jax.errors import UserError
-from calibadv_jax.files import read_json, write_json
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import read_json, write_json
 from calibadv_jax.policy.sharding import placed_params
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import flatten, shape_problems, summary, unflatten

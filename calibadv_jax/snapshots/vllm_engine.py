@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from calibadv_jax.errors import REFUSAL, UserError
+from calibadv_jax.core.errors import REFUSAL, UserError
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import check_hf, hf_shapes, to_hf, unflatten

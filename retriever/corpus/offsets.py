@@ -20,7 +20,7 @@ import numpy as np
 
 from retriever.errors import RetrieverError
 from retriever.files import replacing
-from retriever.protocol import Row
+from retriever.interfaces import Row
 
 VERSION = 1
 HEADER = 4096

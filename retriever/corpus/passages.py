@@ -16,7 +16,7 @@ from tqdm import tqdm
 from retriever.corpus import offsets
 from retriever.corpus.offsets import parse_row, read_lines
 from retriever.errors import RetrieverError
-from retriever.protocol import Row
+from retriever.interfaces import Row
 
 GZIP_LIMIT = 2**30  # unpacked bytes; these lie in memory
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from retriever.encoders.probe import PROBE_FILE, probe
 from retriever.errors import RetrieverError, reason, require
-from retriever.protocol import Encoder, Row
+from retriever.interfaces import Encoder, Row
 
 BATCH = 64
 CHUNK = 1024  # texts that a process of `spread` takes at once

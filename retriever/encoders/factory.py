@@ -9,7 +9,7 @@ from retriever.encoders.dense import RECIPES, DenseEncoder
 from retriever.encoders.hashed import HashedEncoder
 from retriever.encoders.probe import check_probe
 from retriever.errors import RetrieverError
-from retriever.protocol import Encoder, Row
+from retriever.interfaces import Encoder, Row
 
 
 def make_encoder(name: str, model: str, corpus: Sequence[Row]) -> Encoder:

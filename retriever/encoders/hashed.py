@@ -13,7 +13,7 @@ from scipy.sparse import csr_matrix
 from retriever.corpus.passages import split_contents
 from retriever.encoders.probe import reading
 from retriever.encoders.words import K1, B, words
-from retriever.protocol import Row
+from retriever.interfaces import Row
 
 
 class HashedEncoder:

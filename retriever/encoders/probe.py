@@ -10,7 +10,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from retriever.errors import RetrieverError
-from retriever.protocol import Encoder
+from retriever.interfaces import Encoder
 
 PROBE_FILE = "probe.npy"
 PROBE_TEXT = "who wrote the book the origin of species"

@@ -9,8 +9,8 @@ from retriever.corpus.passages import Corpus
 from retriever.encoders.words import K1, B, words
 from retriever.errors import require
 from retriever.indexing.progress import progress_bar
-from retriever.search.bm25 import INSTALL
-from retriever.search.plan import bm25_bytes, require_memory
+from retriever.search.backends.bm25 import INSTALL
+from retriever.search.index_memory import bm25_bytes, require_memory
 
 
 def write_bm25(corpus: Corpus, folder: Path, progress: bool) -> None:

@@ -16,7 +16,7 @@ from retriever.indexing.faiss import make_empty, write_faiss
 from retriever.indexing.locking import locked
 from retriever.indexing.options import BuildOptions
 from retriever.indexing.qdrant import check_server, write_qdrant
-from retriever.protocol import Encoder
+from retriever.interfaces import Encoder
 from retriever.search.manifest import BM25, INDEX_FILE, MANIFEST, checksums, write_manifest
 
 

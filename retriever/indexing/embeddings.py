@@ -19,8 +19,8 @@ from retriever.errors import RetrieverError
 from retriever.files import replacing
 from retriever.indexing.options import BuildOptions
 from retriever.indexing.progress import progress_bar
-from retriever.protocol import Encoder
-from retriever.search.plan import require_disk
+from retriever.interfaces import Encoder
+from retriever.search.index_memory import require_disk
 
 SETTINGS = "settings.json"
 BLOCK = 2048  # passages encoded at once

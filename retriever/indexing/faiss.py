@@ -13,8 +13,8 @@ import numpy as np
 from retriever.errors import RetrieverError, require
 from retriever.indexing.embeddings import Embeddings
 from retriever.indexing.progress import progress_bar
-from retriever.search.faiss import INSTALL, faiss_reason
-from retriever.search.plan import require_disk, require_memory, vector_bytes
+from retriever.search.backends.faiss import INSTALL, faiss_reason
+from retriever.search.index_memory import require_disk, require_memory, vector_bytes
 
 TRAINING = 262_144  # vectors at most
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retriever.errors import RetrieverError
+from retriever.search.backends.qdrant import search_params
 from retriever.search.manifest import BM25, KINDS
-from retriever.search.qdrant import search_params
 
 DTYPES = ("float32", "float16")
 QUANTIZATIONS = ("", "int8", "binary")

@@ -16,7 +16,7 @@ from retriever.files import replacing
 from retriever.indexing.embeddings import Embeddings
 from retriever.indexing.options import BuildOptions
 from retriever.indexing.progress import progress_bar
-from retriever.search.qdrant import INSTALL, connect
+from retriever.search.backends.qdrant import INSTALL, connect
 
 BATCH = 256  # points of one request
 AHEAD = 4  # requests a connection that may wait

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from retriever.corpus.passages import Corpus
-from retriever.protocol import Encoder, Found, Ranker, Vectors
+from retriever.interfaces import Encoder, Found, Ranker, Vectors
 
 
 class Dense:

@@ -10,13 +10,13 @@ from retriever.corpus.passages import Corpus
 from retriever.encoders.factory import load_encoder, make_encoder
 from retriever.encoders.probe import cosine
 from retriever.errors import RetrieverError
-from retriever.protocol import Encoder, Ranker
-from retriever.search.bm25 import Bm25
-from retriever.search.faiss import FLAT, FaissVectors, map_flat, read_header
+from retriever.interfaces import Encoder, Ranker
+from retriever.search.backends.bm25 import Bm25
+from retriever.search.backends.faiss import FLAT, FaissVectors, map_flat, read_header
+from retriever.search.backends.jax import JaxVectors
+from retriever.search.backends.qdrant import QdrantVectors
 from retriever.search.index import Dense, Index
-from retriever.search.jax import JaxVectors
 from retriever.search.manifest import AGAIN, BM25, INDEX_FILE, check_files, read_manifest
-from retriever.search.qdrant import QdrantVectors
 
 LEAST_COSINE = 0.5  # of a bare file's first vector: built in fp16, or with passages cut elsewhere, it is less
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from retriever.errors import RetrieverError, reason, require
-from retriever.protocol import Found
+from retriever.interfaces import Found
 
 
 class Reranker:

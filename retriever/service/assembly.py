@@ -16,18 +16,18 @@ from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError
 from retriever.indexing.builder import build_index
 from retriever.indexing.options import BuildOptions
+from retriever.interfaces import Searcher
 from retriever.options import WEB_SEARCHES, given_build, is_collection, read_token, select
-from retriever.protocol import Searcher
-from retriever.search.collection import Collection, CollectionOptions
+from retriever.search.backends.collection import Collection, CollectionOptions
+from retriever.search.backends.web import Budget, WebSearch
 from retriever.search.index import Index
+from retriever.search.index_memory import available_cores
 from retriever.search.manifest import is_index, read_manifest
 from retriever.search.opening import IndexOptions, open_index
-from retriever.search.plan import available_cores
 from retriever.search.rerank import Reranker
-from retriever.search.web import Budget, WebSearch
-from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
 from retriever.service.engine import Depths, Limits
+from retriever.service.web.app import make_app
 
 Report = Callable[[str], None]  # told what is being done
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from retriever.protocol import Found
+from retriever.interfaces import Found
 
 Search = Callable[[Sequence[str], int], Sequence[Found | Exception]]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from retriever.errors import RetrieverError
-from retriever.protocol import Found
+from retriever.interfaces import Found
 
 WAIT = 30.0  # seconds for another process of this host that writes
 

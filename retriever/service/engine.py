@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from fastapi.concurrency import run_in_threadpool
 
 from retriever.errors import RetrieverError
-from retriever.protocol import Found, Searcher
+from retriever.interfaces import Found, Searcher
 from retriever.search.rerank import Reranker
 from retriever.service.batching import SearchBatcher
 from retriever.service.cache import ResultCache
-from retriever.service.contracts import MAX_QUERY_LENGTH, RetrieveRequest
 from retriever.service.memory import trimmed
 from retriever.service.metrics import Metrics
+from retriever.service.web.contracts import MAX_QUERY_LENGTH, RetrieveRequest
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from retriever.service.middleware import RequireToken
+from retriever.service.web.middleware import RequireToken
 
 RETRY_SECONDS = 5  # what a client is told to wait
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import AdvantageConfig
-from calibadv_jax.trajectory import Document, Group, Question, Trajectory, Turn
+from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 
 
 def make_turn(kind="search", think="", documents=(), num_tokens=1, num_observed=0) -> Turn:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from calibadv_jax.advantages.credit import answer_mass, last_sampled_turn
-from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
 
 hypothesis = pytest.importorskip("hypothesis")

@@ -7,7 +7,7 @@ import typing
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.registry import ALGORITHMS, compute_advantages, describe
+from calibadv_jax.advantages.estimators import ALGORITHMS, compute_advantages, describe
 from calibadv_jax.config import AdvantageConfig
 
 A = 0.5 / (np.sqrt(0.5) + 1e-6)  # advantage of the better of two scores 1 and 0

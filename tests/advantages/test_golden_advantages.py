@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.advantages.estimators import compute_advantages
 
 LOCAL = Path(__file__).resolve().parents[1] / "golden_local" / "credit_cases.json"
 

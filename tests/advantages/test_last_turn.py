@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.advantages.truth import MEASURES, gather, join, measure, truly_good
 from calibadv_jax.config import AdvantageConfig
 

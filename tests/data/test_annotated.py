@@ -5,6 +5,9 @@ import asyncio
 import pytest
 from shelf_rig import BY_ID, find
 
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import parse_turn
+from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.annotated import (
     MAX_QUOTE,
     Lookup,
@@ -13,9 +16,6 @@ from calibadv_jax.data.annotated import (
     is_complete,
     read_passages,
 )
-from calibadv_jax.errors import UserError
-from calibadv_jax.protocol import parse_turn
-from calibadv_jax.trajectory import Document, Question
 
 
 def asked(text, answers, supporting):

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Message
 from calibadv_jax.data import files
 from calibadv_jax.data.layouts import LAYOUTS
 from calibadv_jax.data.questions import load_questions, question_row, write_questions
-from calibadv_jax.errors import UserError
-from calibadv_jax.trajectory import Message
 
 PROMPT = "Reason inside <think> and </think>. Question: {}\n"
 

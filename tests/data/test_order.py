@@ -1,8 +1,8 @@
 """The order of questions: the file's, or one that the seed decides."""
 
+from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.pipeline import QuestionIterator
 from calibadv_jax.data.questions import load_questions, write_questions
-from calibadv_jax.trajectory import Question
 
 QUESTIONS = [Question(f"q{number}", "?", ("a",), "nq") for number in range(20)]
 

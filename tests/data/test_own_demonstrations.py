@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstration_files import load_demonstrations
 from calibadv_jax.data.demonstrations import DemoTurn
-from calibadv_jax.errors import UserError
-from calibadv_jax.trajectory import Document, Question
 
 ANSWER = {"text": "<think> so </think>\n<answer> ada </answer>"}
 SEARCH = "<think> find it </think>\n<search> silent garden </search>"

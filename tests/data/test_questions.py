@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.pipeline import QuestionIterator
 from calibadv_jax.data.questions import load_questions, select_evenly, write_questions
-from calibadv_jax.errors import UserError
-from calibadv_jax.trajectory import Question
 
 GOOD = {"id": "1", "question": "who?", "golden_answers": ["me"], "data_source": "nq"}
 

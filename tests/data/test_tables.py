@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.errors import UserError
 
 LISTED = {
     '["Ada", "Bo"]': ("Ada", "Bo"),

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf
 
-from calibadv_jax.errors import QueryRefused, RequestFailed
+from calibadv_jax.core.errors import QueryRefused, RequestFailed
+from calibadv_jax.core.trajectory import Document
 from calibadv_jax.evaluation.methods import NO_RETRIEVER, method_config
-from calibadv_jax.trajectory import Document
 
 
 @pytest.fixture

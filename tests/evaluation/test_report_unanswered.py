@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from calibadv_jax import evaluate
+from calibadv_jax.commands import evaluate
 from calibadv_jax.config import Config
 from calibadv_jax.evaluation.report import Report
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy.stats import bootstrap
 
+from calibadv_jax.core.seeds import random_state
 from calibadv_jax.evaluation import intervals
 from calibadv_jax.evaluation.intervals import interval, pass_at_k, stratified_mean
 from calibadv_jax.evaluation.statistics import compare_paired
-from calibadv_jax.seeds import random_state
 
 FIRST = np.array([1.0, 0.0, 0.5, 0.2, 0.9, 0.4])
 SECOND = np.array([0.2, 0.8, 0.6])

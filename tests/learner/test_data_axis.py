@@ -8,7 +8,7 @@ from test_learner import LOSS, VOCAB, samples, sgd_step
 from tiny_policy import GROUPED
 
 from calibadv_jax.config import MeshConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import pack
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.policy.architecture import architecture_from_hf

@@ -9,7 +9,7 @@ from rounding import close_in_norm
 from tiny_policy import GROUPED
 
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import Sample, pack, token_weights
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.learner.step import make_samples
-from calibadv_jax.trajectory import Question, Trajectory, Turn
 
 
 def trajectory(length: int, error: str | None = None) -> Trajectory:

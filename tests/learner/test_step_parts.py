@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import LearnerConfig, LossConfig
+from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import on_policy_only
 from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import learn, make_samples, old_logprobs, with_old_logprobs
-from calibadv_jax.trajectory import Question, Trajectory, Turn
 
 QUESTION = Question("q", "?", ("x",), "test")
 ROW = 8

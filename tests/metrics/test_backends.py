@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from calibadv_jax.config import LogConfig, load_config
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.writer import MetricsWriter
 

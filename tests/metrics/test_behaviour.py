@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.metrics.summary import trajectory_metrics
-from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
 
 QUESTION = Question("q", "?", ("x",), "test")
 NOTHING = np.zeros(1, np.int32)

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from calibadv_jax.config import LossConfig, MeshConfig, RewardConfig
+from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.metrics.console import STEP_METRICS, Console, duration, number, table
@@ -20,7 +21,6 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
 
 
 class Terminal(io.StringIO):

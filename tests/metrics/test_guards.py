@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import GuardsConfig
+from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.metrics.guards import GUARDS, Guards, guard_metrics
-from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
 
 QUESTION = Question("q", "?", ("x",), "test")
 HEALTHY = {

@@ -5,9 +5,9 @@ import io
 import numpy as np
 import pytest
 
+from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.shown_steps import SAID_AGAIN, ShownSteps, why_tied
-from calibadv_jax.trajectory import Document, Group, Question, Trajectory, Turn
 
 HOSTILE = "\x1b[2Jgone\x07 [bold red]red[/] \u202eleft\r\n[/"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from calibadv_jax.core.trajectory import Group, Question, StopReason, Trajectory, Turn, TurnKind
 from calibadv_jax.metrics.summary import ALIASES, trajectory_metrics
-from calibadv_jax.trajectory import Group, Question, StopReason, Trajectory, Turn, TurnKind
 
 QUESTION = Question("q", "Who?", ("Ada",), "toy")
 

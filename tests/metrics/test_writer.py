@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.writer import MetricsWriter, read_metrics
 
 
@@ -71,7 +71,7 @@ def test_a_failed_rewrite_leaves_the_file_alone(tmp_path, monkeypatch):
     def full_disk(*args: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("calibadv_jax.files.os.replace", full_disk)
+    monkeypatch.setattr("calibadv_jax.core.files.os.replace", full_disk)
     with pytest.raises(OSError, match="no space left"):
         MetricsWriter(tmp_path, start_step=1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before

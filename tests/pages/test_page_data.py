@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.generated_run import write_run
 from calibadv_jax.config import Config
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.pages import index
 from calibadv_jax.pages.run_files import RunFiles
 from calibadv_jax.pages.site import Site

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.pages.run_files import RunFiles
 from calibadv_jax.pages.serve import POLICY, make_server, write_site
 from calibadv_jax.pages.site import Site

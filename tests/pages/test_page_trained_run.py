@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from calibadv_jax import ask, cli, train
+from calibadv_jax import cli
+from calibadv_jax.commands import train
 from calibadv_jax.config import load_config
 from calibadv_jax.data.world import write_world
-from calibadv_jax.model import find_policy
+from calibadv_jax.run.model import find_policy
+from calibadv_jax.tools import ask
 
 pytest.importorskip("faiss")
 pytest.importorskip("fastapi")

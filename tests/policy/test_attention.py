@@ -12,8 +12,8 @@ from rounding import close_in_norm
 
 from calibadv_jax.config import MeshConfig, PolicyConfig
 from calibadv_jax.policy.attention import packed_attention
-from calibadv_jax.policy.blockwise import blockwise_attention
-from calibadv_jax.policy.flash import splash_attention, triton_attention
+from calibadv_jax.policy.kernels.blockwise import blockwise_attention
+from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
 from calibadv_jax.policy.sharding import MESH_AXES, make_mesh
 from calibadv_jax.policy.transformer import Numerics
 

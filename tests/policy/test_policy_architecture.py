@@ -6,7 +6,7 @@ import jax
 import pytest
 from tiny_policy import LLAMA3
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.architecture import RopeScaling, architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
 

@@ -11,19 +11,19 @@ from packages import need
 from real_rig import real_model
 
 from calibadv_jax.config import Config, MeshConfig, SamplerConfig
-from calibadv_jax.interfaces import SamplingParams
-from calibadv_jax.model import load_tokenizer
+from calibadv_jax.core.interfaces import SamplingParams
+from calibadv_jax.core.tags import STOP_STRINGS, TAGS
+from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.protocol import STOP_STRINGS, TAGS
 from calibadv_jax.rollout.observation import encode, neutralise_documents, render_observation
 from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.run.model import load_tokenizer
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
-from calibadv_jax.trajectory import Document, Question
 
 need("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

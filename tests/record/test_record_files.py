@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from record_rig import keep, make_config, scored, unknown
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.record.reader import find_step, read_columns, read_metadata, read_step
 from calibadv_jax.record.schema import LOGPROBS, SCHEMA, kept_steps
 from calibadv_jax.record.writer import RolloutWriter
@@ -164,7 +164,7 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("calibadv_jax.files.os.replace", killed)
+        patch.setattr("calibadv_jax.core.files.os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
             writer.write(1, groups, result.credits, unknown(groups), 0)
     assert kept_steps(tmp_path) == {} and names(tmp_path) == []

@@ -12,14 +12,14 @@ import pytest
 from record_rig import keep, make_config, make_groups, unknown
 
 from calibadv_jax import cli
-from calibadv_jax.advantages.registry import compute_advantages
-from calibadv_jax.errors import UserError
+from calibadv_jax.advantages.estimators import compute_advantages
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.seeds import random_state
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.writer import RolloutWriter
-from calibadv_jax.replay import equal_turns, kept_config
-from calibadv_jax.replay import replay as replay_step
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.seeds import random_state
+from calibadv_jax.tools.replay import equal_turns, kept_config
+from calibadv_jax.tools.replay import replay as replay_step
 
 
 def call(folder, *arguments):

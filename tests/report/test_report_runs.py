@@ -3,7 +3,7 @@
 import pytest
 from report_rig import keep_step, learning_curve, make_run, quickstart_config
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.report.gather import state
 from calibadv_jax.report.runs import read_runs
 

@@ -3,7 +3,7 @@
 import pytest
 from report_rig import HASHES, learning_curve, make_run, quickstart_config
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.report.runs import read_runs
 from calibadv_jax.report.settings import compare, flatten, group_runs
 

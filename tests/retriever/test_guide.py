@@ -13,8 +13,8 @@ pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient
 
 from retriever.options import make_parser, parse
-from retriever.search.gpu import NORM_BYTES, WORKSPACE
-from retriever.search.plan import vector_bytes
+from retriever.search.backends.gpu import NORM_BYTES, WORKSPACE
+from retriever.search.index_memory import vector_bytes
 from retriever.service.assembly import load
 
 ROOT = Path(__file__).parents[2]

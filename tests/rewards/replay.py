@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from calibadv_jax.protocol import STOP_STRINGS, parse_turn
-from calibadv_jax.trajectory import Question, Trajectory, Turn
+from calibadv_jax.core.tags import STOP_STRINGS, parse_turn
+from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 
 SEGMENT = re.compile(rf".*?(?:{'|'.join(STOP_STRINGS)})", re.DOTALL)
 OBSERVATION = re.compile(r"\s*<information>.*?</information>\s*", re.DOTALL)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from replay import replay
 
-from calibadv_jax.protocol import parse_turn
+from calibadv_jax.core.tags import parse_turn
+from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rewards.format import is_trajectory_valid
-from calibadv_jax.trajectory import Question, Trajectory, Turn
 
 SEARCH = "<think> t </think>\n<search> q </search>"
 ANSWER = "<think>u</think> <answer>Rome</answer>"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import RewardConfig
+from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.rewards.score import score_groups, score_trajectory
-from calibadv_jax.trajectory import Group, Question, Trajectory, Turn
 
 ROME = Question("q", "?", ("Rome",), "test")
 

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from calibadv_jax.protocol import TAGS
+from calibadv_jax.core.tags import TAGS
+from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rewards.format import is_trajectory_valid
-from calibadv_jax.trajectory import Question, Trajectory, Turn
 
 GOOD = {
     "search": "<think> t </think> <search> q </search>",

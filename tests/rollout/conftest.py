@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from loop_fakes import CONTROL, EOS, Loop
 
-from calibadv_jax.protocol import TAG_NAMES
+from calibadv_jax.core.tags import TAG_NAMES
 
 
 @pytest.fixture(scope="session")

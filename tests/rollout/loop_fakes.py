@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
-from calibadv_jax.interfaces import Completion, SamplingParams
+from calibadv_jax.core.interfaces import Completion, SamplingParams
+from calibadv_jax.core.trajectory import Document, Question, Trajectory
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
-from calibadv_jax.trajectory import Document, Question, Trajectory
 
 EOS = "<|endoftext|>"
 CONTROL = "<|im_end|>"

@@ -8,11 +8,11 @@ import pytest
 from loop_fakes import DOCUMENT, EOS, QUESTION
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
-from calibadv_jax.errors import UserError
-from calibadv_jax.interfaces import Completion
-from calibadv_jax.protocol import INVALID_ACTION, STOP_STRINGS
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.interfaces import Completion
+from calibadv_jax.core.tags import INVALID_ACTION, STOP_STRINGS
+from calibadv_jax.core.trajectory import Document
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory, turn_seed
-from calibadv_jax.trajectory import Document
 
 SEARCH = "<think> a </think>\n<search> ann </search>"
 ANSWER = "<think> b </think>\n<answer> Ann </answer>"

@@ -8,10 +8,10 @@ import pytest
 from loop_fakes import DOCUMENT, DictRetriever, ScriptedSampler
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Question
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.collect import collect_groups
-from calibadv_jax.trajectory import Question
 
 QUESTIONS = [Question(f"q{number}", f"Who is {number}?", ("x",), "test") for number in range(3)]
 SEARCH, ANSWER = "<search> ann </search>", "<answer> {} </answer>"

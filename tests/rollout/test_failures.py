@@ -7,14 +7,14 @@ import pytest
 from loop_fakes import DOCUMENT, DictRetriever, ScriptedSampler
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
-from calibadv_jax.errors import QueryRefused, RequestFailed, UserError
-from calibadv_jax.interfaces import Completion
-from calibadv_jax.protocol import QUERY_REFUSED, neutralise
+from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
+from calibadv_jax.core.interfaces import Completion
+from calibadv_jax.core.tags import QUERY_REFUSED, neutralise
+from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.collect import collect_groups
 from calibadv_jax.rollout.failures import FailureCount
 from calibadv_jax.rollout.runner import Rollouts
-from calibadv_jax.trajectory import Group, Question, Trajectory
 
 QUESTIONS = [Question(f"q{number}", f"Who is {number}?", ("x",), "test") for number in range(3)]
 SEARCH, ANSWER = "<search> ann </search>", "<answer> Ann </answer>"

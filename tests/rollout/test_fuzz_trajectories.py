@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from loop_fakes import CONTROL, EOS, DictRetriever, ScriptedSampler
 
-from calibadv_jax.advantages.registry import compute_advantages
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, PromptConfig, RewardConfig, RolloutConfig
+from calibadv_jax.core.tags import TAGS, neutralise
+from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.learner.batching import pack
 from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import make_samples
-from calibadv_jax.protocol import TAGS, neutralise
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.collect import collect_groups
 from calibadv_jax.rollout.observation import added_token_strings
-from calibadv_jax.trajectory import Document, Question
 
 GOLDEN = "Ann Lee"
 GROUPS, GROUP_SIZE = 20, 5  # 100 trajectories a step

@@ -10,8 +10,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from calibadv_jax.errors import UserError
-from calibadv_jax.protocol import TAG_NAMES
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import TAG_NAMES
+from calibadv_jax.core.trajectory import Document
 from calibadv_jax.rollout.observation import (
     added_token_strings,
     decode,
@@ -19,7 +20,6 @@ from calibadv_jax.rollout.observation import (
     neutralise_documents,
     render_observation,
 )
-from calibadv_jax.trajectory import Document
 
 TWO = (Document("1", "Ann", "Ann is a painter."), Document("2", "Bob", "Bob is not."))
 WHOLE = (

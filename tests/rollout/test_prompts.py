@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import PromptConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.rollout.prompts import TEMPLATES, build_prompt, template_text
-from calibadv_jax.trajectory import Message, Question
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

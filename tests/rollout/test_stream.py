@@ -9,9 +9,9 @@ from itertools import count
 import numpy as np
 import pytest
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.rollout.stream import RolloutStream
-from calibadv_jax.trajectory import Group, Question, Trajectory
 
 PER_STEP = 3
 

@@ -10,7 +10,7 @@ from test_jax_sampler import CharTokenizer
 from tiny_policy import SHAPE
 
 from calibadv_jax.config import MeshConfig, SamplerConfig
-from calibadv_jax.interfaces import SamplingParams
+from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy import attention
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh

@@ -10,7 +10,7 @@ import pytest
 from tiny_policy import WIDER
 
 from calibadv_jax.config import MeshConfig, SamplerConfig
-from calibadv_jax.interfaces import SamplingParams
+from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import make_mesh

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from test_jax_sampler import CharTokenizer, make_sampler
 
-from calibadv_jax.interfaces import SamplingParams
+from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.transformer import Numerics, Policy

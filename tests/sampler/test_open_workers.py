@@ -7,11 +7,11 @@ import pytest
 from http_rig import Handler, late, serving
 
 from calibadv_jax.config import Config, SamplerConfig
-from calibadv_jax.config.retriever import NO_RETRIEVER
-from calibadv_jax.errors import UserError
+from calibadv_jax.config.sections.retriever import NO_RETRIEVER
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.run.wiring import open_services
 from calibadv_jax.sampler import vllm_worker
 from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess, open_workers
-from calibadv_jax.wiring import open_services
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from test_jax_sampler import CharTokenizer
 
 from calibadv_jax.config import MeshConfig, SamplerConfig
-from calibadv_jax.interfaces import SamplingParams
+from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy

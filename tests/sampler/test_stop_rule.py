@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.sampler.stopping import StopRule, end_of_text_ids
 
 STOP = ("</search>", "</answer>")

@@ -11,8 +11,8 @@ import pytest
 from packages import need
 from vllm_rig import GREEDY, MAX_LENGTH, MODELS, SHAPE, Rig, gap_to_greedy, prompts, running
 
-from calibadv_jax.errors import UserError
-from calibadv_jax.interfaces import SamplingParams
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.snapshots.huggingface import save_folder
 
 need("vllm", "torch")

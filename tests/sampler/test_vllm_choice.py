@@ -8,8 +8,8 @@ from test_stop_rule import RULE, STOP, letters
 from test_vllm_sampler import PROMPT, Server, serving
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.errors import RequestFailed
-from calibadv_jax.interfaces import SamplingParams
+from calibadv_jax.core.errors import RequestFailed
+from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.sampler import vllm_sampler
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 

@@ -11,8 +11,8 @@ from test_vllm_choice import SAMPLING, SCRIPT, Gated, run, started
 from test_vllm_sampler import PROMPT, Server, serving, write
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.errors import REFUSAL, RequestFailed, UserError
-from calibadv_jax.interfaces import SamplingParams
+from calibadv_jax.core.errors import REFUSAL, RequestFailed, UserError
+from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.sampler import vllm_sampler, vllm_worker
 from calibadv_jax.sampler.vllm_requests import read_completion
 from calibadv_jax.sampler.vllm_sampler import VllmSampler

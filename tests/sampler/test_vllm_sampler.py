@@ -8,8 +8,8 @@ from aiohttp import web
 from test_stop_rule import PIECES, RULE, STOP, ids, letters
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.errors import RequestFailed, UserError
-from calibadv_jax.interfaces import SamplingParams
+from calibadv_jax.core.errors import RequestFailed, UserError
+from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.sampler import vllm_sampler
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 

@@ -16,8 +16,8 @@ from chain_policy import (
 from packages import need
 from vllm_rig import MODELS, SHAPE, Rig, running
 
-from calibadv_jax.interfaces import SamplingParams
-from calibadv_jax.protocol import STOP_STRINGS
+from calibadv_jax.core.interfaces import SamplingParams
+from calibadv_jax.core.tags import STOP_STRINGS
 
 need("vllm", "torch")
 pytestmark = pytest.mark.slow

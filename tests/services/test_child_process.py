@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.services import child_process
 from calibadv_jax.services.child_process import ChildService
 

@@ -9,7 +9,7 @@ from search_rig import search
 from test_replicas import Service, ask, client_of
 from test_retriever_client import ok, replying, search_all
 
-from calibadv_jax.errors import RequestFailed
+from calibadv_jax.core.errors import RequestFailed
 from calibadv_jax.services import replicas, retriever_client
 
 

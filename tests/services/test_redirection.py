@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.services.http_client import open_session, post
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from test_replicas import Service, ask, client_of
 
-from calibadv_jax.errors import RequestFailed, UserError
+from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.services import replicas, retriever_client
 
 OURS = {"corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": "", "identity": "aa"}

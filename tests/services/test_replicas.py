@@ -11,7 +11,7 @@ from http_rig import Handler, serving
 pytest.importorskip("aiohttp")
 
 from calibadv_jax.config import RetrieverConfig, load_config
-from calibadv_jax.errors import RequestFailed, UserError
+from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.services import replicas, retriever_client
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import RetrieverProcess

@@ -7,9 +7,9 @@ import pytest
 from packages import need
 from pydantic import ValidationError
 
+from calibadv_jax.commands.doctor import check_inputs, check_retriever
 from calibadv_jax.config import Config, RetrieverConfig
-from calibadv_jax.doctor import check_inputs, check_retriever
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.services.http_client import Reply
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import RetrieverProcess, open_retriever
@@ -112,8 +112,8 @@ def test_every_command_that_searches_refuses_a_reranker_without_effect(service, 
 
 def test_the_doctor_says_who_reranks(child, service, tmp_path):
     from calibadv_jax.config import DataConfig
+    from calibadv_jax.core.trajectory import Question
     from calibadv_jax.data.questions import write_questions
-    from calibadv_jax.trajectory import Question
 
     write_questions(tmp_path / "eval.jsonl", [Question("1", "ada almson?", ("x",), "test")])
     data = DataConfig(eval=str(tmp_path / "eval.jsonl"))

@@ -11,7 +11,7 @@ from http_rig import Handler, serving
 from search_rig import search
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.errors import QueryRefused, RequestFailed, UserError
+from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.services import retriever_client
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import RetrieverProcess

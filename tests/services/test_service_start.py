@@ -7,7 +7,7 @@ from http_rig import Handler, late, serving
 from test_replicas import Service, ask, client_of
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.services import replicas, retriever_client
 from calibadv_jax.services.retriever_process import check_running, open_retriever
 

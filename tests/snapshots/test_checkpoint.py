@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from calibadv_jax.config import MeshConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, restore_params

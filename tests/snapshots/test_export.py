@@ -13,6 +13,8 @@ import pytest
 import yaml
 from transformers import AutoTokenizer, GenerationConfig
 
+from calibadv_jax.commands.evaluate import at_step, describe_policy
+from calibadv_jax.commands.export import export
 from calibadv_jax.config import (
     AdvantageConfig,
     Config,
@@ -24,11 +26,9 @@ from calibadv_jax.config import (
     RunConfig,
     dump_config,
 )
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
-from calibadv_jax.errors import UserError
-from calibadv_jax.evaluate import at_step, describe_policy
-from calibadv_jax.export import export
-from calibadv_jax.model import find_policy
+from calibadv_jax.run.model import find_policy
 from calibadv_jax.snapshots.checkpoint import CheckpointStore
 from calibadv_jax.snapshots.huggingface import load_params
 from calibadv_jax.snapshots.publish import SnapshotStore

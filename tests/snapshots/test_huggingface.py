@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_policy import LLAMA3
 
 from calibadv_jax.config import MeshConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import MeshConfig
-from calibadv_jax.errors import UserError
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest

@@ -20,7 +20,7 @@ from retriever.indexing import embeddings as embeddings_module
 from retriever.indexing.builder import build_index
 from retriever.indexing.locking import locked
 from retriever.indexing.options import BuildOptions
-from retriever.search import plan
+from retriever.search import index_memory as plan
 from retriever.search.manifest import MANIFEST
 from retriever.search.opening import IndexOptions, open_index
 

@@ -8,8 +8,8 @@ pytest.importorskip("faiss")
 import faiss
 
 from retriever.errors import RetrieverError
-from retriever.search import gpu
-from retriever.search.faiss import FaissVectors, read_header
+from retriever.search.backends import gpu
+from retriever.search.backends.faiss import FaissVectors, read_header
 from retriever.search.ties import search_in_corpus_order
 
 GIB = 2**30

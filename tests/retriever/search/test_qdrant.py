@@ -18,10 +18,10 @@ from retriever.indexing import qdrant as uploading
 from retriever.indexing.builder import build_index
 from retriever.indexing.options import BuildOptions
 from retriever.options import parse
-from retriever.search import collection as collection_module
-from retriever.search.collection import Collection, CollectionOptions
+from retriever.search.backends import collection as collection_module
+from retriever.search.backends.collection import Collection, CollectionOptions
+from retriever.search.backends.qdrant import search_params
 from retriever.search.opening import open_index
-from retriever.search.qdrant import search_params
 from retriever.service.assembly import load
 
 

@@ -13,8 +13,8 @@ from retriever.corpus.passages import load_corpus
 from retriever.encoders.hashed import HashedEncoder
 from retriever.indexing.builder import build_index
 from retriever.indexing.options import BuildOptions
+from retriever.search.backends.qdrant import QdrantVectors
 from retriever.search.opening import open_index
-from retriever.search.qdrant import QdrantVectors
 
 pytestmark = pytest.mark.medium
 COUNT, K = 2000, 5

@@ -11,8 +11,8 @@ from rerank_rig import tiny_cross_encoder
 from retriever_rig import NAMES
 
 from retriever.search.rerank import Reranker, passage_text
-from retriever.service.app import make_app
 from retriever.service.engine import Depths
+from retriever.service.web.app import make_app
 
 need("sentence_transformers")
 pytestmark = pytest.mark.medium

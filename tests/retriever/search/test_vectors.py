@@ -16,11 +16,11 @@ import faiss
 from retriever.errors import RetrieverError
 from retriever.indexing.embeddings import Embeddings
 from retriever.indexing.faiss import make_empty, write_faiss
-from retriever.search import faiss as faiss_module
-from retriever.search import plan
-from retriever.search.bm25 import top_k
-from retriever.search.faiss import FaissVectors, map_flat, read_header
-from retriever.search.jax import JaxVectors
+from retriever.search import index_memory as plan
+from retriever.search.backends import faiss as faiss_module
+from retriever.search.backends.bm25 import top_k
+from retriever.search.backends.faiss import FaissVectors, map_flat, read_header
+from retriever.search.backends.jax import JaxVectors
 
 DIMENSION = 24
 

@@ -13,12 +13,12 @@ from fastapi.testclient import TestClient
 
 from retriever.errors import RetrieverError
 from retriever.options import parse
-from retriever.search import web
-from retriever.search.web import Budget, SearchFailed, WebSearch
-from retriever.service.app import make_app
+from retriever.search.backends import web
+from retriever.search.backends.web import Budget, SearchFailed, WebSearch
 from retriever.service.assembly import load
 from retriever.service.cache import ResultCache
 from retriever.service.engine import Depths
+from retriever.service.web.app import make_app
 
 ITEMS = [{"title": f"T {n}\nx", "link": f"https://e.org/{n}", "snippet": f"s {n}\n y"} for n in range(12)]
 

@@ -14,8 +14,8 @@ from retriever_rig import served
 
 from retriever.errors import RetrieverError
 from retriever.options import parse
+from retriever.search.backends.web import Budget, WebSearch
 from retriever.search.manifest import MANIFEST
-from retriever.search.web import Budget, WebSearch
 from retriever.service import assembly
 from retriever.service.assembly import load, load_index
 

@@ -1,11 +1,11 @@
-"""Floods against the running service; benchmarks/retriever_flood.py has the full sizes."""
+"""Floods against the running service; benchmarks/retrieval/flood.py has the full sizes."""
 
 import pytest
 
 pytest.importorskip("faiss")
 pytest.importorskip("fastapi")
 
-from benchmarks.retriever_flood import TOKEN, bodies, idle, service, slow, watch
+from benchmarks.retrieval.flood import TOKEN, bodies, idle, service, slow, watch
 
 MB = 2**20
 

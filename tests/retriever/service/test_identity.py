@@ -15,9 +15,9 @@ from retriever.corpus.passages import load_corpus
 from retriever.indexing.builder import build_index
 from retriever.indexing.options import BuildOptions
 from retriever.search.opening import IndexOptions, open_index
-from retriever.service.app import make_app
 from retriever.service.engine import Depths
 from retriever.service.identity import index_identity
+from retriever.service.web.app import make_app
 
 
 def identity(index, **more):

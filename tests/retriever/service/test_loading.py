@@ -18,11 +18,11 @@ import httpx
 
 from retriever.errors import RetrieverError
 from retriever.options import parse
-from retriever.service.app import make_app
 from retriever.service.engine import Depths
 from retriever.service.identity import index_identity
 from retriever.service.loading import Loading
-from retriever.service.server import run
+from retriever.service.web.app import make_app
+from retriever.service.web.server import run
 
 
 class Empty:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from benchmarks.retriever_load import process_bytes
+from benchmarks.retrieval.load import process_bytes
 from retriever.service import memory
 
 

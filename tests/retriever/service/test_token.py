@@ -9,9 +9,9 @@ pytest.importorskip("fastapi")
 
 from fastapi.testclient import TestClient
 
-from retriever.service.app import make_app
 from retriever.service.engine import Depths
-from retriever.service.middleware import ROUTES
+from retriever.service.web.app import make_app
+from retriever.service.web.middleware import ROUTES
 
 HEADER = {"Authorization": "Bearer secret"}
 

@@ -1,0 +1,124 @@
+"""The arms of docs/evidence.md: what each one changes in the config, and the order in which they are run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a method changes. Every key that any of them sets is set by all, so that a config of either advantage
+# can be the base.
+_PLAIN = {
+    "advantage.name": "grpo",
+    "advantage.soft_penalty": "true",
+    "advantage.rebalance": "true",
+    "advantage.target_ratio": "1.0",
+    "advantage.normalize_std": "true",
+    "loss.clip_high": "0.2",
+    "loss.kl_coef": "0.0",
+}
+_CALIBADV = {"advantage.name": "calibadv"}
+LAMBDAS = ("0.5", "0.75", "1.5", "2")  # besides 1, which is the method calibadv
+METHODS: dict[str, dict[str, str]] = {
+    "grpo": {},
+    "soft": {**_CALIBADV, "advantage.rebalance": "false"},
+    "rebalance": {**_CALIBADV, "advantage.soft_penalty": "false"},
+    "calibadv": _CALIBADV,
+    **{f"calibadv-lambda{one}": {**_CALIBADV, "advantage.target_ratio": one} for one in LAMBDAS},
+    "grpo-cliphigh": {"loss.clip_high": "0.28"},  # DAPO's
+    "grpo-kl0.001": {"loss.kl_coef": "0.001"},  # Search-R1's
+    "drgrpo": {"advantage.normalize_std": "false"},
+}
+FOUR = ("grpo", "calibadv", "soft", "rebalance")
+REMEDIES = ("grpo-cliphigh", "grpo-kl0.001", "drgrpo")
+UPDATES: dict[str, dict[str, str]] = {"": {}, "-1update": {"learner.minibatch_size": "0"}}  # five, and one
+NEAR, OTHERS = ("1.9e-3", "2.2e-3"), ("3e-3", "1.5e-3", "1e-3")  # learning rates at the frontier, and others
+PARTS = ("all", "frontier", "halves", "lambda", "remedies", "short")
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a command line may leave out."""
+
+    config: Path
+    seeds: str
+    lr: str  # of the parts halves, lambda, remedies and short
+    steps: int
+    workers: int  # runs at a time
+
+
+LONG = Defaults(ROOT / "configs/evidence.yaml", "3 4 5 6 7", NEAR[0], 60, 1)
+SHORT = Defaults(ROOT / "configs/rumours.yaml", "9 10", "1e-3", 20, 2)
+SHORT_METHODS = ("calibadv-lambda2", "grpo")  # what differs most there, the one that takes longer first
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One setting, to be run with several seeds."""
+
+    method: str  # of METHODS
+    lr: str  # as it is written in the name and on the command line
+    updates: str = ""  # of UPDATES
+    is_short: bool = False
+
+    @property
+    def name(self) -> str:
+        """Names its folder: ``grpo-lr1.9e-3``, ``calibadv-lambda0.5-1update-lr3e-3``, ``short-…``."""
+        return f"{'short-' if self.is_short else ''}{self.method}{self.updates}-lr{self.lr}"
+
+    def overrides(self) -> list[str]:
+        """``key.path=value`` of everything in which arms differ."""
+        values = _PLAIN | METHODS[self.method] | UPDATES[self.updates] | {"learner.optimizer.lr": self.lr}
+        return [f"{key}={value}" for key, value in values.items()]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training."""
+
+    arm: Arm
+    seed: int
+    cold_seed: int  # whose cold start and world it begins with
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm.name}/seed-{self.seed}"
+
+
+def parse_name(name: str) -> Arm | None:
+    """The arm whose folder has this name; None for another folder."""
+    rest, _, lr = name.removeprefix("short-").rpartition("-lr")
+    updates = next((one for one in UPDATES if one and rest.endswith(one)), "")
+    method = rest.removesuffix(updates)
+    return Arm(method, lr, updates, name.startswith("short-")) if method in METHODS and lr else None
+
+
+def plan(part: str, seeds: Sequence[int], lr: str = LONG.lr, steps: int = LONG.steps) -> list[Job]:
+    """The trainings of a part, the most telling first, since a session may end in between.
+
+    Every part goes seed by seed: after each seed, all arms have been compared once more from one cold start.
+
+    Args:
+        part: of PARTS.
+        lr: learning rate of the parts halves, lambda, remedies and short.
+    """
+    if part == "short":
+        arms = [Arm(method, lr, is_short=True) for method in SHORT_METHODS]
+        return [Job(arm, seed, seeds[0], steps) for seed in seeds for arm in arms]
+    near = [Arm(method, rate) for rate, method in product(NEAR, FOUR)]
+    halves = [Arm(method, lr) for method in FOUR]
+    lambdas = [Arm(f"calibadv-lambda{one}", lr) for one in LAMBDAS]
+    remedies = [Arm(method, lr) for method in REMEDIES]
+    others = [Arm(method, rate) for rate, method in product(OTHERS, FOUR)]
+    single = [Arm(method, rate, "-1update") for rate, method in product((*NEAR, *OTHERS), FOUR)]
+    blocks = {
+        "all": [near, lambdas, remedies, others, single],
+        "frontier": [near, others, single],
+        "halves": [halves],
+        "lambda": [lambdas],
+        "remedies": [remedies],
+    }[part]
+    return [Job(arm, seed, seed, steps) for block in blocks for seed in seeds for arm in block]

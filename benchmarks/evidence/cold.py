@@ -1,0 +1,34 @@
+"""The cold start of one seed, for evidence.py: world, supervised training, evaluation.
+
+python -m benchmarks.evidence.cold --config configs/evidence.yaml run.dir=FOLDER run.seed=3 world.seed=3
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from calibadv_jax import cli
+from calibadv_jax.commands import evaluate, sft
+from calibadv_jax.config import Config
+from calibadv_jax.data.world import write_world
+from calibadv_jax.run.folder import check_cold_start
+
+PLACES = ("world.dir", "sft.output")  # the folder may be named in another way, or have been moved
+
+
+def run(config: Config) -> None:
+    """What is there already is not made again. The evaluation builds the index too.
+
+    Raises:
+        UserError: the folder holds a cold start with other settings.
+    """
+    write_world(config.world)
+    if (Path(config.sft.output) / "config.json").is_file():
+        check_cold_start(config, PLACES)
+    else:
+        sft.run(config)
+    evaluate.run(config)
+
+
+if __name__ == "__main__":
+    cli.main("sft", run)

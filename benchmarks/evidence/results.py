@@ -1,0 +1,172 @@
+"""The finished runs of evidence.sh, read from their folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence.arms import METHODS, Arm, parse_name, plan
+from benchmarks.evidence.measures import (
+    FORMAT,
+    REWARD,
+    Values,
+    collapse_step,
+    finite,
+    mean_at_the_end,
+    quantities,
+)
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.evaluation.report import ALL, AVERAGE
+from calibadv_jax.report.evaluations import read_json
+from calibadv_jax.report.runs import Run, read_runs
+from calibadv_jax.report.settings import IGNORED, flatten
+
+TEMPERATURE = "1"
+# What may differ between the runs of a table: seeds, places, and how fast they are computed.
+FREE = (
+    *IGNORED, "world", "sft", "data.train", "policy.path", "policy.tokenizer", "retriever.corpus",
+    "retriever.index", "sampler", "learner.row_length", "learner.microbatch_rows",
+    "policy.attention_chunk",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run."""
+
+    arm: Arm
+    run: Run
+    final_f1: float  # of the last step's policy on all held-out questions
+
+    @property
+    def seed(self) -> int:
+        return int(self.run.setting("run.seed"))
+
+    @cached_property
+    def reward(self) -> Values:
+        return finite(self.run.values(REWARD))
+
+    @cached_property
+    def collapse(self) -> int | None:
+        """The step; None for a run that did not collapse."""
+        return collapse_step(self.reward, finite(self.run.values(FORMAT)))
+
+    @property
+    def best_f1(self) -> float:
+        """The largest of the evaluations during training and the last one."""
+        names = [f"eval/{source}/f1/temperature_{TEMPERATURE}" for source in (AVERAGE, ALL)]
+        logged = next((found for name in names if (found := finite(self.run.values(name)))), {})
+        return max([self.final_f1, *logged.values()])
+
+    def at_the_end(self, metric: str) -> float | None:
+        """Mean over the last ten steps that have the metric."""
+        return mean_at_the_end(self.run.values(metric))
+
+    @cached_property
+    def quantities(self) -> dict[str, Values]:
+        return quantities(self.run)
+
+
+Results = Mapping[Arm, Sequence[Result]]  # by seed
+
+
+def evaluated_step(report: Any) -> int:
+    """Step of the policy whose evaluation at TEMPERATURE this evaluation.json is; -1 where it is of none."""
+    if not isinstance(report, dict) or TEMPERATURE not in report["scores"]:
+        return -1
+    step = report["policy"]["step"]
+    return -1 if step is None else int(step)
+
+
+def held_out_f1(report: Mapping[str, Any]) -> float:
+    """The mean over the kinds of questions, each of which counts the same."""
+    sources = report["scores"][TEMPERATURE]
+    return float(sources.get(AVERAGE, sources[ALL])["f1"])
+
+
+def read_results(output: Path, names: Sequence[str] | None = None) -> Results:
+    """The finished runs by arm, in the order of the plan.
+
+    Args:
+        names: of the arms that are wanted; None: all but those of the short version.
+
+    Raises:
+        UserError: there is none, or one has other settings than its arm, or than the others.
+    """
+    found: list[Result] = []
+    for arm in sorted(_arms(output, names), key=_place):
+        reports = {
+            path.parent: read_json(path)
+            for path in (output / "runs" / arm.name).glob("seed-*/evaluation.json")
+        }
+        folders = [folder for folder, report in reports.items() if evaluated_step(report) > 0]
+        found += sorted(
+            (
+                Result(arm, run, held_out_f1(reports[run.folder]))
+                for run in read_runs(folders)
+                if evaluated_step(reports[run.folder]) == run.setting("learner.steps") == run.steps[-1]
+            ),
+            key=lambda result: result.seed,
+        )
+    if not found:
+        raise UserError(f"{output}: no finished run in {output}/runs; bash benchmarks/evidence.sh makes them")
+    check_settings(found)
+    return {arm: [one for one in found if one.arm == arm] for arm in dict.fromkeys(one.arm for one in found)}
+
+
+def _arms(output: Path, names: Sequence[str] | None) -> list[Arm]:
+    found = [parse_name(folder.name) for folder in (output / "runs").glob("*")]
+    arms = [arm for arm in found if arm is not None]
+    return [arm for arm in arms if (not arm.is_short if names is None else arm.name in names)]
+
+
+def _place(arm: Arm) -> tuple[int, int]:
+    order = [job.arm for job in plan("all", [0], arm.lr)]
+    return (order.index(arm) if arm in order else len(order)), list(METHODS).index(arm.method)
+
+
+def check_settings(results: Sequence[Result]) -> None:
+    """Unlike runs have no place in one table: an arm's differ in their seeds, arms in what they say.
+
+    A key that only one of two runs knows was added between them, and is not compared.
+
+    Raises:
+        UserError: with the first run that differs, and the keys.
+    """
+    first = _settings(results[0])
+    for result in results:
+        own, settings = result.arm.overrides(), _settings(result)
+        keys = {one.partition("=")[0] for one in own}
+        wrong = [one for one in own if not _holds(one, settings)]
+        wrong += [key for key in first.keys() & settings.keys() - keys if first[key] != settings[key]]
+        if wrong:
+            raise UserError(
+                f"{result.run.folder}: other settings than its name says, or than {results[0].run.folder} has"
+                f" ({', '.join(sorted(wrong))}); move it elsewhere"
+            )
+
+
+def _settings(result: Result) -> dict[str, Any]:
+    free = tuple(f"{name}." for name in FREE)
+    return {key: value for key, value in flatten(result.run.config).items() if not f"{key}.".startswith(free)}
+
+
+def _holds(override: str, settings: Mapping[str, Any]) -> bool:
+    key, _, text = override.partition("=")
+    value = settings.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return text == str(value).lower()
+    return float(text) == value
+
+
+def cold_starts(output: Path) -> dict[int, float]:
+    """Seed -> held-out F1 of its cold start."""
+    found = {}
+    for path in output.glob("cold/seed-*/evaluation.json"):
+        report = read_json(path)
+        if report is not None and TEMPERATURE in report["scores"]:
+            found[int(path.parent.name.removeprefix("seed-"))] = held_out_f1(report)
+    return dict(sorted(found.items()))

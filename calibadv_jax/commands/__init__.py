@@ -1,0 +1,1 @@
+"""Commands with a config: one module each, whose run(config) does the work."""

@@ -1,0 +1,135 @@
+"""Demonstrations from annotated questions: ``calibadv demonstrate --config FILE [key.path=value …]``.
+
+For each question of data.train that names its supporting passages: searches of the configured retriever that
+find them, thoughts that quote them, the answer. Written to sft.demonstrations, which `calibadv sft` reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from calibadv_jax import cli
+from calibadv_jax.commands.sft import demonstration_length
+from calibadv_jax.config import Config
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import replacing
+from calibadv_jax.core.trajectory import Document, Question
+from calibadv_jax.data.annotated import (
+    Lookup,
+    Search,
+    demonstrate,
+    find_support,
+    is_complete,
+    read_passages,
+)
+from calibadv_jax.data.demonstrations import Demonstration
+from calibadv_jax.data.questions import load_questions, question_row
+from calibadv_jax.metrics.console import Console, table
+from calibadv_jax.rollout.observation import encode, neutralise_documents, render_observation
+from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.run.model import build_model
+from calibadv_jax.services.lookups import look_up_each
+from calibadv_jax.services.retriever_process import open_retriever
+
+WRITTEN, NO_LIMIT = "written", 2**31
+
+
+def run(config: Config) -> None:
+    """Writes the demonstrations, and prints what became of the questions of each data source.
+
+    Raises:
+        UserError: bad input, or no question gives a demonstration.
+    """
+    console = Console(config.log.progress)
+    output, corpus = config.sft.demonstrations, config.retriever.corpus
+    if not output or output == "world":
+        raise UserError(f"sft.demonstrations is {output!r}: set it to the file to write, such as demos.jsonl")
+    if not corpus:
+        raise UserError(
+            "retriever.corpus is empty: set it to the file of the passages, which names their titles"
+        )
+    tokenizer = build_model(config, config.sft.init_from or config.policy.path).tokenizer
+    questions = load_questions(config.data.train)
+    passages = read_passages(corpus, {name for one in questions for name in one.supporting_ids})
+    named = [one for one in questions if any(name in passages for name in one.supporting_ids)]
+
+    async def find(question: Question, search: Search) -> list[Lookup]:
+        return await find_support(question, passages, search, config.rollout.max_searches)
+
+    with (
+        open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,
+        console.bar("search", len(named), "questions") as show,
+    ):
+        found = look_up_each(config.retriever, url, named, find, show)
+    counts = Counter((one.data_source, "no passage named") for one in questions)
+    counts.subtract(Counter((one.data_source, "no passage named") for one in named))
+    kept = []
+    for question, lookups in zip(named, found, strict=True):
+        made: Demonstration | str = "not found"
+        if is_complete(question, passages, lookups):
+            made = demonstrate(question, lookups, lambda documents: _shown(config, tokenizer, documents))
+        if isinstance(made, Demonstration) and not _fits(made, config, tokenizer):
+            made = "too long"
+        if isinstance(made, Demonstration):
+            kept.append(made)
+        what = f"{WRITTEN}, {len(lookups)} search" if isinstance(made, Demonstration) else made
+        counts[question.data_source, what] += 1
+    if not kept:
+        reasons = ", ".join(sorted({reason for (_, reason), number in counts.items() if number}))
+        raise UserError(
+            f"{config.data.train}: none of {len(questions)} questions gives a demonstration ({reasons}): they"
+            " must name passages of retriever.corpus in 'supporting_ids', and the index must find them"
+        )
+    _write(Path(output), kept)
+    console.say(_count_table(counts))
+    console.note(f"{len(kept)} demonstrations written to {output}")
+
+
+def _shown(config: Config, tokenizer: Any, documents: Sequence[Document]) -> str:
+    """What the policy would see of the documents."""
+    longest, think = config.rollout.max_observation_length, config.prompt.prepend_think
+    return render_observation(neutralise_documents(documents, tokenizer), tokenizer, longest, think)[1]
+
+
+def _fits(demonstration: Demonstration, config: Config, tokenizer: Any) -> bool:
+    """Whether the policy could write it, and sft train on it, within the limits of the config."""
+    rollout = config.rollout
+    prompt = build_prompt(demonstration.question, tokenizer, config.prompt, NO_LIMIT)
+    longest_turn = max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns)
+    if len(prompt) > rollout.max_prompt_length or longest_turn > rollout.max_turn_length:
+        return False
+    length = demonstration_length(demonstration, config, tokenizer)
+    return length <= min(config.sft.row_length, rollout.max_length)
+
+
+def _write(path: Path, demonstrations: Sequence[Demonstration]) -> None:
+    """A file that `data.demonstration_files.load_demonstrations` reads; it appears when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+        for one in demonstrations:
+            turns = [
+                {
+                    "text": turn.text,
+                    "documents": [{"id": d.id, "title": d.title, "text": d.text} for d in turn.documents],
+                }
+                for turn in one.turns
+            ]
+            row = question_row(one.question) | {"turns": turns}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _count_table(counts: Counter[tuple[str, str]]) -> str:
+    """What became of the questions of each data source, and of all."""
+    sources = sorted({source for source, _ in counts})
+    what = sorted({name for (_, name), number in counts.items() if number})
+    rows = [[source, *(counts[source, name] for name in what)] for source in sources]
+    rows.append(["all", *(sum(counts[source, name] for source in sources) for name in what)])
+    return table(rows, ["data source", *what])
+
+
+if __name__ == "__main__":
+    cli.main("demonstrate", run)

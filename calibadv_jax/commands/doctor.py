@@ -1,0 +1,212 @@
+"""Checks a config end to end before a run: ``calibadv doctor --config FILE [--offline]``.
+
+Every finding comes with its fix, and with a status: ok, warn (a run would work, but not well), skip (it was
+not checked) or FAIL. Exit status 1 if something would stop the run. With --offline only what
+needs no network, no services and no model or data files: `offline_checks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calibadv_jax import cli
+from calibadv_jax.advantages.estimators import describe
+from calibadv_jax.commands.coverage import coverage_lines
+from calibadv_jax.commands.offline_checks import OFFLINE_CHECKS
+from calibadv_jax.config import Config
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import TAGS
+from calibadv_jax.core.trajectory import Document
+from calibadv_jax.data.pipeline import check_questions as check_fit
+from calibadv_jax.data.questions import load_questions
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.rollout.observation import encode
+from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
+from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.run.fit import cpu_lines, memory_lines
+from calibadv_jax.run.memory import estimate_memory, heads_warnings
+from calibadv_jax.run.model import build_model
+from calibadv_jax.sampler.vllm_worker import find_workers, require_vllm
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_process import check_running, open_retriever
+
+ONCE = 1e-3  # seconds of patience: what is loading or gone is what the doctor is to tell
+STATUS = {"warning: ": "warn", "not checked: ": "skip", "failed: ": "FAIL"}  # how a line begins; else ok
+
+
+def run(config: Config, offline: bool = False) -> None:
+    """Runs every check and prints one line a finding; status 1 if one failed."""
+    console = Console(config.log.progress)
+    checks = OFFLINE_CHECKS if offline else CHECKS
+    failed = 0
+    counts: Counter[str] = Counter()
+    for name, check in checks:
+        try:
+            with console.phase(f"checking: {name}", announce=not offline):
+                lines = check(config)
+        except UserError as error:
+            lines = [f"failed: {error}"]
+        findings = [with_status(line) for line in lines]
+        for status, line in findings:
+            console.say(f"{status:4} {name}: {line}")
+        statuses = [status for status, _ in findings]
+        counts.update(statuses)
+        failed += "FAIL" in statuses
+    console.say(summary(failed, len(checks), "offline check" if offline else "check", counts))
+    if failed:
+        raise SystemExit(1)
+
+
+def with_status(line: str) -> tuple[str, str]:
+    """The status that a check's line begins with, and the rest of it."""
+    for prefix, status in STATUS.items():
+        if line.startswith(prefix):
+            return status, line.removeprefix(prefix)
+    return "ok", line
+
+
+def summary(failed: int, total: int, what: str, counts: Counter[str]) -> str:
+    """The last line. Only if everything was checked, and nothing is to be thought of, is it "ready"."""
+    if failed:
+        return f"{failed} of {total} {what}s failed"
+    said = [f"{counts['warn']} warning{'s' if counts['warn'] > 1 else ''}"] if counts["warn"] else []
+    if counts["skip"]:
+        said.append(f"{counts['skip']} thing{'s' if counts['skip'] > 1 else ''} not checked")
+    return f"every {what} passed, with {' and '.join(said)}" if said else f"ready: every {what} passed"
+
+
+def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None) -> None:
+    """What costs next to nothing to check and would be found minutes later, at the start of a run.
+
+    Services that are started elsewhere are waited for, as long as their `patience` says.
+
+    Args:
+        warn: told what is waited for.
+
+    Raises:
+        UserError: the evaluation file is missing or malformed, or a service does not answer.
+    """
+    if config.evaluate.every:
+        check_fit(load_questions(config.data.eval), {}, config.prompt.template)
+    if config.retriever.url:
+        check_running(config.retriever, warn)
+    if config.sampler.name == "vllm" and config.sampler.urls:
+        find_workers(config.sampler, warn)
+
+
+def check_questions(config: Config) -> list[str]:
+    """Both question files, row by row."""
+    lines = []
+    for key in ("train", "eval"):
+        path = getattr(config.data, key)
+        questions = load_questions(path)
+        check_fit(questions, config.data.weights if key == "train" else {}, config.prompt.template)
+        sources = sorted({question.data_source for question in questions})
+        answers = sum(len(question.golden_answers) for question in questions)
+        found = f"{len(questions)} questions ({', '.join(sources)}) in {path}"
+        lines.append(f"data.{key}: {found}, with {answers} golden answers")
+    shared = {q.text for q in load_questions(config.data.train)} & {
+        q.text for q in load_questions(config.data.eval)
+    }
+    if shared:
+        lines.append(f"warning: {len(shared)} questions are in both files; held-out scores will be too high")
+    return lines
+
+
+def check_policy(config: Config) -> list[str]:
+    """Tokenizer, prompt lengths of every question, mesh and memory."""
+    model = build_model(config, config.policy.path)
+    pieces = {tag: len(encode(model.tokenizer, tag)) for tag in TAGS}
+    architecture = model.policy.architecture
+    return [
+        f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters, mesh"
+        f" {dict(model.mesh.shape)}",
+        "tokens of each tag: " + ", ".join(f"{tag} {count}" for tag, count in pieces.items()),
+        *prompt_lines(config, model.tokenizer),
+        *memory_lines(estimate_memory(config, architecture, model.mesh.shape), model.mesh.size),
+        *heads_warnings(architecture, model.mesh.shape),
+        *cpu_lines(config),
+    ]
+
+
+def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
+    """The longest prompt that fits, and how many do not.
+
+    Raises:
+        UserError: some do not, and data.overlong_prompts is "refuse".
+    """
+    limit, warnings, example = config.rollout.max_prompt_length, [], np.zeros(0, np.int32)
+    for key in ("train", "eval"):
+        questions = load_questions(getattr(config.data, key))
+        lengths = prompt_lengths(questions, tokenizer, config.prompt, limit)
+        kept, overlong = drop_overlong(questions, lengths, limit, config.data.overlong_prompts, f"data.{key}")
+        warnings += [f"warning: {overlong}"] if overlong else []
+        longest = max(kept, key=lambda question: len(question.text))
+        example = max(example, build_prompt(longest, tokenizer, config.prompt, limit), key=len)
+    shown = f"the longest question's prompt has {len(example)} of {limit} tokens"
+    return [*warnings, f"{shown}: {tokenizer.decode(example)!r}"]
+
+
+def check_sampler(config: Config) -> list[str]:
+    """vLLM: that it is installed, or that the workers answer with the routes the trainer needs."""
+    sampler = config.sampler
+    if sampler.name == "jax":
+        return [f"in process, {sampler.slots} trajectories decoded together"]
+    if not sampler.urls:
+        require_vllm()
+        return [f"{sampler.workers} vLLM worker(s) of flavour {sampler.flavour} will be started here"]
+    found = find_workers(replace(sampler, patience=ONCE), lambda _: None)
+    lines = [f"{url}: serves weights {label!r}" for url, label in found.answers.items()]
+    return lines + [f"warning: {url} is away ({reason})" for url, reason in found.missing.items()]
+
+
+def check_retriever(config: Config) -> list[str]:
+    """The service's corpus and index (a child service checks them as it starts), and one real query."""
+    question = load_questions(config.data.eval)[0]
+    asked = replace(config.retriever, patience=ONCE)
+    with open_retriever(asked, Path(config.run.dir) / "retriever.log", lambda _: None) as url:
+        retriever = RetrieverClient(asked, url)
+        health = retriever.health()
+        state = ", ".join(f"{name} {value}" for name, value in health.items() if value != "")
+        reranked = retriever.check_reranker(health)
+        begun = time.monotonic()
+        (documents,) = asyncio.run(_search_once(retriever, question.text))
+        seconds = time.monotonic() - begun
+        if not documents:
+            raise UserError(f"{retriever.url}: no document for {question.text!r}; is its corpus empty?")
+        return [
+            f"{retriever.url}: {state}",
+            *(f"warning: {url} is away ({reason})" for url, reason in retriever.missing.items()),
+            reranked,
+            f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}",
+            *coverage_lines(replace(config, retriever=asked), url),
+        ]
+
+
+async def _search_once(retriever: RetrieverClient, query: str) -> list[list[Document]]:
+    try:
+        return await retriever.search([query])
+    finally:
+        await retriever.close()
+
+
+Check = Callable[[Config], list[str]]
+CHECKS: list[tuple[str, Check]] = [
+    ("calibration", lambda config: describe(config.advantage)),
+    ("questions", check_questions),
+    ("policy", check_policy),
+    ("sampler", check_sampler),
+    ("retriever", check_retriever),
+]
+
+
+if __name__ == "__main__":
+    cli.main("doctor", run)

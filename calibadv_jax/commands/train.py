@@ -1,0 +1,194 @@
+"""Reinforcement learning: ``calibadv train --config FILE [key.path=value …]``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from calibadv_jax import cli
+from calibadv_jax.advantages.estimators import AdvantageResult, compute_advantages, describe
+from calibadv_jax.commands.doctor import check_inputs
+from calibadv_jax.commands.evaluate import validate, validation_questions
+from calibadv_jax.config import Config, RolloutConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.locking import locked_run
+from calibadv_jax.core.seeds import random_state
+from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.trajectory import Group, Question
+from calibadv_jax.data.pipeline import check_questions
+from calibadv_jax.data.questions import load_questions
+from calibadv_jax.metrics.backends import open_backends
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.metrics.guards import guard_metrics
+from calibadv_jax.metrics.shown_steps import ShownSteps
+from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
+from calibadv_jax.metrics.timing import Stopwatch
+from calibadv_jax.metrics.writer import MetricsWriter
+from calibadv_jax.record.writer import RolloutWriter
+from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
+from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.run.folder import enter_run_folder
+from calibadv_jax.run.model import build_model
+from calibadv_jax.run.service import check_service
+from calibadv_jax.run.trainer import Trainer
+from calibadv_jax.run.wiring import open_rollouts
+
+
+def run(config: Config, kept: Config | None = None) -> None:
+    """Trains for `learner.steps` steps, or continues from the newest checkpoint of the run folder.
+
+    Args:
+        kept: what the run's folder keeps; default: `config`. It lacks the addresses of services that the
+            caller started for this run, so that whoever reads it starts them again.
+    """
+    console = Console(config.log.progress)
+    with locked_run(Path(config.run.dir), console.warn):
+        _run(config, kept or config, console)
+
+
+def _run(config: Config, kept: Config, console: Console) -> None:
+    for line in describe(config.advantage):
+        console.say(line)
+    questions = load_questions(config.data.train)
+    check_questions(questions, config.data.weights, config.prompt.template)
+    check_inputs(config, console.warn)
+    with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
+        model = build_model(config, config.policy.path)
+        questions, left_out = fitting_questions(config, questions, model.tokenizer, console)
+    folder = enter_run_folder(kept, model, questions, console.say)
+    with Stop() as stop, ExitStack() as stack:
+        with console.phase(f"waiting for {services(config)}", announce=True):
+            check = partial(check_service, config, folder)
+            opened = open_rollouts(config, model, folder / "policy", folder / "snapshots", check)
+            rollouts = stack.enter_context(opened)
+        with console.phase("loading the parameters", announce=True):
+            trainer = Trainer(config, model, questions, rollouts, folder, console)
+            trainer.restore()
+        with trainer:
+            train(config, trainer, rollouts, folder, console, stop, left_out)
+
+
+def fitting_questions(
+    config: Config, questions: Sequence[Question], tokenizer: Any, console: Console
+) -> tuple[list[Question], int]:
+    """The training questions whose prompts fit, and how many do not; said for the held-out questions too.
+
+    Raises:
+        UserError: some do not fit and data.overlong_prompts is "refuse".
+    """
+    longest = config.rollout.max_prompt_length
+    lengths = prompt_lengths(questions, tokenizer, config.prompt, longest)
+    kept, overlong = drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.train")
+    held_out = validation_questions(config, tokenizer)[1] if config.evaluate.every else ""
+    for found in filter(None, (overlong, held_out)):
+        console.warn(found)
+    return kept, len(lengths)
+
+
+def services(config: Config) -> str:
+    """What a run waits for before it can begin, for the terminal."""
+    if config.sampler.name != "vllm":
+        return "the retriever"
+    count = len(config.sampler.urls) or config.sampler.workers
+    started = "" if config.sampler.urls else ", which takes minutes (vllm_worker_*.log in the run's folder)"
+    return f"the retriever and {count} vLLM worker{'s' if count > 1 else ''}{started}"
+
+
+def train(
+    config: Config,
+    trainer: Trainer,
+    rollouts: Rollouts,
+    folder: Path,
+    console: Console,
+    stop: Stop,
+    left_out: int = 0,
+) -> None:
+    """The algorithm. All parts of the run are built before.
+
+    Args:
+        left_out: questions whose prompts are too long, for the metrics.
+    """
+    first, total = trainer.step + 1, config.learner.steps
+    record = RolloutWriter(folder, config, first)
+    shown = ShownSteps(console, total, config.log.transcripts)
+    with MetricsWriter(folder, open_backends(config.log, folder, first), first) as writer:
+        with console.phase("publishing the policy"):
+            trainer.publish()  # before the first step, so that a broken path fails at the start
+        if trainer.step < total:
+            console.note("the first step compiles; the steps after it are faster")
+        while trainer.step < total:
+            watch, begun = Stopwatch(), trainer.step
+            with watch("rollout"), trajectory_bar(console, config.rollout) as done:
+                groups = trainer.stream.take(begun, done)
+            with watch("advantage"), console.phase("rewards and advantages"):
+                advantages, metrics = credited(config, trainer, groups)
+                metrics |= rollouts.metrics() | {"rollout/overlong_prompts": float(left_out)}
+            try:
+                with stop.held():
+                    phase = "update, compiling" if begun + 1 == first else "update"
+                    with watch("update"), console.phase(phase):
+                        metrics |= trainer.update(groups, advantages)
+                    with watch("record"), console.phase("keeping the trajectories"):
+                        known = trainer.learner_logprobs
+                        metrics |= record.write(trainer.step, groups, advantages.credits, known, trainer.seed)
+                    verdict = trainer.guards.check(trainer.step, metrics)
+                    metrics |= verdict.metrics
+                if not trainer.guards.is_broken:  # a policy that is not finite is nothing to sample from
+                    metrics |= hand_on(config, trainer, rollouts, console, watch)
+            finally:
+                if trainer.step > begun:  # what is trained is saved, so its row must not be lost
+                    with stop.held():
+                        writer.write(trainer.step, metrics | watch.metrics(trainer.trained_tokens))
+            shown.show(trainer.step, metrics | watch.metrics(trainer.trained_tokens), groups)
+            for finding in verdict.findings:
+                console.warn(finding)
+            if verdict.action == "stop":
+                raise UserError(trainer.why_stopped())
+            if verdict.action == "rollback":
+                with stop.held():
+                    trainer.roll_back()
+                    writer.rewind(trainer.step + 1)
+                    record.rewind(trainer.step + 1)
+                trainer.publish()
+                continue
+            with stop.held():
+                trainer.save_if_due()
+
+
+def credited(
+    config: Config, trainer: Trainer, groups: list[Group]
+) -> tuple[AdvantageResult, dict[str, float]]:
+    """Scores the groups of the next step; returns the credit of their turns, and the metrics of both."""
+    begun = trainer.step
+    rng = random_state(trainer.seed, begun, "reward")
+    score_groups(groups, config.reward, config.prompt.prepend_think, rng)
+    advantages = compute_advantages(groups, config.advantage)
+    return advantages, trajectory_metrics(groups, begun) | guard_metrics(groups) | advantages.metrics
+
+
+def hand_on(
+    config: Config, trainer: Trainer, rollouts: Rollouts, console: Console, watch: Stopwatch
+) -> dict[str, float]:
+    """Publishes the new policy and, if it is due, evaluates it; returns what both say."""
+    with watch("publish"), console.phase("publishing the policy"):
+        metrics = trainer.publish()
+    if config.evaluate.every and trainer.step % config.evaluate.every == 0:
+        with watch("evaluate"), console.phase("evaluation"):
+            metrics |= report_metrics(validate(config, rollouts))
+    return metrics
+
+
+@contextmanager
+def trajectory_bar(console: Console, rollout: RolloutConfig) -> Iterator[Callable[[int], None]]:
+    """A bar of the step's trajectories; yields what is told how many groups are complete."""
+    size = rollout.group_size
+    with console.bar("rollouts", rollout.questions_per_step * size, "trajectories") as show:
+        yield lambda groups: show(groups * size)
+
+
+if __name__ == "__main__":
+    cli.main("train", run)

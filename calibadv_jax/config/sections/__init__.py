@@ -1,0 +1,1 @@
+"""The sections of a config: one module each."""

@@ -1,0 +1,93 @@
+"""Questions, the prompt they are put into, and the generated encyclopedia."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic.dataclasses import dataclass
+
+from calibadv_jax.config.sections.section import SECTION, Mark
+
+
+@dataclass(frozen=True, config=SECTION)
+class DataConfig:
+    train: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED] = ""
+    """Training questions: a file, a list of files, or data_source: file. Layouts and hub addresses:
+    docs/data.md."""
+    eval: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED, Mark.PER_RUN] = ""
+    """Held-out questions, in the same forms."""
+    weights: Annotated[dict[str, PositiveFloat], Mark.TUNED] = Field(default_factory=dict)
+    """Share of each data_source in the training questions, in any unit; empty: every question once an
+    epoch."""
+    eval_limit: Annotated[NonNegativeInt, Mark.UNLEARNED, Mark.PER_RUN] = 0
+    """Number of questions to evaluate on, spread evenly over the data sources. They are the same for every
+    run.seed. 0: all questions."""
+    overlong_prompts: Annotated[Literal["refuse", "leave_out"], Mark.UNLEARNED] = "refuse"
+    """What to do with questions whose prompt is longer than rollout.max_prompt_length, in training,
+    evaluation and files of demonstrations; of these also with demonstrations longer than sft.row_length. They
+    are looked for before anything is asked or trained. refuse: the command ends; leave_out: it goes on
+    without them and says how many (verl: data.filter_overlong_prompts)."""
+    shuffle: bool = True
+    """Shuffle the training questions anew in every epoch."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class PromptConfig:
+    template: str = "paper"
+    """Name of a built-in template (paper, short), a text that contains {question}, or from_data: the prompt
+    that each row of the data carries."""
+    chat: Literal["auto", "on", "off"] = "auto"
+    """Wrap the prompt in the tokenizer's chat template; auto: if the tokenizer has a template."""
+    question_mark: bool = False
+    """End every question with a question mark, as the data preparation of Search-R1 and CalibAdv does."""
+    prepend_think: bool = False
+    """Let the environment open every turn with <think>, so that the policy does not write this tag."""
+    date_string: str = "26 Jul 2024"
+    """Date for chat templates that show a date. Without it Llama 3.2's template would take today's date, and
+    the prompt of a run over midnight would change."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class WorldConfig:
+    dir: Annotated[str, Mark.PER_RUN] = ""
+    """Folder to write the generated encyclopedia to; empty: no encyclopedia is made."""
+    seed: Annotated[NonNegativeInt, Mark.PER_RUN] = 0
+    """Seed of the generated encyclopedia; it does not depend on run.seed."""
+    people: PositiveInt = 160
+    """Number of fictional persons."""
+    cities: PositiveInt = 50
+    """Number of fictional cities."""
+    works: PositiveInt = 40
+    """Number of fictional books."""
+    companies: PositiveInt = 50
+    """Number of fictional companies."""
+    train_questions: PositiveInt = 2000
+    """Number of questions written to data.train."""
+    eval_questions: PositiveInt = 200
+    """Number of held-out questions written to data.eval."""
+    one_hop: NonNegativeFloat = 0.25
+    """Share of questions that one passage answers."""
+    two_hop: NonNegativeFloat = 0.5
+    """Share of questions that need one passage to find the next passage."""
+    comparison: NonNegativeFloat = 0.25
+    """Share of questions that compare two entities."""
+    rumour: NonNegativeFloat = 0.0
+    """Share of two-hop questions whose first passage already says an answer, which may be false. The four
+    shares need not sum to 1."""
+    rumour_truth: float = Field(default=0.5, ge=0, le=1)
+    """Share of the rumours that are true: what answering without the second search earns."""
+    misread: float = Field(default=0.0, ge=0, le=1)
+    """Share of the cold start's demonstrations that look further than a rumour, and then answer with a fact
+    that was not asked for."""
+
+    @model_validator(mode="after")
+    def _can_be_drawn(self) -> WorldConfig:
+        if self.one_hop + self.two_hop + self.comparison + self.rumour == 0:
+            raise ValueError("one_hop, two_hop, comparison and rumour are all 0: give at least one a share")
+        if self.rumour and min(self.people, self.cities, self.companies) < 2:
+            raise ValueError(
+                "a false rumour names another person, city or company: people, cities and companies must be"
+                " 2 or more"
+            )
+        return self

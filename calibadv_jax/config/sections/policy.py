@@ -1,0 +1,66 @@
+"""The network and the devices it is spread over."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+
+from calibadv_jax.config.sections.section import SECTION, Mark
+
+REST = -1  # size of a mesh axis that takes the devices which the other axes leave
+
+
+@dataclass(frozen=True, config=SECTION)
+class PolicyConfig:
+    path: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
+    """Policy to start from: a HuggingFace folder (config.json, safetensors, tokenizer), or a repository of
+    the hub: OWNER/NAME."""
+    revision: str = ""
+    """Branch, tag or commit of policy.path's repository; empty: main. A run keeps the commit that it began
+    with."""
+    tokenizer: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
+    """Tokenizer folder, or OWNER/NAME[@REVISION] of the hub; empty: the policy's own."""
+    init: Annotated[dict[str, Any], Mark.COLD_START] = Field(default_factory=dict)
+    """Fields of a HuggingFace config.json for a randomly initialised policy; used when `path` is empty."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of matrix products and activations."""
+    param_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Precision of the trained parameters and of the optimizer state."""
+    remat: Annotated[Literal["none", "dots", "full"], Mark.UNLEARNED] = "full"
+    """What the backward pass computes again to save memory. none: nothing; dots: all but matrix products;
+    full: every layer."""
+    attention: Annotated[Literal["auto", "xla", "splash", "triton", "cudnn"], Mark.UNLEARNED] = "auto"
+    """Attention kernel. auto: Splash on TPU, Triton on GPU, otherwise XLA. cudnn holds a mask of T x T."""
+    attention_chunk: Annotated[PositiveInt, Mark.UNLEARNED] = 128
+    """Number of queries and keys in a block of the XLA kernel; rows up to this length are one block."""
+    logprob_chunk: Annotated[PositiveInt, Mark.UNLEARNED] = 1024
+    """Tokens per row whose logits exist at the same time; all logits of a row never do."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class MeshConfig:
+    data: int = 1
+    """Number of replicas of the parameters. One of the three sizes of the mesh may be -1: all remaining
+    devices."""
+    fsdp: int = -1
+    """Number of shards of parameters, optimizer state and batch."""
+    tensor: int = 1
+    """Number of shards of heads, MLP width and vocabulary."""
+
+    @field_validator("data", "fsdp", "tensor")
+    @classmethod
+    def _is_a_size(cls, size: int) -> int:
+        if size < 1 and size != REST:
+            raise ValueError("must be at least 1, or -1 for all remaining devices")
+        return size
+
+    @model_validator(mode="after")
+    def _one_axis_takes_the_rest(self) -> MeshConfig:
+        if (self.data, self.fsdp, self.tensor).count(REST) > 1:
+            raise ValueError(
+                f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}: only one of them can be -1,"
+                " which stands for all remaining devices"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""What all other packages share: types, errors, the tag grammar, files, random seeds."""

@@ -1,0 +1,93 @@
+"""Files and folders that are there whole or not at all, whatever ends the process, however full the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from calibadv_jax.core.errors import UserError
+
+PARTIAL = ".partial"  # end of the name of a file that is being written
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Another name beside `path` to write to: it becomes `path` if the block ends well, else it goes.
+
+    The data are on the disk before the name is: after a power failure no file is empty under its name.
+
+    Raises:
+        OSError: it cannot be written; an older file of this name is as it was.
+    """
+    partial = path.with_name(f".{path.name}{PARTIAL}")
+    try:
+        yield partial
+        _to_disk(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """As `replacing`, an empty folder: what it holds at the end becomes `path`, in place of an older one.
+
+    What a killed process has left of either is removed by the next one that writes `path`.
+
+    Raises:
+        OSError: it cannot be written; an older folder of this name is as it was.
+    """
+    partial, previous = (path.with_name(f".{path.name}{end}") for end in (PARTIAL, ".previous"))
+    for leftover in (partial, previous):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():
+                _to_disk(file)
+        if path.exists():
+            path.rename(previous)
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def write_text(path: Path, text: str) -> None:
+    """The text in UTF-8, in one replacement; see `replacing`."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+    """The value as JSON, in one replacement; see `replacing`."""
+    write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+def read_json(path: Path, way_out: str = "copy the file again") -> dict[str, Any]:
+    """The JSON object of a file that exists.
+
+    Args:
+        way_out: what a user can do if the file is damaged.
+
+    Raises:
+        UserError: not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); {way_out}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}; {way_out}")
+    return value

@@ -1,0 +1,226 @@
+"""Models and data sets of a HuggingFace hub: downloaded once, kept in huggingface_hub's cache.
+
+`HF_ENDPOINT` names another hub, `HF_HOME` another cache, `HF_TOKEN` gives access to gated repositories.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is the HTTP client's
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
+
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import write_json
+
+DATASETS = "hf://datasets/"
+PINS = "hub.json"  # in a run's folder
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".jsonl.gz", ".json.gz", ".tsv.gz", ".csv.gz")
+# Patterns of the files that go with a policy's weights, config.json apart.
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+# What a policy needs; not other frameworks' weights, which many repositories carry beside.
+SMALL_FILES = ("config.json", *TOKENIZER_FILES)
+WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A repository at one commit."""
+
+    repository: str
+    revision: str  # as it was asked for
+    commit: str
+
+
+def read_pins(folder: Path) -> list[Pin]:
+    """What a run started with; none if it used nothing of the hub.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = folder / PINS
+    if not path.is_file():
+        return []
+    try:
+        pins = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(pins, list):
+            raise TypeError(f"{type(pins).__name__} instead of a list")
+        return [Pin(**one) for one in pins]
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{path}: damaged, so that the commits that the run began with are not known; remove it, and the"
+            " run takes those that policy.revision names now"
+        ) from error
+
+
+def write_pins(folder: Path, pins: Iterable[Pin]) -> None:
+    """Adds them to the run's; a repository's earlier pin of the same revision goes."""
+    kept = {(pin.repository, pin.revision): pin for pin in (*read_pins(folder), *pins)}
+    if kept:
+        write_json(folder / PINS, [asdict(pin) for pin in kept.values()])
+
+
+def is_repository(name: str) -> bool:
+    """Whether a name that is no path here can be a repository: ``OWNER/NAME`` or ``OWNER/NAME@REVISION``.
+
+    A name whose first part is a folder here is a path of a file that is missing.
+    """
+    return (
+        _REPOSITORY.fullmatch(name) is not None
+        and not Path(name).exists()
+        and not Path(name.split("/")[0]).exists()
+    )
+
+
+def resolve(repository: str, revision: str) -> Pin:
+    """The commit that a branch or tag names now; what is in the cache if the hub cannot be reached.
+
+    Raises:
+        UserError: no such repository or revision, no permission, or no network and nothing in the cache.
+    """
+    revision = revision or "main"
+    if _COMMIT.fullmatch(revision):
+        return Pin(repository, revision, revision)
+    with _errors(repository, "model", revision):
+        folder = huggingface_hub.snapshot_download(
+            repository, revision=revision, allow_patterns=["config.json"]
+        )
+    return Pin(repository, revision, Path(folder).name)
+
+
+def fetch_model(pin: Pin, with_weights: bool) -> Path:
+    """The folder with the repository's config and tokenizer, and its safetensors if they are asked for.
+
+    Raises:
+        UserError: as `resolve`.
+    """
+    patterns = [*SMALL_FILES, *(WEIGHT_FILES if with_weights else ())]
+    with _errors(pin.repository, "model", pin.commit):
+        return Path(
+            huggingface_hub.snapshot_download(pin.repository, revision=pin.commit, allow_patterns=patterns)
+        )
+
+
+def fetch_data(address: str) -> list[Path]:
+    """Files of a dataset repository: ``hf://datasets/OWNER/NAME[@REVISION][/FILE]``.
+
+    FILE may be a pattern. Without it the repository must hold exactly one data file.
+
+    Raises:
+        UserError: as `resolve`; no such file; or several, and none was named.
+    """
+    parts = address.removeprefix(DATASETS).split("/", 2)
+    if len(parts) < 2:
+        raise UserError(f"{address}: expected {DATASETS}OWNER/NAME/FILE")
+    name, _, revision = parts[1].partition("@")
+    repository, wanted = f"{parts[0]}/{name}", parts[2] if len(parts) > 2 else ""
+    # A branch such as refs/convert/parquet is written with %2F.
+    revision = revision.replace("%2F", "/") or "main"
+    with _errors(repository, "dataset", revision):
+        if wanted:
+            folder = Path(
+                huggingface_hub.snapshot_download(
+                    repository, repo_type="dataset", revision=revision, allow_patterns=[wanted]
+                )
+            )
+            found = sorted(path for path in folder.rglob("*") if _matches(path, folder, wanted))
+            if found:
+                return found
+        info = huggingface_hub.HfApi().dataset_info(repository, revision=revision)
+        data = sorted(one.rfilename for one in info.siblings or () if one.rfilename.endswith(DATA_SUFFIXES))
+        there = f"its data files: {', '.join(data) or 'none'}"
+        if wanted:
+            raise UserError(f"{DATASETS}{repository}: no file {wanted!r}; {there}")
+        if len(data) != 1:
+            example = data[0] if data else "train.jsonl"
+            raise UserError(
+                f"{DATASETS}{repository}: {len(data)} data files; name the files that you mean, such as"
+                f" {DATASETS}{repository}/{example} ({there})"
+            )
+        return [
+            Path(huggingface_hub.hf_hub_download(repository, data[0], repo_type="dataset", revision=info.sha))
+        ]
+
+
+def _matches(path: Path, folder: Path, wanted: str) -> bool:
+    return path.is_file() and fnmatch.fnmatchcase(path.relative_to(folder).as_posix(), wanted)
+
+
+@contextmanager
+def _errors(repository: str, kind: str, revision: str) -> Iterator[None]:
+    """What huggingface_hub raises, as one line that names the repository and the way out."""
+    hub = constants.ENDPOINT
+    place = f"{repository} ({kind} on {hub})"
+    try:
+        yield
+    except GatedRepoError as error:
+        raise UserError(
+            f"{place}: access is granted on request; ask for it on {hub}/{_page(repository, kind)}, then set"
+            " HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{place}: neither a folder here nor a repository there; correct the name, or set HF_TOKEN if it"
+            " is private"
+        ) from error
+    except (RevisionNotFoundError, RevisionResolutionError) as error:
+        raise UserError(
+            f"{place}: no revision {revision!r}; correct policy.revision or what follows @"
+        ) from error
+    except EntryNotFoundError as error:
+        if isinstance(error, LocalEntryNotFoundError):
+            raise _offline(place) from error
+        raise UserError(
+            f"{place}: a file is missing there: {_short(error)}; choose another revision"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        raise _offline(place) from error
+    except HTTPError as error:
+        if not isinstance(error, HfHubHTTPError):
+            raise _offline(place) from error
+        raise UserError(f"{place}: cannot be downloaded: {_short(error)}; try again later") from error
+    except HFValidationError as error:
+        raise UserError(f"{repository}: no name of a repository ({_short(error)})") from error
+
+
+def _offline(place: str) -> UserError:
+    return UserError(
+        f"{place}: not a folder here, not in the cache, and the hub cannot be reached; correct the path,"
+        " connect to the network, or download it elsewhere and give the folder"
+    )
+
+
+def _page(repository: str, kind: str) -> str:
+    return f"datasets/{repository}" if kind == "dataset" else repository
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

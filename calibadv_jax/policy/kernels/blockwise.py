@@ -1,0 +1,158 @@
+"""Packed causal attention in plain XLA, block by block: nothing of size T x T, no block in vain.
+
+FlashAttention's recurrences (arXiv 2205.14135, 2307.08691). A block of queries visits only the blocks of keys
+from where its oldest segment begins up to itself, so the cost follows the segments and not the row.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from calibadv_jax.policy.kernels.elementwise import inner_product
+
+MASKED = -1e30  # finite, so that a row without any visible key gives no NaN
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def blockwise_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, block: int
+) -> jax.Array:
+    """Causal attention within the segments of packed rows.
+
+    Args:
+        q: [B, T, N, H]. k, v: [B, T, K, H].
+        segment_ids: int32 [B, T]; the columns of a segment are contiguous.
+        block: queries and keys of a block. Scores exist for one pair of blocks at once.
+
+    Returns:
+        [B, T, N, H].
+    """
+    return _forward(q, k, v, segment_ids, block)[0]
+
+
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, block: int
+) -> tuple[jax.Array, Any]:
+    queries, keys, values = (_blocks(x, k.shape[2], block) for x in (q, k, v))
+    segments, first = _segment_blocks(segment_ids, block)
+    scale = 1.0 / math.sqrt(q.shape[-1])
+
+    def attend(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mine = queries[index]
+
+        def visit(other: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            out, largest, total = carry
+            scores = _scores(mine, keys[other], segments, index, other, scale)
+            new = jnp.maximum(largest, scores.max(-1))
+            weights = jnp.exp(scores - new[..., None])
+            kept = jnp.exp(largest - new)
+            seen = jnp.einsum(
+                "bkqt,bkth->bkqh",
+                weights.astype(values.dtype),
+                values[other],
+                preferred_element_type=jnp.float32,
+            )
+            return out * kept[..., None] + seen, new, total * kept + weights.sum(-1)
+
+        nothing = jnp.zeros(mine.shape, jnp.float32)
+        start = (nothing, nothing[..., 0] + MASKED, nothing[..., 0])
+        out, largest, total = jax.lax.fori_loop(first[index], index + 1, visit, start)
+        return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
+
+    out, normaliser = jax.lax.map(attend, jnp.arange(queries.shape[0]))
+    rows = _rows(out, q.shape)
+    return rows, (queries, keys, values, segment_ids, rows, normaliser)
+
+
+def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    queries, keys, values, segment_ids, out, normaliser = saved
+    num_kv = keys.shape[2]
+    gradients = _blocks(gradient, num_kv, block)
+    segments, first = _segment_blocks(segment_ids, block)
+    scale = 1.0 / math.sqrt(queries.shape[-1])
+    of_keys = (*gradient.shape[:2], num_kv, gradient.shape[3])
+    inner = inner_product(gradient.astype(jnp.float32), out.astype(jnp.float32))
+    inner = _blocks(inner[..., None], num_kv, block)  # [n, B, K, G*C, 1]
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def attend(carry: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[Any, jax.Array]:
+        mine, wanted = queries[index], gradients[index]
+
+        def visit(other: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            to_queries, to_keys, to_values = carry
+            scores = _scores(mine, keys[other], segments, index, other, scale)
+            weights = jnp.exp(scores - normaliser[index][..., None])
+            change = product("bkqh,bkth->bkqt", wanted, values[other]) - inner[index]
+            change = (weights * change * scale).astype(mine.dtype)
+            weights = weights.astype(mine.dtype)
+            return (
+                to_queries + product("bkqt,bkth->bkqh", change, keys[other]),
+                to_keys.at[other].add(product("bkqh,bkqt->bkht", mine, change)),
+                to_values.at[other].add(product("bkqh,bkqt->bkht", wanted, weights)),
+            )
+
+        start = (jnp.zeros(mine.shape, jnp.float32), *carry)
+        to_queries, *carry = jax.lax.fori_loop(first[index], index + 1, visit, start)
+        return tuple(carry), to_queries.astype(mine.dtype)
+
+    # [n, B, K, H, C]: the small operand of their products is then the one that is transposed.
+    nothing = jnp.zeros(keys.shape, jnp.float32).swapaxes(-1, -2)
+    (to_keys, to_values), to_queries = jax.lax.scan(attend, (nothing, nothing), jnp.arange(queries.shape[0]))
+    return (
+        _rows(to_queries, gradient.shape),
+        _rows(to_keys.swapaxes(-1, -2).astype(keys.dtype), of_keys),
+        _rows(to_values.swapaxes(-1, -2).astype(values.dtype), of_keys),
+        None,
+    )
+
+
+blockwise_attention.defvjp(_forward, _backward)
+
+
+def _scores(
+    queries: jax.Array,
+    keys: jax.Array,
+    segments: jax.Array,
+    index: jax.Array,
+    other: jax.Array,
+    scale: float,
+) -> jax.Array:
+    """queries [B, K, G*C, H], keys [B, K, C, H] -> float32 [B, K, G*C, C], masked."""
+    scores = jnp.einsum("bkqh,bkth->bkqt", queries, keys, preferred_element_type=jnp.float32) * scale
+    block = segments.shape[2]
+    columns = jnp.arange(block)
+    causal = index * block + columns[:, None] >= other * block + columns
+    visible = causal & (segments[index][:, :, None] == segments[other][:, None, :])  # [B, C, C]
+    visible = jnp.tile(visible, (1, queries.shape[2] // block, 1))[:, None]
+    return jnp.where(visible, scores, MASKED)
+
+
+def _segment_blocks(segment_ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """int32 [B, T] -> segments int32 [n, B, C], and the first block of keys that block i needs, int32 [n]."""
+    padded = jnp.pad(segment_ids, ((0, 0), (0, -segment_ids.shape[1] % block)))
+    columns = jnp.arange(padded.shape[1])
+    begins = jnp.pad(padded[:, 1:] != padded[:, :-1], ((0, 0), (1, 0)))
+    start = jax.lax.cummax(jnp.where(begins, columns, 0), axis=1)
+    first = start[:, ::block].min(axis=0) // block
+    return padded.reshape(padded.shape[0], -1, block).transpose(1, 0, 2), first
+
+
+def _blocks(x: jax.Array, num_kv: int, block: int) -> jax.Array:
+    """[B, T, N, H] -> [n, B, K, G*C, H]: the queries of a key-value head are one matrix."""
+    batch, length, num_heads, head_dim = x.shape
+    x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
+    x = x.reshape(batch, -1, block, num_kv, num_heads // num_kv, head_dim).transpose(1, 0, 3, 4, 2, 5)
+    return x.reshape(x.shape[0], batch, num_kv, -1, head_dim)
+
+
+def _rows(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """[n, B, K, G*C, H] -> [B, T, N, H] of `shape`, padding dropped."""
+    batch, length, num_heads, head_dim = shape
+    num_blocks, _, num_kv = blocks.shape[:3]
+    x = blocks.reshape(num_blocks, batch, num_kv, num_heads // num_kv, -1, head_dim)
+    return x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, num_heads, head_dim)[:, :length]

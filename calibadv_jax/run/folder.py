@@ -1,0 +1,278 @@
+"""The folder of a run: its config at every start, and whether a start continues the same experiment."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from omegaconf import OmegaConf
+
+from calibadv_jax.config import Config, SftPhase, dump_config, known_keys
+from calibadv_jax.config.kept import at_home
+from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.sections.section import Mark
+from calibadv_jax.config.starts import Start, add_start, newest_start, read_config
+from calibadv_jax.core import hub
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import write_json
+from calibadv_jax.core.trajectory import Question
+from calibadv_jax.learner.optimizer import total_updates
+from calibadv_jax.metrics.console import table
+from calibadv_jax.metrics.writer import read_metrics
+from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.run.model import Model, find_folder
+from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
+from calibadv_jax.snapshots.huggingface import copy_tokenizer, weights_hash
+
+UNLEARNED, LEARNED, TUNED = marked(Mark.UNLEARNED), marked(Mark.LEARNED), marked(Mark.TUNED)
+COLD_START_KEYS = marked(Mark.COLD_START)
+SERVICE = "retriever.content"  # which index is searched: known when the service answers (run_service.py)
+COLD_START = "sft.yaml"  # the config of the cold start
+REFERENCE = "policy.weights"  # only of a run with a KL term
+IDENTITY = ("data.content", "policy.config", "policy.vocabulary", REFERENCE)
+
+
+def enter_run_folder(
+    config: Config, model: Model, questions: Sequence[Question], say: Callable[[str], None]
+) -> Path:
+    """The run's folder, with this start's config as ``configs/N.yaml`` and the policy's config and tokenizer.
+
+    Everything is checked before anything is written.
+
+    Args:
+        config: as it is to be kept: without the addresses of services that this start itself began.
+        questions: of data.train.
+        say: prints how this start differs from the last start, and which steps are trained again.
+
+    Raises:
+        UserError: the folder holds steps of another experiment, or of a run that is not to be resumed, or
+            it cannot be written.
+    """
+    folder = Path(config.run.dir)
+    identity = _identity(config, model, questions)
+    if holds_training(folder):
+        _check_resume(config, identity, say)
+        _say_history(folder, say)
+    try:
+        add_start(folder, dump_config(config), identity)
+        write_policy_folder(folder / "policy", model)
+        hub.write_pins(folder, model.pins)
+    except OSError as error:
+        raise UserError(
+            f"run.dir={folder} cannot be written ({error.strerror}: {error.filename}); choose another folder"
+        ) from error
+    return folder
+
+
+def _identity(config: Config, model: Model, questions: Sequence[Question]) -> dict[str, str]:
+    """Hashes of what files hold that the config only names."""
+    identity = {
+        "data.content": content_hash([dataclasses.astuple(question) for question in questions]),
+        "policy.config": content_hash(model.hf_config),
+        "policy.vocabulary": model.tokenizer_hash,
+    }
+    if config.loss.kl_coef and config.policy.path:  # the weights that the run begins with stay its reference
+        weights, _ = find_folder(config, config.policy.path, with_weights=True, known=model.pins)
+        identity[REFERENCE] = weights_hash(weights)
+    return identity
+
+
+def holds_training(folder: Path) -> bool:
+    """Whether a run's folder holds trained steps, with or without a checkpoint of them."""
+    return bool(has_checkpoint(folder / "checkpoints") or _logged_steps(folder) or kept_steps(folder))
+
+
+def _logged_steps(folder: Path) -> set[int]:
+    """Steps that have a row of metrics."""
+    path = folder / "metrics.jsonl"
+    return {row["step"] for row in read_metrics(path)} if path.is_file() else set()
+
+
+def _say_history(folder: Path, say: Callable[[str], None]) -> None:
+    """Which steps are trained again, and of which trained steps nothing is left in metrics.jsonl."""
+    logged = _logged_steps(folder)
+    trained = logged | kept_steps(folder).keys()
+    begun = newest_step(folder / "checkpoints") or 0
+    again = sum(step > begun for step in trained)
+    if again:
+        newest = f"the newest checkpoint is that of step {begun}" if begun else "there is no checkpoint yet"
+        count = "1 step is" if again == 1 else f"{again} steps are"
+        say(f"{count} trained again: {newest} (checkpoint.every)")
+    gone = sum(step not in logged for step in range(1, begun + 1))
+    if gone:
+        path = folder / "metrics.jsonl"
+        say(f"{path}: {gone} of steps 1 to {begun} have no row (lost, or removed) and will have none")
+
+
+def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
+    """Whether the cold start that lies in sft.output is what the config describes.
+
+    Args:
+        may_differ: keys and sections that do not count.
+
+    Raises:
+        UserError: it was made with other settings, or they are lost.
+    """
+    path = Path(config.run.dir) / COLD_START
+    if not path.is_file():
+        return
+    kept = read_config(path)
+    if kept is None:
+        raise UserError(
+            f"{path}: empty or cut off (was the disk full?); remove {config.sft.output}, and the cold start"
+            " is made again"
+        )
+    before = with_defaults(at_home(kept, path.parent))
+    changed = [
+        name
+        for name, _, _ in differences(before, dataclasses.asdict(config))
+        if among(COLD_START_KEYS, name) and not among(may_differ, name)
+    ]
+    if changed:
+        raise UserError(
+            f"{config.sft.output}: holds a cold start with other settings ({', '.join(changed)}); choose"
+            " another run.dir, or remove the folder"
+        )
+
+
+def write_policy_folder(folder: Path, model: Model) -> None:
+    """Writes config.json and tokenizer, which export and vLLM workers take."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", model.hf_config)
+    copy_tokenizer(model.tokenizer_folder, folder)
+
+
+def _check_resume(config: Config, identity: Mapping[str, str], say: Callable[[str], None]) -> None:
+    folder, allowed = Path(config.run.dir), config.checkpoint.allow_change
+    keys = known_keys().keys() | identity.keys() | {REFERENCE, SERVICE}
+    unknown = [name for name in allowed if name not in keys]
+    if unknown:
+        raise UserError(
+            f"checkpoint.allow_change names {unknown[0]!r}, which is no key; see docs/configuration.md"
+        )
+    if has_checkpoint(folder / "checkpoints") and not config.checkpoint.resume:
+        raise UserError(
+            f"run.dir={folder} holds checkpoints, and checkpoint.resume is false; choose another run.dir, or"
+            " remove the folder"
+        )
+    start = newest_start(folder)
+    if start is None:
+        raise UserError(
+            f"run.dir={folder} holds trained steps, but no configs/ that says of what; choose another run.dir"
+        )
+    for path in start.damaged:
+        say(f"{path}: empty or cut off (was the disk full?); {start.path} is compared instead")
+    changes = list(_changes(start, config, identity))
+    refused = [name for name, _, _, binds in changes if binds and not among(allowed, name)]
+    if changes:
+        rows = [
+            [name, _short(old), _short(new), "refused" if name in refused else "accepted"]
+            for name, old, new, _ in changes
+        ]
+        say(table(rows, ["changed since the last start", "then", "now", ""]))
+    if refused:
+        _refuse(config, start, list(dict.fromkeys(_known(name, keys) for name in refused)))
+
+
+def _changes(
+    start: Start, config: Config, identity: Mapping[str, str]
+) -> Iterator[tuple[str, Any, Any, bool]]:
+    """(dotted key, value then, value now, whether it makes another experiment) of all that differs."""
+    before, now = with_defaults(start.config), dataclasses.asdict(config)
+    same_decay = _decay(before, config) == _decay(now, config)
+    for name, old, new in differences(before, now):
+        is_length = name in ("learner.steps", "learner.optimizer.decay_updates")
+        yield name, old, new, is_binding(name, config) and not (is_length and same_decay)
+    both = start.identity.keys() & identity.keys()
+    for name, old, new in differences(start.identity, identity):
+        if name != REFERENCE or name in both:  # weights count between two starts that have a reference
+            yield name, old, new, True
+
+
+def _decay(values: Mapping[str, Any], config: Config) -> int:
+    """Updates over which the learning rate of a config, as nested values, falls.
+
+    Args:
+        config: for the types of the sections.
+    """
+    learner = dataclasses.replace(
+        config.learner,
+        **{name: values["learner"][name] for name in ("steps", "epochs", "minibatch_size")},
+    )
+    rollout = values["rollout"]
+    updates = total_updates(learner, rollout["questions_per_step"] * rollout["group_size"])
+    return values["learner"]["optimizer"]["decay_updates"] or updates
+
+
+def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
+    folder = Path(config.run.dir)
+    lost = [name for name in refused if name in IDENTITY and not start.identity]
+    number = next(number for number in itertools.count(2) if not Path(f"{folder}-{number}").exists())
+    why = f"{', '.join(refused)} changed (table above)"
+    if "learner.steps" in refused:
+        length = _decay(with_defaults(start.config), config)
+        why += (
+            ": the learning rate falls over learner.steps; with"
+            f" learner.optimizer.decay_updates={length} it falls as before, and a run with schedule=constant"
+            " can always be made longer"
+        )
+    if lost:
+        why += f": {start.path.with_suffix('.json')} is lost, so that they cannot be compared"
+    hint = f"choose another folder, such as run.dir={folder}-{number}"
+    if lost == list(refused) or all(among(TUNED, name) for name in refused):
+        hint += f", or go on with this run all the same: checkpoint.allow_change=[{', '.join(refused)}]"
+    raise UserError(f"run.dir={folder} holds another experiment: {why}; {hint}")
+
+
+def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The config that an earlier start wrote. A key that is newer than the file had its default."""
+    plain = dataclasses.asdict(Config())
+    found: Any = OmegaConf.to_container(OmegaConf.merge(plain, values))
+    phase = dataclasses.asdict(SftPhase())
+    found["sft"]["phases"] = [phase | one for one in found["sft"]["phases"]]
+    return dict(found)
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) of every key that differs; None if a side lacks it."""
+    for name in dict.fromkeys([*before, *now]):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield prefix + name, old, new
+
+
+def is_binding(name: str, config: Config) -> bool:
+    """Whether a change of this key makes a resumed run another experiment."""
+    # A longer run is the same one, unless its learning rate depends on the length.
+    if name == "learner.steps":
+        optimizer = config.learner.optimizer
+        return optimizer.schedule != "constant" and not optimizer.decay_updates
+    if among(["policy.init"], name):
+        return not config.policy.path
+    return among(LEARNED, name) or not among(UNLEARNED, name)
+
+
+def _known(name: str, keys: Collection[str]) -> str:
+    """The key that `name` is, or is an entry of: data.weights of data.weights.nq; `name` if none is."""
+    known = name
+    while known and known not in keys:
+        known = known.rpartition(".")[0]
+    return known or name
+
+
+def _short(value: Any) -> str:
+    text = "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:36]}…"
+
+
+def content_hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,219 @@
+"""The model of a run: tokenizer, architecture, mesh, and where its parameters come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from jax.sharding import Mesh
+
+from calibadv_jax.config import Config
+from calibadv_jax.core import hub
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import read_json
+from calibadv_jax.core.tags import TAGS
+from calibadv_jax.learner.learner import init_params
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh, placed_params
+from calibadv_jax.policy.transformer import Numerics, Params, Policy
+from calibadv_jax.sampler.stopping import end_of_text_ids
+from calibadv_jax.snapshots.checkpoint import restore_params
+from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
+from calibadv_jax.snapshots.publish import load_snapshot
+
+
+@dataclass(frozen=True)
+class Model:
+    """A policy without parameters, and what belongs to it."""
+
+    policy: Policy
+    hf_config: dict[str, Any]
+    tokenizer: Any
+    tokenizer_folder: Path
+    mesh: Mesh
+    pins: tuple[hub.Pin, ...] = ()  # of the repositories that policy and tokenizer come from
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """Identity of the vocabulary: SHA-256 over every token and its id."""
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+
+
+def build_model(config: Config, path: str) -> Model:
+    """The policy's shape, tokenizer and mesh: from the HuggingFace folder `path`, or from policy.init.
+
+    Args:
+        path: a folder, or a repository of the hub: OWNER/NAME or OWNER/NAME@REVISION.
+
+    Raises:
+        UserError: neither is given, or one cannot be used.
+    """
+    source, pins = find_folder(config, path)
+    if path:
+        hf_config = read_hf_config(source)
+    elif config.policy.init:
+        hf_config = dict(config.policy.init)
+    else:
+        raise UserError("policy.path is empty: set it to a HuggingFace folder, or give policy.init")
+    folder, more_pins = find_folder(config, config.policy.tokenizer or path, known=pins)
+    tokenizer = load_tokenizer(folder)
+    hf_config.setdefault("vocab_size", len(tokenizer))
+    if hf_config["vocab_size"] < len(tokenizer):
+        raise UserError(
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens, but the policy's vocab_size is"
+            f" {hf_config['vocab_size']}; use the tokenizer that belongs to the policy"
+        )
+    # Kept by snapshots and exports.
+    hf_config["eos_token_id"] = end_of_text_ids(source if path else "", hf_config, tokenizer)
+    origin = f"{source}/config.json" if path else "policy.init"
+    policy = Policy(architecture_from_hf(hf_config, origin), Numerics.from_config(config.policy))
+    return Model(policy, hf_config, tokenizer, folder, make_mesh(config.mesh), tuple({*pins, *more_pins}))
+
+
+def find_folder(
+    config: Config, name: str, with_weights: bool = False, known: Sequence[hub.Pin] = ()
+) -> tuple[Path, tuple[hub.Pin, ...]]:
+    """The folder that `name` means, and the pin of its repository if it is one of the hub's.
+
+    A run's folder says which commit the run began with; it stays that commit.
+
+    Args:
+        with_weights: download the safetensors too.
+        known: pins of this process.
+
+    Raises:
+        UserError: the repository cannot be had, or policy.revision is set for a folder.
+    """
+    is_policy = bool(name) and name == config.policy.path
+    if not hub.is_repository(name):
+        if is_policy and config.policy.revision:
+            raise UserError(
+                f"policy.revision is {config.policy.revision!r}, but policy.path={name} is a folder: leave"
+                " policy.revision empty, or name a repository OWNER/NAME"
+            )
+        return Path(name), ()
+    repository, _, revision = name.partition("@")
+    if is_policy and revision and config.policy.revision:
+        raise UserError(f"policy.path={name} and policy.revision both name a revision: leave one out")
+    revision = revision or (config.policy.revision if is_policy else "") or "main"
+    pins = {(pin.repository, pin.revision): pin for pin in (*hub.read_pins(Path(config.run.dir)), *known)}
+    pin = pins.get((repository, revision)) or hub.resolve(repository, revision)
+    return hub.fetch_model(pin, with_weights), (pin,)
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """A HuggingFace tokenizer that can write and end the protocol's turns.
+
+    Raises:
+        UserError: no tokenizer there, no end-of-text token, or a tag does not survive a round trip.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such tokenizer folder; set policy.tokenizer or policy.path")
+    if not has_tokenizer(folder):
+        # transformers would make an empty tokenizer of a model's folder.
+        raise UserError(f"{folder}: no tokenizer files there; set policy.tokenizer to a folder that has them")
+    try:
+        tokenizer = _tokenizer_class(folder).from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{folder}: its tokenizer is a program of its own (auto_map in tokenizer_config.json), which"
+                " is never run; set policy.tokenizer to a folder with a tokenizer.json and no auto_map"
+            ) from error
+        raise UserError(f"{folder}: no tokenizer can be loaded: {' '.join(str(error).split())}") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{folder}: the tokenizer has no eos_token; add one to tokenizer_config.json")
+    for tag in TAGS:
+        ids = tokenizer.encode(f"{tag} a", add_special_tokens=False)
+        if tag not in tokenizer.decode(ids, skip_special_tokens=False):
+            raise UserError(
+                f"{folder}: the tokenizer cannot write {tag}: encoding and decoding loses it;"
+                " add the eight protocol tags as tokens"
+            )
+    return tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether files of a tokenizer lie there."""
+    return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """The class of `transformers` that reads the folder's tokenizer.
+
+    One that was saved as TokenizersBackend is complete in tokenizer.json. AutoTokenizer would take Qwen's own
+    class for it where a config.json of model_type qwen2 stands beside it, which splits text in another way;
+    and it imports torch if that is installed, which takes seconds.
+    """
+    path = folder / "tokenizer_config.json"
+    saved_as = read_json(path).get("tokenizer_class") if path.is_file() else None
+    if saved_as == transformers.TokenizersBackend.__name__:
+        return transformers.TokenizersBackend
+    return transformers.AutoTokenizer
+
+
+def initial_params(config: Config, model: Model, path: str) -> Params:
+    """Parameters of the HuggingFace folder or repository `path`, or random parameters if it is empty."""
+    if path:
+        folder, _ = find_folder(config, path, with_weights=True, known=model.pins)
+        return load_params(folder, model.policy, model.mesh)
+    return init_params(model.policy, model.mesh, config.run.seed)
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """A policy on disk: a HuggingFace folder, or a checkpoint or snapshot of a run."""
+
+    path: Path
+    kind: str  # "huggingface", "checkpoint", "snapshot"
+    step: int | None = None  # of a checkpoint; None: the newest of the folder `path`
+
+    def __str__(self) -> str:
+        if self.kind == "checkpoint":
+            which = "the newest checkpoint" if self.step is None else f"checkpoint {self.step}"
+            return f"{which} in {self.path}"
+        return f"{'snapshot' if self.kind == 'snapshot' else 'HuggingFace folder'} {self.path}"
+
+    @property
+    def model_folder(self) -> Path:
+        """Where its config.json and tokenizer lie; a run keeps them in its folder ``policy``."""
+        if self.kind == "huggingface":
+            return self.path
+        return (self.path.parent.parent if self.kind == "snapshot" else self.path.parent) / "policy"
+
+    def params(self, policy: Policy, mesh: Mesh) -> Params:
+        """Its parameters in the policy's `param_dtype` (a snapshot's: `compute_dtype`) and shardings.
+
+        Raises:
+            UserError: missing, incomplete, damaged, or of another policy.
+        """
+        if self.kind == "huggingface":
+            return load_params(self.path, policy, mesh)
+        if self.kind == "snapshot":
+            return load_snapshot(self.path, policy, mesh, verify=True)
+        targets = placed_params(policy.abstract_params, mesh, policy.numerics.param_dtype)
+        return restore_params(self.path, targets, self.step)[0]
+
+
+def find_policy(path: Path) -> PolicySource:
+    """What lies at `path`: a HuggingFace folder, a run, its checkpoints, one of them, a snapshot."""
+    path = path.absolute()
+    if re.fullmatch(r"v\d+", path.name):
+        return PolicySource(path, "snapshot")
+    if path.name.isdigit() and path.parent.name == "checkpoints":
+        return PolicySource(path.parent, "checkpoint", int(path.name))
+    if path.name == "checkpoints":
+        return PolicySource(path, "checkpoint")
+    if not (path / "config.json").is_file() and (path / "checkpoints").is_dir():
+        return PolicySource(path / "checkpoints", "checkpoint")
+    return PolicySource(path, "huggingface")

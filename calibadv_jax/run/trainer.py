@@ -1,0 +1,231 @@
+"""What a training run carries from step to step: restore, update, publish, save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from calibadv_jax.advantages.estimators import AdvantageResult
+from calibadv_jax.config import Config
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.seeds import attempt_seed, random_state
+from calibadv_jax.core.trajectory import Group, Question
+from calibadv_jax.data.pipeline import QuestionIterator
+from calibadv_jax.learner.batching import Sample, pack, unpack
+from calibadv_jax.learner.learner import Learner, on_policy_only
+from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
+from calibadv_jax.learner.step import learn, make_samples, old_logprobs, with_old_logprobs
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.metrics.guards import Guards
+from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.rollout.stream import RolloutStream
+from calibadv_jax.run.model import Model, initial_params
+from calibadv_jax.snapshots.checkpoint import EXTRA, CheckpointStore
+
+PROBE_TOKENS = 256  # of the fixed text on which workers and learner are compared after a swap
+
+
+class Trainer:
+    """Policy and optimizer between the steps, the stream of rollouts that trains them, and their checkpoints.
+
+    Args:
+        questions: to train on.
+        rollouts: take every new policy.
+        folder: of the run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: Model,
+        questions: Sequence[Question],
+        rollouts: Rollouts,
+        folder: Path,
+        console: Console,
+    ):
+        learner = config.learner
+        self.config, self.model, self.rollouts, self.console = config, model, rollouts, console
+        self.by_id = {question.id: question for question in questions}
+        self.questions = QuestionIterator(
+            questions, config.run.seed, config.data.shuffle, config.data.weights
+        )
+        self.stream = self._make_stream()
+        self.guards = Guards(config.guards)
+        trajectories = config.rollout.questions_per_step * config.rollout.group_size
+        self.schedule = make_schedule(learner.optimizer, total_updates(learner, trajectories))
+        self.learner = Learner(
+            model.policy,
+            make_optimizer(learner.optimizer, self.schedule),
+            model.mesh,
+            learner.microbatch_rows,
+            config.rollout.temperature or 1.0,
+            config.policy.logprob_chunk,
+            entropy_gradient=config.loss.entropy_coef != 0,
+            row_length=learner.row_length,
+            offload=learner.optimizer.offload == "host",
+        )
+        on_policy = on_policy_only(config.loss, learner.minibatch_size, learner.epochs)
+        self.loss = policy_gradient(config.loss, on_policy)
+        params = initial_params(config, model, config.policy.path)
+        self.reference = initial_params(config, model, config.policy.path) if config.loss.kl_coef else None
+        self.state = self.learner.init(params)
+        self.step = 0
+        self.trained_tokens = 0  # of the last step, prompts and observations included
+        # Float32 [T] of each response of the last step before its first update; None if not computed.
+        self.learner_logprobs: list[list[np.ndarray | None]] = []
+        self.checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
+
+    @property
+    def seed(self) -> int:
+        """Of everything that is drawn from now on."""
+        return attempt_seed(self.config.run.seed, self.guards.rollbacks)
+
+    def restore(self) -> None:
+        """Continues from the newest checkpoint, if there is one.
+
+        Raises:
+            UserError: the checkpoint is damaged, or of another policy, optimizer or question file.
+        """
+        newest = self.checkpoints.latest_step()
+        if newest is not None:
+            self._restore(newest, with_guards=True)
+            self.rollouts.seed = self.seed
+            self.console.note(f"resuming from step {self.step}")
+
+    def roll_back(self) -> None:
+        """Goes back to the newest checkpoint of a good step, and on from there with other random draws.
+
+        Raises:
+            UserError: there is no such checkpoint.
+        """
+        collapsed, last_good = self.step, self.guards.last_good_step
+        good = [step for step in self.checkpoints.steps() if step <= last_good]
+        if not good:
+            raise UserError(
+                f"the policy collapsed at step {collapsed}, and no checkpoint is as old as the last good step"
+                f" {last_good}; raise checkpoint.keep or lower checkpoint.every"
+            )
+        self.stream.close()
+        self.checkpoints.delete_after(good[-1])
+        self.stream = self._make_stream()
+        self._restore(good[-1])
+        self.guards.rolled_back(self.step)
+        self.rollouts.seed = self.seed
+        self.console.note(f"rolled back from step {collapsed} to step {self.step}")
+
+    def _restore(self, step: int, with_guards: bool = False) -> None:
+        state, extra = self.checkpoints.restore(step, self.learner.abstract_state())
+        try:
+            self.questions.set_state(extra["questions"])
+            self.stream.restore(extra["stream"], self.by_id)
+            if with_guards:
+                self.guards.restore(extra["guards"])
+            self.state, self.step = state, int(extra["step"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.checkpoints.folder / str(step)}: damaged checkpoint; delete it to use an older"
+                f" checkpoint (in {EXTRA}: {type(error).__name__} {error})"
+            ) from error
+
+    def _make_stream(self) -> RolloutStream:
+        rollout = self.config.rollout
+        return RolloutStream(
+            self.rollouts.begin,
+            self.questions,
+            rollout.questions_per_step,
+            rollout.max_staleness,
+            rollout.max_failed_share,
+        )
+
+    def update(self, groups: list[Group], advantages: AdvantageResult) -> dict[str, float]:
+        """One learner step on the groups' trajectories; ends the step."""
+        config = self.config
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        per_token = [values for group in advantages.advantages for values in group]
+        samples, skipped = make_samples(trajectories, per_token)
+        samples = with_old_logprobs(self.learner, self.state["params"], samples, config.learner, config.loss)
+        known = iter(old_logprobs(trajectories, samples))
+        self.learner_logprobs = [[next(known) for _ in group.trajectories] for group in groups]
+        rate = float(self.schedule(int(self.state["updates"])))
+        metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(skipped)}
+        if samples:
+            rng = random_state(self.seed, self.step, "minibatches")
+            self.state, learned = learn(
+                self.learner, self.state, samples, config.learner, config.loss, self.loss, rng, self.reference
+            )
+            metrics |= learned | {"actor/finite": float(self.learner.is_finite(self.state["params"]))}
+        self.trained_tokens = sum(len(sample.tokens) for sample in samples)
+        self.step += 1
+        self.stream.commit()
+        return metrics
+
+    def publish(self) -> dict[str, float]:
+        """Hands the policy to the sampler as version `step`.
+
+        Returns:
+            How far each vLLM worker's log-probabilities of a fixed text are from the learner's.
+        """
+        self.rollouts.load(self.step, self.state["params"])
+        length = min(PROBE_TOKENS, self.config.rollout.max_length - 1)  # a worker samples one more
+        tokens = np.random.default_rng(0).integers(0, len(self.model.tokenizer), length).astype(np.int32)
+        theirs = self.rollouts.prompt_logprobs(tokens.tolist())
+        if not theirs:
+            return {}
+        nothing = np.zeros(length, np.float32)
+        batch = pack([Sample(tokens, nothing == 0, nothing, nothing)], self.config.learner.row_length)
+        (ours,) = unpack(self.learner.logprobs(self.state["params"], batch), [length], batch.tokens.shape[1])
+        gaps = [np.abs(values - ours[1:]) for values in theirs.values()]
+        return {
+            "rollout/probe_logprob_diff_mean": float(np.mean(gaps)),
+            "rollout/probe_logprob_diff_max": float(np.max(gaps)),
+            "rollout/workers": float(len(gaps)),
+        }
+
+    def save_if_due(self) -> None:
+        """Saves after every `checkpoint.every` steps, but no step in doubt, and after the last step."""
+        every = self.config.checkpoint.every
+        is_due = every and self.step % every == 0 and not self.guards.in_doubt
+        if self.step == self.config.learner.steps or is_due:
+            self.save()
+
+    def save(self) -> None:
+        """Writes a full checkpoint; when it returns, the checkpoint is complete."""
+        extra = {
+            "step": self.step,
+            "questions": self.questions.get_state(),
+            "stream": self.stream.state(),
+            "guards": self.guards.state(),
+        }
+        with self.console.phase("saving a checkpoint"):
+            self.checkpoints.save(self.step, self.state, extra)
+        self.console.note(f"checkpoint saved at step {self.step}")
+
+    def why_stopped(self) -> str:
+        """The line with which the run ends if a guard says so."""
+        if not self.guards.is_broken:
+            return "stopped by guards.action; the state is saved: see the warnings above"
+        newest = self.checkpoints.latest_step()
+        kept = (
+            "no checkpoint was saved" if newest is None else f"the newest checkpoint is that of step {newest}"
+        )
+        return f"step {self.step} diverged (see the warning above) and is not saved: {kept}"
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Whatever stops the run, the last complete step is saved, unless its update failed or diverged."""
+        self.stream.close()
+        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+        if whole and not self.guards.is_broken and self.checkpoints.latest_step() != self.step:
+            try:
+                self.save()
+            except Exception as error:  # whatever Orbax raises: it must not hide why the run stopped
+                if kind is None:
+                    raise
+                self.console.note(f"step {self.step} could not be saved: {' '.join(str(error).split())}")
+        self.checkpoints.close()

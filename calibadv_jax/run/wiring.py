@@ -1,0 +1,93 @@
+"""Opens what a run needs, from its config, for the entry points; holds no algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from calibadv_jax.config import Config
+from calibadv_jax.config.sections.retriever import NO_RETRIEVER
+from calibadv_jax.core.interfaces import Sampler
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.policy.transformer import Params
+from calibadv_jax.rollout.agent import RolloutContext
+from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.run.model import Model
+from calibadv_jax.sampler.jax_sampler import JaxSampler
+from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.vllm_sampler import VllmSampler
+from calibadv_jax.sampler.vllm_worker import open_workers
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_process import open_retriever
+from calibadv_jax.snapshots.publish import SnapshotStore
+
+
+@contextmanager
+def open_services(config: Config, model_folder: Path) -> Iterator[tuple[str | list[str], list[str]]]:
+    """URLs of the retriever and of the vLLM workers (none if sampler.name is jax).
+
+    Those that the config does not name are started here, and end with the block; their output goes to the
+    run's folder.
+
+    Args:
+        model_folder: HuggingFace folder whose config.json and tokenizer the workers take.
+    """
+    folder, rollout, warn = Path(config.run.dir), config.rollout, Console(config.log.progress).warn
+    with ExitStack() as stack:
+        retriever = stack.enter_context(open_retriever(config.retriever, folder / "retriever.log", warn))
+        workers: list[str] = []
+        if config.sampler.name == "vllm":
+            dtype = config.sampler.dtype or config.policy.compute_dtype
+            workers = stack.enter_context(
+                open_workers(config.sampler, model_folder, folder, dtype, rollout.max_length, warn)
+            )
+        yield retriever, workers
+
+
+@contextmanager
+def open_rollouts(
+    config: Config,
+    model: Model,
+    model_folder: Path,
+    snapshots: Path,
+    check_service: Callable[[Mapping[str, Any]], object] = lambda _: None,
+) -> Iterator[Rollouts]:
+    """Rollouts with the configured sampler and retriever, without weights yet.
+
+    Args:
+        model_folder: as for `open_services`.
+        snapshots: folder in which policies are published for vLLM workers.
+        check_service: told what the retriever's health says; raises if it is not to be searched.
+    """
+    with open_services(config, model_folder) as (urls, workers):
+        retriever = RetrieverClient(config.retriever, urls, Console(config.log.progress).warn)
+        if urls != NO_RETRIEVER:
+            check_service(retriever.health())  # what it gives from now on must be of this index
+        context = RolloutContext(
+            sampler=_make_sampler(config, model, workers, snapshots),
+            retriever=retriever,
+            tokenizer=model.tokenizer,
+            rollout=config.rollout,
+            prompt=config.prompt,
+        )
+        with Rollouts(context, config.run.seed) as rollouts:
+            yield rollouts
+
+
+def _make_sampler(config: Config, model: Model, workers: list[str], snapshots: Path) -> Sampler:
+    stops = StopRule(model.tokenizer, model.hf_config["eos_token_id"])
+    if config.sampler.name == "jax":
+        return JaxSampler(model.policy, stops, config.sampler, model.mesh, config.rollout.max_length)
+    checkpoint = config.checkpoint
+    store = SnapshotStore(snapshots, checkpoint.snapshots_kept, jnp.dtype(checkpoint.snapshot_dtype))
+    tokenizer_hash = model.tokenizer_hash
+
+    def publish(version: int, params: Params) -> Path:
+        return store.publish(version, params, hf_config=model.hf_config, tokenizer_hash=tokenizer_hash)
+
+    vocab_size = model.policy.architecture.vocab_size
+    return VllmSampler(workers, config.sampler, stops, tokenizer_hash, publish, vocab_size)

@@ -1,0 +1,211 @@
+"""One question to a policy: ``calibadv ask --policy D [--config FILE] [key.path=value …] ["question"]``.
+
+Shows each turn as soon as it is written: what the policy thinks and searches, the documents it gets, and at
+the end its answer. Without a question it asks for them, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from calibadv_jax.config import Config, load_config
+from calibadv_jax.config.starts import newest_start
+from calibadv_jax.core.errors import QueryRefused, UserError
+from calibadv_jax.core.interfaces import Completion, Retriever, Sampler, SamplingParams
+from calibadv_jax.core.tags import parse_turn
+from calibadv_jax.core.trajectory import Document, Question, Trajectory
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.metrics.transcripts import ending, folded, printable, turn_lines
+from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.run.model import PolicySource, build_model, find_policy, has_tokenizer
+from calibadv_jax.run.wiring import open_rollouts
+
+_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
+_PATIENCE = 10.0  # seconds without an answer of the retriever
+
+Say = Callable[[str], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument(
+        "--policy",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="policy to ask: a run, its checkpoints folder, a checkpoint, a snapshot, a HuggingFace folder",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="config with prompt, rollout, sampler and retriever; default: the config of the run",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="sampling temperature (default: 0, always the most likely token)",
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="key.path=value | question",
+        help="values that replace those of the config, and the question",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Answers the question, or the questions that are typed.
+
+    Raises:
+        UserError: no such policy or config, or the question could not be answered.
+    """
+    overrides = [word for word in arguments.words if _OVERRIDE.fullmatch(word)]
+    questions = [word for word in arguments.words if word not in overrides]
+    if len(questions) > 1:
+        raise UserError(f"{len(questions)} questions were given; put quotes around one of several words")
+    if not 0 <= arguments.temperature < float("inf"):
+        raise UserError(f"--temperature {arguments.temperature:g}: give 0 or more")
+    if not arguments.policy.exists():
+        raise UserError(f"{arguments.policy}: no such folder; give that of a run or of a HuggingFace model")
+    source = find_policy(arguments.policy)
+    config = load_config(arguments.config or run_config(source), [*own_tokenizer(source), *overrides])
+    console = Console()
+    console.note(f"opening {source}, the sampler and the retriever")
+    with tempfile.TemporaryDirectory() as folder:
+        ask(
+            _alone(config, folder), source, questions or typed_questions(), arguments.temperature, console.say
+        )
+
+
+def ask(config: Config, source: PolicySource, questions: Any, temperature: float, say: Say) -> None:
+    """Answers questions one after the other.
+
+    Args:
+        questions: a list, or an iterator that waits for somebody to type.
+
+    Raises:
+        UserError: policy, sampler or retriever cannot be used; or the only question of a list failed.
+    """
+    model = build_model(config, str(source.model_folder))
+    snapshots = Path(config.run.dir) / "snapshots"
+    with open_rollouts(config, model, source.model_folder, snapshots) as rollouts:
+        rollouts.load(0, source.params(model.policy, model.mesh))
+        show_turns(rollouts, say)
+        for number, text in enumerate(questions):
+            trajectory = _answer(rollouts, Question(f"ask{number}", text, (), "ask"), config, temperature)
+            if trajectory.error is None:
+                say(ending(trajectory))
+            elif isinstance(questions, list):
+                raise UserError(trajectory.error)
+            else:
+                say(f"failed: {printable(trajectory.error)}")
+
+
+def _answer(rollouts: Rollouts, question: Question, config: Config, temperature: float) -> Trajectory:
+    (group,) = rollouts.collect(
+        [question], "ask", config.run.seed, temperature=temperature, group_size=1, max_failed_share=1.0
+    )
+    return group.trajectories[0]
+
+
+def own_tokenizer(source: PolicySource) -> list[str]:
+    """The override that takes the tokenizer beside the policy, if there is one: it is the policy's own."""
+    return ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
+
+
+def run_config(source: PolicySource) -> Path:
+    """The config of the newest start of the run that the policy belongs to.
+
+    Raises:
+        UserError: it belongs to none, or all that it kept are damaged.
+    """
+    start = newest_start(source.model_folder.parent)
+    if start is None:
+        raise UserError(f"{source}: no config of a run beside it; name one with --config")
+    return start.path
+
+
+def _alone(config: Config, folder: str) -> Config:
+    """For questions of a person: logs in `folder`, where no run writes; one slot; no long wait."""
+    retriever = config.retriever
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, dir=folder),
+        sampler=dataclasses.replace(config.sampler, slots=1),
+        retriever=dataclasses.replace(retriever, patience=min(retriever.patience, _PATIENCE)),
+    )
+
+
+def typed_questions() -> Iterator[str]:
+    """Lines of standard input that are not blank, until it ends."""
+    while True:
+        if sys.stdin.isatty():
+            sys.stderr.write("question (Ctrl-D ends): ")
+            sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def show_turns(rollouts: Rollouts, say: Say) -> None:
+    """From now on each turn and each observation is said when it is there."""
+    context = rollouts.context
+    sampler = _SaidTurns(context.sampler, context.tokenizer, context.prompt.prepend_think, say)
+    rollouts.context = dataclasses.replace(
+        context, sampler=sampler, retriever=_SaidDocuments(context.retriever, say)
+    )
+
+
+class _SaidTurns:
+    """A sampler that says what it samples."""
+
+    def __init__(self, sampler: Sampler, tokenizer: Any, prepend_think: bool, say: Say):
+        self._sampler, self._tokenizer, self._prepend_think, self._say = (
+            sampler,
+            tokenizer,
+            prepend_think,
+            say,
+        )
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
+        completion = await self._sampler.generate(token_ids, sampling, session)
+        ids = completion.token_ids[:-1] if completion.stop_reason == "eos" else completion.token_ids
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        turn = parse_turn(text, self._prepend_think, completion.stop_reason)
+        for line in turn_lines(turn.kind, turn.think, turn.query, text):
+            self._say(line)
+        return completion
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+class _SaidDocuments:
+    """A retriever that says what it finds, a line a document."""
+
+    def __init__(self, retriever: Retriever, say: Say):
+        self._retriever, self._say = retriever, say
+
+    async def search(self, queries: Sequence[str]) -> list[list[Document]]:
+        try:
+            found = await self._retriever.search(queries)
+        except QueryRefused:
+            self._say("        the retriever does not take this query")
+            raise
+        for number, document in enumerate((one for documents in found for one in documents), 1):
+            self._say(folded(number, document))
+        return found
+
+    async def close(self) -> None:
+        await self._retriever.close()

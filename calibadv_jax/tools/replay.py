@@ -1,0 +1,206 @@
+"""A kept step once more: ``calibadv replay RUN [--step N] [key.path=value …]``.
+
+What was sampled goes through reward, advantages and loss again. With the settings of the run the scores and
+advantages must equal the kept ones, on the machine of the run bit for bit, on other machines but for
+rounding. With other settings, such as advantage.target_ratio=2, a table says what they would have made of the
+step.
+
+The policy is not run: log-probabilities are taken from the record, the learner's if the update computed
+them apart and else the sampler's. So the loss is that of the policy before the step's first update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from calibadv_jax.advantages.credit import GroupCredit
+from calibadv_jax.advantages.estimators import AdvantageResult, compute_advantages
+from calibadv_jax.config import Config, parse_config
+from calibadv_jax.core.seeds import random_state
+from calibadv_jax.core.trajectory import Group
+from calibadv_jax.learner.batching import Batch, Sample
+from calibadv_jax.learner.learner import State, on_policy_only
+from calibadv_jax.learner.losses import LossFunction, policy_gradient
+from calibadv_jax.learner.step import learn, make_samples
+from calibadv_jax.metrics.console import Console, number, table
+from calibadv_jax.metrics.summary import trajectory_metrics
+from calibadv_jax.metrics.writer import read_metrics
+from calibadv_jax.policy.transformer import Params
+from calibadv_jax.record.reader import KeptStep, find_step, read_step
+from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.rewards.score import score_groups
+
+SHOWN = ("reward/", "group/", "advantage/", "actor/pg_loss", "actor/computed_share")
+ROUNDING = 1e-9  # relative; other machines add the same float64 numbers in another order
+DIFFERENT = 1  # exit status: this program makes other advantages of the step than were kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """What a step comes to under one config."""
+
+    groups: list[Group]
+    advantages: AdvantageResult
+    metrics: dict[str, float]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of a run with log.rollouts")
+    parser.add_argument("--step", type=int, help="number of the kept step; default: the newest kept step")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="settings of reward, advantage, loss or learner to replay the step with",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints the comparison.
+
+    Raises:
+        UserError: the step is not kept, or a setting is wrong.
+        SystemExit: status 1 if the advantages with the run's own settings differ from the kept ones.
+    """
+    folder: Path = arguments.run_dir
+    step = max(kept_steps(folder), default=0) if arguments.step is None else arguments.step
+    path = find_step(folder, step)
+    kept = read_step(path)
+    config = kept_config(kept, path)
+    columns = {"run": logged(folder, step)}
+    same = replay(kept, config)
+    columns["replayed"] = same.metrics
+    if arguments.overrides:
+        changed = replay(kept, kept_config(kept, path, arguments.overrides))
+        columns["changed"] = changed.metrics
+    say = Console().say
+    num_trajectories = sum(len(group.trajectories) for group in kept.groups)
+    say(f"step {step} of {folder}: {len(kept.groups)} groups, {num_trajectories} trajectories")
+    say(comparison(columns))
+    equal, total = equal_turns(kept.credits, same.advantages.credits)
+    exact, _ = equal_turns(kept.credits, same.advantages.credits, rounding=0)
+    others = f"{exact} of them bit for bit, the other turns within {ROUNDING:g}"
+    bits = "bit for bit" if exact == equal else others
+    say(f"replayed: {equal} of {total} turns have the advantage that was kept, {bits}")
+    if arguments.overrides:
+        other, total = equal_turns(kept.credits, changed.advantages.credits)
+        say(f"{' '.join(arguments.overrides)}: {total - other} of {total} turns get another advantage")
+    if equal < total:
+        raise SystemExit(DIFFERENT)
+
+
+def kept_config(kept: KeptStep, path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config under which the step was made, with some keys changed.
+
+    Args:
+        path: the step's file, for messages.
+    """
+    return parse_config(kept.metadata["config"], str(path), overrides)
+
+
+def replay(kept: KeptStep, config: Config) -> Replay:
+    """Reward, advantages and loss of a kept step under a config; the step itself stays as it is."""
+    begun, seed = kept.step - 1, int(kept.metadata["seed"])
+    groups, advantages = score_again(kept, config, random_state(seed, begun, "reward"))
+    metrics = trajectory_metrics(groups, begun) | advantages.metrics
+    samples = kept_samples(groups, advantages, kept)
+    if samples:
+        on_policy = on_policy_only(config.loss, config.learner.minibatch_size, config.learner.epochs)
+        loss = policy_gradient(config.loss, on_policy)
+        rng = random_state(seed, begun, "minibatches")
+        _, learned = learn(KeptPolicy(), {}, samples, config.learner, config.loss, loss, rng)
+        metrics |= learned
+    return Replay(groups, advantages, metrics)
+
+
+def score_again(
+    kept: KeptStep, config: Config, rng: np.random.Generator
+) -> tuple[list[Group], AdvantageResult]:
+    """Copies of a kept step's groups with rewards under a config, and their advantages.
+
+    Args:
+        rng: of `reward.shuffle`.
+    """
+    groups = [
+        Group(
+            group.question,
+            [dataclasses.replace(one, metrics=dict(one.metrics)) for one in group.trajectories],
+        )
+        for group in kept.groups
+    ]
+    score_groups(groups, config.reward, config.prompt.prepend_think, rng)
+    return groups, compute_advantages(groups, config.advantage)
+
+
+def kept_samples(groups: Sequence[Group], advantages: AdvantageResult, kept: KeptStep) -> list[Sample]:
+    """The samples of the step, with the learner's log-probabilities if they were kept."""
+    samples = []
+    for group, values, known in zip(groups, advantages.advantages, kept.learner_logprobs, strict=True):
+        for one, advantage, logprobs in zip(group.trajectories, values, known, strict=True):
+            for sample in make_samples([one], [advantage])[0]:
+                old = sample.logprobs
+                if logprobs is not None:
+                    old = np.concatenate([np.zeros(len(one.prompt_ids), np.float32), logprobs])
+                samples.append(dataclasses.replace(sample, old_logprobs=old))
+    return samples
+
+
+class KeptPolicy:
+    """Stands where the learner does, and computes the loss with the log-probabilities of the samples."""
+
+    def update(
+        self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
+    ) -> tuple[State, dict[str, float]]:
+        sums: dict[str, float] = {}
+        for batch in batches:
+            logprobs = jnp.asarray(batch.old_logprobs)
+            entropies = jnp.zeros_like(logprobs)  # not kept: the loss is shown without its bonus
+            total, metrics = loss(logprobs, entropies, batch, None)
+            for name, value in (metrics | {"actor/loss": total}).items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return state, sums
+
+    def position_cost(self, length: int) -> float:
+        return 1.0
+
+
+def logged(run: Path, step: int) -> dict[str, float]:
+    """The row of metrics.jsonl; empty if the run has none of the step."""
+    path = run / "metrics.jsonl"
+    rows = read_metrics(path) if path.is_file() else []
+    return next((row for row in rows if row["step"] == step), {})
+
+
+def equal_turns(
+    kept: Sequence[GroupCredit], found: Sequence[GroupCredit], rounding: float = ROUNDING
+) -> tuple[int, int]:
+    """How many turns have the same advantage, and how many turns there are.
+
+    Args:
+        rounding: how far apart two may be that count as the same, as a share of 1 and of the kept one.
+    """
+    pairs = [
+        (before, after)
+        for one, other in zip(kept, found, strict=True)
+        for before, after in zip(one.turns, other.turns, strict=True)
+    ]
+    equal = sum(int(np.isclose(after, before, rounding, rounding).sum()) for before, after in pairs)
+    return equal, sum(len(before) for before, _ in pairs)
+
+
+def comparison(columns: Mapping[str, Mapping[str, float]]) -> str:
+    """One row a metric of SHOWN that a column has, one column a config."""
+    names = [
+        name for name in dict.fromkeys(n for one in columns.values() for n in one) if name.startswith(SHOWN)
+    ]
+    rows = [
+        [name, *(number(one[name]) if one.get(name) is not None else "-" for one in columns.values())]
+        for name in sorted(names)
+    ]
+    return table(rows, ["metric", *columns])

@@ -1,0 +1,161 @@
+"""Rejection sampling: the best kept rollouts of runs as demonstrations for `calibadv sft`.
+
+``calibadv select-rollouts RUN … --output FILE``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
+
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import replacing
+from calibadv_jax.core.tags import OPEN_THINK
+from calibadv_jax.metrics.console import Console, table
+
+Row = dict[str, Any]  # of rollouts/step_N.parquet
+COLUMNS = (
+    "step", "group", "index", "question_id", "question", "data_source", "golden_answers", "supporting_ids",
+    "error", "answer_score", "format_valid",
+)  # fmt: skip
+CLOSE_THINK = "</think>"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (run.dir)")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL file to write")
+    parser.add_argument(
+        "--min-score",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="lowest answer score of a demonstration (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--per-question",
+        type=int,
+        default=1,
+        metavar="N",
+        help="largest number of demonstrations of a question (default: %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Writes the demonstrations and prints what became of all trajectories.
+
+    Of a question's trajectories the highest score wins, then the fewest sampled tokens, then the earliest.
+
+    Raises:
+        UserError: a run has no Parquet rollouts, or no trajectory is good enough.
+    """
+    if arguments.per_question < 1:
+        raise UserError(f"--per-question is {arguments.per_question}: it must be at least 1")
+    counts: Counter[str] = Counter()
+    chosen: dict[tuple[str, str], list[tuple[tuple[float, ...], Row]]] = {}
+    for number, folder in enumerate(arguments.runs):
+        for row in _good_rows(folder, arguments.min_score, counts):
+            place = (-row["answer_score"], _tokens(row), number, row["step"], row["group"], row["index"])
+            of_question = chosen.setdefault((row["data_source"], row["question_id"]), [])
+            _keep(of_question, (place, row), arguments.per_question, counts)
+    if not chosen:
+        raise UserError(
+            f"no trajectory with a score of {arguments.min_score:g} or more among {counts['all']}; lower"
+            " --min-score"
+        )
+    kept = [row for _, of_question in sorted(chosen.items()) for _, row in of_question]
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(arguments.output) as partial, partial.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(demonstration(row), ensure_ascii=False) + "\n" for row in kept)
+    rows = [[name, count] for name, count in counts.items() if name != "all" and count]
+    rows += [["written", len(kept)], ["questions", len(chosen)]]
+    Console().say(table([["all", counts["all"]], *rows], ["trajectories", "number"]))
+
+
+def _good_rows(folder: Path, min_score: float, counts: Counter[str]) -> Iterator[Row]:
+    files = sorted((folder / "rollouts").glob("step_*.parquet"), key=lambda path: int(path.stem[5:]))
+    if not files:
+        raise UserError(
+            f"{folder}: no rollouts/step_N.parquet; give the folder of a run with log.rollouts=parquet"
+        )
+    for path in files:
+        try:
+            with pq.ParquetFile(path) as file:
+                head = file.read(columns=list(COLUMNS)).to_pylist()
+                verdicts = [_verdict(row, min_score) for row in head]
+                good = [index for index, verdict in enumerate(verdicts) if not verdict]
+                turns = file.read(columns=["turns"]).take(pa.array(good, pa.int64())).to_pylist()
+        except (pa.ArrowInvalid, KeyError) as error:
+            raise UserError(f"{path}: not a step of kept rollouts ({error}); remove it") from error
+        counts["all"] += len(head)
+        counts.update(verdict for verdict in verdicts if verdict)
+        yield from (head[index] | turn for index, turn in zip(good, turns, strict=True))
+
+
+def _verdict(row: Row, min_score: float) -> str:
+    """Why a trajectory is left out; empty if it is not."""
+    if row["error"] is not None:
+        return "failed"
+    if not row["format_valid"]:
+        return "format invalid"
+    return "score too low" if row["answer_score"] < min_score else ""
+
+
+def _keep(
+    of_question: list[tuple[tuple[float, ...], Row]],
+    new: tuple[tuple[float, ...], Row],
+    limit: int,
+    counts: Counter[str],
+) -> None:
+    """Inserts by place; of equal texts the better place stays, and no more than `limit` do."""
+    same = [one for one in of_question if _texts(one[1]) == _texts(new[1])]
+    if same:
+        counts["duplicate"] += 1
+        if same[0][0] <= new[0]:
+            return
+        of_question.remove(same[0])
+    of_question.append(new)
+    of_question.sort(key=lambda one: one[0])
+    counts["beyond --per-question"] += len(of_question) > limit
+    del of_question[limit:]
+
+
+def _tokens(row: Row) -> int:
+    return sum(len(turn["token_ids"]) for turn in row["turns"])
+
+
+def _texts(row: Row) -> Sequence[str]:
+    """What was written, without regard to case and space."""
+    return [" ".join(turn["text"].lower().split()) for turn in row["turns"]]
+
+
+def demonstration(row: Row) -> dict[str, Any]:
+    """A row of the file that `data.demonstration_files.load_demonstrations` reads."""
+    return {
+        "id": row["question_id"],
+        "question": row["question"],
+        "golden_answers": row["golden_answers"],
+        "data_source": row["data_source"],
+        "supporting_ids": row["supporting_ids"],
+        "turns": [
+            {
+                "text": _opened(turn["text"]),
+                "documents": [
+                    {name: one[name] for name in ("id", "title", "text")} for one in turn["documents"]
+                ],
+            }
+            for turn in row["turns"]
+        ],
+    }
+
+
+def _opened(text: str) -> str:
+    """With the opening <think>, which the environment wrote if prompt.prepend_think is on."""
+    before, closing, _ = text.partition(CLOSE_THINK)
+    return OPEN_THINK + text if closing and OPEN_THINK not in before else text

@@ -1,0 +1,1 @@
+"""What can search: one module for each kind of index."""

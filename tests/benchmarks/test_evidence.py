@@ -1,0 +1,248 @@
+"""The experiments of docs/evidence.md: what is run, skipped and begun again."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from benchmarks.evidence.arms import LONG, ROOT, Arm, Job
+from benchmarks.evidence.runs import runs as evidence
+
+pytestmark = pytest.mark.medium  # of a benchmark's program
+
+CONFIG = str(LONG.config)
+
+
+# What the harness starts, made small: each writes its name to calls.txt and leaves what the real one would.
+COLD = """
+(folder / "sft").mkdir(parents=True, exist_ok=True)
+(folder / "sft/config.json").write_text("{}")
+(folder / "evaluation.json").write_text("{}")
+"""
+TRAIN = "(folder / 'trained').write_text('')"
+EVALUATE = """
+report = {"policy": {"step": 60}, "scores": {"1": {"all": {"f1": 0.5}}}}
+(folder / "evaluation.json").write_text(json.dumps(report))
+"""
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Kind -> its program; a test may put another in its place."""
+    programs = {"cold": COLD, "train": TRAIN, "evaluate": EVALUATE}
+
+    def command(kind, folder):
+        start = "import json, os, signal, sys, time, pathlib; folder = pathlib.Path(sys.argv[1])\n"
+        start += "folder.mkdir(parents=True, exist_ok=True)\n"
+        start += f"open({str(tmp_path / 'calls.txt')!r}, 'a').write('{kind} ' + sys.argv[2] + '\\n')\n"
+        name = str(folder.relative_to(tmp_path))
+        return [sys.executable, "-S", "-c", start + programs[kind], str(folder), name]
+
+    for kind in ("train", "evaluate"):
+        monkeypatch.setattr(
+            evidence,
+            f"{kind}_command",
+            lambda output, job, _, kind=kind: command(kind, evidence.run_folder(output, job)),
+        )
+    monkeypatch.setattr(
+        evidence, "cold_command", lambda output, seed, _: command("cold", evidence.cold_folder(output, seed))
+    )
+    monkeypatch.setattr(evidence, "WAIT_SECONDS", 0.05)
+    return programs
+
+
+def calls(output):
+    path = output / "calls.txt"
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def jobs_of(*names, seeds=(3,)):
+    return [Job(Arm(name, "1.9e-3"), seed, seed, 60) for seed in seeds for name in names]
+
+
+def run_all(output, jobs, num_workers=1):
+    harness = evidence.Harness(output, jobs, CONFIG, num_workers)
+    harness.run()
+    return harness
+
+
+def test_what_is_finished_is_not_run_again(tmp_path, programs, capsys):
+    jobs = jobs_of("grpo", "calibadv")
+    harness = run_all(tmp_path, jobs[:1])
+    assert calls(tmp_path) == [
+        "cold cold/seed-3", "train runs/grpo-lr1.9e-3/seed-3", "evaluate runs/grpo-lr1.9e-3/seed-3"
+    ]  # fmt: skip
+    assert harness.num_done() == 1
+    run_all(tmp_path, jobs)
+    assert calls(tmp_path)[3:] == [
+        "train runs/calibadv-lr1.9e-3/seed-3", "evaluate runs/calibadv-lr1.9e-3/seed-3"
+    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "calibadv-lr1.9e-3/seed-3: held-out F1 0.500" in said and "2 of 2 runs done" in said
+    run_all(tmp_path, jobs)
+    assert len(calls(tmp_path)) == 5
+
+
+@pytest.mark.parametrize(
+    "report", ['{"policy": {"step": 40}, "scores": {"1": {"all": {"f1": 0.5}}}}', '{"pol']
+)
+def test_an_evaluation_of_an_earlier_step_does_not_count(tmp_path, programs, report):
+    (job,) = jobs_of("grpo")
+    folder = evidence.run_folder(tmp_path, job)
+    folder.mkdir(parents=True)
+    (folder / "evaluation.json").write_text(report)
+    assert run_all(tmp_path, [job]).num_done() == 1
+    assert "train runs/grpo-lr1.9e-3/seed-3" in calls(tmp_path)
+
+
+def test_a_run_that_fails_does_not_keep_the_others_from_running(tmp_path, programs, capsys):
+    programs["train"] = "sys.exit(3 if 'grpo' in sys.argv[2] else 0)"
+    harness = run_all(tmp_path, jobs_of("grpo", "soft"))
+    assert [line for line in calls(tmp_path) if "seed-3" in line][1:] == [
+        "train runs/grpo-lr1.9e-3/seed-3",
+        "train runs/soft-lr1.9e-3/seed-3",
+        "evaluate runs/soft-lr1.9e-3/seed-3",
+    ]
+    log = tmp_path / "runs/grpo-lr1.9e-3/seed-3/evidence.log"
+    assert harness.failures == [f"grpo-lr1.9e-3/seed-3: ended with status 3; see {log}"]
+    assert log.is_file() and harness.num_done() == 1
+
+
+def test_without_its_cold_start_nothing_is_run(tmp_path, programs, capsys):
+    programs["cold"] = "sys.exit('3' in sys.argv[2])"
+    programs["cold"] += COLD
+    harness = run_all(tmp_path, jobs_of("grpo", seeds=(3,)))
+    assert calls(tmp_path) == ["cold cold/seed-3"]
+    assert harness.failures[0].startswith("cold start of seed 3: ended with status 1")
+
+
+def test_a_run_that_another_process_has_is_left_to_it(tmp_path, programs):
+    jobs = jobs_of("grpo", "soft")
+    with evidence.lock(tmp_path, f"runs/{jobs[0].name}") as held:
+        assert held is not None
+        run_all(tmp_path, jobs)
+    assert not [line for line in calls(tmp_path) if "grpo" in line]
+    assert run_all(tmp_path, jobs).num_done() == 2
+
+
+def test_a_lock_is_held_by_the_command_too(tmp_path, programs):
+    """Should the harness be killed, the training that it began goes on, and nobody else begins it."""
+    programs["train"] = """
+(folder / "running").write_text("")
+while not (folder / "go").exists():
+    time.sleep(0.02)
+"""
+    (job,) = jobs_of("grpo")
+    folder = evidence.run_folder(tmp_path, job)
+    harness = evidence.Harness(tmp_path, [job], CONFIG)
+    command = evidence.train_command(tmp_path, job, CONFIG)
+    with evidence.lock(tmp_path, "runs/a") as held:
+        thread = threading.Thread(target=harness.call, args=(command, folder / "log", held))
+        thread.start()
+        while not (folder / "running").exists():
+            time.sleep(0.02)
+    with evidence.lock(tmp_path, "runs/a") as again, evidence.lock(tmp_path, "runs/b") as other:
+        assert again is None and other is not None
+    (folder / "go").write_text("")
+    thread.join(30)
+    with evidence.lock(tmp_path, "runs/a") as again:
+        assert again is not None
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+def test_it_waits_while_somebody_else_makes_the_cold_start_or_gives_it_up(tmp_path, programs, is_made):
+    (job,) = jobs_of("grpo")
+    harness = evidence.Harness(tmp_path, [job], CONFIG)
+    with evidence.lock(tmp_path, "cold/seed-3"):
+        thread = threading.Thread(target=harness.run)
+        thread.start()
+        time.sleep(0.3)
+        assert not calls(tmp_path) and thread.is_alive()
+        if is_made:
+            subprocess.run(evidence.cold_command(tmp_path, 3, CONFIG), check=True)
+    thread.join(30)
+    assert harness.num_done() == 1
+    assert calls(tmp_path).count("cold cold/seed-3") == 1
+
+
+def test_two_workers_do_every_run_once(tmp_path, programs):
+    programs["train"] = "time.sleep(0.05)"
+    jobs = jobs_of("grpo", "soft", "rebalance", "calibadv", seeds=(3, 4))
+    assert run_all(tmp_path, jobs, num_workers=2).num_done() == 8
+    assert set(Counter(calls(tmp_path)).values()) == {1}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
+def test_workers_share_out_the_cores(tmp_path, programs):
+    mine = sorted(os.sched_getaffinity(0))
+    programs["train"] = (
+        "(folder / 'cores').write_text(json.dumps(sorted(os.sched_getaffinity(0)))); time.sleep(0.5)"
+    )
+    jobs = jobs_of("grpo", "soft")
+    run_all(tmp_path, jobs, num_workers=2)
+    cores = [json.loads((evidence.run_folder(tmp_path, job) / "cores").read_text()) for job in jobs]
+    if len(mine) > 1:
+        assert sorted(cores) == sorted([mine[::2], mine[1::2]])
+    assert sorted(os.sched_getaffinity(0)) == mine
+
+
+def test_a_signal_ends_the_training_in_order_and_begins_nothing_more(tmp_path, programs, monkeypatch):
+    programs["train"] = """
+signal.signal(signal.SIGTERM, lambda *_: ((folder / "saved").write_text(""), os._exit(143)))
+(folder / "running").write_text("")
+time.sleep(60)
+"""
+    jobs = jobs_of("grpo", "soft")
+    monkeypatch.setattr(evidence, "plan", lambda *_: jobs)
+    folder = evidence.run_folder(tmp_path, jobs[0])
+
+    def interrupt():
+        while not (folder / "running").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(SystemExit) as end:
+            evidence.main([str(tmp_path)])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert end.value.code == 143
+    assert (folder / "saved").exists()
+    assert calls(tmp_path) == ["cold cold/seed-3", "train runs/grpo-lr1.9e-3/seed-3"]
+
+
+def test_the_list_says_how_far_each_run_is(tmp_path, programs):
+    jobs = jobs_of("grpo", "soft", "calibadv")
+    run_all(tmp_path, jobs[:1])
+    folder = evidence.run_folder(tmp_path, jobs[1])
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    states = [line.split()[3:] for line in evidence.list_runs(tmp_path, jobs).splitlines()[2:]]
+    assert states == [["done"], ["2", "steps"], ["-"]]
+
+
+def test_the_script_parses():
+    subprocess.run(["bash", "-n", str(ROOT / "benchmarks/evidence.sh")], check=True, timeout=10)
+
+
+def test_evaluations_are_json_as_the_harness_reads_them(tmp_path):
+    (job,) = jobs_of("grpo")
+    folder = evidence.run_folder(tmp_path, job)
+    folder.mkdir(parents=True)
+    report = {"policy": {"step": 60}, "scores": {"0": {"all": {"f1": 0.5}}}}
+    (folder / "evaluation.json").write_text(json.dumps(report))
+    assert not evidence.is_done(tmp_path, job)  # another temperature
+    report["scores"]["1"] = report["scores"]["0"]
+    (folder / "evaluation.json").write_text(json.dumps(report))
+    assert evidence.is_done(tmp_path, job)
+    assert not evidence.is_done(tmp_path, dataclasses.replace(job, steps=61))

@@ -1,0 +1,334 @@
+"""Tables and figures of docs/evidence.md, from runs made by hand."""
+
+import functools
+import json
+import statistics
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks.evidence.arms import Job, parse_name
+from benchmarks.evidence.measures import lengths
+from benchmarks.evidence.results import cold_starts, held_out_f1, read_results
+from benchmarks.evidence.runs import figures as evidence_figures
+from benchmarks.evidence.runs import report as evidence_report
+from benchmarks.evidence.runs import runs as evidence
+from benchmarks.evidence.runs import tables as evidence_tables
+from calibadv_jax import cli
+from calibadv_jax.config import dump_config, load_config
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.record.schema import SCHEMA, VERSION
+from calibadv_jax.report.runs import read_runs
+
+pytestmark = pytest.mark.medium  # of a benchmark's program
+
+CONFIG = str(Path(__file__).resolve().parents[2] / "configs/evidence.yaml")
+
+
+def turn(tokens):
+    return {"kind": "search", "token_ids": list(range(tokens))}
+
+
+def keep(folder, step, rows):
+    """rollouts/step_N.parquet of (reward, error, tokens of each turn)."""
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    made = [
+        {"step": step, "answer_score": score, "error": error, "turns": [turn(tokens) for tokens in turns]}
+        for score, error, turns in rows
+    ]
+    table = pa.Table.from_pylist(made, schema=SCHEMA).replace_schema_metadata({"schema_version": VERSION})
+    pq.write_table(table, folder / f"rollouts/step_{step}.parquet")
+
+
+@functools.cache
+def config_text(arm, steps, *overrides):
+    command = evidence.train_command(Path("/out"), Job(arm, 3, 3, steps), CONFIG)
+    parsed = cli.parse("calibadv", "", command[3:])
+    return dump_config(load_config(parsed.configs, [*parsed.overrides, *overrides]))
+
+
+def make_run(output, name, seed, reward, f1, *overrides, step=None, **more):
+    """A run as evidence.sh leaves it.
+
+    Args:
+        reward: of every step.
+        overrides: of its config, beside those of its arm.
+        step: whose policy was evaluated; default: the last one.
+        more: further metrics as step -> value, "/" in their names written "__".
+    """
+    folder = output / "runs" / name / f"seed-{seed}"
+    (folder / "configs").mkdir(parents=True)
+    text = config_text(parse_name(name), len(reward), *overrides)
+    (folder / "configs/0.yaml").write_text(text.replace("\n  seed: 3\n", f"\n  seed: {seed}\n", 1))
+    (folder / "configs/0.json").write_text("{}")
+    rows = [
+        {"step": number, "reward/mean": value, "reward/format_valid": 1.0}
+        | {metric.replace("__", "/"): values[number] for metric, values in more.items() if number in values}
+        for number, value in enumerate(reward, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_evaluation(folder, f1, len(reward) if step is None else step)
+    return folder
+
+
+def write_evaluation(folder, f1, step):
+    folder.mkdir(parents=True, exist_ok=True)
+    scores = {"1": {"all": {"f1": 0.99}, "average": {"f1": f1}, "one_hop": {"f1": f1}}}
+    report = {"policy": {"step": step}, "scores": scores, "intervals": {}}
+    (folder / "evaluation.json").write_text(json.dumps(report))
+
+
+STEADY, FALLEN = [0.8] * 40, [0.8] * 20 + [0.32] * 20
+AT_1 = "eval__average__f1__temperature_1"
+
+
+def entropy(from_step=41, value=0.0, steps=40):
+    return {step: value if step >= from_step else 0.5 for step in range(1, steps + 1)}
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """GRPO collapses with two of three seeds, CalibAdv with none, lambda 0.5 with its only one."""
+    output = tmp_path_factory.mktemp("evidence")
+    make_run(
+        output, "grpo-lr1.9e-3", 3, FALLEN, 0.2,
+        actor__entropy=entropy(21, 0.9), advantage__search__softened_share=entropy(5, 0.0),
+        **{AT_1: {20: 0.75, 40: 0.1}},
+    )  # fmt: skip
+    tied = {step: float(step > 34) for step in range(1, 41)}  # six of the last ten steps
+    searches = {step: 1.0 + (step > 35) for step in range(1, 41)}
+    make_run(output, "grpo-lr1.9e-3", 4, FALLEN, 0.3, group__tied=tied, rollout__searches__mean=searches)
+    make_run(output, "grpo-lr1.9e-3", 5, STEADY, 0.7, "data.train=/elsewhere/train.jsonl")
+    make_run(
+        output, "calibadv-lr1.9e-3", 3, STEADY, 0.8,
+        actor__entropy=entropy() | {7: 0.4, 8: 0.6}, advantage__search__softened_share=entropy(),
+    )  # fmt: skip
+    make_run(output, "calibadv-lr1.9e-3", 4, STEADY, 0.7)
+    make_run(output, "calibadv-lr1.9e-3", 5, STEADY, 0.6, actor__entropy=entropy(1, 0.95))
+    make_run(
+        output, "soft-lr1.9e-3", 3, STEADY, 0.5,
+        actor__entropy=entropy(38, 0.7), rollout__searches__mean=searches,
+    )  # fmt: skip
+    make_run(
+        output, "calibadv-lambda0.5-lr1.9e-3", 3, FALLEN, 0.1,
+        actor__entropy=entropy(31, 0.1), advantage__search__softened_share=entropy(21, 0.2),
+        rollout__searches__mean=searches,
+    )  # fmt: skip
+    # Not finished: no evaluation, that of an earlier step, and no run at all.
+    (make_run(output, "calibadv-lr2.2e-3", 3, STEADY, 0.9) / "evaluation.json").unlink()
+    make_run(output, "calibadv-lr2.2e-3", 4, STEADY, 0.9, step=20)
+    (output / "runs/notes").mkdir()
+    for name in ("short-calibadv-lr1.9e-3", "short-grpo-lr1.9e-3"):
+        make_run(output, name, 3, STEADY, 0.9, rollout__searches__mean=searches)
+    for seed, f1 in ((3, 0.2), (4, 0.3), (5, 0.25)):
+        write_evaluation(output / f"cold/seed-{seed}", f1, None)
+    return output
+
+
+def cells(table):
+    """Of a Markdown table: name of the row -> its cells."""
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_only_finished_runs_count(output):
+    found = {arm.name: [one.seed for one in runs] for arm, runs in read_results(output).items()}
+    assert found == {
+        "grpo-lr1.9e-3": [3, 4, 5],
+        "calibadv-lr1.9e-3": [3, 4, 5],
+        "soft-lr1.9e-3": [3],
+        "calibadv-lambda0.5-lr1.9e-3": [3],
+    }
+    assert list(found)[0] == "grpo-lr1.9e-3" and list(found)[-1] == "calibadv-lambda0.5-lr1.9e-3"
+
+
+def test_the_table_of_arms(output):
+    rows = cells(evidence_tables.arms_table(read_results(output)))
+    assert rows["arm"] == [
+        "seeds",
+        "collapsed",
+        "final F1",
+        "best F1",
+        "tied",
+        "searches",
+        "final F1 - GRPO's",
+    ]
+    assert rows["grpo-lr1.9e-3"] == [
+        "3", "2 [0.09, 0.99]", "0.400 [-0.257, 1.057]", "0.583 [-0.029, 1.196]", "0.60", "1.50", "-"
+    ]  # fmt: skip
+    assert rows["calibadv-lr1.9e-3"] == [
+        "3", "0 [0.00, 0.71]", "0.700 [0.452, 0.948]", "0.700 [0.452, 0.948]",
+        "-", "-", "+0.300 [-0.596, 1.196]",
+    ]  # fmt: skip
+    seeds, collapsed, final, best, _, _, difference = rows["calibadv-lambda0.5-lr1.9e-3"]
+    assert (seeds, final, best, difference) == ("1", "0.100", "0.100", "-0.100")
+    assert collapsed.startswith("1 [")
+
+
+def test_the_mean_reward_is_first_of_each_seed(output):
+    rows = cells(evidence_tables.reward_table(read_results(output)))
+    assert rows["arm"] == ["1-10", "11-20", "21-30", "31-40"]
+    assert rows["grpo-lr1.9e-3"] == ["0.80", "0.80", "0.48", "0.48"]  # (0.32 + 0.32 + 0.8) / 3
+
+
+def test_what_warns_first(output):
+    runs = [one for some in read_results(output).values() for one in some]
+    collapsed, healthy = evidence_tables.warnings(runs), evidence_tables.controls(runs)
+    rows = cells(evidence_tables.summary_table(collapsed, healthy))
+    assert rows["entropy"] == ["1 of 2", "1 above, 0 below", "6", "1 of 2"]
+    # GRPO softens nothing, so that its share of 0 is no warning.
+    assert rows["softened share"] == ["1 of 1", "0 above, 1 below", "6", "0 of 0"]
+    assert rows["perplexity"] == ["0 of 0", "-", "-", "0 of 0"]
+    table = evidence_tables.warnings_table(collapsed).splitlines()
+    names, *found = ([cell.strip() for cell in line.strip("|").split("|")] for line in (table[0], *table[2:]))
+    shown = [dict(zip(names, one, strict=True)) for one in found]
+    assert [(one["arm"], one["seed"], one["collapse"], one["entropy"]) for one in shown] == [
+        ("grpo-lr1.9e-3", "3", "29", "23 above (6)"),
+        ("grpo-lr1.9e-3", "4", "29", "-"),
+        ("calibadv-lambda0.5-lr1.9e-3", "3", "29", "33 below"),
+    ]
+
+
+def test_without_a_collapse_there_is_nothing_to_warn_of(tmp_path):
+    make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
+    text = evidence_tables.page(read_results(tmp_path), {})
+    assert "No run collapsed." in text and "Cold starts" not in text
+
+
+def test_the_page_says_how_many_runs_and_how_the_cold_starts_were(output):
+    text = evidence_tables.page(read_results(output), cold_starts(output))
+    assert "8 finished runs of 40 steps, seeds 3, 4, 5. In brackets 95 % intervals" in text
+    assert "Cold starts: F1 0.250 [0.126, 0.374]: 0.200 (seed 3), 0.300 (seed 4), 0.250 (seed 5)." in text
+    assert cells(text)["calibadv-lambda0.5-lr1.9e-3"]== [
+        "3", "29", "0.100", "0.100", "0.320", "0.100", "-", "1.500"
+    ]  # fmt: skip
+    assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 110
+
+
+def test_held_out_f1_counts_every_kind_of_question_the_same():
+    scores = {"all": {"f1": 0.6}, "average": {"f1": 0.5}, "one_hop": {"f1": 0.4}}
+    assert held_out_f1({"scores": {"1": scores}}) == 0.5
+    assert held_out_f1({"scores": {"1": {"all": {"f1": 0.6}, "one_hop": {"f1": 0.6}}}}) == 0.6
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [("advantage.name=calibadv", "advantage.name=grpo"), ("rollout.group_size=4", "rollout.group_size")],
+)
+def test_unlike_runs_do_not_stand_in_one_table(tmp_path, override, key):
+    make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
+    make_run(tmp_path, "grpo-lr1.9e-3", 4, STEADY, 0.7, override)
+    with pytest.raises(UserError, match=rf"grpo-lr1.9e-3/seed-4: other settings .*\({key}\); move it"):
+        read_results(tmp_path)
+
+
+def test_what_only_makes_them_faster_may_differ(tmp_path):
+    make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
+    for seed, faster in enumerate(("policy.attention_chunk=64", "learner.microbatch_rows=2"), 4):
+        make_run(tmp_path, "grpo-lr1.9e-3", seed, STEADY, 0.7, faster)
+    assert [len(runs) for runs in read_results(tmp_path).values()] == [3]
+
+
+def test_runs_of_another_length_do_not_either(tmp_path):
+    make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
+    make_run(tmp_path, "calibadv-lr1.9e-3", 3, STEADY[:20], 0.7)
+    with pytest.raises(UserError, match=r"learner\.steps"):
+        read_results(tmp_path)
+
+
+def test_a_folder_without_finished_runs_is_said(tmp_path, capsys):
+    with pytest.raises(UserError, match="no finished run in .*/runs; bash benchmarks/evidence.sh makes them"):
+        read_results(tmp_path)
+
+
+def test_lengths_are_of_wrong_and_right_trajectories(tmp_path):
+    folder = make_run(tmp_path, "grpo-lr1.9e-3", 3, STEADY, 0.7)
+    rows = [
+        (0.0, None, [10, 5]),
+        (0.0, None, [3]),
+        (1.0, None, [2, 2, 2]),
+        (0.5, None, [100]),  # neither
+        (0.0, "retriever: gone", [50]),
+        (0.0, None, []),
+    ]
+    keep(folder, 1, rows)
+    keep(folder, 2, [(0.0, None, [4]), (0.0, None, [8])])
+    (run,) = read_runs([folder])
+    assert lengths(run) == {"length/wrong": {1: 6.0, 2: 6.0}, "length/right": {1: 6.0}}
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def words(path):
+    return {"".join(one.itertext()).strip() for one in ET.parse(path).iter(f"{SVG}text")}
+
+
+def test_the_report_writes_what_there_are_results_for(output, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    evidence_report.main([str(output), "--docs", str(tmp_path)])
+    kinds = ("frontier", "rewards", "searches", "lambda")
+    names = ["evidence_tables.md", *(f"evidence_{kind}.svg" for kind in kinds)]
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / name) for name in names]
+    assert {"grpo", "calibadv", "soft", "5 updates a step", "1.9"} <= words(tmp_path / names[1])
+    assert {"grpo", "calibadv", "reward"} <= words(tmp_path / names[2])
+    panels = {"learning rate 1.9e-3", "learning rate 1.9e-3: λ"}
+    assert {"grpo", "soft", "calibadv-lambda0.5", "searches", *panels} <= words(tmp_path / names[3])
+    assert {"grpo", "calibadv", "λ", "0.5", "1"} <= words(tmp_path / names[4])
+    evidence_report.main([str(output), "--docs", str(tmp_path / "more"), "--name", "rumours"])
+    more = {path.name for path in (tmp_path / "more").iterdir()}
+    assert more == {name.replace("evidence", "rumours") for name in names}
+
+
+def test_the_frontier_shows_shares_and_means(output):
+    pytest.importorskip("matplotlib")
+    results = read_results(output)
+    shares, f1 = evidence_figures.figures(results)["frontier"].axes
+    drawn = {line.get_label(): line.get_ydata() for line in shares.lines}
+    assert drawn["grpo"] == pytest.approx([2 / 3]) and drawn["calibadv"] == pytest.approx([0.0])
+    means = {line.get_label(): line.get_ydata() for line in f1.lines}
+    assert means["grpo"] == pytest.approx([0.4]) and means["calibadv"] == pytest.approx([0.7])
+    bars = [sorted(line.get_ydata()) for line in f1.lines if len(line.get_ydata()) == 2]
+    assert [pytest.approx([-0.257, 1.057], abs=1e-3), pytest.approx([0.452, 0.948], abs=1e-3)] == bars
+
+
+def test_the_same_figure_gives_the_same_file(output, tmp_path):
+    pytest.importorskip("matplotlib")
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        evidence_figures.save(evidence_figures.figures(read_results(output))["lambda"], folder / "x.svg")
+    assert (tmp_path / "a/x.svg").read_bytes() == (tmp_path / "b/x.svg").read_bytes()
+
+
+def test_the_lambda_sweep_has_1_where_calibadv_is(output):
+    pytest.importorskip("matplotlib")
+    shares, f1 = evidence_figures.figures(read_results(output))["lambda"].axes
+    lines = {line.get_label(): line for line in f1.lines}
+    assert lines["calibadv"].get_ydata() == pytest.approx([0.1, 0.7])
+    assert [one.get_text() for one in f1.get_xticklabels()] == ["0.5", "1"]
+    assert lines["grpo"].get_ydata() == pytest.approx([0.4, 0.4])
+    assert next(line for line in shares.lines if line.get_label() == "calibadv").get_ydata().tolist() == [
+        1,
+        0,
+    ]
+
+
+def test_the_reward_curves_are_means_with_bands_over_the_seeds(output):
+    pytest.importorskip("matplotlib")
+    results = {arm: runs for arm, runs in read_results(output).items() if arm.method == "grpo"}
+    axes = evidence_figures.curves({"": results}, "rewards").axes[0]
+    (band,) = axes.collections
+    low, high = band.get_datalim(axes.transData).intervaly
+    assert (low, high) == pytest.approx((0.32, 0.8))
+    line = axes.lines[0]
+    assert line.get_ydata()[-1] == pytest.approx(statistics.fmean([0.32, 0.32, 0.8]))
+
+
+def test_the_short_version_ends_with_its_own_arms(output, tmp_path):
+    pytest.importorskip("matplotlib")
+    table, picture = evidence_report.write_short(output, ["short-calibadv-lr1.9e-3", "short-grpo-lr1.9e-3"])
+    assert list(cells(table)) == ["arm", "short-grpo-lr1.9e-3", "short-calibadv-lr1.9e-3"]
+    assert {"grpo", "calibadv", "searches"} <= words(picture)

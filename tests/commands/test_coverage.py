@@ -1,0 +1,94 @@
+"""Which questions an index can answer: the measures, the files, and the doctor's line."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from shelf_rig import row, shelf_service, write_corpus, write_rows
+
+from calibadv_jax.commands import coverage
+from calibadv_jax.config import Config, RetrieverConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.data.questions import load_questions
+
+QUESTIONS = [
+    row("hop", "Where was the writer of Silent Garden born?", ["Oslo"], ["p0", "p1"], "two"),
+    row("one", "In which city was Bo Dorn born?", ["Lima"], ["p3"], "one"),
+    row("gone", "Who composed the anthem?", ["Zed"], ["p99"], "one"),
+    row("yes", "Is Cy Emm a painter?", ["yes"], ["p4"], "one"),
+    row("bare", "In which country is Oslo a city?", ["Norway"], [], "one"),
+]
+
+
+@pytest.fixture
+def config(tmp_path):
+    write_rows(tmp_path / "questions.jsonl", QUESTIONS)
+    write_corpus(tmp_path / "corpus.jsonl")
+    plain = Config()
+    return replace(
+        plain,
+        run=replace(plain.run, dir=str(tmp_path / "run")),
+        data=replace(plain.data, train=str(tmp_path / "questions.jsonl")),
+        retriever=RetrieverConfig(corpus=str(tmp_path / "corpus.jsonl"), topk=1, patience=2.0),
+    )
+
+
+def run(config):
+    with shelf_service() as url:
+        coverage.run(replace(config, retriever=replace(config.retriever, url=url)))
+    return json.loads((Path(config.run.dir) / "coverage" / "coverage.json").read_text())
+
+
+def test_shares_by_data_source(config, capsys):
+    report = run(config)
+    assert report["train"]["two"] == {
+        "questions": 1,
+        "answer": 0.0,  # the question finds the first passage only, which does not name the city
+        "passage": 1.0,
+        "all_passages": 0.0,
+        "answer_by_any": 1.0,
+        "all_by_any": 1.0,
+        "answerable": 1.0,
+    }
+    one = report["train"]["one"]
+    assert one["questions"] == 4
+    assert one["answer"] == pytest.approx(2 / 3)  # yes occurs by chance, and does not count
+    assert one["passage"] == pytest.approx(2 / 3)  # of those that name one
+    assert one["answerable"] == pytest.approx(3 / 4)
+    assert report["train"]["all"]["questions"] == 5
+    assert "answerable" in capsys.readouterr().out
+
+
+def test_the_answerable_ones_are_a_question_file(config):
+    run(config)
+    kept = load_questions(Path(config.run.dir) / "coverage" / "train.jsonl")
+    assert [question.id for question in kept] == ["hop", "one", "yes", "bare"]
+    assert kept[0].supporting_ids == ("p0", "p1")
+
+
+def test_more_documents_cover_more(config):
+    deeper = replace(config, retriever=replace(config.retriever, topk=3))
+    assert run(deeper)["train"]["two"]["all_passages"] == 1.0
+
+
+def test_without_the_corpus_the_question_is_the_only_query(config):
+    blind = replace(config, retriever=replace(config.retriever, corpus=""))
+    two = run(blind)["train"]["two"]
+    assert two["passage"] == 1.0
+    assert two["all_by_any"] == 0.0
+
+
+def test_no_file_is_said_in_one_line(config):
+    with pytest.raises(UserError, match="set data.train, data.eval or both"):
+        run(replace(config, data=replace(config.data, train="")))
+
+
+def test_the_doctors_line(config):
+    asked = replace(config, data=replace(config.data, train="", eval=config.data.train))
+    with shelf_service() as url:
+        (line,) = coverage.coverage_lines(asked, url)
+    assert line == (
+        "5 questions of data.eval as queries, 1 documents each: answer 50%, a passage 75%, all passages 50%"
+        " (calibadv coverage says more)"
+    )

@@ -1,0 +1,90 @@
+"""Demonstrations from a question file and a retrieval service, and that the cold start takes them."""
+
+from dataclasses import replace
+
+import pytest
+from shelf_rig import row, shelf_service, write_corpus, write_rows
+from test_doctor import SHAPE
+
+from calibadv_jax.commands import demonstrate
+from calibadv_jax.config import Config, PolicyConfig, RetrieverConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import parse_turn
+from calibadv_jax.data.demonstration_files import load_demonstrations
+from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+
+TWO_HOPS = row("1", "Where was the writer of Silent Garden born?", ["Oslo"], ["p0", "p1"], "two")
+QUESTIONS = [
+    TWO_HOPS,
+    row("2", "In which city was Bo Dorn born?", ["Lima"], ["p3"], "one"),
+    row("3", "Who knows it?", ["Ada"], [], "one"),
+    row("4", "Where do many people go every year?", ["Norway"], ["p2", "p6"], "two"),
+    row("5", "In which city was Bo Dorn born? " + "really " * 40, ["Lima"], ["p3"], "one"),
+]
+
+
+@pytest.fixture
+def config(tmp_path):
+    write_rows(tmp_path / "train.jsonl", QUESTIONS)
+    write_corpus(tmp_path / "corpus.jsonl")
+    build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    plain = Config()
+    return replace(
+        plain,
+        run=replace(plain.run, dir=str(tmp_path / "run")),
+        policy=PolicyConfig(init=SHAPE, tokenizer=str(tmp_path / "tokenizer")),
+        mesh=replace(plain.mesh, fsdp=-1),
+        prompt=replace(plain.prompt, template="short", chat="off"),
+        data=replace(plain.data, train=str(tmp_path / "train.jsonl")),
+        retriever=RetrieverConfig(corpus=str(tmp_path / "corpus.jsonl"), topk=1, patience=2.0),
+        sft=replace(plain.sft, demonstrations=str(tmp_path / "made" / "demos.jsonl"), row_length=1024),
+    )
+
+
+def run(config):
+    with shelf_service() as url:
+        demonstrate.run(replace(config, retriever=replace(config.retriever, url=url)))
+
+
+def test_what_is_written_is_what_the_cold_start_reads(config, capsys):
+    run(config)
+    made = load_demonstrations(config.sft.demonstrations)
+    assert [one.question.id for one in made] == ["1", "2", "5"]
+    assert [len(one.turns) for one in made] == [3, 2, 2]
+    assert made[0].question.supporting_ids == ("p0", "p1")
+    assert [[d.id for d in turn.documents] for turn in made[0].turns] == [["p0"], ["p1"], []]
+    # The service refuses the fifth question as a query: its passage's title finds it.
+    assert parse_turn(made[2].turns[0].text, prepend_think=False, stop_reason="stop").query == "Bo Dorn"
+    said = capsys.readouterr().out
+    header, _, *rows = said.splitlines()[:5]
+    columns = ["no passage named", "not found", "written, 1 search", "written, 2 search"]
+    assert [header.index(name) for name in columns] == sorted(header.index(name) for name in columns)
+    assert [line.split() for line in rows] == [
+        ["one", "1", "0", "2", "0"],
+        ["two", "0", "1", "0", "1"],
+        ["all", "1", "1", "2", "1"],
+    ]
+
+
+def test_what_the_policy_has_no_room_for_is_left_out(config, capsys):
+    tight = replace(config, rollout=replace(config.rollout, max_observation_length=30))
+    run(tight)
+    assert "cut off" in capsys.readouterr().out
+    for section, changes in [
+        ("sft", {"row_length": 60}),
+        ("rollout", {"max_prompt_length": 5}),
+        ("rollout", {"max_turn_length": 10}),
+    ]:
+        short = replace(config, **{section: replace(getattr(config, section), **changes)})
+        with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration \(.*too long"):
+            run(short)
+
+
+def test_what_is_missing_is_said_in_one_line(config):
+    for section, changes, message in [
+        ("sft", {"demonstrations": "world"}, "sft.demonstrations is 'world': set it to the file to write"),
+        ("retriever", {"corpus": ""}, "retriever.corpus is empty: set it to the file of the passages"),
+    ]:
+        broken = replace(config, **{section: replace(getattr(config, section), **changes)})
+        with pytest.raises(UserError, match=message):
+            run(broken)

@@ -1,0 +1,262 @@
+"""The doctor against files, services and configs that are as they should be, and against others."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from http_rig import Handler, serving
+
+from calibadv_jax.commands import doctor
+from calibadv_jax.config import load_config
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 400,
+    "tie_word_embeddings": True,
+}
+
+
+def replying(routes):
+    """Base URL of a server with these replies: path -> status and JSON value; 404 elsewhere."""
+
+    class Routes(Handler):
+        def answer(self):
+            self.body()
+            self.reply(*routes.get(self.path, (404, {})))
+
+        do_GET = do_POST = answer
+
+    return serving(Routes)
+
+
+def question(name, text, source="test"):
+    return {"id": name, "question": text, "golden_answers": ["ada"], "data_source": source}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Two question files, a tokenizer and a policy's shape; no service."""
+    files = {
+        "train": [question("1", "who wrote silent garden ?"), question("2", "who founded x ?", "other")],
+        "eval": [question("3", "where is y ?"), question("4", "who wrote it, and where is it ?")],
+    }
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "run.yaml").write_text(
+        json.dumps(
+            {
+                "run": {"dir": str(tmp_path / "run")},
+                "data": {name: str(tmp_path / f"{name}.jsonl") for name in files},
+                "policy": {
+                    "init": SHAPE,
+                    "tokenizer": str(tmp_path / "tokenizer"),
+                    "compute_dtype": "float32",
+                },
+                "rollout": {"max_length": 1024, "max_prompt_length": 512},
+                "learner": {"row_length": 1024},
+                "prompt": {"template": "short", "chat": "off"},
+                "mesh": {"fsdp": 8},
+            }
+        )
+    )
+    return load_config(tmp_path / "run.yaml")
+
+
+def working_retriever():
+    found = [{"document": {"id": "7", "contents": '"Ada"\nwrote it'}, "score": 1.0}]
+    return {"/health": (200, {"status": "ready", "kind": "faiss"}), "/retrieve": (200, {"result": [found]})}
+
+
+def with_retriever(config, url):
+    return replace(config, retriever=replace(config.retriever, url=url, patience=0.3, timeout=5.0))
+
+
+def test_every_check_passes_and_says_what_it_saw(config, capsys):
+    with replying(working_retriever()) as url:
+        doctor.run(with_retriever(config, url))
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[-1] == "ready: every check passed"
+    assert all(line.startswith("ok   ") for line in lines[:-1])
+    assert f"data.train: 2 questions (other, test) in {config.data.train}, with 2 golden" in out
+    assert f"data.eval: 2 questions (test) in {config.data.eval}" in out
+    assert f"ok   retriever: {url}: status ready, kind faiss" in out
+    assert "-> 'Ada'" in out  # a real query, and its first document
+    assert "in process, 64 trajectories decoded together" in out
+    assert "<search> 1" in out  # the tokenizer has a token for every tag
+
+
+def test_a_check_that_fails_is_counted_and_the_others_still_run(config, capsys):
+    broken = replace(config, data=replace(config.data, train="none.jsonl"))
+    with replying(working_retriever()) as url, pytest.raises(SystemExit) as ended:
+        doctor.run(with_retriever(broken, url))
+    assert ended.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "2 of 5 checks failed"
+    assert [line.split(":")[0] for line in lines if line.startswith("FAIL")] == [
+        "FAIL questions",
+        "FAIL policy",
+    ]
+    assert any(line.startswith("ok   retriever: ") for line in lines)  # after those that failed
+
+
+def test_questions_that_are_in_both_files_are_a_warning(config, tmp_path):
+    assert not any("warning" in line for line in doctor.check_questions(config))
+    with (tmp_path / "eval.jsonl").open("a") as file:
+        file.write(json.dumps(question("5", "who founded x ?")) + "\n")
+    assert doctor.check_questions(config)[-1].startswith("warning: 1 questions are in both files")
+
+
+def test_the_longest_prompt_of_both_files_is_found(config):
+    (longest,) = (line for line in doctor.check_policy(config) if line.startswith("the longest question"))
+    assert "where is it" in longest and f"of {config.rollout.max_prompt_length} tokens" in longest
+
+
+def test_prompts_that_are_too_long_are_counted_or_refused(config):
+    """Three of the four questions are shorter."""
+    (line,) = doctor.prompt_lines(config, build_word_tokenizer())
+    longest = int(line.split(" tokens")[0].split()[-3])
+    short = replace(config, rollout=replace(config.rollout, max_prompt_length=longest - 1))
+    with pytest.raises(UserError, match=r"data.eval: the prompts of 1 of 2 questions are longer than .*'4'"):
+        doctor.check_policy(short)
+    left_out = replace(short, data=replace(short.data, overlong_prompts="leave_out"))
+    lines = doctor.check_policy(left_out)
+    assert any(line.startswith("warning: data.eval: the prompts of 1 of 2 questions") for line in lines)
+
+
+def test_a_start_checks_evaluation_questions_only_where_they_are_used(config):
+    gone = replace(config, data=replace(config.data, eval="none.jsonl"))
+    doctor.check_inputs(replace(gone, evaluate=replace(gone.evaluate, every=0)))
+    with pytest.raises(UserError, match="none.jsonl: no such file"):
+        doctor.check_inputs(replace(gone, evaluate=replace(gone.evaluate, every=5)))
+
+
+def test_a_start_checks_the_services_that_are_named(config):
+    with pytest.raises(UserError, match="retriever http://127.0.0.1:9: cannot be reached"):
+        doctor.check_inputs(with_retriever(config, "http://127.0.0.1:9"))
+    sampler = replace(config.sampler, name="vllm", urls=["http://127.0.0.1:9"], patience=0.3)
+    with pytest.raises(UserError, match="vLLM worker http://127.0.0.1:9: cannot be reached"):
+        doctor.check_inputs(replace(config, sampler=sampler))
+
+
+def test_every_worker_is_asked_what_it_serves(config):
+    good = {"/weight_info": (200, {"weight_version": "abc/3"})}
+
+    def check(*urls):
+        return doctor.check_sampler(
+            replace(config, sampler=replace(config.sampler, name="vllm", urls=list(urls)))
+        )
+
+    with replying(good) as first, replying({}) as second:
+        assert check(first) == [f"{first}: serves weights 'abc/3'"]
+        with pytest.raises(UserError, match=f"{second}: no /weight_info"):
+            check(first, second)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        ({"/retrieve": (200, {"result": [[]]})}, "no document for .*is its corpus empty"),
+        ({"/retrieve": (404, {})}, "set retriever.url to a retrieval service"),
+        ({"/retrieve": (503, {})}, "no answer for"),  # asked once: not for all of the patience
+    ],
+)
+def test_a_retriever_that_does_not_answer_is_told(config, routes, message):
+    with replying(working_retriever() | routes) as url, pytest.raises(UserError, match=message):
+        config = with_retriever(config, url)
+        doctor.check_retriever(replace(config, retriever=replace(config.retriever, timeout=0.3)))
+
+
+def test_heads_that_the_mesh_cannot_share_are_told(config, capsys):
+    """Online and offline; the policy has 4 heads, two of them key-value heads."""
+    shared = replace(config, mesh=replace(config.mesh, fsdp=4, tensor=2))
+    assert not any("warning" in line for line in doctor.check_policy(shared))
+    wide = replace(config, mesh=replace(config.mesh, fsdp=2, tensor=4))
+    (warning,) = (line for line in doctor.check_policy(wide) if "warning" in line)
+    assert warning.startswith("warning: mesh.tensor is 4, more than the policy's 2 key-value heads")
+    doctor.run(wide, offline=True)
+    said = capsys.readouterr().out
+    assert f"warn policy: {warning.removeprefix('warning: ')}" in said
+    assert said.splitlines()[-1] == "every offline check passed, with 1 warning"
+
+
+def test_what_is_not_checked_does_not_read_ok(config, capsys):
+    gone = replace(config, data=replace(config.data, train="none.jsonl"))
+    doctor.run(gone, offline=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert "skip questions: data.train: none.jsonl is not here" in lines
+    assert any(line.startswith("ok   questions: data.eval: 2 questions") for line in lines)
+    assert lines[-1] == "every offline check passed, with 1 thing not checked"
+    doctor.run(config, offline=True)
+    assert capsys.readouterr().out.splitlines()[-1] == "ready: every offline check passed"
+
+
+def test_each_check_is_named_while_it_runs(config, capsys):
+    with replying(working_retriever()) as url:
+        doctor.run(with_retriever(config, url))
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("checking: ")] == [
+        f"checking: {name}" for name, _ in doctor.CHECKS
+    ]
+
+
+def test_a_host_that_is_too_small_is_a_failure_with_the_keys(config, capsys, monkeypatch):
+    """The devices of a CPU share what the host has; offline the run may be meant for another machine."""
+    monkeypatch.setattr("calibadv_jax.run.fit.host_memory", lambda: 2.0**20)
+    with replying(working_retriever()) as url, pytest.raises(SystemExit):
+        doctor.run(with_retriever(config, url))
+    lines = capsys.readouterr().out.splitlines()
+    (failure,) = (line for line in lines if line.startswith("FAIL policy"))
+    assert "do not fit: this host has 0.0 GiB for 8 devices" in failure and "sampler.slots" in failure
+    assert any(line.startswith("ok   policy: tokens of each tag") for line in lines)  # the rest is said too
+    assert lines[-1] == "1 of 5 checks failed"
+    doctor.run(config, offline=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("warn policy: ") and "do not fit" in line for line in lines)
+    assert lines[-1] == "every offline check passed, with 1 warning"
+    doctor.run(
+        replace(
+            config, mesh=replace(config.mesh, fsdp=16), learner=replace(config.learner, microbatch_rows=16)
+        ),
+        offline=True,
+    )
+    assert (
+        "skip policy: whether that fits: the mesh has 16 devices, and this machine 8"
+        in capsys.readouterr().out
+    )
+
+
+def test_workers_that_the_run_does_not_use_are_not_waited_for(config):
+    """sampler.urls may stay in a config that samples in process for now."""
+    sampler = replace(config.sampler, name="jax", urls=["http://127.0.0.1:9"], patience=0.3)
+    doctor.check_inputs(replace(config, sampler=sampler))
+
+
+@pytest.mark.timeout(20)
+def test_a_retriever_that_goes_away_after_the_first_answer_is_not_waited_for(config):
+    """All of the doctor's questions are asked without patience: those of the coverage too."""
+
+    class Once(Handler):
+        answers = 0
+
+        def do_GET(self):
+            self.reply(*working_retriever()["/health"])
+
+        def do_POST(self):
+            self.body()
+            Once.answers += 1
+            self.reply(*(working_retriever()["/retrieve"] if Once.answers == 1 else (503, {})))
+
+    with serving(Once) as url, pytest.raises(UserError, match="no answer for"):
+        config = with_retriever(config, url)
+        doctor.check_retriever(replace(config, retriever=replace(config.retriever, patience=600.0)))

@@ -1,0 +1,314 @@
+"""Evaluation: its own temperature, whatever training uses; which policy; what is written; going on."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+
+import pytest
+from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
+
+from calibadv_jax.commands.evaluate import at_step, choose_policy, describe_policy, report_table
+from calibadv_jax.config import Config, EvaluateConfig, PolicyConfig, RunConfig
+from calibadv_jax.core.errors import RequestFailed, UserError
+from calibadv_jax.core.trajectory import Question
+from calibadv_jax.run.model import PolicySource
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    return Rig(tmp_path, monkeypatch)
+
+
+def rows(run):
+    return [json.loads(line) for line in run.file(".jsonl").read_text().splitlines()]
+
+
+def drawn(prompt, seed):
+    """Right in about half of all draws; another word for every seed otherwise."""
+    return "yes" if seed % 2 else f"no {seed}"
+
+
+def test_its_own_temperatures_and_samples_and_no_shuffled_rewards(run):
+    """Training samples five at temperature 1 with rewards permuted; greedily, each question is asked once."""
+    report, sampler = run(evaluate={"temperatures": [0.0, 0.7], "samples": 3}, reward={"shuffle": True})
+    by_temperature = {
+        temperature: {s for s, sampling in sampler.asked if sampling.temperature == temperature}
+        for temperature in (0.0, 0.7)
+    }
+    assert {sampling.temperature for _, sampling in sampler.asked} == {0.0, 0.7}
+    assert [len(sessions) for sessions in by_temperature.values()] == [8, 24]
+    assert not by_temperature[0.0] & by_temperature[0.7]  # sessions of their own
+    seeds = [sampling.seed for _, sampling in sampler.asked if sampling.temperature == 0.7]
+    assert len(set(seeds)) == len(seeds) == 48
+    assert list(report.means) == ["0", "0.7"]
+    for name, count in (("0", 1), ("0.7", 3)):
+        for source, right in (("a", 1), ("b", 0), ("all", 0.5), ("average", 0.5)):
+            found = report.means[name][source]
+            assert {metric: found[metric] for metric in ("f1", "em", "cover_em")} == dict.fromkeys(
+                ("f1", "em", "cover_em"), right
+            )
+            assert (found["format"], found["answered"], found["searches"]) == (1, 1, 1)
+            questions = 8 if source in ("all", "average") else 4
+            assert (found["questions"], found["trajectories"], found["failed"]) == (
+                questions, questions * count, 0
+            )  # fmt: skip
+    assert sampler.loaded == [0]
+
+
+def test_tokens_are_those_that_the_policy_sampled(run):
+    report, _ = run()
+    said = [len("<think>t</think><search>a 0</search>"), len("<think>t</think><answer>yes</answer>")]
+    assert report.means["0"]["a"]["tokens"] == sum(said)
+
+
+def test_the_same_draws_at_every_evaluation_of_a_run_and_others_in_another(run):
+    def seeds(seed):
+        _, sampler = run(run={"seed": seed}, evaluate={"temperatures": [1.0]})
+        run.file(".jsonl").unlink()
+        return sorted(sampling.seed for _, sampling in sampler.asked)
+
+    assert seeds(0) == seeds(0) != seeds(1)
+
+
+def test_a_temperature_that_is_given_twice_is_asked_once(run):
+    report, sampler = run(evaluate={"temperatures": [0.0, 0.0]})
+    assert report.means["0"]["all"]["questions"] == 8 and len(sampler.asked) == 16
+
+
+def test_a_limit_takes_from_all_sources(run):
+    report, sampler = run(data={"eval_limit": 4})
+    assert {source: report.means["0"][source]["trajectories"] for source in "ab"} == {"a": 2, "b": 2}
+    assert len(sampler.asked) == 2 * 4
+
+
+def test_every_question_is_kept_with_its_transcripts(run):
+    run(evaluate={"temperatures": [1.0], "samples": 2})
+    row = rows(run)[0]
+    assert (row["temperature"], row["data_source"], row["id"], row["question"]) == ("1", "a", "a0", "a 0")
+    assert row["golden_answers"] == ["yes"] and row["scores"]["mean@2"] == 1
+    search, answer = row["trajectories"][1]["turns"]
+    assert search["text"] == "<think>t</think><search>a 0</search>"
+    assert search["document_ids"] == ["a 0/0", "a 0/1"] and "text a 0 1" in search["observation"]
+    assert answer["kind"] == "answer" and row["trajectories"][1]["answer"] == "yes"
+
+
+def test_the_report_and_its_tables(run):
+    report, _ = run(Scripted(drawn), evaluate={"temperatures": [0.0, 1.0], "samples": 4, "confidence": 0.9})
+    written = json.loads(run.file(".json").read_text())
+    assert written["scores"] == report.means
+    low, high = written["intervals"]["1"]["a"]["em"]
+    mean = report.means["1"]["a"]["em"]
+    assert low < mean < high and report.intervals["1"]["a"]["em"] == (low, high)
+    assert written["method"] == "agent" and written["policy"]["path"] == str(run.folder / "policy")
+    table = run.file(".md").read_text()
+    assert f"| {mean:.3f} [{low:.3f}, {high:.3f}] |" in table and "90% bootstrap intervals" in table
+    assert len(table.splitlines()) == 2 + 2 * 4 + 2
+    lines = list(csv.DictReader(run.file(".csv").open()))
+    (line,) = [line for line in lines if (line["temperature"], line["data"]) == ("1", "a")]
+    assert (float(line["em"]), float(line["em_low"]), float(line["em_high"])) == (mean, low, high)
+    assert (line["questions"], line["trajectories"], line["failed"]) == ("4", "16", "0")
+    greedy = [line for line in lines if line["temperature"] == "0"]
+    assert {line["pass@4"] for line in greedy} == {""} != {line["pass@4"]}
+    printed = report_table(report).splitlines()
+    assert printed[0].split()[:5] == ["temperature", "data", "f1", "em", "cover_em"]
+    assert len(printed) == 2 + 2 * 4
+
+
+def test_without_resamples_there_are_no_intervals(run):
+    report, _ = run(evaluate={"resamples": 0})
+    assert report.intervals["0"]["all"] == {} and "[" not in run.file(".md").read_text()
+
+
+def test_what_failed_is_counted_left_out_of_the_means_and_asked_again(run):
+    """The retriever fails for one question of a; at temperature 0 that question has no score."""
+    run.shelf = Shelf({"a 1": RequestFailed("retriever", "gone")})
+    report, _ = run(rollout={"max_failed_share": 0.2})
+    found = report.means["0"]["a"]
+    assert (found["em"], found["questions"], found["trajectories"], found["failed"]) == (1, 3, 3, 1)
+    assert rows(run)[1]["scores"] == {} and rows(run)[1]["trajectories"][0]["error"] == "retriever: gone"
+    run.shelf = Shelf()
+    report, sampler = run(rollout={"max_failed_share": 0.2})
+    assert len(sampler.asked) == 2  # turns of the one question
+    assert report.means["0"]["a"]["questions"] == 4 and report.means["0"]["a"]["failed"] == 0
+
+
+def test_too_many_failures_end_it_and_lose_nothing(run):
+    run.shelf = Shelf({"b 3": RequestFailed("retriever", "gone")})
+    with pytest.raises(UserError, match="1 of 8 trajectories failed, more than rollout.max_failed_share=0"):
+        run(rollout={"max_failed_share": 0.0, "max_concurrency": 1})
+    assert not run.file(".json").exists() and len(rows(run)) == 8
+    run.shelf = Shelf()
+    report, sampler = run(rollout={"max_failed_share": 0.0, "max_concurrency": 1})
+    assert len(sampler.asked) == 2 and report.means["0"]["all"]["questions"] == 8
+
+
+def test_a_source_that_failed_altogether_has_no_means(run):
+    run.shelf = Shelf({f"a {n}": RequestFailed("retriever", "gone") for n in range(4)})
+    report, _ = run(rollout={"max_failed_share": 0.5})
+    assert report.means["0"]["a"] == {"questions": 0, "trajectories": 0, "failed": 4}
+    assert "em" not in report.means["0"]["average"] and report.means["0"]["all"]["em"] == 0
+    line = next(line for line in report_table(report).splitlines() if line.split()[1] == "a")
+    assert line.split()[2:] == ["-"] * 7 + ["0", "0", "4"]
+
+
+def same_files(run, folder):
+    return [run.file(end).read_bytes() == (folder / f"evaluation{end}").read_bytes() for end in ENDS]
+
+
+ENDS = (".json", ".md", ".csv", ".jsonl")
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 7, 20, 47])
+def test_an_interrupted_evaluation_goes_on_and_gives_the_same_table(run, tmp_path, stop_after):
+    keys = {"evaluate": {"temperatures": [0.0, 1.0], "samples": 2}, "rollout": {"max_concurrency": 3}}
+    run(Scripted(drawn), **keys)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    for end in ENDS:
+        os.rename(run.file(end), whole / f"evaluation{end}")
+    with pytest.raises(Stopped):
+        run(Scripted(drawn, stop_after=stop_after), **keys)
+    assert not run.file(".json").exists()
+    kept = len(rows(run))
+    with run.file(".jsonl").open("a") as file:  # the machine went down while a line was written
+        file.write('{"evaluation": "cut he')
+    _, sampler = run(Scripted(drawn), **keys)
+    trajectories = {session for session, _ in sampler.asked}
+    assert len(trajectories) == 8 * (1 + 2) - sum(1 if n < 8 else 2 for n in range(kept))
+    assert same_files(run, whole) == [True] * 4
+    _, sampler = run(Scripted(drawn), **keys)
+    assert sampler.asked == [] and same_files(run, whole) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"run": {"seed": 1}},
+        {"evaluate": {"method": "empty_retriever"}},
+        {"rollout": {"max_searches": 1}},
+        {"retriever": {"topk": 5}},
+        {"prompt": {"template": "Tell: {question}"}},
+    ],
+    ids=str,
+)
+def test_another_evaluation_is_not_continued(run, changed):
+    run()
+    _, sampler = run(**changed)
+    assert len({session for session, _ in sampler.asked}) == 8
+    assert len(rows(run)) == 8
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"retriever": {"index": "elsewhere", "patience": 3}}, {"rollout": {"max_concurrency": 2}}],
+    ids=str,
+)
+def test_speed_and_place_do_not_make_it_another(run, changed):
+    run()
+    assert run(**changed)[1].asked == []
+
+
+@pytest.mark.parametrize("seed", [1, 2, 77])
+def test_a_limit_asks_the_same_questions_whatever_the_seed(run, seed):
+    """Pairs of two runs are made by question."""
+    run.questions = {"eval.jsonl": [Question(str(n), f"a {n}", ("yes",), "a") for n in range(50)]}
+    run(data={"eval_limit": 5})
+    first = [row["id"] for row in rows(run)]
+    run(data={"eval_limit": 5}, run={"seed": seed})
+    assert [row["id"] for row in rows(run)] == first
+
+
+def test_a_policy_written_anew_to_the_same_place_is_another_one(run):
+    (run.folder / "policy/model.safetensors").write_text("1")
+    run()
+    os.utime(run.folder / "policy/model.safetensors", ns=(1, 1))
+    assert len(run()[1].asked) == 16
+
+
+def test_a_question_that_changed_is_asked_again_and_new_ones_are_added(run):
+    run()
+    changed = dataclasses.replace(QUESTIONS[0], golden_answers=("no",))
+    run.questions = {"eval.jsonl": [changed, *QUESTIONS[1:], Question("c0", "c 0", ("no",), "c")]}
+    report, sampler = run()
+    assert len({session for session, _ in sampler.asked}) == 2
+    assert report.means["0"]["a"]["em"] == 0.75 and report.means["0"]["c"]["em"] == 1
+
+
+def test_a_file_of_something_else_is_not_overwritten(run):
+    run.file(".jsonl").write_text('{"id": "1"}\n')
+    with pytest.raises(UserError, match=r"evaluation.jsonl:1: no evaluation, content, .*give another file"):
+        run()
+    assert run.file(".jsonl").read_text() == '{"id": "1"}\n'
+
+
+def test_validation_is_a_fixed_sample_of_all_sources_and_writes_nothing(run):
+    keys = {"evaluate": {"sample_size": 4, "temperatures": [0.0, 1.0], "samples": 5, "method": "direct"}}
+    means, sampler = run.validate(Scripted(drawn), **keys)
+    assert {name: means["1"][name]["trajectories"] for name in ("all", "a", "b")} == {
+        "all": 4,
+        "a": 2,
+        "b": 2,
+    }
+    assert means["0"]["all"]["searches"] == 1  # the agent, whatever is evaluated afterwards
+    again, other = run.validate(Scripted(drawn), **keys)
+    assert again == means and sorted(other.prompts) == sorted(sampler.prompts)
+    assert not run.file(".jsonl").exists()
+    whole, _ = run.validate(evaluate={"sample_size": 0})
+    assert whole["0"]["all"]["questions"] == 8
+
+
+def test_the_named_policy_then_the_trained_one_then_where_it_began(tmp_path):
+    start, named = tmp_path / "start", tmp_path / "named"
+    for folder in (start, named):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({}))
+    config = dataclasses.replace(
+        Config(), run=RunConfig(dir=str(tmp_path / "run")), policy=PolicyConfig(path=str(start))
+    )
+    assert choose_policy(config).path == start
+    with pytest.raises(UserError, match="has no checkpoint; set evaluate.policy or policy.path"):
+        choose_policy(dataclasses.replace(config, policy=PolicyConfig()))
+    (tmp_path / "run/checkpoints/3").mkdir(parents=True)
+    assert choose_policy(config).path == tmp_path / "run/checkpoints"
+    chosen = dataclasses.replace(config, evaluate=EvaluateConfig(policy=str(named)))
+    assert choose_policy(chosen).path == named
+
+
+def test_the_newest_checkpoint_is_named_by_its_step(tmp_path):
+    """Once: a later checkpoint of a run that goes on is another policy."""
+    for step in (3, 20):
+        (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
+    source = PolicySource(tmp_path / "checkpoints", "checkpoint")
+    newest = at_step(source)
+    (tmp_path / "checkpoints/21").mkdir()
+    assert newest == dataclasses.replace(source, step=20) == at_step(newest)
+    assert describe_policy(newest)["step"] == 20
+    assert describe_policy(dataclasses.replace(source, step=3))["step"] == 3
+
+
+def test_a_policy_that_cannot_be_used_replaces_nothing(run, monkeypatch):
+    run()
+    before = run.file(".jsonl").read_text()
+
+    def refuse(source, policy, mesh):
+        raise UserError("no weights")
+
+    monkeypatch.setattr(type(run.source), "params", refuse)
+    with pytest.raises(UserError, match="no weights"):
+        run(run={"seed": 1})
+    assert run.file(".jsonl").read_text() == before
+
+
+def test_the_output_is_a_json_file():
+    with pytest.raises(ValueError, match=r"output is 'scores.jsonl': it must end in .json"):
+        EvaluateConfig(output="scores.jsonl")
+
+
+def test_several_files_are_one_evaluation(run):
+    run.questions = {"a.jsonl": QUESTIONS[:4], "b.jsonl": QUESTIONS[4:]}
+    report, _ = run()
+    assert list(report.means["0"]) == ["all", "average", "a", "b"]
+    assert [row["id"] for row in rows(run)] == [question.id for question in QUESTIONS]

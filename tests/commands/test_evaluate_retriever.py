@@ -1,0 +1,96 @@
+"""Which retriever answered is part of an evaluation: another one's scores are never handed out."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+
+import pytest
+from evaluation_rig import Rig, Scripted, Stopped
+from http_rig import Handler, serving
+
+from calibadv_jax.core.errors import UserError
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    return Rig(tmp_path, monkeypatch)
+
+
+def rows(run):
+    return [json.loads(line) for line in run.file(".jsonl").read_text().splitlines()]
+
+
+SERVICE = {"status": "ready", "corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": ""}
+
+
+@contextmanager
+def service(**said):
+    """URL of a service that says this of itself and answers nothing."""
+
+    class Health(Handler):
+        def do_GET(self):
+            self.reply(200, said)
+
+    with serving(Health) as url:
+        yield {"retriever": {"url": url}}
+
+
+@pytest.mark.parametrize(
+    "other", [{"corpus_sha256": "c2"}, {"encoder": "e5"}, {"reranker": "m"}, {"identity": "i2"}], ids=str
+)
+def test_another_service_is_another_evaluation(run, other):
+    """One with another corpus must not be given what the first one found."""
+    with service(**SERVICE) as first, service(**SERVICE | other) as second:
+        assert len(run(**first)[1].asked) == 16 and run(**first)[1].asked == []
+        assert len(run(**second)[1].asked) == 16
+        assert {row["retriever"].get("corpus_sha256") for row in rows(run)} == {
+            other.get("corpus_sha256", "c1")
+        }
+
+
+def test_an_evaluation_is_not_continued_with_another_service(run):
+    with service(**SERVICE) as first, service(**SERVICE | {"corpus_sha256": "c2"}) as second:
+        with pytest.raises(Stopped):
+            run(Scripted(stop_after=9), rollout={"max_concurrency": 1}, **first)
+        assert len(run(rollout={"max_concurrency": 1}, **second)[1].asked) == 16
+
+
+def test_the_same_service_at_another_address_is_the_same(run):
+    with service(**SERVICE) as first, service(**SERVICE | {"status": "loading"}) as second:
+        run(**first)
+        assert run(**second)[1].asked == []
+
+
+def test_a_service_that_says_nothing_is_its_address(run):
+    with service() as first, service() as second:
+        run(**first)
+        assert run(**first)[1].asked == []
+        assert len(run(**second)[1].asked) == 16
+        assert rows(run)[0]["retriever"] == json.loads(run.file(".json").read_text())["retriever"]
+        assert rows(run)[0]["retriever"] == second["retriever"]
+
+
+@pytest.mark.parametrize("method", ["direct", "empty_retriever"])
+def test_what_searches_nothing_asks_no_service(run, method):
+    keys = {"evaluate": {"method": method}}
+    run(**keys, retriever={"url": "http://127.0.0.1:9"})
+    assert run(**keys, retriever={"url": "http://127.0.0.1:10"})[1].asked == []
+
+
+def test_a_corpus_written_anew_to_the_same_place_is_another_one(run, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("{}")
+    keys = {"retriever": {"corpus": str(corpus)}}
+    run(**keys)
+    assert run(**keys)[1].asked == []
+    os.utime(corpus, ns=(1, 1))
+    assert len(run(**keys)[1].asked) == 16
+
+
+def test_what_an_evaluation_waits_for_is_said(run, capsys):
+    """Not that it is silent for as long as retriever.patience allows."""
+    with pytest.raises(UserError, match="cannot be reached"):
+        run(retriever={"url": "http://127.0.0.1:9", "patience": 0.3})
+    assert "retriever http://127.0.0.1:9" in "".join(capsys.readouterr())

@@ -1,0 +1,82 @@
+"""The quickstart's chain: every part once, in its order, on the services that it started."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from trainer_rig import make_config
+
+from calibadv_jax.commands import quickstart
+from calibadv_jax.core.errors import UserError
+
+MEANS = {"f1": 0.5, "format": 1.0, "searches": 2.0}
+
+
+@pytest.fixture
+def chain(tmp_path, monkeypatch):
+    """The config, and what was done in which order."""
+    done = []
+    config = make_config(tmp_path, sft={"output": str(tmp_path / "sft")}, world={"dir": str(tmp_path / "w")})
+
+    @contextmanager
+    def services(config, folder):
+        done.append(("services", str(folder)))
+        yield "http://here", ["http://worker"]
+        done.append("services ended")
+
+    def evaluated(config, source):
+        done.append((config.evaluate.output, source, config.retriever.url, config.sampler.urls))
+        return SimpleNamespace(means={"0": {"all": MEANS | {"f1": len(done) / 10}}})
+
+    monkeypatch.setattr(quickstart, "write_world", lambda world: done.append("world"))
+    monkeypatch.setattr(quickstart.sft, "run", lambda config: done.append("cold start"))
+    monkeypatch.setattr(quickstart, "check_cold_start", lambda config, *_: done.append("cold start checked"))
+    monkeypatch.setattr(quickstart, "open_services", services)
+    monkeypatch.setattr(quickstart, "find_policy", lambda path: str(path))
+    monkeypatch.setattr(quickstart, "evaluate_policy", evaluated)
+    monkeypatch.setattr(
+        quickstart.train, "run", lambda now, kept: done.append(("train", now.retriever.url, kept == config))
+    )
+    monkeypatch.setattr(quickstart.export, "export", lambda config: done.append("export") or tmp_path / "hf")
+    return config, done
+
+
+def test_every_part_runs_once_and_the_services_end(tmp_path, chain, capsys):
+    config, done = chain
+    quickstart.run(config)
+    on = "http://here", ["http://worker"]
+    assert done == [
+        "world",
+        "cold start",
+        ("services", f"{tmp_path}/sft"),
+        (f"{tmp_path}/evaluation_before.json", f"{tmp_path}/sft", *on),
+        ("train", "http://here", True),  # the folder keeps no address of a service that ends
+        "export",
+        (f"{tmp_path}/evaluation_after.json", f"{tmp_path}/hf", *on),
+        "services ended",
+    ]
+    report = json.loads((tmp_path / "quickstart.json").read_text())
+    assert (report["before"]["0"]["all"]["f1"], report["after"]["0"]["all"]["f1"]) == (0.4, 0.7)
+    assert "F1 before" in capsys.readouterr().out
+    parts = {name: value for name, value in report["seconds"].items() if name != "total"}
+    assert all(value >= 0 for value in parts.values())
+    assert sum(parts.values()) == pytest.approx(report["seconds"]["total"], abs=0.5)
+
+
+def test_a_cold_start_that_is_there_is_checked_and_not_made_again(tmp_path, chain):
+    config, done = chain
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft/config.json").write_text("{}")
+    quickstart.run(config)
+    assert done[:2] == ["world", "cold start checked"] and "cold start" not in done
+
+
+def test_without_a_folder_for_the_world_nothing_is_made(chain):
+    config, done = chain
+    with pytest.raises(UserError, match="world.dir is empty"):
+        quickstart.run(replace(config, world=replace(config.world, dir="")))
+    assert done == []

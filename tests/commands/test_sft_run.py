@@ -1,0 +1,300 @@
+"""A whole cold start, small: its phases, its rows of metrics, and what it leaves behind."""
+
+import itertools
+import json
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from calibadv_jax.commands import sft
+from calibadv_jax.config import Config, MeshConfig, OptimizerConfig, PromptConfig, SftPhase
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.run import sft_state
+from calibadv_jax.run.folder import check_cold_start
+from calibadv_jax.snapshots.checkpoint import newest_step
+from calibadv_jax.snapshots.huggingface import read_hf_config
+
+SHAPE = {
+    "model_type": "qwen2",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "tie_word_embeddings": True,
+}
+PHASES = [SftPhase(steps=3, kind="drills"), SftPhase(steps=2, kind="drills")]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """The config of a cold start, and the batches that it trained on."""
+    folder = tmp_path_factory.mktemp("run")
+    build_word_tokenizer().save_pretrained(folder / "tokenizer")
+    plain = Config(prompt=PromptConfig(template="short", chat="off"), mesh=MeshConfig(fsdp=8))
+    optimizer = OptimizerConfig(lr=0.01, schedule="linear", warmup_steps=1)
+    config = replace(
+        plain,
+        run=replace(plain.run, dir=str(folder), seed=3),
+        policy=replace(plain.policy, init=SHAPE, tokenizer=str(folder / "tokenizer")),
+        log=replace(plain.log, backends=[], progress=False),
+        sft=replace(
+            plain.sft,
+            demonstrations="world",
+            phases=PHASES,
+            rows=8,
+            row_length=64,
+            optimizer=optimizer,
+            output=str(folder / "sft"),
+        ),
+    )
+    batches, update = [], sft.Learner.update
+
+    def noted(self, state, packed, *rest):
+        batches.extend(packed)
+        return update(self, state, packed, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft.Learner, "update", noted)
+        sft.run(config)
+    return config, folder, batches
+
+
+def test_every_step_of_every_phase_is_a_row(started):
+    config, folder, batches = started
+    rows = [json.loads(line) for line in (folder / "sft_metrics/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    # One schedule over all phases: up in one update, then down to nothing.
+    assert [row["sft/lr"] for row in rows] == pytest.approx([0, 0.01, 0.0075, 0.005, 0.0025])
+    assert rows[-1]["sft/loss"] < rows[0]["sft/loss"]
+    assert [row["sft/tokens"] for row in rows] == [float((b.segment_ids > 0).sum()) for b in batches]
+
+
+def test_phases_of_one_kind_see_other_demonstrations(started):
+    _, _, batches = started
+    assert len(batches) == 5
+    for one, other in itertools.combinations(batches, 2):
+        assert not np.array_equal(one.tokens, other.tokens)
+
+
+def test_another_seed_sees_other_demonstrations(started):
+    config, folder, batches = started
+    tokenizer = build_word_tokenizer()
+    same = next(sft._batches(config, PHASES[0], (), tokenizer, seed=3))
+    np.testing.assert_array_equal(same.tokens, batches[0].tokens)
+    assert not np.array_equal(next(sft._batches(config, PHASES[0], (), tokenizer, 4)).tokens, same.tokens)
+
+
+def test_no_demonstration_is_lost_between_two_batches(started):
+    """All that was drawn is trained, in the order in which it was drawn."""
+    config, _, _ = started
+    tokenizer = build_word_tokenizer()
+    drawn = sft._demonstrations(config, PHASES[0], (), 7)
+    expected = [
+        sft.encode_demonstration(demonstration, config, tokenizer, "sampled").tokens.tobytes()
+        for demonstration in itertools.islice(drawn, 400)
+    ]
+    seen = []
+    for batch in itertools.islice(sft._batches(config, PHASES[0], (), tokenizer, 7), 3):
+        pieces = [
+            (row, segment)
+            for row in range(len(batch.tokens))
+            for segment in range(1, batch.segment_ids[row].max() + 1)
+        ]
+        seen.append(sorted(batch.tokens[row][batch.segment_ids[row] == n].tobytes() for row, n in pieces))
+    start = 0
+    for one in seen:
+        assert one == sorted(expected[start : start + len(one)])
+        start += len(one)
+    assert start > 40
+
+
+def test_what_it_leaves_behind(started):
+    config, folder, _ = started
+    written = read_hf_config(folder / "sft")
+    assert written["vocab_size"] == 398 and written["hidden_size"] == 16
+    assert (folder / "sft/model.safetensors").is_file() and (folder / "sft/tokenizer.json").is_file()
+    assert yaml.safe_load((folder / "sft.yaml").read_text())["run"]["seed"] == 3
+    check_cold_start(config)  # the same settings: it need not be made again
+
+
+def moved(config, folder):
+    """The same cold start in another folder, saved every two updates."""
+    folder.mkdir()
+    return replace(
+        config,
+        run=replace(config.run, dir=str(folder)),
+        sft=replace(config.sft, output=str(folder / "sft"), checkpoint_every=2),
+    )
+
+
+def interrupted(config, monkeypatch, end):
+    """Runs until the fourth update, which calls `end`."""
+    update, count = sft.Learner.update, itertools.count(1)
+
+    def until(self, *arguments):
+        done = update(self, *arguments)
+        if next(count) == 4:
+            end()
+        return done
+
+    with monkeypatch.context() as patch, pytest.raises(BaseException) as caught:
+        patch.setattr(sft.Learner, "update", until)
+        sft.run(config)
+    return caught.value
+
+
+def trained_rows(folder):
+    rows = [json.loads(line) for line in (folder / "sft_metrics/metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: one for name, one in row.items() if not name.startswith(("perf", "timing"))} for row in rows
+    ]
+
+
+def assert_the_same(folder, other):
+    assert trained_rows(folder) == trained_rows(other)
+    left, right = (load_file(one / "sft/model.safetensors") for one in (folder, other))
+    assert left.keys() == right.keys()
+    assert all(np.array_equal(left[name], right[name]) for name in left)
+    names = {path.name for path in other.iterdir()}
+    assert names == {"sft", "sft.yaml", "sft_metrics"}, "what an interrupted one needs goes"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.medium)])
+def test_after_a_signal_the_same_command_goes_on_to_the_same_bits(started, tmp_path, monkeypatch, number):
+    """The update that is computed is finished and saved."""
+    config, whole, _ = started
+    config = moved(config, tmp_path / "run")
+    ended = interrupted(config, monkeypatch, lambda: os.kill(os.getpid(), number))
+    assert isinstance(ended, SystemExit) and ended.code == 128 + number
+    folder = tmp_path / "run"
+    assert newest_step(folder / "sft_checkpoints") == 4 and not (folder / "sft").exists()
+    steps, update = [], sft.Learner.update
+    monkeypatch.setattr(
+        sft.Learner, "update", lambda self, *arguments: steps.append(1) or update(self, *arguments)
+    )
+    sft.run(config)
+    assert len(steps) == 1
+    assert_the_same(whole, folder)
+
+
+@pytest.mark.medium
+def test_after_a_kill_the_updates_since_the_last_state_are_trained_again(started, tmp_path, monkeypatch):
+    config, whole, _ = started
+    config = moved(config, tmp_path / "run")
+
+    def killed():
+        raise MemoryError
+
+    monkeypatch.setattr(sft.SftState, "__exit__", lambda *_: None)  # nothing runs after kill -9
+    assert isinstance(interrupted(config, monkeypatch, killed), MemoryError)
+    assert newest_step(tmp_path / "run/sft_checkpoints") == 2 and len(trained_rows(tmp_path / "run")) == 3
+    sft.run(config)
+    assert_the_same(whole, tmp_path / "run")
+
+
+def test_an_unfinished_cold_start_is_not_continued_with_other_settings(started, tmp_path, monkeypatch):
+    config, _, _ = started
+    config = moved(config, tmp_path / "run")
+
+    def fail():
+        raise RuntimeError
+
+    interrupted(config, monkeypatch, fail)
+    folder = tmp_path / "run"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    other = replace(config, sft=replace(config.sft, phases=[SftPhase(steps=9, kind="drills")]))
+    with pytest.raises(UserError, match=r"unfinished cold start with other settings \(sft.phases\); choose"):
+        sft.run(other)
+    init = replace(config, policy=replace(config.policy, init=SHAPE | {"hidden_size": 32}))
+    with pytest.raises(UserError, match=r"\(policy.init.hidden_size, policy.config\)"):
+        sft.run(init)
+    (folder / "sft_start.json").write_text("")
+    with pytest.raises(UserError, match="sft_start.json: lost or damaged, .* remove .*sft_checkpoints"):
+        sft.run(config)
+    (folder / "sft_start.json").write_bytes(before[folder / "sft_start.json"])
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_cold_start_whose_settings_were_cut_off_is_one_line(started, tmp_path):
+    config = moved(started[0], tmp_path / "run")
+    (tmp_path / "run/sft.yaml").write_text("run:\n  se")
+    with pytest.raises(
+        UserError, match=r"sft.yaml: empty or cut off .*; remove .*sft, and the cold start is"
+    ):
+        check_cold_start(config)
+
+
+class Killed(BaseException):
+    """Nothing more is done."""
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("removed", [1, 2])
+def test_a_kill_while_what_is_no_longer_needed_goes_loses_nothing(started, tmp_path, monkeypatch, removed):
+    """Whichever of the removals were done: the same command goes on or begins again, and ends well."""
+    config, whole, _ = started
+    config = moved(config, tmp_path / "run")
+    left = iter(range(removed))
+
+    def until(remove):
+        def done(path, *arguments, **options):
+            if str(path).startswith(str(tmp_path / "run/sft_")) and next(left, None) is None:
+                raise Killed
+            return remove(path, *arguments, **options)
+
+        return done
+
+    with monkeypatch.context() as patch:
+        finish = sft.SftState.finish
+
+        def killed(self):
+            with patch.context() as inner:
+                inner.setattr(os, "unlink", until(os.unlink))
+                inner.setattr(sft_state.shutil, "rmtree", until(sft_state.shutil.rmtree))
+                inner.setattr(os, "rename", until(os.rename))
+                finish(self)
+
+        patch.setattr(sft.SftState, "finish", killed)
+        with pytest.raises(Killed):
+            sft.run(config)
+    sft.run(config)
+    assert_the_same(whole, tmp_path / "run")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_cold_start_that_diverges_ends_and_writes_no_policy(started, tmp_path, every):
+    """The first update has rate 0; the second makes the parameters infinite."""
+    config = moved(started[0], tmp_path / "run")
+    optimizer = replace(config.sft.optimizer, lr=1e38)
+    config = replace(config, sft=replace(config.sft, optimizer=optimizer, checkpoint_every=every))
+    with pytest.raises(
+        UserError, match="step 2: the parameters are not finite: .* diverged; lower sft.optimizer.lr"
+    ):
+        sft.run(config)
+    folder = tmp_path / "run"
+    assert not (folder / "sft").exists() and not (folder / "sft.yaml").exists()
+    assert [row["actor/finite"] for row in trained_rows(folder)] == [1, 0], "the row tells it"
+    assert newest_step(folder / "sft_checkpoints") == (1 if every else None), "nothing to go on from"
+
+
+@pytest.mark.medium
+def test_a_cold_start_of_which_no_update_is_finite_writes_no_policy(started, tmp_path, monkeypatch):
+    """The parameters stay as they were: they are finite, and worth nothing."""
+    config, update = moved(started[0], tmp_path / "run"), sft.Learner.update
+
+    def skipped(self, state, *arguments):
+        state, metrics = update(self, state, *arguments)
+        return state, metrics | {"actor/skipped": 1.0}
+
+    monkeypatch.setattr(sft.Learner, "update", skipped)
+    config = replace(config, guards=replace(config.guards, patience=99))
+    with pytest.raises(UserError, match="step 5: no update was finite for 5 steps: .*sft.optimizer.lr"):
+        sft.run(config)
+    assert not (tmp_path / "run/sft").exists()

@@ -1,0 +1,218 @@
+"""The whole trainer on real parts, small: resume, stops, bad input. Slow: it compiles and starts services."""
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import pytest
+from transformers import AutoTokenizer
+
+from calibadv_jax import cli
+from calibadv_jax.commands import train
+from calibadv_jax.config import Config, load_config
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.data.world import write_world
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.run import model
+
+pytest.importorskip("faiss")
+pytest.importorskip("fastapi")
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "world.people=20",
+    "world.cities=8",
+    "world.companies=8",
+    "world.works=6",
+    "world.train_questions=40",
+    "world.eval_questions=6",
+    "policy.path=",
+    "policy.init.hidden_size=32",
+    "policy.init.intermediate_size=32",
+    "policy.init.num_hidden_layers=1",
+    "policy.init.head_dim=16",
+    "rollout.questions_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_turn_length=8",
+    "rollout.max_length=64",
+    "sampler.slots=16",
+    "sampler.decode_chunk=8",
+    "learner.row_length=64",
+    "learner.microbatch_rows=8",
+    "learner.steps=4",
+    "checkpoint.every=2",
+    "mesh.data=1",
+    "mesh.fsdp=8",
+    "log.backends=[]",
+    # A random policy never answers: reward what it does vary in, so that there is something to learn.
+    "reward.format=false",
+]
+UNTIMED = ("timing_s/", "perf/")
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    return load_config(ROOT / "configs/quickstart.yaml", [*SMALL, f"run.dir={folder}", *overrides])
+
+
+def rows(folder: Path) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(UNTIMED)}
+        for line in lines
+    ]
+
+
+@pytest.fixture
+def noisy_rewards(monkeypatch):
+    """Scores that depend on the sampled tokens, as those of a real policy do."""
+
+    def score_groups(groups, *_):
+        for group in groups:
+            for trajectory in group.trajectories:
+                trajectory.format_valid = True
+                trajectory.answer_score = float(trajectory.response_ids.sum() % 7) / 7
+                trajectory.metrics |= {"f1": 0.0, "em": 0.0, "cover_em": 0.0, "format": 0.0}
+
+    monkeypatch.setattr(train, "score_groups", score_groups)
+
+
+@pytest.mark.slow
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, noisy_rewards, monkeypatch):
+    whole = config_of(tmp_path / "whole")
+    write_world(whole.world)
+    train.run(whole)
+    expected = rows(tmp_path / "whole")
+    assert [row["step"] for row in expected] == [1, 2, 3, 4]
+    assert all(row["actor/grad_norm"] > 0 for row in expected)
+
+    # Two steps are left after the resume, so that questions are drawn; only the failure saves a checkpoint.
+    checkpoint = replace(whole.checkpoint, every=0)
+    parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")), checkpoint=checkpoint)
+    begin = Rollouts.begin
+    with monkeypatch.context() as patch:
+
+        def fail_in_the_third_step(self, number, question):
+            future = begin(self, number, question)
+            if number == 2 * 4 + 1:
+                failed = Future()
+                failed.set_exception(UserError("retriever http://x: no usable answer"))
+                return failed
+            return future
+
+        patch.setattr(Rollouts, "begin", fail_in_the_third_step)
+        with pytest.raises(UserError, match="no usable answer"):
+            train.run(parts)
+    assert [p.name for p in (tmp_path / "parts/checkpoints").iterdir() if p.name.isdigit()] == ["2"]
+    train.run(parts)
+    assert rows(tmp_path / "parts") == expected
+
+
+@pytest.mark.slow
+def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
+    """sft, train, evaluate, export and doctor through their command lines, on their own small world."""
+    folder = tmp_path / "run"
+    overrides = [*SMALL, f"run.dir={folder}", "sft.phases=[{steps: 2, kind: drills}]", "mesh.fsdp=1"]
+    overrides += ["policy.path=${run.dir}/sft", "learner.steps=1"]
+    overrides += ["evaluate.every=1", "evaluate.sample_size=3"]
+    arguments = ["--config", "configs/quickstart.yaml", *overrides]
+    config = load_config(ROOT / "configs/quickstart.yaml", overrides)
+
+    def call(*words):
+        """The status and what is printed, in this process, which need not import all again."""
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.calibadv([*words])
+        out, err = capsys.readouterr()
+        return end.value.code, out, err
+
+    def run(command, *more):
+        status, out, err = call(command, *arguments, *more)
+        assert status == 0, out + err[-3000:]
+        return out
+
+    command = [sys.executable, "-m", "calibadv_jax.commands.quickstart", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "F1 before" in done.stdout
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(model, "make_mesh", partial(make_mesh, devices=jax.devices()[:1]))
+    report = json.loads((folder / "quickstart.json").read_text())
+    assert set(report["before"]) == set(report["after"]) == {"0", "1"}
+    assert rows(folder)[0]["eval/all/questions/greedy"] == 3
+    evaluations = [str(folder / f"evaluation_{name}.json") for name in ("before", "after")]
+    status, out, err = call("compare", *evaluations)
+    assert status == 0 and "95% interval" in out, err
+    assert json.loads((folder / "hf/config.json").read_text())["model_type"] == "qwen3"
+    assert len(AutoTokenizer.from_pretrained(folder / "hf")) == 398
+    steps = list((folder / "rollouts").glob("step_*.parquet"))
+    assert len(steps) == config.learner.steps
+    assert "soft penalty ON" in run("train")  # resumes at the end: nothing left to do
+    assert "ready: every check passed" in run("doctor")
+    status, out, _ = call("doctor", *arguments, "data.eval=none.jsonl")
+    assert status == 1 and "FAIL questions" in out
+    trained = run("evaluate")  # without evaluate.policy: what was trained, not where it began
+    assert f"policy: the newest checkpoint in {folder}/checkpoints" in trained
+    exported = run("evaluate", f"evaluate.policy={folder}/hf")
+    assert f"policy: HuggingFace folder {folder}/hf" in exported and "cover_em" in exported
+    assert trained.splitlines()[1:] == exported.splitlines()[1:]
+
+
+@pytest.mark.slow
+def test_sigterm_saves_the_last_step_and_the_next_start_continues(tmp_path):
+    """As SLURM, Kubernetes and spot machines stop a run; the rows equal those of an undisturbed one."""
+    overrides = [*SMALL, "learner.steps=14", "checkpoint.every=100", "mesh.fsdp=1"]
+    whole = load_config(ROOT / "configs/quickstart.yaml", [*overrides, f"run.dir={tmp_path}/whole"])
+    write_world(whole.world)
+    command = [sys.executable, "-m", "calibadv_jax.train", "--config", "configs/quickstart.yaml", *overrides]
+    world = f"world.dir={tmp_path}/whole/world"
+    data = [f"data.train={tmp_path}/whole/world/train.jsonl", f"data.eval={tmp_path}/whole/world/eval.jsonl"]
+    data += [f"policy.tokenizer={tmp_path}/whole/world/tokenizer", world]
+    data += [f"retriever.corpus={tmp_path}/whole/world/corpus.jsonl", f"retriever.index={tmp_path}/index"]
+    subprocess.run([*command, *data, f"run.dir={tmp_path}/whole"], cwd=ROOT, check=True, capture_output=True)
+    parts = [*command, *data, f"run.dir={tmp_path}/parts"]
+    with (tmp_path / "log").open("w") as log:
+        running = subprocess.Popen(parts, cwd=ROOT, stderr=log)
+        metrics = tmp_path / "parts/metrics.jsonl"
+        while running.poll() is None and (not metrics.is_file() or metrics.read_text().count("\n") < 3):
+            time.sleep(0.01)
+        running.terminate()
+        assert running.wait(120) == 143
+    stopped = len(rows(tmp_path / "parts"))
+    assert 3 <= stopped < 14
+    log = (tmp_path / "log").read_text()
+    assert log.splitlines()[-1] == f"checkpoint saved at step {stopped}", log
+    again = subprocess.run(parts, cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 0 and f"resuming from step {stopped}" in again.stderr
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    assert len(list((tmp_path / "parts/rollouts").iterdir())) == 14
+
+
+def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+
+    def run(*overrides):
+        arguments = ["--config", "configs/quickstart.yaml", f"run.dir={tmp_path}/run", *overrides]
+        with pytest.raises(SystemExit) as stop:
+            cli.main("train", train.run, arguments)
+        assert stop.value.code == 2
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        return errors[0]
+
+    assert "train.jsonl: no such file of questions" in run()  # before anything heavy
+    (tmp_path / "questions.jsonl").write_text(
+        '{"id": "1", "question": "Who?", "golden_answers": ["Ann"], "data_source": "test"}\n'
+    )
+    data = f"data.train={tmp_path}/questions.jsonl"
+    assert "sft/config.json: no such file; give a HuggingFace folder" in run(data)
+    assert "cannot be reached" in run(data, "retriever.url=http://127.0.0.1:9", "retriever.patience=0.2")
+    assert "did you mean 'rollout.group_size'" in run("rollout.group_sise=3")
+    assert "no such tokenizer folder" in run(data, "policy.path=")
+    assert "learner.row_length is 10" in run("learner.row_length=10")

@@ -1,0 +1,286 @@
+"""What the training loop leaves behind, whatever ends it, and the order of a start."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import contextmanager
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from tiny_policy import Letters
+from trainer_rig import (
+    MODEL,
+    QUESTIONS,
+    ScriptedRollouts,
+    make_config,
+    rows,
+    shared_programs,  # noqa: F401
+)
+
+from calibadv_jax.commands import train
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.stopping import Stop
+from calibadv_jax.data.questions import write_questions
+from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.run import trainer as trainer_module
+from calibadv_jax.run.trainer import Trainer
+
+
+class Broken(Exception):
+    """Something in the middle of a step."""
+
+
+class Failing(ScriptedRollouts):
+    """Cannot take the policy of one version."""
+
+    def __init__(self, version):
+        super().__init__()
+        self.refused = version
+
+    def load(self, version, params):
+        if version == self.refused:
+            raise Broken
+        super().load(version, params)
+
+
+def run(config, folder, rollouts=None):
+    console = Console(progress=False)
+    trainer = Trainer(config, MODEL, QUESTIONS, rollouts or ScriptedRollouts(), folder, console)
+    trainer.restore()
+    with Stop() as stop, trainer:
+        train.train(config, trainer, trainer.rollouts, folder, console, stop)
+    return trainer
+
+
+def left(folder):
+    """Steps with a row, with trajectories, with a checkpoint."""
+    saved = sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+    return [row["step"] for row in rows(folder)], sorted(kept_steps(folder)), saved
+
+
+def failing_learn(at):
+    """`learn` that fails when it is called the `at`-th time."""
+    calls, learn = [], trainer_module.learn
+
+    def fail(*arguments):
+        calls.append(arguments)
+        if len(calls) == at:
+            raise Broken
+        return learn(*arguments)
+
+    return fail
+
+
+def test_an_update_that_fails_leaves_no_row_and_the_step_before_it_is_saved(tmp_path, monkeypatch):
+    config = make_config(tmp_path, checkpoint={"every": 0})
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "learn", failing_learn(at=3))
+        with pytest.raises(Broken):
+            run(config, tmp_path)
+    assert left(tmp_path) == ([1, 2], [1, 2], [2])
+    run(config, tmp_path)
+    assert left(tmp_path) == ([1, 2, 3, 4], [1, 2, 3, 4], [2, 4])
+
+
+def test_a_policy_that_no_sampler_takes_keeps_the_row_and_the_step_that_made_it(tmp_path):
+    config = make_config(tmp_path, checkpoint={"every": 0})
+    with pytest.raises(Broken):
+        run(config, tmp_path, Failing(version=2))
+    assert left(tmp_path) == ([1, 2], [1, 2], [2])
+    cut, whole = rows(tmp_path)[1], rows(tmp_path)[0]
+    assert {name for name in whole.keys() - cut.keys() if not name.startswith("timing_s/")} == set()
+    again = run(config, tmp_path, ScriptedRollouts())
+    assert [version for version, _ in again.rollouts.loaded] == [2, 3, 4]
+    assert left(tmp_path) == ([1, 2, 3, 4], [1, 2, 3, 4], [2, 4])
+
+
+def test_a_policy_that_cannot_be_published_at_the_start_costs_nothing(tmp_path):
+    config = make_config(tmp_path)
+    rollouts = Failing(version=0)
+    with pytest.raises(Broken):
+        run(config, tmp_path, rollouts)
+    assert rollouts.begun == [] and rows(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("every", "saved"),
+    [
+        (0, [3]),
+        (2, [2, 3]),
+        pytest.param(1, [2, 3], marks=pytest.mark.medium),
+        pytest.param(5, [3], marks=pytest.mark.medium),
+    ],
+)
+def test_every_so_many_steps_and_the_last_one_are_saved(tmp_path, every, saved):
+    """Two are kept at most."""
+    config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": every, "keep": 2})
+    run(config, tmp_path)
+    assert left(tmp_path)[2] == saved
+
+
+def test_a_finished_run_that_is_started_again_publishes_and_trains_nothing(tmp_path):
+    config = make_config(tmp_path, learner={"steps": 1})
+    run(config, tmp_path)
+    before = rows(tmp_path)
+    again = run(config, tmp_path)
+    assert [version for version, _ in again.rollouts.loaded] == [1] and again.rollouts.begun == []
+    assert rows(tmp_path) == before and left(tmp_path) == ([1], [1], [1])
+
+
+def test_an_evaluation_that_fails_keeps_the_step_and_the_next_one_is_of_a_due_step(tmp_path, monkeypatch):
+    evaluated = []
+
+    def validate(config, rollouts):
+        evaluated.append(rollouts.loaded[-1][0])
+        if len(evaluated) == 2:
+            raise Broken
+        return {"0": {"all": {"f1": 0.5}}}
+
+    monkeypatch.setattr(train, "validate", validate)
+    config = make_config(tmp_path, evaluate={"every": 2}, checkpoint={"every": 0}, learner={"steps": 6})
+    with pytest.raises(Broken):
+        run(config, tmp_path)
+    assert evaluated == [2, 4]
+    assert left(tmp_path) == ([1, 2, 3, 4], [1, 2, 3, 4], [4])
+    assert ["eval/all/f1/greedy" in row for row in rows(tmp_path)] == [False, True, False, False]
+    run(config, tmp_path)
+    assert evaluated == [2, 4, 6]
+
+
+def test_a_signal_in_the_update_is_heard_when_the_step_is_written(tmp_path, monkeypatch):
+    """As from a scheduler; the row, the trajectories and the checkpoint of the step are there."""
+    write = train.RolloutWriter.write
+
+    def stopped(self, step, *more):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return write(self, step, *more)
+
+    monkeypatch.setattr(train.RolloutWriter, "write", stopped)
+    config = make_config(tmp_path, checkpoint={"every": 0})
+    with pytest.raises(SystemExit) as ended:
+        run(config, tmp_path)
+    assert ended.value.code == 143
+    assert left(tmp_path) == ([1, 2], [1, 2], [2])
+
+
+def test_a_state_that_an_update_took_over_is_not_saved(tmp_path):
+    """The update's arguments are gone when it fails inside: the last checkpoint stays the newest."""
+    config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": 1})
+    trainer = Trainer(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console(progress=False))
+    with pytest.raises(Broken), trainer:
+        trainer.save()
+        trainer.step = 1
+        jax.tree.leaves(trainer.state)[0].delete()
+        raise Broken
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]")) == ["0"]
+
+
+@pytest.mark.parametrize("stopped_by", [Broken, None])
+def test_a_save_that_fails_at_the_end_does_not_hide_why_the_run_stopped(tmp_path, capsys, stopped_by):
+    config = make_config(tmp_path)
+    trainer = Trainer(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console())
+
+    def full():
+        raise UserError("no room\nanywhere")
+
+    trainer.save = full
+    with pytest.raises(stopped_by or UserError), trainer:
+        if stopped_by:
+            raise stopped_by
+    told = "step 0 could not be saved: no room anywhere" in capsys.readouterr().err
+    assert told == bool(stopped_by)
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts `calibadv train` on a scripted sampler; notes in which order its parts are made."""
+    tokenizer = tmp_path / "tokenizer"
+    build_word_tokenizer().save_pretrained(tokenizer)
+    order = []
+
+    class Words(Letters):
+        def __len__(self):
+            return len(MODEL.tokenizer)
+
+        def encode(self, text, add_special_tokens):
+            return [0]  # every prompt fits
+
+        def get_vocab(self):
+            return {"yes": 0}
+
+    model = replace(MODEL, tokenizer=Words(), tokenizer_folder=tokenizer)
+
+    def begin(config, rollouts=None):
+        @contextmanager
+        def opened(config, model, model_folder, snapshots, check):
+            order.append("rollouts")
+            start.folders = model_folder, snapshots
+            try:
+                yield start.rollouts
+            finally:
+                order.append("closed")
+
+        start.rollouts = rollouts or ScriptedRollouts()
+        monkeypatch.setattr(train, "build_model", lambda config, path: order.append("model") or model)
+        monkeypatch.setattr(train, "check_inputs", lambda *_: order.append("inputs"))
+        monkeypatch.setattr(train, "open_rollouts", opened)
+        train.run(config)
+        return start.rollouts
+
+    start = begin
+    begin.order = order
+    return begin
+
+
+def test_a_start_checks_all_that_is_cheap_first_and_continues_what_is_there(tmp_path, start, capsys):
+    folder = tmp_path / "run"
+    config = make_config(folder, learner={"steps": 3}, prompt={"template": "short"})
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        start(replace(config, log=replace(config.log, progress=True)), ScriptedRollouts(fails_at=4))
+    assert start.order == ["inputs", "model", "rollouts", "closed"]
+    said = capsys.readouterr()
+    lines = [line for line in said.err.splitlines() if not line.startswith("step ")]
+    assert lines[0] == "7 questions; loading the policy"
+    assert lines[1:3] == ["waiting for the retriever", "loading the parameters"]
+    assert "soft penalty" in said.out  # what the advantages will be
+    assert (folder / "configs/0.yaml").is_file() and (folder / "policy/tokenizer.json").is_file()
+    assert start.folders == (folder / "policy", folder / "snapshots")
+    again = start(config)
+    assert [version for version, _ in again.loaded] == [2, 3]
+    assert left(folder)[0] == [1, 2, 3]
+    assert (folder / "configs/1.yaml").is_file()
+
+
+def test_another_experiment_is_refused_before_anything_is_opened(tmp_path, start):
+    folder = tmp_path / "run"
+    config = make_config(folder, learner={"steps": 1}, prompt={"template": "short"})
+    start(config)
+    before = (folder / "metrics.jsonl").read_text()
+    del start.order[:]
+    with pytest.raises(UserError, match="run.seed"):
+        start(replace(config, run=replace(config.run, seed=5)))
+    assert start.order == ["inputs", "model"]
+    assert (folder / "metrics.jsonl").read_text() == before
+    write_questions(folder / "train.jsonl", QUESTIONS[:-1])
+    with pytest.raises(UserError, match="data.content|data.train"):
+        start(config)
+
+
+def test_the_next_start_begins_with_the_policy_that_was_saved(tmp_path):
+    """Parameters, moments and the number of updates."""
+    optimizer = replace(make_config(tmp_path).learner.optimizer, lr=0.05)
+    config = make_config(tmp_path, learner={"steps": 2, "optimizer": optimizer})
+    trained = jax.device_get(run(config, tmp_path).state)
+    trainer = Trainer(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console(progress=False))
+    fresh = jax.device_get(trainer.state)
+    trainer.restore()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), trained)
+    assert int(trained["updates"]) == trainer.step == 2 and int(fresh["updates"]) == 0
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), trained["params"], fresh["params"])
+    assert max(jax.tree.leaves(moved)) > 0.01

@@ -1,0 +1,119 @@
+"""What the commands do with data.weights and the rows' prompts."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tiny_policy import Letters
+from trainer_rig import ScriptedRollouts, make_config, make_model
+
+from calibadv_jax.commands import doctor, train
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Message, Question
+from calibadv_jax.data.questions import load_questions, write_questions
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.run.trainer import Trainer
+
+QUESTIONS = [
+    Question(f"{source}{n}", f"{source} {n}?", ("yes",), source) for source in ("a", "b") for n in range(6)
+]
+
+
+def configured(folder, weights, template="short", data=None, **sections):
+    data = {"weights": weights} | (data or {})
+    config = make_config(folder, data=data, prompt={"template": template}, **sections)
+    write_questions(folder / "mixed.jsonl", QUESTIONS)
+    return replace(
+        config, data=replace(config.data, train=str(folder / "mixed.jsonl"), eval=str(folder / "mixed.jsonl"))
+    )
+
+
+def test_training_draws_by_the_weights(tmp_path):
+    config = configured(tmp_path / "run", {"a": 3.0, "b": 1.0})
+    questions = load_questions(config.data.train)
+    trainer = Trainer(config, make_model(), questions, ScriptedRollouts(), tmp_path / "run", Console(False))
+    drawn = Counter(one.data_source for one in islice(trainer.questions, 80))
+    assert drawn == {"a": 60, "b": 20}
+
+
+@pytest.mark.parametrize(
+    ("weights", "template", "message"),
+    [
+        ({"a": 1.0}, "short", "data.weights names a, but data.train holds a, b"),
+        ({}, "from_data", "question 'a0': prompt.template is 'from_data', but its row has no 'prompt'"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_starts(tmp_path, weights, template, message):
+    config = configured(tmp_path / "run", weights, template)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=message):
+        train.run(config)
+    assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(UserError, match=message):
+        doctor.check_questions(config)
+
+
+def test_the_evaluation_during_training_is_checked_too(tmp_path):
+    config = configured(tmp_path / "run", {}, "from_data")
+    doctor.check_inputs(config)
+    with pytest.raises(UserError, match="question 'a0': prompt.template is 'from_data'"):
+        doctor.check_inputs(replace(config, evaluate=replace(config.evaluate, every=1)))
+
+
+def test_the_doctor_accepts_what_fits(tmp_path):
+    config = configured(tmp_path / "run", {"a": 1.0, "b": 1.0}, "from_data")
+    carried = [replace(one, prompt=(Message("user", ("Say: ", "")),)) for one in QUESTIONS]
+    write_questions(tmp_path / "run/mixed.jsonl", carried)
+    assert any("12 questions (a, b)" in line for line in doctor.check_questions(config))
+
+
+class Entered(Exception):
+    """The run's folder is entered: all that a start checks before it has passed."""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts a run up to its folder; returns the questions that it would draw from.
+
+    Prompts are "Question: a 0?" and a newline: 15 letters; the last question's is longer.
+    """
+
+    def enter(config, model, questions, say):
+        raise Entered(questions)
+
+    monkeypatch.setattr(train, "build_model", lambda *_: SimpleNamespace(tokenizer=Letters()))
+    monkeypatch.setattr(train, "enter_run_folder", enter)
+
+    def run(**sections):
+        config = configured(tmp_path / "run", {}, **sections)
+        long = replace(QUESTIONS[0], id="long", text="why " * 9)
+        write_questions(Path(config.data.train), [*QUESTIONS, long])
+        with pytest.raises(Entered) as entered:
+            train.run(config)
+        return entered.value.args[0]
+
+    return run
+
+
+def test_a_prompt_that_is_too_long_is_refused_at_the_start(start):
+    words = r"data.train: the prompts of 1 of 13 questions .*=15, .* has 47 tokens \(.*'long'\): raise it"
+    with pytest.raises(UserError, match=words):
+        start(rollout={"max_prompt_length": 15})
+
+
+def test_prompts_that_are_too_long_are_left_out_of_training(start, capsys):
+    left_out = {"overlong_prompts": "leave_out"}
+    found = start(rollout={"max_prompt_length": 15}, data=left_out, evaluate={"every": 5})
+    assert [question.id for question in found] == [question.id for question in QUESTIONS]
+    shown = " ".join(capsys.readouterr().err.split())
+    for name in ("train", "eval"):
+        assert f"data.{name}: the prompts of 1 of 13 questions" in shown
+
+
+def test_training_goes_on_with_all_questions_where_all_prompts_fit(start, capsys):
+    room = {"max_prompt_length": 47, "max_length": 60}
+    assert len(start(rollout=room, learner={"row_length": 60}, evaluate={"every": 5})) == 13
+    assert "are left out" not in capsys.readouterr().err

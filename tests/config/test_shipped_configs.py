@@ -1,0 +1,301 @@
+"""The shipped configs: each is what its header says, and can be checked on a machine that has nothing."""
+
+import dataclasses
+import re
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+
+from calibadv_jax import cli
+from calibadv_jax.commands import doctor
+from calibadv_jax.commands.offline_checks import mesh_sizes
+from calibadv_jax.config import load_config
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.run.folder import differences
+from calibadv_jax.run.memory import GIB, estimate_memory, peak_memory
+from calibadv_jax.sampler import vllm_worker
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "configs"
+OVERLAYS = sorted((FOLDER / "paper/overlays").glob("*.yaml"))
+CONFIGS = sorted({*FOLDER.rglob("*.yaml")} - {*OVERLAYS, FOLDER / "retriever.yaml"})
+MODELS = ("qwen2.5-3b", "qwen2.5-7b", "llama-3.2-3b-instruct")
+COMMAND = re.compile(r"(?:(?<=^)|(?<=\s))(calibadv \w+|scripts/launch_\w+\.sh)((?: [^\s#…]+)+)")
+
+
+def name(path):
+    return str(path.relative_to(FOLDER))
+
+
+def paper(model, *overlays, overrides=()):
+    paths = [FOLDER / f"paper/{model}.yaml", *(FOLDER / f"paper/overlays/{one}.yaml" for one in overlays)]
+    return load_config(paths, overrides)
+
+
+def header(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
+    return re.sub(r"\\\n", " ", "\n".join(comments))
+
+
+COMMANDS = [
+    pytest.param(program, arguments, id=f"{name(path)}-{program}")
+    for path in sorted(FOLDER.rglob("*.yaml"))
+    for program, arguments in COMMAND.findall(header(path))
+]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name)
+def test_every_config_passes_the_offline_doctor(path, tmp_path, monkeypatch, capsys):
+    """In an empty folder, and without a connection."""
+
+    def refuse(*_):
+        raise AssertionError("a connection was opened")
+
+    config = load_config(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    doctor.run(config, offline=True)
+    assert "every offline check passed" in capsys.readouterr().out.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_overlay_changes_its_one_key(model, overlay):
+    config, plain = paper(model, overlay.stem), paper(model)
+    changed = [key for key, _, _ in differences(dataclasses.asdict(plain), dataclasses.asdict(config))]
+    (key,) = [key for key in changed if not key.startswith(("run.", "sft.output", "export.", "evaluate."))]
+    kind, _, value = overlay.stem.rpartition("-")
+    expected = {
+        "lambda": ("advantage.target_ratio", value),
+        "correctness": ("advantage.correctness", value),
+        "no-soft": ("advantage.soft_penalty", "False"),
+        "no": ("advantage.rebalance", "False"),
+    }[kind]
+    assert (key, str(getattr(config.advantage, key.partition(".")[2]))) == expected
+    assert (config.run.dir != plain.run.dir) == (kind in ("lambda", "correctness"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_plain_grpo_differs_in_one_key(model):
+    grpo = load_config(FOLDER / f"paper/{model}-grpo.yaml")
+    plain = paper(model)
+    assert grpo.run.dir != plain.run.dir
+    same_folder = load_config(FOLDER / f"paper/{model}-grpo.yaml", [f"run.dir={plain.run.dir}"])
+    changes = list(differences(dataclasses.asdict(plain), dataclasses.asdict(same_folder)))
+    assert changes == [("advantage.name", "calibadv", "grpo")]
+
+
+def test_the_headers_hold_commands():
+    assert len(COMMANDS) > 30
+    assert {param.values[0] for param in COMMANDS} >= {
+        "calibadv train",
+        "calibadv evaluate",
+        "calibadv export",
+        "calibadv doctor",
+        "scripts/launch_retriever.sh",
+        "scripts/launch_vllm_worker.sh",
+    }
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("program", "arguments"), COMMANDS)
+def test_every_command_of_a_header_parses(program, arguments, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    argv = shlex.split(arguments)
+    if program == "scripts/launch_retriever.sh":
+        options = pytest.importorskip("retriever.options").parse(argv)
+        if options.retriever_name == "bm25":  # own_data.yaml
+            assert options.build_if_missing and not options.reranker_model
+            return
+        assert (options.retriever_name, options.retrieval_topk, options.reranking_topk) == ("e5", 20, 3)
+        assert options.reranker_model == "cross-encoder/ms-marco-MiniLM-L12-v2"
+    elif program == "scripts/launch_vllm_worker.sh":
+        assert vllm_worker.parse(argv).max_model_len == paper("qwen2.5-3b").rollout.max_length
+    else:
+        with pytest.raises(SystemExit) as end:
+            cli.calibadv([program.split()[1], *argv, "--dry-run"])
+        assert end.value.code == 0
+        assert capsys.readouterr().out.startswith("run:\n")
+
+
+# The authors' script and the defaults of their YAML file at commit 6ae1c4e.
+FACTS = {
+    "rollout.questions_per_step": 512,
+    "rollout.group_size": 5,
+    "rollout.max_searches": 4,
+    "rollout.max_prompt_length": 2048,
+    "rollout.max_turn_length": 1024,
+    "rollout.max_observation_length": 2048,
+    "rollout.max_length": 16384,
+    "rollout.on_invalid": "end",
+    "rollout.temperature": 1.0,
+    "rollout.top_p": 0.95,
+    "prompt.template": "paper",
+    "prompt.question_mark": True,
+    "prompt.prepend_think": False,
+    "retriever.retrieval_topk": 20,
+    "retriever.rerank_topk": 3,
+    "reward.answer": "f1",
+    "reward.format": True,
+    "advantage.soft_penalty": True,
+    "advantage.silver_threshold": 0.7,
+    "advantage.correctness": "fraction",
+    "advantage.rebalance": True,
+    "advantage.target_ratio": 1.0,
+    "advantage.adjust": "positive",
+    "loss.clip_low": 0.2,
+    "loss.clip_high": 0.2,
+    "loss.kl_coef": 0.0,
+    "loss.entropy_coef": 0.0,
+    "loss.aggregation": "token_mean",
+    "learner.minibatch_size": 256,
+    "learner.epochs": 1,
+    "learner.steps": 205,
+    "learner.optimizer.decay_updates": 4100,
+    "learner.optimizer.lr": 5e-7,
+    "learner.optimizer.schedule": "cosine",
+    "learner.optimizer.warmup_steps": 0,
+    "learner.optimizer.weight_decay": 0.01,
+    "learner.optimizer.beta1": 0.9,
+    "learner.optimizer.beta2": 0.999,
+    "learner.optimizer.max_grad_norm": 1.0,
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_papers_settings(model):
+    config = paper(model)
+    for key, value in FACTS.items():
+        found: object = config
+        for part in key.split("."):
+            found = getattr(found, part)
+        assert found == value, key
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        # scripts/nq_hotpotqa/v0.2/train_grpo.sh at a14dc3a, and the defaults of its YAML file
+        (
+            "search_r1",
+            {
+                "reward": {"answer": "em", "format": False},
+                "advantage": {"name": "grpo"},
+                "loss": {"kl_coef": 0.001, "entropy_coef": 0.001, "clip_high": 0.2},
+                "rollout": {"group_size": 5, "max_searches": 4, "max_turn_length": 500, "top_p": 0.95},
+                "retriever": {"topk": 3, "retrieval_topk": 0, "rerank_topk": 0},
+                "learner": {"steps": 1005, "minibatch_size": 256},
+                "evaluate": {"every": 100},
+            },
+        ),
+        # examples/agent/searchr1/config/train_qwen2.5.yaml at a3816b5
+        (
+            "rlinf",
+            {
+                "reward": {"answer": "em", "format": False},
+                "advantage": {"name": "grpo"},
+                "loss": {"kl_coef": 0.001, "entropy_coef": 0.0},
+                "rollout": {"group_size": 4, "max_searches": 1, "max_length": 7096, "top_p": 1.0},
+                "learner": {"minibatch_size": 1024, "row_length": 11008},
+                "evaluate": {"every": 25},
+                "data": {"overlong_prompts": "leave_out"},
+            },
+        ),
+    ],
+)
+def test_the_settings_of_other_projects(name, facts):
+    config = load_config(FOLDER / f"{name}.yaml")
+    for section, values in facts.items():
+        found = {key: getattr(getattr(config, section), key) for key in values}
+        assert found == values
+    optimizer = config.learner.optimizer
+    assert (optimizer.lr, optimizer.schedule, optimizer.weight_decay) == (1e-6, "constant", 0.01)
+    assert optimizer.eps == (1e-5 if name == "rlinf" else 1e-8)
+    updates = -(-512 * config.rollout.group_size // config.learner.minibatch_size) * config.learner.steps
+    assert optimizer.warmup_steps == int(0.285 * updates)
+
+
+# Of the published checkpoints: the sum over the shapes in their safetensors.
+PUBLISHED = {
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "llama-3.2-3b-instruct": 3_212_749_824,
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("model", MODELS)
+def test_memory_is_counted_for_the_mesh(model):
+    """AdamW in float32: 4 bytes a parameter, 8 for its moments, 8 for gradients, over eight devices.
+
+    Norms and biases are not split.
+    """
+    config = paper(model)
+    architecture = architecture_from_hf(config.policy.init)
+    assert architecture.num_parameters == PUBLISHED[model]
+    mesh = mesh_sizes(config)
+    assert mesh == {"data": 1, "fsdp": 8, "tensor": 1}
+    estimate = estimate_memory(config, architecture, mesh)
+    share = pytest.approx(PUBLISHED[model] / 8, rel=2e-3)
+    assert estimate["parameters"] / 4 == share
+    assert estimate["optimizer"] == estimate["gradients"] == 2 * estimate["parameters"]
+    assert "kv cache" not in estimate and "reference policy" not in estimate
+    with_kl = paper(model, overrides=["loss.kl_coef=0.001"])
+    assert estimate_memory(with_kl, architecture, mesh)["reference policy"] == estimate["parameters"]
+    tensor = estimate_memory(config, architecture, {"data": 2, "fsdp": 2, "tensor": 2})
+    assert tensor["parameters"] / 8 == share and tensor["activations"] == 2 * estimate["activations"]
+    assert peak_memory(estimate) < 0.45 * 80 * GIB  # what the header leaves to the trainer
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in CONFIGS if "--gpu_memory" in str(load_config(path).sampler.worker_args)],
+    ids=name,
+)
+def test_trainer_and_workers_leave_room_for_the_retriever(path):
+    """All three share the GPUs: a tenth of 80 GB is the index, its encoder and the reranker."""
+    config = load_config(path)
+    workers = vllm_worker.parse(["--model", "x", *config.sampler.worker_args])
+    if config.sampler.name == "jax":
+        return
+    (fraction,) = {float(number) for number in re.findall(r"MEM_FRACTION=([\d.]+)", header(path))}
+    assert workers.gpu_memory_utilization + fraction <= 0.9
+    architecture = architecture_from_hf(config.policy.init)
+    trainer = peak_memory(estimate_memory(config, architecture, mesh_sizes(config)))
+    assert 1.4 * trainer < fraction * 80e9  # temporaries of the kernels are not counted
+
+
+def test_the_offline_doctor_names_what_is_wrong(capsys):
+    def said(*overrides):
+        try:
+            doctor.run(paper("qwen2.5-3b", overrides=overrides), offline=True)
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        return status, capsys.readouterr().out
+
+    assert said()[0] == 0
+    status, text = said("prompt.template=papr")
+    assert status == 1 and "FAIL prompt: prompt.template is 'papr'" in text
+    assert "1 of 6 offline checks failed" in text
+    status, text = said("learner.microbatch_rows=12")
+    assert status == 1 and "set it to 16" in text
+    status, text = said("policy.init.model_type=gpt2")
+    assert status == 1 and "FAIL policy: policy.init: model_type is 'gpt2'" in text
+    status, text = said("rollout.max_length=8192", "mesh.fsdp=-1")
+    assert status == 0 and "longer ends without an answer" in text and "as many as there are here" in text
+    assert "20 documents reranked to 3" in text and "10 update(s) each: 2050 in all" in text
+    status, text = said("policy.init.vocab_size=151936", "policy.path=", "sampler.name=jax")
+    assert status == 0 and "3085.94M parameters" in text and "kv cache" in text
+
+
+def test_files_that_are_here_are_checked_offline(tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"id": "1", "question": "Who?"}\n')
+    with pytest.raises(SystemExit):
+        doctor.run(paper("qwen2.5-3b", overrides=[f"data.train={tmp_path}/bad.jsonl"]), offline=True)
+    assert f"FAIL questions: {tmp_path}/bad.jsonl:1" in capsys.readouterr().out

@@ -1,0 +1,114 @@
+"""A file is there whole or not at all; nothing in the package writes one in another way."""
+
+import ast
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import read_json, replacing, replacing_folder, write_json, write_text
+
+PACKAGE = Path(__file__).resolve().parents[2] / "calibadv_jax"
+# Files of folders that appear as a whole, or that are written line by line; and the logs of child services.
+APPENDED = {
+    "demonstrate.py",
+    "files.py",
+    "data/questions.py",
+    "data/prepare.py",
+    "data/world.py",
+    "evaluation/records.py",
+    "metrics/writer.py",
+    "pages/serve.py",
+    "record/writer.py",
+    "select_rollouts.py",
+    "services/child_process.py",
+    "snapshots/huggingface.py",
+}
+
+
+def test_text_and_json_replace_what_was_there(tmp_path):
+    path = tmp_path / "a.json"
+    write_text(path, "é")
+    assert path.read_bytes() == "é".encode()
+    write_json(path, {"a": 1})
+    assert path.read_text() == '{\n  "a": 1\n}\n'
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, error):
+    path = tmp_path / "a"
+    path.write_text("old")
+    with pytest.raises(type(error)), replacing(path) as partial:
+        partial.write_text("ne")
+        raise error
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_replaces_what_was_there(tmp_path):
+    path = tmp_path / "deep" / "a"
+    for text in ("first", "second"):
+        with replacing_folder(path) as partial:
+            (partial / "inner").mkdir()
+            (partial / "inner" / "b").write_text(text)
+            (partial / f"only {text}").touch()
+        assert (path / "inner" / "b").read_text() == text
+    assert sorted(one.name for one in path.iterdir()) == ["inner", "only second"]
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_a_failure_leaves_the_old_folder_and_no_other(tmp_path, error):
+    path = tmp_path / "a"
+    (tmp_path / ".a.partial").mkdir()  # of a process that was killed
+    (tmp_path / ".a.partial" / "theirs").touch()
+    with replacing_folder(path) as partial:
+        assert list(partial.iterdir()) == []
+        (partial / "b").write_text("old")
+    with pytest.raises(type(error)), replacing_folder(path) as partial:
+        (partial / "b").write_text("ne")
+        raise error
+    assert (path / "b").read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_data_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
+    done = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: done.append("data") or fsync(file))
+    monkeypatch.setattr(os, "replace", lambda *paths: done.append("name") or replace(*paths))
+    write_text(tmp_path / "a", "text")
+    assert done == ["data", "name"]
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda *paths: done.append("name") or rename(*paths))
+    done.clear()
+    with replacing_folder(tmp_path / "b") as partial:
+        (partial / "c").touch()
+    assert done == ["data", "name"]
+
+
+def test_nothing_is_written_in_another_way():
+    """``write_text`` and its like, ``open(…, "w")`` and ``os.replace`` stand where they may."""
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            modes = [one.value for one in node.args if isinstance(one, ast.Constant)]
+            opens = node.func.attr == "open" and any(mode in ("w", "wb", "x", "xb") for mode in modes)
+            owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
+            replaces = node.func.attr == "replace" and owner == "os"
+            if opens or replaces or node.func.attr in ("write_text", "write_bytes"):
+                found.add(path.relative_to(PACKAGE).as_posix())
+    assert not found - APPENDED
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not valid JSON"), ("[1]", "expected a JSON object, got list")]
+)
+def test_a_damaged_file_says_what_to_do(tmp_path, text, message):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=rf"a\.json: {message}.*; make it again$"):
+        read_json(path, "make it again")

@@ -1,0 +1,250 @@
+"""Policies and data sets of a hub: one on loopback, with the real client."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from hub_rig import serve_hub, use_hub
+from tiny_policy import SHAPE
+
+from calibadv_jax.commands import sft
+from calibadv_jax.commands.evaluate import choose_policy
+from calibadv_jax.config import Config, MeshConfig, SftPhase
+from calibadv_jax.core import hub as hub_client
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Question
+from calibadv_jax.data.questions import load_questions
+from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.run.folder import enter_run_folder
+from calibadv_jax.run.model import build_model, find_folder, initial_params
+from calibadv_jax.snapshots.huggingface import save_folder
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+QUESTIONS = [Question("1", "Who?", ("Ann",), "test")]
+
+
+@pytest.fixture(scope="module")
+def policy_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    build_word_tokenizer().save_pretrained(folder / "tokenizer")
+    config = configured(folder, init=SHAPE, tokenizer=str(folder / "tokenizer"))
+    model = build_model(config, "")
+    params = initial_params(config, model, "")
+    return save_folder(params, model.hf_config, folder / "saved", "float32", model.tokenizer_folder)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    with serve_hub() as running:
+        use_hub(monkeypatch, running, tmp_path / "cache")
+        yield running
+
+
+def configured(folder, **policy):
+    config = Config(mesh=MeshConfig(data=1, fsdp=8))
+    run = replace(config.run, dir=str(folder / "run"))
+    return replace(config, run=run, policy=replace(config.policy, **policy))
+
+
+def test_a_repository_is_the_folder_that_it_holds_and_is_downloaded_once(hub, tmp_path, policy_folder):
+    hub.add("owner/policy", policy_folder, **{"pytorch_model.bin": b"x" * 99})
+    config = configured(tmp_path, path="owner/policy")
+    model = build_model(config, config.policy.path)
+    assert "owner/policy/model.safetensors" not in hub.downloads, "a check needs no weights"
+    params = initial_params(config, model, config.policy.path)
+    local = configured(tmp_path, path=str(policy_folder))
+    expected = initial_params(local, build_model(local, local.policy.path), local.policy.path)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    downloads = list(hub.downloads)
+    assert len(downloads) == len(set(downloads)) and "owner/policy/pytorch_model.bin" not in downloads
+    initial_params(config, build_model(config, config.policy.path), config.policy.path)
+    assert hub.downloads == downloads
+
+
+def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path, policy_folder):
+    first = hub.add("owner/policy", policy_folder)
+    config = configured(tmp_path, path="owner/policy")
+    model = build_model(config, config.policy.path)
+    second = hub.add("owner/policy", policy_folder, **{"README.md": b"new"})
+    assert initial_params(config, model, "owner/policy") is not None
+    assert not any("README" in one for one in hub.downloads)
+    assert [pin.commit for pin in model.pins] == [first] != [second]
+    enter_run_folder(config, model, QUESTIONS, print)
+    again = build_model(config, config.policy.path)
+    assert [pin.commit for pin in again.pins] == [first]
+    assert find_folder(config, "owner/policy")[0].name == first
+    elsewhere = configured(tmp_path / "other", path="owner/policy")
+    assert [pin.commit for pin in build_model(elsewhere, "owner/policy").pins] == [second]
+
+
+@pytest.mark.medium
+def test_a_cold_start_begins_with_a_repository_and_keeps_its_commit(hub, tmp_path, policy_folder):
+    first = hub.add("owner/policy", policy_folder)
+    row = {
+        "messages": [
+            {"role": "user", "content": "who ?"},
+            {"role": "assistant", "content": "<answer> it </answer>"},
+        ]
+    }
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row))
+    config = configured(tmp_path)
+    cold = replace(
+        config.sft,
+        init_from="owner/policy",
+        demonstrations=str(tmp_path / "chats.jsonl"),
+        phases=[SftPhase(1)],
+        rows=8,
+        row_length=256,
+        output=str(tmp_path / "run/sft"),
+    )
+    sft.run(replace(config, sft=cold, log=replace(config.log, backends=[], progress=False)))
+    assert (tmp_path / "run/sft/model.safetensors").is_file()
+    hub.add("owner/policy", policy_folder, **{"README.md": b"new"})
+    assert find_folder(config, "owner/policy")[0].name == first
+
+
+@pytest.mark.parametrize("by_key", [True, False])
+def test_a_revision_is_taken(hub, tmp_path, policy_folder, by_key):
+    first = hub.add("owner/policy", policy_folder)
+    hub.add("owner/policy", policy_folder, **{"README.md": b"new"})
+    path = "owner/policy" if by_key else f"owner/policy@{first}"
+    config = configured(tmp_path, path=path, revision=first if by_key else "")
+    assert [pin.commit for pin in build_model(config, path).pins] == [first]
+
+
+def test_another_revision_is_another_experiment(hub, tmp_path, policy_folder):
+    first = hub.add("owner/policy", policy_folder)
+    config = configured(tmp_path, path="owner/policy")
+    enter_run_folder(config, build_model(config, "owner/policy"), QUESTIONS, print)
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    changed = configured(tmp_path, path="owner/policy", revision=first)
+    with pytest.raises(UserError, match="another experiment: policy.revision changed"):
+        enter_run_folder(changed, build_model(changed, "owner/policy"), QUESTIONS, lambda _: None)
+
+
+def test_evaluation_and_tokenizer_take_a_repository_too(hub, tmp_path, policy_folder):
+    hub.add("owner/policy", policy_folder)
+    config = configured(tmp_path, path=str(policy_folder), tokenizer="owner/policy")
+    model = build_model(config, config.policy.path)
+    assert model.tokenizer_folder.parts[-2] == "snapshots"
+    config = replace(config, evaluate=replace(config.evaluate, policy="owner/policy"))
+    source = choose_policy(config)
+    assert source.kind == "huggingface" and (source.path / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "message"),
+    [
+        ("owner/nothing", "", "owner/nothing .model on http.*neither a folder here nor a repository there"),
+        ("owner/policy", "v9", "owner/policy .*no revision 'v9'; correct policy.revision"),
+        (
+            "owner/gated",
+            "",
+            "owner/gated .*access is granted on request; ask.*owner/gated, then set HF_TOKEN",
+        ),
+        ("owner/policy@main", "main", "both name a revision: leave one out"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(hub, tmp_path, name, revision, message):
+    hub.add("owner/policy", **{"config.json": b"{}"})
+    hub.add("owner/gated", **{"config.json": b"{}"})
+    hub.gated.add("owner/gated")
+    with pytest.raises(UserError, match=message) as caught:
+        build_model(configured(tmp_path, path=name, revision=revision), name)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_network_the_cache_serves_and_its_lack_is_one_line(tmp_path, monkeypatch, policy_folder):
+    with serve_hub() as hub:
+        use_hub(monkeypatch, hub, tmp_path / "cache")
+        hub.add("owner/policy", policy_folder)
+        hub.add("datasets/owner/data", **{"train.jsonl": b'{"question": "x", "answer": "y"}'})
+        find_folder(configured(tmp_path, path="owner/policy"), "owner/policy", with_weights=True)
+        kept = load_questions("hf://datasets/owner/data/train.jsonl")
+    config = configured(tmp_path, path="owner/policy")
+    assert initial_params(config, build_model(config, "owner/policy"), "owner/policy") is not None
+    assert load_questions("hf://datasets/owner/data/train.jsonl") == kept
+    for name in ("owner/other", "hf://datasets/owner/other/a.jsonl", "hf://datasets/owner/other"):
+        with pytest.raises(
+            UserError, match="owner/other .*the hub cannot be reached; correct the path"
+        ) as caught:
+            load_questions(name) if "data" in name else build_model(config, name)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_revision_of_a_folder_is_refused(tmp_path, policy_folder):
+    config = configured(tmp_path, path=str(policy_folder), revision="main")
+    with pytest.raises(UserError, match="policy.revision is 'main', but policy.path=.* is a folder"):
+        build_model(config, config.policy.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("owner/name", True),
+        ("owner/name@v1", True),
+        ("/owner/name", False),
+        ("./name", False),
+        ("name", False),
+        ("a/b/c", False),
+        ("here/missing", False),
+        ("", False),
+    ],
+)
+def test_what_may_be_a_repository(tmp_path, monkeypatch, name, expected):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert hub_client.is_repository(name) == expected
+
+
+def rows(source, count=2):
+    lines = (json.dumps({"id": n, "question": f"q{n}", "golden_answers": ["a"]}) for n in range(count))
+    return ("\n".join(lines) + f"\n{' ' * len(source)}").encode()
+
+
+def test_data_sets_are_named_by_file_by_pattern_or_alone(hub):
+    hub.add("datasets/owner/flash", **{"nq__test.jsonl": rows("nq"), "popqa__test.jsonl": rows("popqa")})
+    hub.add("datasets/owner/one", **{"mine.jsonl": rows(""), "README.md": b"#"})
+    (first, *_) = load_questions("hf://datasets/owner/flash/nq/test.jsonl")
+    assert (first.id, first.data_source) == ("nq_0", "nq")
+    assert {one.data_source for one in load_questions("hf://datasets/owner/flash/*/test.jsonl")} == {
+        "nq",
+        "popqa",
+    }
+    assert [one.data_source for one in load_questions("owner/one")] == ["mine", "mine"]
+    with pytest.raises(
+        UserError, match="2 data files; name the files.*nq/test.jsonl .its data files: nq/test.jsonl, p"
+    ):
+        load_questions("owner/flash")
+    with pytest.raises(
+        UserError, match="no file 'dev.jsonl'; its data files: nq/test.jsonl, popqa/test.jsonl"
+    ):
+        load_questions("hf://datasets/owner/flash/dev.jsonl")
+    with pytest.raises(UserError, match="expected hf://datasets/OWNER/NAME/FILE"):
+        load_questions("hf://datasets/owner")
+
+
+@pytest.mark.medium
+def test_the_environment_names_hub_and_cache(hub, tmp_path):
+    """As a user sets it: before the program starts."""
+    commit = hub.add("owner/policy", **{"config.json": b"{}"})
+    code = "from calibadv_jax.core import hub; print(hub.fetch_model(hub.resolve('owner/policy', ''), False))"
+    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ROOT}
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    expected = tmp_path / "home/hub/models--owner--policy/snapshots" / commit
+    assert answer.stdout.strip() == str(expected), answer.stderr
+
+
+@pytest.mark.parametrize("content", ["", "[{", "{}", "3", '["x"]', '[{"repository": "a/b"}]', "[null]"])
+def test_damaged_pins_are_one_line(tmp_path, content):
+    (tmp_path / "hub.json").write_text(content)
+    with pytest.raises(UserError, match="hub.json: damaged, .*; remove it") as caught:
+        hub_client.read_pins(tmp_path)
+    assert "\n" not in str(caught.value)

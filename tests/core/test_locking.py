@@ -1,0 +1,171 @@
+"""One process at a time writes into a place, whoever dies, and it says who has it."""
+
+import contextlib
+import errno
+import fcntl
+import multiprocessing
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from calibadv_jax.commands import sft, train
+from calibadv_jax.config import Config
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.locking import locked_output, locked_run
+
+HOLD = """
+import subprocess, sys, time
+from pathlib import Path
+from calibadv_jax.core.locking import locked_run
+with locked_run(Path(sys.argv[1]), print):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL)
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def silent(_):
+    pytest.fail("nothing is wrong with this file system")
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds tmp_path/run, and the id of a child service of it."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    yield process, child
+    process.kill()
+    process.communicate()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, 9)
+
+
+def refusal(folder):
+    with pytest.raises(UserError) as caught, locked_run(folder, silent):
+        pass
+    return str(caught.value)
+
+
+def test_a_second_process_is_told_who_has_the_folder(tmp_path, holder):
+    process, _ = holder
+    said = refusal(tmp_path / "run")
+    host = os.uname().nodename
+    assert said.startswith(f"run.dir={tmp_path}/run is in use by process {process.pid} on {host} since 2")
+    assert "(-c " in said
+    assert "wait until it has ended" in said and "\n" not in said
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_death_gives_it_back_though_a_child_lives_on(tmp_path, holder):
+    process, child = holder
+    process.kill()
+    process.wait()
+    os.kill(child, 0)  # raises where it is gone
+    with locked_run(tmp_path / "run", silent):
+        assert f"process {os.getpid()} " in (tmp_path / "run/.lock").read_text()
+    assert not (tmp_path / "run/.lock").exists()
+
+
+def test_a_forked_copy_neither_holds_nor_frees_it(tmp_path):
+    context = multiprocessing.get_context("fork")
+    go_on = context.Event()
+
+    def copy():
+        go_on.wait(30)
+
+    with locked_run(tmp_path, silent):
+        process = context.Process(target=copy)
+        process.start()
+    with locked_run(tmp_path, silent):  # while the copy lives
+        other = context.Process(target=lambda: None)  # its end does not free the original's lock
+        other.start()
+        other.join()
+        file = os.open(tmp_path / ".lock", os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(file)
+    go_on.set()
+    process.join()
+    assert process.exitcode == other.exitcode == 0
+
+
+def test_the_same_process_enters_again_and_the_outermost_block_frees_it(tmp_path):
+    folder = tmp_path / "run"
+    with locked_run(folder, silent):
+        with locked_run(folder, silent):
+            pass
+        assert (folder / ".lock").exists()
+    assert not folder.exists(), "nothing was written there"
+
+
+def test_what_was_written_stays_and_a_folder_that_was_there_before_too(tmp_path):
+    with locked_run(tmp_path / "empty", silent):
+        (tmp_path / "empty/metrics.jsonl").touch()
+    (tmp_path / "mine").mkdir()
+    with locked_run(tmp_path / "mine", silent):
+        pass
+    names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert names == {"empty", "empty/metrics.jsonl", "mine"}
+
+
+def test_an_error_in_the_block_frees_it(tmp_path):
+    with pytest.raises(ValueError), locked_run(tmp_path, silent):
+        raise ValueError
+    with locked_run(tmp_path, silent):
+        pass
+
+
+def test_an_output_is_locked_beside_its_name(tmp_path):
+    with locked_output(tmp_path / "hf", "export.output", silent):
+        assert [path.name for path in tmp_path.iterdir()] == [".hf.lock"]
+        with locked_output(tmp_path / "other", "export.output", silent):
+            pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monkeypatch, number):
+    def no_locks(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    said, entered = [], []
+    with locked_run(tmp_path, said.append):
+        entered.append(1)
+    assert entered and len(said) == 1
+    assert f"run.dir={tmp_path}: its file system has no locks" in said[0] and "\n" not in said[0]
+
+
+def test_a_disk_without_room_for_the_name_of_the_owner_locks_all_the_same(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with locked_run(tmp_path, silent):
+        assert (tmp_path / ".lock").exists()
+
+
+def test_a_file_where_the_folder_should_be_is_one_line(tmp_path):
+    (tmp_path / "run").write_text("mine")
+    with (
+        pytest.raises(UserError, match=r"run.dir=.*run cannot be written .*; choose another folder"),
+        locked_run(tmp_path / "run", silent),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("command", [train, sft])
+def test_a_second_start_touches_nothing(tmp_path, holder, command):
+    config = Config()
+    folder = tmp_path / "run"
+    (folder / "checkpoints/3.orbax-checkpoint-tmp-0").mkdir(parents=True)  # of the first one, in flight
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    phases = [sft.SftPhase(1)]
+    config = replace(config, run=replace(config.run, dir=str(folder)), sft=replace(config.sft, phases=phases))
+    with pytest.raises(UserError, match=f"is in use by process {holder[0].pid} "):
+        command.run(config)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before

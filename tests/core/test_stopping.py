@@ -1,0 +1,122 @@
+"""Signals: the first one stops in order, work that is held ends whole, a second one ends at once."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from calibadv_jax import cli
+from calibadv_jax.core import stopping
+from calibadv_jax.core.stopping import Stop, unwaited
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    *("world.people=20", "world.cities=8", "world.companies=8", "world.train_questions=20"),
+    *("world.eval_questions=6", "policy.path=", "policy.init.hidden_size=32", "rollout.max_turn_length=8"),
+    *("policy.init.intermediate_size=32", "policy.init.num_hidden_layers=1", "policy.init.head_dim=16"),
+    *("rollout.questions_per_step=2", "rollout.group_size=2", "rollout.max_length=64", "sampler.slots=4"),
+    *("learner.row_length=64", "learner.microbatch_rows=1", "log.backends=[]", "mesh.data=1"),
+]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_first_signal_raises_with_its_status(number, status):
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as stop, Stop():
+        os.kill(os.getpid(), number)
+        pytest.fail("went on")
+    assert stop.value.code == status
+    assert signal.getsignal(number) is before
+
+
+def test_held_work_ends_whole_before_the_run_stops():
+    done = []
+    with pytest.raises(SystemExit) as end, Stop() as stop:
+        with stop.held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("update")
+        done.append("next step")
+    assert end.value.code == 143 and done == ["update"]
+
+
+def test_an_error_in_held_work_is_not_hidden_by_a_signal():
+    with pytest.raises(ValueError, match="broken"), Stop() as stop, stop.held():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("broken")
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    program = (
+        "import os, signal, sys\nfrom calibadv_jax.core.stopping import Stop\n"
+        "with Stop() as stop, stop.held():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    print('held', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    print('went on', flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "held\n")
+
+
+def test_unwaited_work_gives_its_value_or_its_error():
+    def divide(number, by=1):
+        assert threading.current_thread().daemon
+        return number / by
+
+    assert asyncio.run(unwaited(divide, 6, by=3)) == 2
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(unwaited(divide, 6, by=0))
+
+
+def test_the_end_waits_for_no_unwaited_work(monkeypatch):
+    """It leaves in the usual way once the work is done, and else at once, with the same status."""
+    monkeypatch.setattr(stopping, "GRACE", 0.1)
+    left, go_on = [], threading.Event()
+    monkeypatch.setattr(stopping.os, "_exit", lambda status: left.append(status))
+
+    async def abandoned():
+        task = asyncio.create_task(unwaited(go_on.wait))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(abandoned())
+    stopping.leave(143)
+    assert left == [143]
+    go_on.set()
+    monkeypatch.setattr(stopping, "GRACE", 60.0)
+    with pytest.raises(SystemExit) as end:
+        cli.end(lambda: sys.exit(143))
+    assert end.value.code == 143 and left == [143]
+
+
+ENDLESS = """
+import os, signal, sys
+import jax
+import jax.numpy as jnp
+from calibadv_jax import cli
+from calibadv_jax.config import load_config
+from calibadv_jax.data.world import write_world
+from calibadv_jax.sampler.engine import CacheEngine
+
+def decode(self, *_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 2, jnp.sin, x))(0.0).block_until_ready()
+
+CacheEngine.decode = decode  # a chunk that takes as long as the device likes
+write_world(load_config(sys.argv[2], sys.argv[3:]).world)
+cli.calibadv(["train", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_ends_though_its_sampler_is_in_the_middle_of_a_chunk(tmp_path):
+    pytest.importorskip("faiss")
+    words = ["--config", str(ROOT / "configs/quickstart.yaml"), *TINY, f"run.dir={tmp_path}/run"]
+    done = subprocess.run([sys.executable, "-c", ENDLESS, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 143, done.stderr
+    assert "checkpoint saved at step 0" in done.stderr and (tmp_path / "run/checkpoints/0").is_dir()
+    assert "Traceback" not in done.stderr and "Task was destroyed" not in done.stderr

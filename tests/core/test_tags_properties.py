@@ -1,0 +1,77 @@
+"""Whatever a document or a question says, it cannot speak for the protocol."""
+
+import re
+
+import pytest
+
+from calibadv_jax.core.tags import TAG_NAMES, neutralise, well_formed
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+
+CONTROL = (
+    "<|im_end|>",
+    "<|im_start|>",
+    "<||>",
+    "<unk>",
+    "</s>",
+    "[INST]",
+    "<|search|>",
+    "PAD",
+    "im_end",
+    "A",
+)
+PIECES = (
+    *(f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/")),
+    *CONTROL,
+    *[
+        "<",
+        ">",
+        "/",
+        "|",
+        "[",
+        "]",
+        "(",
+        ")",
+        ":",
+        "1",
+        "search",
+        "THINK",
+        "info",
+        "rmation",
+        "Doc",
+        "Title",
+        "my",
+        "previous",
+        "action",
+        "is",
+        "invalid",
+        ".",
+        "\n",
+        "\t",
+    ],
+    " ",
+    "My previous action is invalid.",
+    "Doc 1(Title: ",
+)
+TEXT = st.one_of(st.lists(st.sampled_from(PIECES), max_size=30).map("".join), st.text(max_size=80))
+FORBIDDEN = (
+    re.compile(r"<\s*/?\s*(think|search|information|answer)\b", re.IGNORECASE),
+    re.compile(r"Doc\s*\d+\s*\(\s*Title\s*:", re.IGNORECASE),
+    re.compile(r"My previous action is invalid", re.IGNORECASE),
+)
+
+
+@hypothesis.given(TEXT, st.sets(st.sampled_from(CONTROL)))
+@hypothesis.settings(max_examples=400)
+def test_no_output_speaks_the_protocol(text, extra):
+    cleaned = neutralise(text, extra)
+    assert not [pattern for pattern in FORBIDDEN if pattern.search(cleaned)]
+    assert not [token for token in extra if token in cleaned]
+    assert neutralise(cleaned, extra) == cleaned
+
+
+@hypothesis.given(st.text(st.characters(exclude_characters="<("), max_size=80))
+def test_text_without_brackets_keeps_every_word(text):
+    hypothesis.assume("previous" not in text.lower())
+    assert neutralise(text, ["<|im_end|>"]) == well_formed(text)

@@ -1,0 +1,63 @@
+"""The pages as a whole: the index has each of them, links and named files exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "AGENTS.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+]
+CODE = re.compile(r"```.*?```", re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FOLDERS = "calibadv_jax|retriever|scripts|tests|configs|benchmarks|docs"
+# Not configs/0.yaml of a run's folder, nor names in capitals, which stand for others.
+NAMED = re.compile(rf"`((?:{FOLDERS})/(?!\d)[a-z0-9_./-]+\.(?:py|sh|yaml|md|js))`")
+
+
+def prose(page):
+    return CODE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page):
+    """What headings are called in an address, as GitHub makes it."""
+    headings = re.findall(r"(?m)^#+ (.*)", prose(page))
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    dead = []
+    for link in LINK.findall(prose(page)):
+        if link.startswith(("https://", "http://")):
+            continue
+        place, _, anchor = link.partition("#")
+        target = (page.parent / place).resolve() if place else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert not dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_named_file_exists(page):
+    assert not [name for name in NAMED.findall(prose(page)) if not (ROOT / name).exists()]
+
+
+def test_the_index_has_each_page_once():
+    listed = LINK.findall((ROOT / "docs/README.md").read_text(encoding="utf-8"))
+    pages = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"]
+    assert sorted(listed) == sorted([*pages, "../README.md"])
+
+
+def test_the_table_of_packages_has_every_package_and_module():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    table = text.split("\n## Packages\n")[1].split("\n## ")[0]
+    package = ROOT / "calibadv_jax"
+    folders = [f"`calibadv_jax/{init.parent.name}/`" for init in package.glob("*/__init__.py")]
+    modules = [f"`{path.name}`" for path in package.glob("*.py") if not path.name.startswith("__")]
+    assert folders and modules
+    assert not [name for name in folders + modules if name not in table]

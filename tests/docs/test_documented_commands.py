@@ -1,0 +1,158 @@
+"""The commands that README and docs show for a finished run work: from another folder, on a moved copy."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import shutil
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from calibadv_jax import cli
+from calibadv_jax.commands import quickstart
+from calibadv_jax.config import load_config
+
+pytest.importorskip("faiss")
+pytest.importorskip("fastapi")
+pytest.importorskip("matplotlib")
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TINY = [
+    *("world.people=20", "world.cities=8", "world.companies=8", "world.train_questions=40"),
+    *("world.eval_questions=6", "policy.init.hidden_size=32", "policy.init.intermediate_size=32"),
+    *("policy.init.num_hidden_layers=1", "policy.init.head_dim=16", "rollout.questions_per_step=4"),
+    *("rollout.group_size=4", "rollout.max_turn_length=8", "rollout.max_length=64", "sampler.slots=16"),
+    *("sampler.decode_chunk=8", "learner.row_length=64", "learner.microbatch_rows=8", "learner.steps=2"),
+    *("sft.rows=8", "sft.phases=[{steps: 2, kind: lookups}]", "evaluate.resamples=100", "log.backends=[]"),
+]
+RUNS = ("quickstart-calibadv/seed-0", "quickstart-calibadv/seed-4", "quickstart-grpo/seed-0")
+RUNS += ("a", "b", "grpo", "paper", "seed-0")  # names that the pages use, below runs/
+
+BEGINS = ("train", "sft", "quickstart", "prepare-data")  # commands that need no finished run
+EXCEPTIONS = {  # words of a command -> why it is not run here
+    "--config configs/own_data.yaml": "needs a 3B policy and a running service",
+    "policy.path=PeterJinGo/": "downloads a policy from the hub",
+}
+REFUSED = {
+    "select-rollouts": "no trajectory with a score",  # this policy has learned nothing
+    "demonstrate": "none of 40 questions gives a demonstration (too long)",  # its turns are short
+}
+STAND_INS = (  # what a reader has and this run has not -> what stands for it
+    (r" (policy\.path|data\.train|data\.eval|retriever\.corpus)=\S+", ""),
+    (r"checkpoints/\d+", "checkpoints/2"),
+    (r"--step \d+", "--step 2"),
+    (r"\bRUN\b", "runs/a"),
+)
+
+
+def commands(text: str) -> list[str]:
+    """Those of `calibadv` in the bash blocks of a page; variables filled in, comments gone."""
+    found, variables = [], {}
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if assigned := re.fullmatch(r'(\w+)="(.*)"', line.strip()):
+                variables[assigned[1]] = assigned[2]
+            for part in re.split(r"&&|&(?=\s|$)", re.sub(r"\s+#.*", "", line)):
+                if part.strip().startswith("calibadv "):
+                    found.append(re.sub(r"\$(\w+)", lambda name: variables[name[1]], part.strip()))
+    return found
+
+
+SHOWN = [(page, one) for page in PAGES for one in commands(page.read_text(encoding="utf-8"))]
+AFTERWARDS = [
+    pytest.param(one, id=f"{page.stem}: {one[:60]}")
+    for page, one in SHOWN
+    if one.split()[1] not in BEGINS and not any(words in one for words in EXCEPTIONS)
+]
+
+
+def test_no_command_is_forgotten():
+    names = {param.values[0].split()[1] for param in AFTERWARDS}
+    assert names == (set(cli.COMMANDS) | set(cli.TOOLS)) - set(BEGINS)
+    every = "|".join([*cli.COMMANDS, *cli.TOOLS])
+    blocks = [
+        one for page in PAGES for one in re.findall(r"```bash\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    ]
+    assert len(SHOWN) == sum(len(re.findall(rf"(?m)^[^#\n]*?\bcalibadv (?:{every}) ", one)) for one in blocks)
+    for words in EXCEPTIONS:
+        assert any(words in one for _, one in SHOWN), words
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """A folder with a quickstart's run below the names of the pages, and what the run printed last.
+
+    The run was made in another place, which is gone.
+    """
+    begun, folder = tmp_path_factory.mktemp("begun"), tmp_path_factory.mktemp("elsewhere")
+    with pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.chdir(begun)
+        patch.setattr("calibadv_jax.metrics.console.Console.say", lambda _, text: said.append(text))
+        quickstart.run(load_config(ROOT / "configs/quickstart.yaml", TINY))
+    for name in RUNS:
+        shutil.copytree(begun / "runs/quickstart-calibadv/seed-0", folder / "runs" / name)
+    begun.rename(begun.with_name("gone"))
+    config = folder / "configs/paper/qwen2.5-3b.yaml"  # the pages' config of a real run: here the same run's
+    config.parent.mkdir(parents=True)
+    above = {"base": str(ROOT / "configs/quickstart.yaml"), "run": {"dir": "runs/paper"}}
+    OmegaConf.save(OmegaConf.merge(OmegaConf.from_dotlist(TINY), above), config)
+    return folder, begun, said
+
+
+@pytest.fixture
+def run(elsewhere, monkeypatch, capsys):
+    """Runs the arguments of `calibadv` in the folder; what it printed."""
+    folder, _, _ = elsewhere
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda self: None)  # inspect's, until Ctrl-C
+    monkeypatch.setattr("sys.stdin", io.StringIO("who is it?\n"))
+
+    def run(arguments):
+        words = [
+            found
+            for word in arguments
+            for found in (sorted(map(str, Path().glob(word))) if "*" in word else [word])
+        ]
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.calibadv(words)
+        output, errors = capsys.readouterr()
+        expected = REFUSED.get(words[0])
+        if expected:
+            assert end.value.code == cli.USER_ERROR and expected in errors
+        else:
+            assert end.value.code == 0, errors
+        return output
+
+    return run
+
+
+@pytest.mark.parametrize("command", AFTERWARDS)
+def test_a_command_of_the_pages(command, run):
+    for pattern, instead in STAND_INS:
+        command = re.sub(pattern, instead, command)
+    run(shlex.split(command)[1:])
+
+
+def test_the_commands_that_the_quickstart_prints_last(elsewhere, run):
+    folder, begun, said = elsewhere
+    lines = said[said.index("next:") + 1 :]
+    commands = [line.split("   # ")[0].strip().rpartition(" && ")[2] for line in lines]
+    assert [shlex.split(one)[1:][0] for one in commands] == ["inspect", "report", "ask"]
+    for one in commands:
+        program, *arguments = shlex.split(one.replace("/runs/quickstart-calibadv/seed-0", "/runs/a"))
+        assert Path(program).is_file()
+        run([word.replace(str(begun), str(folder)) for word in arguments])
+
+
+def test_an_answer_comes_from_the_moved_run(run):
+    said = run(["ask", "--policy", "runs/a/hf", "who is it?"])
+    assert said.splitlines()[-1].startswith(("answer", "no answer"))

@@ -1,0 +1,170 @@
+"""docs/metrics.md: every name that a run logs is documented, and every documented one is logged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tiny_policy import Letters
+from trainer_rig import QUESTIONS, ScriptedRollouts, make_config, make_model, write_group
+
+from calibadv_jax.commands import sft
+from calibadv_jax.commands.train import train
+from calibadv_jax.config import load_config
+from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.trajectory import Document
+from calibadv_jax.data.world import write_world
+from calibadv_jax.metrics.catalogue import Metric, authors_names, find, metrics
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.run.trainer import Trainer
+from calibadv_jax.sampler.vllm_sampler import VllmSampler
+from scripts import document_metrics
+
+pytestmark = pytest.mark.medium
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class EventfulRollouts(ScriptedRollouts):
+    """Everything that a metric counts happens: searches that find, a failure, workers, an evaluation."""
+
+    context = SimpleNamespace(tokenizer=Letters())
+
+    def begin(self, number, question):
+        future = Future()
+        group = write_group(number, question)
+        for index, trajectory in enumerate(group.trajectories):
+            trajectory.turns[0].documents = (Document("d1", "", ""), Document(f"x{index}", "", ""))
+            for turn in trajectory.turns:
+                turn.policy_versions = (0,)
+                turn.token_ids = np.append(turn.token_ids, turn.token_ids[:1])  # long enough for a 4-gram
+                turn.logprobs = np.append(turn.logprobs, turn.logprobs[:1])
+        group.trajectories[2].error = "retriever: gone" if number == 0 else None
+        future.set_result(group)
+        return future
+
+    def metrics(self):
+        return VllmSampler.metrics(SimpleNamespace(lost_count=1))
+
+    def load(self, version, params):
+        super().load(version, params)
+        self.logprobs = {"worker": np.zeros(14, np.float32)}
+
+    def collect(self, questions, name, seed, complete, **_):
+        for number, question in enumerate(questions):
+            complete(write_group(number, question, 1))
+
+
+def logged(path):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {name for row in rows for name in row} - {"step"}
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory):
+    """Names in the rows of a run in which everything is switched on."""
+    folder = tmp_path_factory.mktemp("run")
+    config = make_config(
+        folder,
+        learner={"steps": 1, "minibatch_size": 4, "row_length": 16, "microbatch_rows": 8},
+        loss={"kl_coef": 0.1},
+        rollout={
+            "questions_per_step": 2,
+            "group_size": 3,
+            "max_prompt_length": 12,
+            "max_length": 16,
+            "max_failed_share": 0.5,
+        },
+        prompt={"template": "{question}"},
+        evaluate={"every": 1, "temperatures": [1.0]},
+        data={"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl")},
+        checkpoint={"every": 0},
+    )
+    rollouts = EventfulRollouts()
+    console = Console(progress=False)
+    trainer = Trainer(config, make_model(), QUESTIONS, rollouts, folder, console)
+    with Stop() as stop, trainer:
+        train(config, trainer, rollouts, folder, console, stop)
+    return logged(folder / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def cold_start(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft")
+    small = {
+        "people": 20,
+        "cities": 8,
+        "companies": 8,
+        "works": 6,
+        "train_questions": 20,
+        "eval_questions": 4,
+    }
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    overrides = [f"world.{name}={value}" for name, value in small.items()]
+    overrides += [f"policy.init.{name}={value}" for name, value in shape.items()]
+    overrides += [f"run.dir={folder}", "log.backends=[]", "log.progress=false", "mesh.data=1", "mesh.fsdp=8"]
+    overrides += ["sft.phases=[{steps: 1}]", "sft.rows=8", "sft.held_out=0.5"]
+    demonstrations = folder / "demonstrations.jsonl"
+    turns = [{"text": "<think> a </think> <answer> no </answer>"}]
+    shared = {"golden_answers": ["no"], "data_source": "mine", "turns": turns}
+    rows = [{"id": text, "question": text} | shared for text in ("who ?", "where ?")]
+    demonstrations.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides += [f"sft.demonstrations={demonstrations}"]
+    config = load_config(ROOT / "configs/quickstart.yaml", overrides)
+    write_world(config.world)
+    sft.run(config)
+    return logged(folder / "sft_metrics/metrics.jsonl")
+
+
+def test_every_logged_name_is_documented(training, cold_start):
+    assert not sorted(name for name in training | cold_start if find(name) is None)
+
+
+def test_every_documented_name_is_logged(training, cold_start):
+    names = [name for metric in metrics() for own in metric.names() for name in (own, *authors_names(own))]
+    patterns = {name: "[^/]+".join(map(re.escape, re.split(r"<[^>]*>", name))) for name in names}
+    found = training | cold_start
+    missing = {name for name, one in patterns.items() if not any(re.fullmatch(one, other) for other in found)}
+    assert not missing
+
+
+def test_no_name_is_documented_twice():
+    names = [name for metric in metrics() for name in metric.names()]
+    assert len(names) == len(set(names))
+
+
+def test_names_and_the_authors_names():
+    assert Metric("a/{mean,max}", "", "").names() == ["a/mean", "a/max"]
+    assert authors_names("reward/mean") == ["critic/score/mean"]
+    assert authors_names("rollout/searches/mean") == ["env/number_of_valid_search"]
+    assert authors_names("actor/loss") == []
+    assert find("critic/score/max") == find("reward/max") is not None
+    assert find("rollout/failed/retriever").unit == "trajectories"
+    assert find("eval/nq/f1/greedy") is not None
+    assert find("eval/nq/f1") is find("reward/means") is None
+
+
+def test_the_page_is_up_to_date():
+    page = document_metrics.PAGE.read_text(encoding="utf-8")
+    assert page == document_metrics.page(), "run: python -m scripts.document_metrics"
+
+
+def test_a_line_of_the_page():
+    cells = document_metrics.cells(find("group/solved"))
+    assert cells == [
+        "`group/solved`",
+        "share",
+        "questions with at least one reward of 1",
+        "`correct_rate/least_one_correct`",
+    ]
+
+
+def test_every_unit_is_named():
+    assert all(metric.unit and metric.meaning for metric in metrics())
+    assert all(dataclasses.astuple(metric)[2][0] != " " for metric in metrics())

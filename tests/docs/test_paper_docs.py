@@ -1,0 +1,84 @@
+"""The commands and figures of docs/paper_run.md, and what the pages of peers and differences point to."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from calibadv_jax import cli
+from calibadv_jax.commands.offline_checks import mesh_sizes
+from calibadv_jax.config import load_config
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.run.memory import GIB, estimate_memory, peak_memory
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs/paper_run.md").read_text(encoding="utf-8")
+BLOCKS = "\n".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL))
+COMMANDS = re.findall(r"^calibadv (\w+) ([^#\n]*)", BLOCKS, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("command", "arguments"), COMMANDS)
+def test_every_command_parses(command, arguments, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv([command, *shlex.split(arguments), "--dry-run"])
+    assert end.value.code == 0 and capsys.readouterr().out.startswith("run:\n")
+
+
+def test_the_commands_are_found():
+    assert len(COMMANDS) >= 8
+    assert {"doctor", "train", "evaluate", "export"} <= {command for command, _ in COMMANDS}
+
+
+def test_its_program_is_python():
+    (program,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    names = {node.id for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Name)}
+    assert "hf_hub_download" in names
+    paper = load_config(ROOT / "configs/paper/qwen2.5-3b.yaml")
+    assert f'"{paper.data.train}"' in program and f'"{paper.data.eval}"' in program
+
+
+def test_its_memory_is_what_the_doctor_says():
+    row = re.search(r"^\| trainer's memory on a GPU.*", TEXT, re.MULTILINE)[0]
+    said = [float(number) for number in re.findall(r"([\d.]+) GiB", row)]
+    for name, value in zip(("qwen2.5-3b", "llama-3.2-3b-instruct", "qwen2.5-7b"), said, strict=True):
+        config = load_config(ROOT / f"configs/paper/{name}.yaml")
+        estimate = estimate_memory(config, architecture_from_hf(config.policy.init), mesh_sizes(config))
+        assert value == round(peak_memory(estimate) / GIB, 1)
+
+
+def test_its_steps_are_what_its_arithmetic_gives():
+    """Update: tokens x five forward passes over the GPUs' assumed speed; and the sum of the column."""
+    speed = 8 * 989e12 * 0.3
+    columns = {"qwen2.5-3b": 1, "qwen2.5-7b": 2}
+    table = {
+        cells[1].strip(" *"): [cell.strip(" *") for cell in cells[1:]]
+        for cells in (line.split("|") for line in TEXT.splitlines() if line.startswith("|"))
+    }
+    for name, column in columns.items():
+        config = load_config(ROOT / f"configs/paper/{name}.yaml")
+        rollout = config.rollout
+        tokens = rollout.questions_per_step * rollout.group_size * 4000
+        forward = architecture_from_hf(config.policy.init).flops_per_token(2000) * tokens / speed
+        assert int(table["update"][column]) == round(5 * forward)
+        assert int(table["prefill"][column]) == round(forward)
+        parts = (
+            "update",
+            "prefill",
+            "decoding",
+            "retrieval and reranking",
+            "publishing weights, eight swaps",
+        )
+        total = sum(int(table[part][column]) for part in parts)
+        assert total == int(table["sum"][column])
+
+
+@pytest.mark.parametrize("page", ["paper_run.md", "peers.md", "differences.md"])
+def test_links_lead_somewhere(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert not [link for link in links if not (ROOT / "docs" / link).exists()]
+    named = re.findall(r"`((?:tests|configs|scripts)/[^` ]+\.\w+)`", text)
+    assert not [name for name in named if not (ROOT / name).exists()]

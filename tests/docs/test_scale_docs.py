@@ -1,0 +1,194 @@
+"""docs/scale.md: its table is of points that the script has, fits, and stands beside what the doctor says."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import jax
+import pytest
+
+from benchmarks.compiled.ahead_of_time import PROGRAMS, compiled_figures, expected_bytes, parse
+from benchmarks.compiled.scale_table import POINTS, compile_point, file_of, table
+from calibadv_jax.config import load_config
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.run.memory import GIB, estimate_memory, peak_memory
+
+pytestmark = pytest.mark.medium  # of a benchmark's program
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in TEXT.splitlines()
+    if line.startswith("|") and line.endswith("` |") and "`--" in line
+]
+FIGURE = re.compile(r"(\*\*)?([\d.]+)(?: \(([\d.]+)\))? in (\d+) s(\*\*)?")
+
+
+def peaks(row):
+    """Program -> GiB in use at once, of those that were compiled."""
+    found = {
+        name: FIGURE.fullmatch(cell) for name, cell in zip(PROGRAMS, row[3 : 3 + len(PROGRAMS)], strict=True)
+    }
+    return {name: float(match[3] or match[2]) for name, match in found.items() if match}
+
+
+def test_the_table_is_found():
+    assert len(ROWS) >= 4
+    assert all(peaks(row) for row in ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[-1].strip("`"))
+def test_a_row_is_a_point_whose_memory_the_doctor_knows(row):
+    """The doctor's figures are what it says today, and within 1.15 times what is in use at once."""
+    command = row[-1].strip("`")
+    assert command in POINTS
+    expected = expected_bytes(parse(shlex.split(command)))
+    sampling = max(expected["prefill"], expected["decode"])
+    counted = {"update": expected["update"], "apply": expected["apply"], "sampler": sampling}
+    counted = {name: size / GIB for name, size in counted.items()}
+    assert row[-2] == ", ".join(f"{size:.1f}" for size in counted.values())
+    planned = peaks(row)
+    planned["sampler"] = max(planned["prefill"], planned["decode"])
+    off = {name: size / planned[name] for name, size in counted.items()}
+    assert all(1 / 1.15 < ratio < 1.15 for ratio in off.values()), off
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[-1].strip("`"))
+def test_what_does_not_fit_is_marked(row):
+    limit = float(row[2])
+    for cell in row[3 : 3 + len(PROGRAMS)]:
+        match = FIGURE.fullmatch(cell)
+        if match:
+            assert bool(match[1]) == (float(match[2]) > limit)
+
+
+def test_every_file_it_links_to_exists():
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", TEXT)
+    assert links and not [link for link in links if not (ROOT / "docs" / link).exists()]
+
+
+def test_the_parts_of_a_3b_policy_have_the_doctors_figures():
+    (line,) = re.findall(r"^\| \*\*sum\*\*.*", TEXT, re.MULTILINE)
+    said = [float(number) for number in re.findall(r"[\d.]+", line)]
+    for overrides, value in zip((["sampler.name=jax", "sampler.slots=64"], []), said, strict=True):
+        config = load_config(ROOT / "configs/paper/qwen2.5-3b.yaml", overrides)
+        estimate = estimate_memory(
+            config, architecture_from_hf(config.policy.init), {"data": 1, "fsdp": 8, "tensor": 1}
+        )
+        assert value == round(peak_memory(estimate) / GIB, 2)
+
+
+POINT = next(point for point in POINTS if "v5e:4x4 --shape qwen2.5-3b" in point)
+FIGURES = {
+    "update": {"compile_s": 61.4, "arguments": 2.9, "results": 0.7, "needed": 9.0, "peak": 9.0},
+    "apply": {"compile_s": 2.0, "arguments": 2.9, "results": 2.2, "needed": 2.9, "peak": 2.9},
+    "log-probabilities": {"compile_s": 20.0, "arguments": 0.7, "results": 0.1, "needed": 3.0, "peak": 3.0},
+    "prefill": {"compile_s": 5.0, "arguments": 2.6, "results": 2.0, "needed": 3.5, "peak": 3.5},
+    "decode": {"compile_s": 4.0, "arguments": 2.6, "results": 2.0, "needed": 3.25, "peak": 3.25},
+}
+
+
+def cells(folder, **changed):
+    """The row of a point with these figures, or others of some programs."""
+    file_of(folder, POINT).write_text(json.dumps(FIGURES | changed))
+    return [cell.strip() for cell in table(folder, list(POINTS)).splitlines()[-1].strip("|").split("|")]
+
+
+def but(name, **figures):
+    return {name: FIGURES[name] | figures}
+
+
+def test_a_row_says_what_a_device_holds(tmp_path):
+    """16 GB are 14.9 GiB."""
+    row = cells(tmp_path)
+    assert row[:8] == [
+        "qwen2.5-3b",
+        "16 v5e",
+        "14.9",
+        "9.0 in 61 s",
+        "2.9 in 2 s",
+        "3.0 in 20 s",
+        "3.5 in 5 s",
+        "3.2 in 4 s",
+    ]
+    assert row[-1] == f"`{POINT}`"
+    assert len(table(tmp_path, list(POINTS)).splitlines()) == 3  # head, rule, the point
+
+
+def test_with_the_sampler_a_device_holds_the_most_of_three(tmp_path):
+    """A gradient or an optimizer's step and the cache, or a call and the state without gradients."""
+    assert cells(tmp_path)[8] == "11.6"
+    assert cells(tmp_path, **but("apply", needed=9.5))[8] == "12.1"
+    assert cells(tmp_path, **but("prefill", needed=11.0))[8] == "13.2"
+    assert cells(tmp_path, **but("decode", needed=12.0))[8] == "14.2"
+
+
+def test_a_row_marks_what_does_not_fit(tmp_path):
+    row = cells(tmp_path, **but("update", needed=15.5, peak=12.0), decode={"refused": "RESOURCE_EXHAUSTED"})
+    assert row[3] == "**15.5 (12.0) in 61 s**" and row[7] == row[8] == "refused"
+    assert cells(tmp_path, **but("update", needed=14.0))[8] == "**16.6**"
+
+
+def test_what_was_not_compiled_yet_is_empty(tmp_path):
+    figures = {name: found for name, found in FIGURES.items() if name != "log-probabilities"}
+    file_of(tmp_path, POINT).write_text(json.dumps(figures))
+    assert "| 9.0 in 61 s | 2.9 in 2 s |  | 3.5 in 5 s | 3.2 in 4 s | 11.6 |" in table(tmp_path, [POINT])
+    del figures["decode"]
+    file_of(tmp_path, POINT).write_text(json.dumps(figures))
+    assert "| 3.5 in 5 s |  |  |" in table(tmp_path, [POINT])
+
+
+def test_points_have_files_of_their_own(tmp_path):
+    assert len({file_of(tmp_path, point) for point in POINTS}) == len(POINTS)
+
+
+def test_a_point_is_compiled_or_the_reason_is_told(tmp_path, monkeypatch):
+    """Status 1 is that of a program that does not fit, and of a failure: the figures tell which."""
+    file, status = tmp_path / "point.json", [1]
+
+    def runs(command, **_):
+        assert command[-5:] == ["--only", "update", "apply", "--json", str(file)]
+        assert POINT in " ".join(command)
+        return subprocess.CompletedProcess(command, status[0], "", "ModuleNotFoundError: No module 'libtpu'")
+
+    monkeypatch.setattr(subprocess, "run", runs)
+    with pytest.raises(SystemExit, match="libtpu"):
+        compile_point(POINT, ["update", "apply"], file, {"tpu": tmp_path})
+    file.write_text(json.dumps({"update": {"refused": "RESOURCE_EXHAUSTED"}}))
+    with pytest.raises(SystemExit, match="libtpu"):
+        compile_point(POINT, ["update", "apply"], file, {"tpu": tmp_path})
+    file.write_text(json.dumps({name: {"refused": "RESOURCE_EXHAUSTED"} for name in ("update", "apply")}))
+    compile_point(POINT, ["update", "apply"], file, {"tpu": tmp_path})
+    status[0] = -9
+    with pytest.raises(SystemExit):
+        compile_point(POINT, ["update", "apply"], file, {"tpu": tmp_path})
+
+
+class Refused:
+    """A program that the compiler does not take."""
+
+    def __init__(self, why):
+        self.why = why
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError(self.why)
+
+
+def test_a_refusal_for_memory_is_a_figure_and_another_failure_is_not():
+    refused = compiled_figures(Refused("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm"))
+    assert refused == {"refused": "RESOURCE_EXHAUSTED"}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID"):
+        compiled_figures(Refused("INVALID_ARGUMENT: no such kernel"))
+
+
+def test_a_program_needs_its_arguments_its_results_and_what_lies_between():
+    x = jax.ShapeDtypeStruct((1024, 256), "float32")
+    plain = compiled_figures(jax.jit(lambda x: x.sum(0)).lower(x))
+    assert plain["arguments"] * GIB == 2**20 and plain["results"] * GIB == 1024
+    assert plain["needed"] == plain["arguments"] + plain["results"] + plain["temporary"]
+    donated = compiled_figures(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x))
+    assert donated["results"] * GIB == 2**20
+    assert donated["needed"] == donated["arguments"] + donated["temporary"]

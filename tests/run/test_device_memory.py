@@ -1,0 +1,286 @@
+"""The doctor's estimate of memory: against real arrays on simulated devices, and by hand."""
+
+import math
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from calibadv_jax.config import Config, MeshConfig, load_config
+from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.run.fit import cpu_lines, host_memory, memory_lines
+from calibadv_jax.run.memory import (
+    GIB,
+    SAMPLING,
+    UPDATE,
+    estimate_memory,
+    heads_warnings,
+    memory_line,
+    peak_memory,
+)
+from calibadv_jax.sampler.engine import CacheEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 5,  # in one stack
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 402,  # divided by two devices, and not by four
+    "tie_word_embeddings": False,
+}
+ARCHITECTURE = architecture_from_hf(SHAPE)
+ONE = {"data": 1, "fsdp": 1, "tensor": 1}
+MESHES = [MeshConfig(2, 4, 1), MeshConfig(1, 4, 2), MeshConfig(1, 2, 4), MeshConfig(1, 1, 8)]
+
+
+def config_with(**sections):
+    """Small rows, with these keys of these sections on top."""
+    plain = Config()
+    values = {
+        "learner": {"microbatch_rows": 8, "row_length": 128},
+        "rollout": {"max_length": 100, "max_prompt_length": 50},
+        "sampler": {"slots": 6, "prefill_chunk": 16},
+        "policy": {"param_dtype": "float32", "compute_dtype": "bfloat16", "logprob_chunk": 32},
+    }
+    changed = {
+        name: replace(getattr(plain, name), **(values.get(name, {}) | sections.get(name, {})))
+        for name in values.keys() | sections.keys()
+    }
+    return replace(plain, **changed)
+
+
+def estimate(mesh=ONE, architecture=ARCHITECTURE, **sections):
+    return estimate_memory(config_with(**sections), architecture, mesh)
+
+
+def bytes_on_a_device(tree):
+    """The most that one device holds of real arrays."""
+    held = dict.fromkeys(jax.devices(), 0)
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    return max(held.values())
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("slots", [6, 16])
+def test_the_cache_is_counted_as_it_is_allocated(mesh, slots):
+    """Slots in groups over data and fsdp, rounded up; over tensor heads, or slots where these do not fit."""
+    config = config_with(sampler={"slots": slots}, rollout={"max_length": 64, "max_prompt_length": 32})
+    policy, devices = Policy(ARCHITECTURE, Numerics.from_config(config.policy)), make_mesh(mesh)
+    engine = CacheEngine(policy, devices, slots, config.rollout.max_length, 16, 16)
+    cache = jax.jit(engine._empty_cache, out_shardings=engine._cache_sharding())()
+    expected = bytes_on_a_device(cache)
+    assert estimate_memory(config, ARCHITECTURE, devices.shape)["kv cache"] == expected
+    groups, heads = (8, 2) if mesh.tensor != 2 else (4, 1)
+    rows = -(-slots // groups)
+    assert expected == 2 * 5 * rows * heads * 64 * 16 * 2  # K and V, layers, …, columns, head_dim, bytes
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_trainers_state_is_counted_as_it_is_placed(mesh, optimizer):
+    rule = replace(Config().learner.optimizer, name=optimizer)
+    config = config_with(learner={"microbatch_rows": 8, "row_length": 128, "optimizer": rule})
+    policy, devices = Policy(ARCHITECTURE, Numerics.from_config(config.policy)), make_mesh(mesh)
+    state = Learner(policy, make_optimizer(rule, make_schedule(rule, 10)), devices, 8).abstract_state()
+
+    def placed(tree):
+        leaves = jax.tree.leaves(tree)
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+    counted = estimate_memory(config, ARCHITECTURE, devices.shape)
+    params = placed(state["params"])
+    assert counted["parameters"] == params
+    assert counted["sampler weights"] == params / 2
+    assert counted["gradients"] == 2 * params
+    counters = 64  # bytes at most: numbers of steps, coefficients of Muon
+    assert 0 <= placed(state["opt_state"]) - counted["optimizer"] <= counters
+
+
+def test_memory_by_purpose():
+    """Each number from the shapes."""
+    count = ARCHITECTURE.num_parameters
+    plain = estimate()
+    assert plain["parameters"] == 4 * count
+    assert plain["optimizer"] == 2 * 4 * count  # AdamW has two moments
+    assert plain["gradients"] == 2 * 4 * count
+    assert plain["sampler weights"] == 2 * count
+    assert plain["kv cache"] == 2 * 6 * 100 * 5 * (2 * 2 * 16)  # bytes, slots, tokens, layers, K and V
+    assert plain["activations"] == 8 * 128 * 32 * 2 * 5  # tokens, width, bytes, layers
+    assert "reference policy" not in plain
+    assert estimate(loss={"kl_coef": 0.1})["reference policy"] == 4 * count
+    assert estimate(policy={"param_dtype": "bfloat16"})["parameters"] == 2 * count
+    without = estimate(sampler={"name": "vllm"})
+    assert not {"kv cache", "sampler weights", *SAMPLING} & without.keys()
+
+
+def test_what_is_kept_for_the_backward_pass_follows_remat():
+    full, dots, none = (estimate(policy={"remat": name})["activations"] for name in ("full", "dots", "none"))
+    assert full < dots < none
+
+
+@pytest.mark.medium
+def test_the_tensor_axis_shares_what_it_divides():
+    """A vocabulary of 402, 8 heads, 64 MLP columns; what goes from layer to layer is whole on each device."""
+    one, two, four = (estimate({"data": 1, "fsdp": 1, "tensor": size}) for size in (1, 2, 4))
+    assert one["activations"] == two["activations"]
+    assert one["kv cache"] == 2 * two["kv cache"] == 3 * four["kv cache"]  # 6 rows, or 2 of 6
+    assert two["workspace"] < one["workspace"]
+    alone = estimate({"data": 1, "fsdp": 4, "tensor": 1})
+    assert all(four[name] == alone[name] for name in ("kv cache", *SAMPLING))
+    wide = replace(ARCHITECTURE, vocab_size=100_000)
+    one, two, three = (
+        estimate({"data": 1, "fsdp": 1, "tensor": size}, wide)["workspace"] for size in (1, 2, 3)
+    )
+    assert one == 2 * two == three  # logits
+    rows = {name: estimate(dict(ONE, **{name: 2})) for name in ("data", "fsdp")}
+    for shared in rows.values():
+        assert estimate()["activations"] == 2 * shared["activations"]
+        assert estimate()["kv cache"] == 2 * shared["kv cache"]
+
+
+def test_the_peak_is_an_update_or_the_sampler_and_all_that_is_held():
+    plain = estimate()
+    held = sum(plain[name] for name in plain if name not in UPDATE + SAMPLING)
+    update = sum(plain[name] for name in UPDATE)
+    assert peak_memory(plain) == held + update
+    sampling = plain | {"decode": 10 * update}
+    assert peak_memory(sampling) == held + 10 * update
+    assert peak_memory(sampling | {"prefill": 12 * update}) == held + 12 * update
+    trainer = estimate(sampler={"name": "vllm"})
+    assert peak_memory(trainer) == sum(trainer.values())
+
+
+def test_moments_on_the_host_lie_on_the_device_for_the_optimizers_step_only():
+    """Those of a quarter of the parameters at once, or of the largest: the old and the new."""
+    rule = replace(Config().learner.optimizer, offload="host")
+    plain, moved = estimate(), estimate(learner={"optimizer": rule})
+    assert moved["optimizer"] == 0 and moved["moments"] == plain["optimizer"] / 2
+    wide = replace(ARCHITECTURE, vocab_size=100_000, tie_word_embeddings=True)
+    largest = estimate(ONE, wide, learner={"optimizer": rule})["moments"]
+    assert largest == 2 * 2 * 4 * 100_000 * 32  # old and new, two moments, bytes, vocabulary, width
+    held = moved["parameters"] + moved["sampler weights"] + moved["kv cache"]
+    large = moved | {"activations": 100 * moved["moments"]}
+    assert peak_memory(large) == held + sum(large[name] for name in UPDATE)
+    small = moved | {"activations": 0.0, "workspace": 0.0, "prefill": 0.0, "decode": 0.0}
+    assert peak_memory(small) == held + moved["moments"] + moved["gradients"] / 2
+    assert "optimizer's step: moments" in memory_line(moved)
+
+
+def test_the_line_says_what_is_held_and_when():
+    said = {"parameters": 4.0, "optimizer": 8.0, "gradients": 2.0, "activations": 1.0, "workspace": 0.5}
+    said |= {"sampler weights": 2.0, "kv cache": 6.0, "prefill": 0.25, "decode": 0.75}
+    assert memory_line({name: value * GIB for name, value in said.items()}) == (
+        "estimated memory a device: 23.50 GiB (parameters 4.00, optimizer 8.00, sampler weights 2.00,"
+        " kv cache 6.00; update: gradients 2.00, activations 1.00, workspace 0.50;"
+        " sampling: prefill 0.25, decode 0.75)"
+    )
+    assert "sampling" not in memory_line(estimate(sampler={"name": "vllm"}))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (1, []),
+        (2, []),
+        (
+            4,
+            [
+                "warning: mesh.tensor is 4, more than the policy's 2 key-value heads: each device of the axis"
+                " computes all of them, and sampler.name=jax gathers the weights of the whole axis; set"
+                " mesh.tensor to 1 or 2 and mesh.fsdp to the rest"
+            ],
+        ),
+        (
+            6,
+            [
+                "warning: mesh.tensor is 6, which does not divide the policy's 8 heads: each device of the"
+                " axis computes the attention of all of them; set mesh.tensor to 1, 2 or 4 and mesh.fsdp to"
+                " the rest",
+                "warning: mesh.tensor is 6, more than the policy's 2 key-value heads: each device of the axis"
+                " computes all of them, and sampler.name=jax gathers the weights of the whole axis; set"
+                " mesh.tensor to 1 or 2 and mesh.fsdp to the rest",
+            ],
+        ),
+    ],
+)
+def test_heads_that_the_tensor_axis_does_not_divide_are_told(tensor, expected):
+    assert heads_warnings(ARCHITECTURE, {"data": 1, "fsdp": 2, "tensor": tensor}) == expected
+
+
+def test_key_value_heads_may_be_more_than_the_axis_and_not_divided():
+    wide = replace(ARCHITECTURE, num_heads=24, num_kv_heads=8)
+    (line,) = heads_warnings(wide, {"data": 1, "fsdp": 1, "tensor": 3})
+    assert "mesh.tensor is 3, which does not divide the policy's 8 key-value heads" in line
+    assert "set mesh.tensor to 1 or 2 and" in line
+    assert heads_warnings(replace(wide, num_kv_heads=3), {"data": 1, "fsdp": 1, "tensor": 3}) == []
+
+
+class Device:
+    """A device with so much memory."""
+
+    def __init__(self, limit, platform):
+        self.limit, self.platform = limit, platform
+
+    def memory_stats(self):
+        return {"bytes_limit": self.limit}
+
+
+def test_a_device_that_is_too_small_is_told(monkeypatch):
+    config = config_with(mesh={"fsdp": 8})
+    estimated = estimate_memory(config, ARCHITECTURE, {"data": 1, "fsdp": 8, "tensor": 1})
+    needed = peak_memory(estimated)
+    assert needed < sum(estimated.values())
+
+    def lines(limit, platform="gpu"):
+        monkeypatch.setattr(jax, "devices", lambda: [Device(limit, platform)])
+        return memory_lines(estimated, 8)
+
+    assert len(lines(needed)) == 1  # update and sampler are not at work together
+    assert re.match(r"failed: 0\.0 GiB .*: the device has 0\.0 GiB; raise mesh\.fsdp", lines(needed - 1)[-1])
+    assert "times the estimate" not in lines(needed - 1)[-1]
+    assert len(lines(1.7 * needed, "tpu")) == 1
+    close = lines(1.5 * needed, "tpu")[-1]
+    assert close.startswith("warning: ") and "programs can need 1.6 times the estimate" in close
+    assert "times the estimate" not in lines(needed - 1, "tpu")[-1]
+    assert lines(None)[-1].startswith("not checked: ")
+    monkeypatch.setattr("calibadv_jax.run.fit.host_memory", lambda: 8 * needed)  # which eight devices share
+    assert len(lines(None, "cpu")) == 1
+    monkeypatch.setattr("calibadv_jax.run.fit.host_memory", lambda: 8 * needed - 8)
+    assert re.match(r"failed: .*: this host has 0\.0 GiB for 8 devices; choose less", lines(None, "cpu")[-1])
+
+
+def test_the_hosts_memory_is_what_its_container_allows(monkeypatch, tmp_path):
+    physical = host_memory()
+    assert physical > 2**28
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr("calibadv_jax.run.fit.CGROUP_LIMITS", (str(tmp_path / "none"), str(limit)))
+    for text, bytes_ in (("max\n", None), ("1048576\n", 2.0**20), ("0\n", None)):
+        limit.write_text(text)
+        assert host_memory() == (bytes_ or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def test_sizes_of_accelerators_are_told_on_a_cpu(monkeypatch):
+    """With the keys to change; the overlay that is named changes them all."""
+    own, overlay = ROOT / "configs/own_data.yaml", ROOT / "configs/cpu.yaml"
+    (warning,) = cpu_lines(load_config(own))
+    for key in ("sampler.slots (64)", "rollout.max_length (16384)", "learner.row_length (16384)"):
+        assert key in warning
+    assert warning.startswith("warning: ") and "policy.compute_dtype=float32" in warning
+    assert "configs/cpu.yaml" in warning
+    assert cpu_lines(load_config([own, overlay])) == []
+    assert cpu_lines(load_config(ROOT / "configs/quickstart.yaml")) == []
+    monkeypatch.setattr(jax, "devices", lambda: [Device(1, "gpu")])
+    assert cpu_lines(load_config(own)) == []

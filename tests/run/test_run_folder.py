@@ -1,0 +1,202 @@
+"""What a start may change of a run that is resumed, and that nothing is written before this is known."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+from run_folder_rig import QUESTIONS, StandInModel, contents, make_run, trained, with_checkpoint
+
+from calibadv_jax.config import Config, dump_config
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.run.folder import (
+    check_cold_start,
+    write_policy_folder,
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path)
+
+
+def test_the_config_of_every_start_is_kept(run):
+    run("run.seed=1")
+    run("run.seed=2")  # no checkpoint yet: nothing that it could falsify
+    seeds = [yaml.safe_load((run.folder / f"configs/{n}.yaml").read_text())["run"]["seed"] for n in (0, 1)]
+    assert seeds == [1, 2]
+    assert json.loads((run.folder / "policy/config.json").read_text()) == {"model_type": "qwen2"}
+    assert (run.folder / "policy/tokenizer.json").is_file()
+
+
+def test_the_newest_of_many_starts_counts(run):
+    """The eleventh start comes after the tenth, and after the third."""
+    for number in range(11):
+        run(f"run.seed={number}")
+    names = {path.stem for path in (run.folder / "configs").glob("*.yaml")}
+    assert names == {str(number) for number in range(11)}
+    trained(run, 3)
+    (run.folder / "checkpoints" / "3").mkdir(parents=True)
+    assert run("run.seed=10") == ""
+    with pytest.raises(UserError, match="run.seed changed"):
+        run("run.seed=9")
+
+
+def test_other_files_beside_the_configs_and_one_that_is_gone_disturb_nothing(run):
+    for _ in range(3):
+        run()
+    (run.folder / "configs/notes.yaml").write_text("mine")
+    (run.folder / "configs/1.yaml").unlink()
+    run()
+    names = sorted(path.name for path in (run.folder / "configs").glob("*.yaml"))
+    assert names == ["0.yaml", "2.yaml", "3.yaml", "notes.yaml"]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=1",
+        "advantage.name=grpo",
+        "learner.optimizer.lr=0.001",
+        "rollout.group_size=7",
+        "rollout.questions_per_step=3",
+        "rollout.temperature=0.5",
+        "prompt.template=short",
+        "retriever.topk=5",
+        "sampler.name=vllm",
+        "loss.clip_low=0.1",
+        "learner.steps=11",  # the cosine ends later
+        "data.shuffle=false",
+    ],
+)
+def test_what_would_make_it_another_experiment_is_refused_and_nothing_is_written(run, override):
+    with_checkpoint(run)
+    before = contents(run.folder)
+    key, _, value = override.partition("=")
+    with pytest.raises(UserError, match=rf"holds another experiment: {key} changed") as caught:
+        run(override)
+    assert f"choose another folder, such as run.dir={run.folder}-2" in str(caught.value)
+    can_go_on = key.startswith(("learner", "rollout", "retriever", "sampler", "loss"))
+    assert (f"checkpoint.allow_change=[{key}]" in str(caught.value)) == can_go_on
+    assert "\n" not in str(caught.value)
+    assert contents(run.folder) == before
+    table = run(override, f"checkpoint.allow_change=[{key}]")
+    assert any(key in line and value in line and "accepted" in line for line in table.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"questions": [QUESTIONS[0], replace(QUESTIONS[1], text="Whence?")]}, "data.content"),
+        ({"questions": QUESTIONS[:1]}, "data.content"),
+        ({"hidden_size": 8}, "policy.config"),
+    ],
+)
+def test_data_and_policy_are_known_by_what_they_hold(run, arguments, name):
+    """A file in which questions changed but not their number; another model at the same path."""
+    with_checkpoint(run)
+    before = contents(run.folder)
+    with pytest.raises(UserError, match=f"{name} changed"):
+        run(**arguments)
+    assert contents(run.folder) == before
+    assert "accepted" in run(f"checkpoint.allow_change=[{name}]", **arguments)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["data.train=elsewhere.jsonl", "log.backends=[]", "sampler.slots=3", "checkpoint.every=9"],
+)
+def test_what_changes_no_result_is_accepted_and_shown(run, override):
+    with_checkpoint(run)
+    assert override.partition("=")[0] in run(override)
+    assert run(override) == ""
+
+
+def test_other_weights_of_a_mixture_are_another_experiment_under_a_key_that_can_be_allowed(run):
+    with_checkpoint(run)
+    with pytest.raises(UserError, match=r"data.weights changed.*checkpoint.allow_change=\[data.weights\]"):
+        run("data.weights={nq: 2, popqa: 1}")
+    assert "data.weights.nq" in run(
+        "data.weights={nq: 2, popqa: 1}", "checkpoint.allow_change=[data.weights]"
+    )
+
+
+def test_more_steps_at_a_constant_learning_rate_are_the_same_run(run):
+    (run.folder.parent / "config.yaml").write_text("learner: {steps: 10, optimizer: {schedule: constant}}\n")
+    with_checkpoint(run)
+    assert "learner.steps" in run("learner.steps=20")
+
+
+def test_more_steps_under_a_schedule_with_a_length_of_its_own_are_the_same_run(run):
+    text = "learner: {steps: 10, optimizer: {schedule: cosine, decay_updates: 20}}\n"
+    (run.folder.parent / "config.yaml").write_text(text)
+    with_checkpoint(run)
+    assert "learner.steps" in run("learner.steps=20")
+    with pytest.raises(UserError, match="decay_updates changed"):
+        run("learner.optimizer.decay_updates=30")
+
+
+def test_a_used_folder_is_refused_at_once_where_nothing_is_to_be_resumed(run):
+    with_checkpoint(run)
+    before = contents(run.folder)
+    with pytest.raises(UserError, match="holds checkpoints, and checkpoint.resume is false"):
+        run("checkpoint.resume=false")
+    assert contents(run.folder) == before
+
+
+def test_a_misspelt_key_in_allow_change_is_named(run):
+    with_checkpoint(run)
+    with pytest.raises(UserError, match="'learner.lr', which is no key"):
+        run("checkpoint.allow_change=[learner.lr]")
+
+
+def test_a_run_dir_that_cannot_be_written_is_one_line(run):
+    run.folder.write_text("a file")
+    with pytest.raises(UserError, match="cannot be written") as caught:
+        run()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cold_start_of_another_seed_is_not_taken_for_this_one(tmp_path):
+    config = Config(run=replace(Config().run, dir=str(tmp_path)))
+    check_cold_start(config)
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump({"run": {"seed": 3}, "log": {"progress": False}}))
+    with pytest.raises(UserError, match=r"other settings \(run.seed"):
+        check_cold_start(config)
+
+
+def without(path, section, key):
+    """As a version wrote it that did not have the key yet."""
+    values = yaml.safe_load(path.read_text())
+    del values[section][key]
+    path.write_text(yaml.safe_dump(values))
+
+
+def test_a_run_and_a_cold_start_of_an_older_version_have_the_defaults_of_newer_keys(run, tmp_path):
+    with_checkpoint(run)
+    without(run.folder / "configs/0.yaml", "learner", "epochs")
+    with pytest.raises(UserError, match=r"learner.epochs changed"):
+        run("learner.epochs=2")
+    assert "learner.epochs" not in run("learner.epochs=1")
+
+    cold = Config(run=replace(Config().run, dir=str(tmp_path)))
+    (tmp_path / "sft.yaml").write_text(dump_config(cold))
+    without(tmp_path / "sft.yaml", "world", "rumour")
+    check_cold_start(cold)
+    with pytest.raises(UserError, match=r"other settings \(world.rumour"):
+        check_cold_start(replace(cold, world=replace(cold.world, rumour=0.5)))
+
+
+def test_the_policy_folder_is_what_export_needs(tmp_path):
+    write_policy_folder(tmp_path / "policy", StandInModel(tmp_path / "tokenizer"))
+    assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == ["config.json", "tokenizer.json"]
+
+
+@pytest.mark.timeout(10)
+def test_a_section_that_is_no_more_is_refused_by_its_name(run):
+    with_checkpoint(run)
+    path = run.folder / "configs/0.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"pipeline": {"size": 3}}))
+    with pytest.raises(UserError, match="holds another experiment: pipeline changed"):
+        run()

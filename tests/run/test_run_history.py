@@ -1,0 +1,182 @@
+"""What a start says of the steps that lie in its folder: trained again, lost, or of another experiment."""
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_folder_rig import contents, make_run, trained, with_checkpoint
+from safetensors.numpy import save_file
+
+from calibadv_jax.core.errors import UserError
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path)
+
+
+@pytest.mark.parametrize("override", ["advantage.name=grpo", "run.seed=1", "data.shuffle=false"])
+def test_before_the_first_checkpoint_another_experiment_is_refused_too(run, override):
+    run()
+    trained(run, 8)
+    before = contents(run.folder)
+    key = override.partition("=")[0]
+    with pytest.raises(UserError, match=rf"holds another experiment: {key} changed"):
+        run(override)
+    assert contents(run.folder) == before
+
+
+def test_before_the_first_checkpoint_kept_trajectories_are_enough_to_know_a_run_by(run):
+    run()
+    (run.folder / "rollouts").mkdir()
+    (run.folder / "rollouts/step_1.parquet").touch()
+    with pytest.raises(UserError, match="run.seed changed"):
+        run("run.seed=1")
+    assert run() == "1 step is trained again: there is no checkpoint yet (checkpoint.every)"
+
+
+def test_what_is_trained_again_is_said(run):
+    run()
+    trained(run, 8)
+    assert run() == "8 steps are trained again: there is no checkpoint yet (checkpoint.every)"
+    (run.folder / "checkpoints/6").mkdir(parents=True)
+    said = run()
+    assert said == "2 steps are trained again: the newest checkpoint is that of step 6 (checkpoint.every)"
+    trained(run, 6)
+    assert run() == ""
+
+
+def test_rows_of_metrics_that_are_gone_are_said(run):
+    with_checkpoint(run)
+    path = run.folder / "metrics.jsonl"
+    path.write_text(path.read_text().split("\n", 1)[1])
+    assert run() == f"{path}: 1 of steps 1 to 3 have no row (lost, or removed) and will have none"
+    path.unlink()
+    assert run() == f"{path}: 3 of steps 1 to 3 have no row (lost, or removed) and will have none"
+
+
+def test_metrics_that_are_no_text_are_one_line_before_anything_is_written(run):
+    with_checkpoint(run)
+    (run.folder / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\x00\n')
+    before = contents(run.folder)
+    with pytest.raises(UserError, match=r"metrics.jsonl:2: not a row of metrics; remove the line"):
+        run()
+    assert contents(run.folder) == before
+
+
+def test_a_start_that_a_full_disk_cut_off_is_skipped_and_said(run):
+    with_checkpoint(run)
+    damaged = run.folder / "configs/1.yaml"
+    damaged.touch()
+    said = run()
+    assert said.startswith(f"{damaged}: empty or cut off (was the disk full?); ")
+    assert said.endswith("configs/0.yaml is compared instead")
+    with pytest.raises(UserError, match="run.seed changed"):
+        run("run.seed=1")
+    for path in (run.folder / "configs").glob("*.yaml"):
+        path.write_text("")
+    with pytest.raises(UserError, match="2.yaml: empty or cut off .* and no older start is whole"):
+        run()
+
+
+def test_hashes_that_are_lost_can_be_done_without(run):
+    with_checkpoint(run)
+    (run.folder / "configs/0.json").write_text("")
+    with pytest.raises(UserError, match=r"0.json is lost, .*allow_change=\[data.content, policy.config"):
+        run()
+    names = "data.content,policy.config,policy.vocabulary"
+    assert "accepted" in run(f"checkpoint.allow_change=[{names}]")
+    run()
+    assert run() == ""
+
+
+def test_a_full_disk_leaves_no_half_start(run, monkeypatch):
+    """The file of the config fails, and the start after it goes on."""
+    with_checkpoint(run)
+    write_text = Path.write_text
+
+    def full(path, text, **more):
+        if "learner:" in text:
+            write_text(path, text[:100], **more)
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write_text(path, text, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(UserError, match=r"cannot be written \(No space left on device"):
+            run()
+    assert [path.name for path in (run.folder / "configs").glob("*.yaml")] == ["0.yaml"]
+    assert run() == ""
+
+
+def test_a_longer_run_under_a_falling_rate_says_why_it_is_refused_and_how_it_goes_on(run):
+    with_checkpoint(run)
+    words = "learner.steps changed .*: the learning rate falls over learner.steps; with"
+    with pytest.raises(UserError, match=f"{words} learner.optimizer.decay_updates=10 it falls as before"):
+        run("learner.steps=20")
+    assert "learner.steps" in run("learner.steps=20", "learner.optimizer.decay_updates=10")
+    with pytest.raises(UserError, match="decay_updates changed"):
+        run("learner.steps=20", "learner.optimizer.decay_updates=11")
+
+
+def test_updates_of_mini_batches_and_epochs_count_for_the_length_of_the_schedule(run):
+    more = [
+        "rollout.questions_per_step=4",
+        "rollout.group_size=5",
+        "learner.minibatch_size=8",
+        "learner.epochs=2",
+    ]
+    run(*more)
+    trained(run, 3)
+    with pytest.raises(UserError, match="learner.optimizer.decay_updates=60 it falls as before"):
+        run(*more, "learner.steps=20")
+    assert "learner.steps" in run(*more, "learner.steps=20", "learner.optimizer.decay_updates=60")
+
+
+def test_another_experiment_is_offered_a_folder_that_is_free(run):
+    with_checkpoint(run)
+    run.folder.with_name("run-2").mkdir()
+    with pytest.raises(UserError) as caught:
+        run("advantage.name=grpo", "learner.optimizer.lr=0.5")
+    assert str(caught.value).endswith(f"choose another folder, such as run.dir={run.folder}-3")
+
+
+def test_sizes_that_the_policy_does_not_have_do_not_count(run):
+    path = f"policy.path={run.folder}"
+    run(path, "policy.init={hidden_size: 8}")
+    trained(run, 1)
+    run(path, "policy.init={hidden_size: 16}")
+    with pytest.raises(UserError, match="policy.path changed|policy.init changed"):
+        run("policy.init={hidden_size: 32}")
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """Writes weights, and returns the key of their folder."""
+
+    def write(value=1.0, name="model", **more):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        save_file({"w": np.full((3, 5), value, np.float32)} | more, folder / "model.safetensors")
+        return f"policy.path={folder}"
+
+    return write
+
+
+def test_other_weights_are_another_reference(run, weights):
+    kl = "loss.kl_coef=0.1"
+    run(weights(), kl)
+    trained(run, 1)
+    with pytest.raises(UserError, match="policy.weights changed"):
+        run(weights(2.0), kl)
+    assert "policy.path" in run(weights(1.0, "moved"), kl), "the same weights at another place"
+    assert "accepted" in run(weights(2.0), kl, "checkpoint.allow_change=[policy.weights]")
+
+
+def test_weights_count_only_where_a_reference_is_made_of_them(run, weights):
+    run(weights())
+    trained(run, 1)
+    run(weights(2.0))
+    run(weights(3.0), "loss.kl_coef=0.1", "checkpoint.allow_change=[loss.kl_coef]")
+    run(weights(4.0), "checkpoint.allow_change=[loss.kl_coef, policy.weights]")

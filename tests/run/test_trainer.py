@@ -1,0 +1,244 @@
+"""The training loop on scripted trajectories: what a resumed run draws, and what the config reaches."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from trainer_rig import (
+    HF_CONFIG,
+    MODEL,
+    QUESTIONS,
+    ScriptedRollouts,
+    make_config,
+    make_trainer,
+    rows,
+    run,
+    shared_programs,  # noqa: F401
+    write_group,
+)
+
+from calibadv_jax.advantages.estimators import compute_advantages
+from calibadv_jax.commands.train import services
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.record.reader import find_step, read_step
+from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout.stream import RolloutStream
+from calibadv_jax.tools.replay import equal_turns, kept_config, replay
+
+
+def scored(config, numbers):
+    groups = [write_group(number, QUESTIONS[number % len(QUESTIONS)]) for number in numbers]
+    score_groups(groups, config.reward, False, np.random.default_rng(0))
+    return groups, compute_advantages(groups, config.advantage)
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
+    """Stopped while step 4 of 6 is drawn; without the checkpoint of the stop, as if it had been killed."""
+    optimizer = make_config(tmp_path / "x").learner.optimizer
+    learner = {"steps": 6, "optimizer": replace(optimizer, lr=0.01, warmup_steps=2)}
+    whole = make_config(tmp_path / "whole", learner=learner, checkpoint={"every": 0})
+    taken = []
+    take = RolloutStream.take
+    monkeypatch.setattr(
+        RolloutStream, "take", lambda self, step, *more: taken.append(step) or take(self, step, *more)
+    )
+    expected = run(whole, ScriptedRollouts(), tmp_path / "whole")
+    assert taken == [0, 1, 2, 3, 4, 5]
+    parts = make_config(tmp_path / "parts", learner=learner)
+    first = ScriptedRollouts(fails_at=3 * 2 + 1)
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        run(parts, first, tmp_path / "parts")
+    assert [version for version, _ in first.loaded] == [0, 1, 2, 3]
+    assert len(rows(tmp_path / "parts")) == 3
+    shutil.rmtree(tmp_path / "parts/checkpoints/3")
+    second = run(parts, ScriptedRollouts(), tmp_path / "parts")
+    assert first.begun[:4] + second.begun == expected.begun
+    assert len({name for _, name in expected.begun[:7]}) == 7  # an epoch: no question twice
+    assert [version for version, _ in second.loaded] == [2, 3, 4, 5, 6]
+    jax.tree.map(np.testing.assert_array_equal, second.loaded[-1][1], expected.loaded[-1][1])
+    jax.tree.map(np.testing.assert_array_equal, second.loaded[0][1], expected.loaded[2][1])
+    written = rows(tmp_path / "parts")
+    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]  # none lost, none twice
+    assert written == rows(tmp_path / "whole")
+    assert all(row["reward/mean"] == pytest.approx(1 / 3) for row in written)  # one of three is right
+    assert all(row["actor/grad_norm"] > 0 for row in written)
+    assert [row["actor/lr"] for row in written[:2]] == pytest.approx([0, 0.005])
+    assert sorted(int(path.name) for path in (tmp_path / "parts/checkpoints").glob("[0-9]")) == [4, 6]
+    steps = [f"step_{step}.parquet" for step in range(1, 7)]
+    assert sorted(path.name for path in (tmp_path / "parts/rollouts").iterdir()) == steps
+
+
+def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
+    """In mini-batches, so that the learner's log-probabilities are computed apart and kept."""
+    learner = {"steps": 2, "minibatch_size": 4, "row_length": 16, "microbatch_rows": 8}
+    for name, change in (("apart", learner), ("at once", learner | {"minibatch_size": 0})):
+        folder = tmp_path / name
+        run(make_config(folder, learner=change), ScriptedRollouts(), folder)
+        kept = read_step(find_step(folder, 2))
+        computed = [values is not None for group in kept.learner_logprobs for values in group]
+        assert all(computed) if name == "apart" else not any(computed)
+        found = replay(kept, kept_config(kept, Path("step")))
+        equal, total = equal_turns(kept.credits, found.advantages.credits)
+        assert equal == total == 12
+        row = rows(folder)[1]
+        for metric in ("actor/pg_loss", "advantage/answer/negative_after", "reward/mean"):
+            # The ratio of the second mini-batch is no longer 1, but the learning rate is tiny.
+            assert found.metrics[metric] == pytest.approx(row[metric], abs=1e-5), metric
+        if name == "apart":  # between the learner's log-probabilities that were kept and the sampler's
+            assert found.metrics["actor/sampler_mismatch"] == pytest.approx(row["actor/sampler_mismatch"])
+            assert row["actor/sampler_mismatch"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        ({}, "the retriever"),
+        ({"name": "vllm", "urls": ["http://a", "http://b"]}, "the retriever and 2 vLLM workers"),
+        ({"name": "vllm"}, "the retriever and 1 vLLM worker, which takes minutes"),
+    ],
+)
+def test_what_is_waited_for(tmp_path, sampler, words):
+    told = services(make_config(tmp_path, sampler=sampler))
+    assert told.partition(" (")[0] == words
+    assert ("vllm_worker_*.log" in told) == (words.endswith("minutes"))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_person_sees_what_happens(tmp_path):
+    """In a file the lines of the steps and checkpoints; on a terminal the parts of a step too."""
+    config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
+    run(config, ScriptedRollouts(), tmp_path, Console(stream=(stream := io.StringIO())))
+    first, *lines = stream.getvalue().splitlines()
+    assert first == "the first step compiles; the steps after it are faster"
+    assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2", "checkpoint saved at step 2"]
+    other = make_config(tmp_path / "b", learner={"steps": 1, "row_length": 16, "microbatch_rows": 8})
+    run(other, ScriptedRollouts(), tmp_path / "b", Console(stream=(stream := Terminal())))
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    shown = ["publishing the policy", "6/6 trajectories", "rewards and advantages", "update, compiling"]
+    shown += ["keeping the trajectories", "publishing the policy", "step 1/1", "saving a checkpoint"]
+    places = []
+    for words in shown:
+        places.append(text.find(words, places[-1] if places else 0))
+    assert -1 not in places, dict(zip(shown, places, strict=True))
+
+
+def test_a_stop_between_the_groups_of_a_step_begins_them_all_again(tmp_path):
+    """One of the two is complete; the next run trains both, and draws no other in their place."""
+    config = make_config(tmp_path, learner={"steps": 1})
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        run(config, (first := ScriptedRollouts(fails_at=1)), tmp_path)
+    assert run(config, ScriptedRollouts(), tmp_path).begun == first.begun
+
+
+def test_the_kl_term_is_to_the_initial_policy(tmp_path):
+    config = make_config(tmp_path, loss={"kl_coef": 0.1})
+    optimizer = replace(config.learner.optimizer, lr=0.05)
+    trainer = make_trainer(replace(config, learner=replace(config.learner, optimizer=optimizer)), tmp_path)
+    initial = jax.device_get(trainer.state["params"])
+    metrics = [trainer.update(*scored(config, [number, number + 3])) for number in range(3)]
+    kl = [values["actor/kl_loss"] for values in metrics]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4 and kl[2] > 1e-4
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.reference), initial)
+    assert trainer.trained_tokens == 6 * (4 + 3 + 2 + 3)  # prompts and observations included
+    assert metrics[0]["actor/updates"] == 1 and metrics[0]["actor/untrained_trajectories"] == 0
+
+
+@pytest.mark.parametrize(("temperature", "used"), [(0.7, 0.7), (0.0, 1.0)])
+def test_the_learner_computes_at_the_samplers_temperature(tmp_path, temperature, used):
+    config = make_config(tmp_path, rollout={"temperature": temperature}, policy={"logprob_chunk": 5})
+    trainer = make_trainer(config, tmp_path)
+    learner = trainer.learner
+    assert (learner.temperature, learner.logprob_chunk, learner.rows) == (used, 5, 8)
+    assert (learner.row_length, learner.offload) == (config.learner.row_length, False)
+    assert trainer.reference is None  # without a KL term nothing is kept for it
+
+
+def test_the_schedule_ends_with_the_run(tmp_path):
+    """Six trajectories in mini-batches of four, three times over, for five steps: thirty updates."""
+    optimizer = replace(make_config(tmp_path).learner.optimizer, lr=1.0, schedule="linear")
+    learner = {"steps": 5, "minibatch_size": 4, "epochs": 3, "optimizer": optimizer}
+    schedule = make_trainer(make_config(tmp_path, learner=learner), tmp_path).schedule
+    assert [float(schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
+
+
+def test_published_weights_are_compared_with_what_the_workers_compute(tmp_path):
+    config = make_config(tmp_path, rollout={"temperature": 0.5})
+    rollouts = ScriptedRollouts()
+    trainer = make_trainer(config, tmp_path, rollouts)
+    assert trainer.publish() == {}
+    tokens = np.random.default_rng(0).integers(0, HF_CONFIG["vocab_size"], 15).astype(np.int32)[None]
+
+    @jax.jit
+    def logprobs(params):
+        decoder = MODEL.policy.merge(params)
+        hidden = decoder(tokens, jnp.arange(15, dtype=jnp.int32)[None], jnp.ones_like(tokens))
+        return jax.nn.log_softmax(decoder.logits(hidden) / 0.5)
+
+    table = np.asarray(logprobs(rollouts.loaded[0][1]))[0]
+    theirs = table[np.arange(14), tokens[0, 1:]]
+    rollouts.logprobs = {"a": theirs, "b": theirs + np.float32([0.25] + [0] * 13)}
+    found = trainer.publish()
+    assert found["rollout/workers"] == 2
+    assert found["rollout/probe_logprob_diff_max"] == pytest.approx(0.25, abs=1e-5)
+    assert found["rollout/probe_logprob_diff_mean"] == pytest.approx(0.25 / 28, abs=1e-5)
+
+
+def test_a_step_without_a_sampled_token_changes_nothing(tmp_path):
+    config = make_config(tmp_path)
+    trainer = make_trainer(config, tmp_path)
+    groups, _ = scored(config, [0])
+    for trajectory in groups[0].trajectories:
+        trajectory.turns = []
+    before = jax.device_get(trainer.state)
+    metrics = trainer.update(groups, compute_advantages(groups, config.advantage))
+    assert (trainer.step, trainer.trained_tokens, metrics["actor/untrained_trajectories"]) == (1, 0, 3)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(trainer.state))
+
+
+def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monkeypatch):
+    orders = []
+
+    def note(learner, state, samples, config, loss_config, loss, rng, reference):
+        orders.append(tuple(rng.permutation(20).tolist()))
+        return state, {}
+
+    monkeypatch.setattr("calibadv_jax.run.trainer.learn", note)
+    for seed in (0, 0, 1):
+        config = make_config(tmp_path, run={"dir": str(tmp_path), "seed": seed})
+        trainer = make_trainer(config, tmp_path)
+        for number in range(2):
+            trainer.update(*scored(config, [number]))
+    first, again, other = orders[:2], orders[2:4], orders[4:]
+    assert first == again
+    assert len({*first, *other}) == 4
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"step": 1},
+        {"step": 1, "questions": {}, "stream": {}, "guards": {}},
+        *(pytest.param(one, marks=pytest.mark.medium) for one in (None, [], {})),
+    ],
+    ids=["step", "garbled", "none", "list", "empty"],
+)
+def test_a_checkpoint_without_its_counters_is_one_line(tmp_path, extra):
+    trainer = make_trainer(make_config(tmp_path), tmp_path)
+    trainer.checkpoints.save(1, trainer.state, extra)
+    with pytest.raises(
+        UserError, match=r"checkpoints/1: damaged checkpoint; delete it to use an older checkpoint \(in extra"
+    ):
+        make_trainer(make_config(tmp_path), tmp_path).restore()

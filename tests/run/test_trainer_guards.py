@@ -1,0 +1,192 @@
+"""The guards at work in the training loop: a collapse, numbers that are none, steps that teach nothing."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from trainer_rig import (
+    ScriptedRollouts,
+    checkpoints,
+    make_config,
+    make_trainer,
+    rows,
+    run,
+    shared_programs,  # noqa: F401
+)
+
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.record.reader import read_metadata
+from calibadv_jax.record.schema import kept_steps
+
+
+class Collapsing(ScriptedRollouts):
+    """From group 7 on the policy babbles, unless other numbers are drawn than at first."""
+
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        if number >= 7 and self.seed == 0:
+            for trajectory in future.result().trajectories:
+                for turn in trajectory.turns:
+                    turn.logprobs = turn.logprobs - 20
+        return future
+
+
+GUARDED = {"max_sampled_perplexity": 1000.0, "patience": 1}
+
+
+def test_a_rollback_goes_back_to_the_last_good_checkpoint_and_draws_other_numbers(tmp_path):
+    config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "rollback"})
+    rollouts = run(config, Collapsing(), tmp_path)
+    # Step 4 (groups 6 and 7) collapses; the newest checkpoint before it is that of step 2.
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6]
+    assert [number for number, _ in rollouts.begun] == [*range(8), *range(4, 12)]
+    assert rollouts.seed != 0
+    written = rows(tmp_path)
+    assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6]
+    assert all(row["guard/sampled_perplexity"] == 0 for row in written)
+    kept = {step: read_metadata(path)["seed"] for step, path in kept_steps(tmp_path).items()}
+    assert list(kept) == [1, 2, 3, 4, 5, 6]
+    assert kept[1] == kept[2] == "0" and kept[3] == kept[4] == str(rollouts.seed)  # those of the way back
+    back = rollouts.loaded[2][1], rollouts.loaded[5][1]
+    jax.tree.map(np.testing.assert_array_equal, *back)
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [4, 6]
+
+
+@pytest.mark.medium
+def test_the_checkpoint_of_the_last_good_step_itself_is_taken(tmp_path):
+    checkpoint, guards = {"every": 1, "keep": 9}, GUARDED | {"action": "rollback"}
+    config = make_config(tmp_path, checkpoint=checkpoint, guards=guards)
+    rollouts = run(config, Collapsing(), tmp_path)
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 3, 4]
+    assert [number for number, _ in rollouts.begun] == [*range(8), 6, 7]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_of_a_bad_step_goes_and_the_way_back_saves_that_step_again(tmp_path):
+    """Two bad steps trip the guard; the first of them is saved by then."""
+    guards = GUARDED | {"action": "rollback", "patience": 2}
+    checkpoint = {"every": 1, "keep": 9}
+    config = make_config(tmp_path, learner={"steps": 6}, checkpoint=checkpoint, guards=guards)
+    rollouts = run(config, Collapsing(), tmp_path)
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
+    trainer = make_trainer(config, tmp_path)
+    assert trainer.checkpoints.steps() == [1, 2, 3, 4, 5, 6]
+    fourth = trainer.checkpoints.restore(4, trainer.learner.abstract_state())[0]["params"]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(fourth), rollouts.loaded[7][1])
+
+
+def test_a_resumed_run_knows_that_it_was_rolled_back(tmp_path):
+    """Its numbers are those of the attempt after the collapse, and its rollbacks count on."""
+    config = make_config(tmp_path, guards=GUARDED | {"action": "rollback"})
+    before = run(config, Collapsing(), tmp_path)
+    trainer = make_trainer(config, tmp_path, after := ScriptedRollouts())
+    assert trainer.guards.rollbacks == 0
+    trainer.restore()
+    assert trainer.guards.rollbacks == 1 and trainer.guards.last_good_step == trainer.step == 4
+    assert after.seed == trainer.seed == before.seed != config.run.seed
+
+
+def test_a_guard_may_stop_the_run_with_its_state_saved(tmp_path, capsys):
+    config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "stop"})
+    with pytest.raises(UserError, match="stopped by guards.action"):
+        run(config, Collapsing(), tmp_path)
+    assert [row["guard/sampled_perplexity"] for row in rows(tmp_path)] == [0, 0, 0, 1]
+    assert "warning: step 4: the policy samples what it finds improbable" in capsys.readouterr().err
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").glob("[0-9]")) == [2, 4]
+
+
+class Breaking(ScriptedRollouts):
+    """The numbers of some groups are no numbers, unless others are drawn than at first."""
+
+    def __init__(self, broken):
+        super().__init__()
+        self.broken = broken
+
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        if number in self.broken and self.seed == 0:
+            for trajectory in future.result().trajectories:
+                for turn in trajectory.turns:
+                    turn.logprobs = turn.logprobs * np.nan
+        return future
+
+
+@pytest.mark.parametrize("action", ["log", "stop"])
+def test_a_run_whose_parameters_diverge_ends_and_keeps_none_of_them(tmp_path, action):
+    optimizer = replace(make_config(tmp_path).learner.optimizer, lr=1e38, warmup_steps=1)
+    config = make_config(tmp_path, learner={"optimizer": optimizer}, guards={"action": action})
+    config = replace(config, checkpoint=replace(config.checkpoint, every=1))
+    rollouts = ScriptedRollouts()
+    with pytest.raises(
+        UserError, match="step 2 diverged .* is not saved: the newest checkpoint is that of step 1"
+    ):
+        run(config, rollouts, tmp_path)
+    assert checkpoints(tmp_path) == [1]
+    assert [version for version, _ in rollouts.loaded] == [0, 1]  # no worker gets what is not finite
+    assert [(row["actor/finite"], row["guard/numbers"]) for row in rows(tmp_path)] == [(1, 0), (0, 1)]
+
+
+BREAKING = {"loss": {"importance_cap": 2.0}, "learner": {"steps": 7, "row_length": 16, "microbatch_rows": 8}}
+
+
+def test_a_run_without_a_finite_update_ends_after_a_few_steps(tmp_path, capsys):
+    config = make_config(tmp_path, checkpoint={"every": 1, "keep": 9}, **BREAKING)
+    with pytest.raises(UserError, match="step 5 diverged .* the newest checkpoint is that of step 2"):
+        run(config, Breaking(range(4, 14)), tmp_path)
+    assert checkpoints(tmp_path) == [1, 2]
+    assert [row["guard/numbers"] for row in rows(tmp_path)] == [0, 0, 1, 1, 1]
+    assert "no update was finite for 3 steps" in capsys.readouterr().err
+
+
+def test_a_single_step_that_is_not_finite_is_left_out(tmp_path):
+    config = make_config(tmp_path, **BREAKING)
+    run(config, Breaking((4, 5)), tmp_path)
+    assert [row["actor/skipped"] for row in rows(tmp_path)] == [0, 0, 1, 0, 0, 0, 0]
+    assert checkpoints(tmp_path)[-1] == 7
+
+
+@pytest.mark.medium
+def test_a_rollback_goes_back_from_what_is_not_finite_too(tmp_path):
+    guards = {"action": "rollback", "max_sampled_perplexity": None}  # which the scripted tokens exceed
+    config = make_config(tmp_path, guards=guards, **BREAKING)
+    rollouts = run(config, Breaking(range(4, 14)), tmp_path)
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7]
+    assert [row["guard/numbers"] for row in rows(tmp_path)] == [0] * 7
+
+
+class Tying(ScriptedRollouts):
+    """From group 2 on nobody is right."""
+
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        if number >= 2:
+            for trajectory in future.result().trajectories:
+                trajectory.turns[-1].answer = "no"
+        return future
+
+
+def test_steps_in_which_all_groups_tie_are_no_collapse(tmp_path):
+    """They compute nothing, so they have no entropy: none is shown, and no guard sees 0."""
+    config = make_config(tmp_path, guards={"action": "stop", "patience": 1})
+    run(config, Tying(), tmp_path, Console(stream=(stream := io.StringIO())))
+    first, *tied = rows(tmp_path)
+    assert first["actor/entropy"] > 1 and first["guard/entropy"] == 0
+    assert [row["step"] for row in tied] == [2, 3, 4]
+    for row in tied:
+        assert (row["group/tied"], row["actor/computed_share"], row["actor/grad_norm"]) == (1, 0, 0)
+        absent = {"actor/entropy", "actor/ppo_kl", "actor/sampler_mismatch", "actor/loss", "guard/entropy"}
+        assert absent <= first.keys() and not absent & row.keys()
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
+    assert ["entropy" in line for line in lines] == [True, False, False, False]
+
+
+def test_without_a_good_checkpoint_a_rollback_says_so(tmp_path):
+    guards = GUARDED | {"action": "rollback"}
+    config = make_config(tmp_path, checkpoint={"every": 0}, guards=guards)
+    with pytest.raises(UserError, match="no checkpoint is as old as the last good step 3"):
+        run(config, Collapsing(), tmp_path)

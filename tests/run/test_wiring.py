@@ -1,0 +1,103 @@
+"""What the config opens: which sampler, with which services, and that all of it is closed again."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from http_rig import Handler, serving
+from tiny_policy import Letters
+from trainer_rig import make_config, make_model
+
+from calibadv_jax.run import wiring
+from calibadv_jax.sampler.jax_sampler import JaxSampler
+from calibadv_jax.sampler.vllm_sampler import VllmSampler
+
+
+class Vocabulary(Letters):
+    def __len__(self):
+        return 24
+
+    def get_vocab(self):
+        return {chr(97 + number): number for number in range(24)}
+
+
+@pytest.fixture
+def model():
+    made = make_model()
+    return replace(made, tokenizer=Vocabulary(), hf_config=made.hf_config | {"eos_token_id": [3]})
+
+
+class Ready(Handler):
+    """A retrieval service that is asked for its health alone."""
+
+    def do_GET(self):
+        self.reply(200, {"status": "ready"})
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """What was opened with which arguments, and what was closed, in order."""
+    events = []
+
+    def service(name, url):
+        @contextmanager
+        def open_service(*arguments):
+            events.append((name, *arguments[:-1]))  # without what is told of waiting
+            yield url
+            events.append(f"{name} closed")
+
+        return open_service
+
+    monkeypatch.setattr(wiring, "open_workers", service("workers", ["http://127.0.0.1:8"]))
+    with serving(Ready) as url:
+        monkeypatch.setattr(wiring, "open_retriever", service("retriever", url))
+        yield events
+
+
+def test_the_embedded_sampler_starts_no_workers(tmp_path, model, opened):
+    config = make_config(tmp_path, rollout={"max_length": 16}, sampler={"slots": 3})
+    with wiring.open_rollouts(config, model, tmp_path / "policy", tmp_path / "snapshots") as rollouts:
+        sampler = rollouts.context.sampler
+        assert isinstance(sampler, JaxSampler) and (sampler.max_length, sampler.config.slots) == (16, 3)
+        assert sampler.stops.end_ids == {3}
+        assert rollouts.seed == config.run.seed and rollouts.context.rollout is config.rollout
+        assert rollouts.context.tokenizer is model.tokenizer
+    assert opened == [("retriever", config.retriever, tmp_path / "retriever.log"), "retriever closed"]
+
+
+def test_vllm_workers_take_what_is_published_as_the_version_that_it_is(tmp_path, model, opened, monkeypatch):
+    stored = []
+
+    class Store:
+        def __init__(self, *arguments):
+            stored.append(arguments)
+
+        def publish(self, version, params, **about):
+            stored.append((version, params, about))
+            return tmp_path / "v000007"
+
+    monkeypatch.setattr(wiring, "SnapshotStore", Store)
+    made = {}
+
+    class Sampler(VllmSampler):
+        def __init__(self, urls, config, stops, tokenizer_hash, publish, vocab_size):
+            made.update(urls=urls, hash=tokenizer_hash, publish=publish, size=vocab_size)
+
+        async def close(self):
+            opened.append("sampler closed")
+
+    monkeypatch.setattr(wiring, "VllmSampler", Sampler)
+    checkpoint = {"snapshots_kept": 5, "snapshot_dtype": "float32"}
+    config = make_config(tmp_path, sampler={"name": "vllm"}, checkpoint=checkpoint)
+    with wiring.open_rollouts(config, model, tmp_path / "policy", tmp_path / "snapshots"):
+        assert opened[1] == (
+            "workers", config.sampler, tmp_path / "policy", tmp_path, config.policy.compute_dtype, 16
+        )  # fmt: skip
+        assert made["urls"] == ["http://127.0.0.1:8"] and made["hash"] == model.tokenizer_hash
+        assert made["size"] == 24
+        assert made["publish"](7, {"p": 1}) == tmp_path / "v000007"
+    assert opened[2:] == ["sampler closed", "workers closed", "retriever closed"]
+    about = {"step": 7, "hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash}
+    assert stored == [(tmp_path / "snapshots", 5, "float32"), (7, {"p": 1}, about)]

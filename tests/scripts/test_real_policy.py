@@ -1,0 +1,123 @@
+"""scripts/real_policy.sh: from a model, questions and passages to a table, by one command."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from shelf_rig import row, write_corpus, write_rows
+from tiny_policy import SHAPE
+
+from calibadv_jax.config import Config, MeshConfig
+from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.run.model import build_model, initial_params
+from calibadv_jax.snapshots.huggingface import save_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "real_policy.sh"
+TRAIN = [
+    row("1", "Where was the writer of Silent Garden born?", ["Oslo"], ["p0", "p1"], "two"),
+    row("2", "In which city was Bo Dorn born?", ["Lima"], ["p3"], "one"),
+    row("3", "What is the capital of Norway?", ["Oslo"], ["p6"], "one"),
+    row("4", "In which city is Loud Garden?", ["Paris"], ["p2"], "one"),
+]
+TEST = [
+    row("5", "From which city is Cy Emm?", ["Quito"], ["p4"], "one"),
+    row("6", "What is Cy Emm?", ["a painter"], ["p4"], "one"),
+]
+NAMES = ["direct", "chain_of_thought", "rag", "cold_start", "calibadv-2-seed-3", "grpo-seed-3"]
+
+
+def script(*arguments):
+    return subprocess.run(
+        ["bash", str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, env=os.environ.copy()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--size", "huge"], "--size is huge; it is tiny, cpu or gpu"),
+        (["--arms", "grpo ppo"], "--arms names ppo; an arm is grpo, or calibadv- and lambda"),
+        (["--seeds", "0 x"], "--seeds names x; a seed is a whole number"),
+        (["--data", "/no/such"], "/no/such: no such folder; correct --data"),
+        (["--data"], "--data needs a value"),
+        (["--fast"], "unknown option --fast; see"),
+        (["more"], "more is neither an option nor KEY=VALUE"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message):
+    done = script(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_help_names_every_option():
+    said = script("--help").stdout
+    options = ("size", "data", "output", "arms", "seeds", "steps", "encoder", "model", "python")
+    assert all(f"--{name} " in said for name in options)
+    assert "set -euo" not in said
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Folders of a random policy and of data."""
+    folder = tmp_path_factory.mktemp("real")
+    build_word_tokenizer().save_pretrained(folder / "tokenizer")
+    config = Config(mesh=MeshConfig(data=1, fsdp=8))
+    config = replace(config, policy=replace(config.policy, init=SHAPE, tokenizer=str(folder / "tokenizer")))
+    model = build_model(config, "")
+    params = initial_params(config, model, "")
+    save_folder(params, model.hf_config, folder / "model", "float32", model.tokenizer_folder)
+    (folder / "data").mkdir()
+    write_rows(folder / "data" / "train.jsonl", TRAIN)
+    write_rows(folder / "data" / "test.jsonl", TEST)
+    write_corpus(folder / "data" / "corpus.jsonl")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_stages_run_and_a_second_command_finds_them_done(inputs):
+    output = inputs / "output"
+    command = ["--size", "tiny", "--data", inputs / "data", "--model", inputs / "model", "--output", output]
+    command += ["--python", sys.executable, "--arms", "grpo calibadv-2", "--seeds", "3"]
+    command += ["prompt.template=short", "prompt.chat=off", "retriever.topk=1", "evaluate.resamples=100"]
+    first = script(*command)
+    assert first.returncode == 0, first.stdout + first.stderr
+    table = (output / "table.md").read_text()
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]}
+    assert list(rows) == NAMES
+    assert [" to " in line.split(" | ")[-1] for line in rows.values()] == [False] * 4 + [True] * 2
+    assert first.stdout.endswith(table)
+    # Every arm began from the one cold start, with its own credit.
+    arms = {"grpo": ("grpo", 1.0), "calibadv-2": ("calibadv", 2.0)}
+    for arm, credit in arms.items():
+        config = json.loads(json.dumps(_config(output / arm / "seed-3")))
+        assert (config["advantage"]["name"], config["advantage"]["target_ratio"]) == credit
+        assert config["policy"]["path"] == str(output / "cold_start")
+        assert config["run"]["seed"] == 3
+    assert {
+        json.loads((output / "evaluations" / f"{name}.json").read_text())["method"] for name in NAMES
+    } == {
+        "agent",
+        "chain_of_thought",
+        "direct",
+        "rag",
+    }
+    again = script(*command)
+    assert again.returncode == 0
+    assert [line for line in again.stdout.splitlines() if line.startswith("==")] == ["== table"]
+    assert (output / "table.md").read_text() == table
+
+
+def _config(run):
+    """What a training run kept of its config."""
+    import yaml
+
+    (path,) = (run / "configs").glob("*.yaml")
+    return yaml.safe_load(path.read_text())

@@ -1,0 +1,209 @@
+"""`calibadv ask`: what a person sees of a policy's turns, which config it takes, and errors in a line."""
+
+import io
+from dataclasses import replace
+from unittest.mock import MagicMock
+
+import pytest
+from tiny_policy import Letters
+
+from calibadv_jax import cli
+from calibadv_jax.config import Config, PromptConfig, RolloutConfig
+from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
+from calibadv_jax.core.interfaces import Completion
+from calibadv_jax.core.trajectory import Document, Question
+from calibadv_jax.rollout.agent import RolloutContext
+from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.run.model import find_policy
+from calibadv_jax.tools import ask
+
+
+class Script:
+    """A sampler that says one text after the other; notes the temperature."""
+
+    def __init__(self, *texts):
+        self.texts, self.temperatures = list(texts), []
+
+    async def generate(self, token_ids, sampling, session):
+        self.temperatures.append(sampling.temperature)
+        text = self.texts.pop(0)
+        return Completion([ord(letter) for letter in text], [-1.0] * len(text), "stop", (0,))
+
+    def release(self, session):
+        self.released = session
+
+    async def close(self):
+        pass
+
+
+class Shelf:
+    """A retriever with two documents, or with an error."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    async def search(self, queries):
+        if self.error:
+            raise self.error
+        return [[Document("1", "Ann", "word " * 100), Document("2", "\x1b[2JBob\u202e", "b\x07")]]
+
+    async def close(self):
+        pass
+
+
+SEARCH, ANSWER = "<think>look</think><search>who</search>", "<think>so</think><answer>Ann</answer>"
+
+
+CONFIG = Config(prompt=PromptConfig(template="short", chat="off"), rollout=RolloutConfig(max_searches=1))
+
+
+def rollouts_of(sampler, retriever):
+    return Rollouts(RolloutContext(sampler, retriever, Letters(), CONFIG.rollout, CONFIG.prompt), 0)
+
+
+@pytest.fixture
+def talk():
+    """What is said of a question, and the trajectory."""
+
+    def talk(sampler, retriever, temperature=0.0):
+        config = Config(
+            prompt=PromptConfig(template="short", chat="off"), rollout=RolloutConfig(max_searches=1)
+        )
+        context = RolloutContext(sampler, retriever, Letters(), config.rollout, config.prompt)
+        said = []
+        with Rollouts(context, 0) as rollouts:
+            ask.show_turns(rollouts, said.append)
+            trajectory = ask._answer(rollouts, Question("ask0", "who?", (), "ask"), config, temperature)
+        return said, trajectory
+
+    return talk
+
+
+def test_turns_and_folded_documents_are_said_in_order(talk, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    sampler = Script(SEARCH, ANSWER)
+    said, trajectory = talk(sampler, Shelf())
+    assert said[:2] == ["think   look", "search  who"]
+    assert said[2].startswith("  [1]   Ann: word word") and said[2].endswith("…") and len(said[2]) == 70
+    assert said[3] == "  [2]   [2JBob: b"  # control characters do not reach the terminal
+    assert said[4:] == ["think   so"]
+    assert ask.ending(trajectory) == "answer  Ann"
+    assert sampler.released == "ask/0/0"
+
+
+def test_the_temperature_is_the_one_asked_for(talk):
+    sampler = Script(ANSWER)
+    talk(sampler, Shelf(), temperature=0.7)
+    assert sampler.temperatures == [0.7]
+
+
+@pytest.mark.parametrize(
+    ("texts", "reason"),
+    [
+        (["rambling"], "no answer: its last turn neither searches nor answers"),
+        ([SEARCH, SEARCH], "no answer: its last search came after the last one allowed"),
+    ],
+)
+def test_a_missing_answer_says_why(talk, texts, reason):
+    said, trajectory = talk(Script(*texts), Shelf())
+    assert ask.ending(trajectory).startswith(reason)
+    assert len(texts) > 1 or said == ["invalid  rambling"]
+
+
+def test_a_refused_query_is_said_and_the_policy_goes_on(talk):
+    said, trajectory = talk(Script(SEARCH, ANSWER), Shelf(QueryRefused("no")))
+    assert "        the retriever does not take this query" in said and trajectory.answer == "Ann"
+
+
+def test_a_service_that_is_gone_is_an_error_not_an_answer(talk):
+    _, trajectory = talk(Script(SEARCH), Shelf(RequestFailed("retriever", "gone")))
+    assert trajectory.error == "retriever: gone"
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """What is said to questions by a policy that is there, while its retriever is not."""
+
+    def answer(questions, *texts):
+        class Loaded(Script):
+            async def load(self, version, params):
+                pass
+
+        rollouts = rollouts_of(Loaded(*texts), Shelf(RequestFailed("retriever", "gone\x07")))
+        monkeypatch.setattr(ask, "build_model", MagicMock())
+        monkeypatch.setattr(ask, "open_rollouts", lambda *_: rollouts)
+        said = []
+        ask.ask(CONFIG, MagicMock(), questions, 0.0, said.append)
+        return said
+
+    return answer
+
+
+def test_the_only_question_fails_the_command(answer):
+    with pytest.raises(UserError, match="retriever: gone"):
+        answer(["who?"], SEARCH)
+
+
+def test_a_typed_question_that_fails_lets_the_next_one_come(answer):
+    said = answer(iter(["who?", "where?"]), SEARCH, ANSWER)
+    assert said == ["think   look", "search  who", "failed: retriever: gone", "think   so", "answer  Ann"]
+
+
+def test_typed_questions_are_lines_until_the_end(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("who?\n\n  where? \n"))
+    assert list(ask.typed_questions()) == ["who?", "where?"]
+
+
+def test_the_config_is_that_of_the_newest_start_of_the_run(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "configs").mkdir()
+    for name in ("0.yaml", "2.yaml", "10.yaml", "notes.yaml"):
+        (run / "configs" / name).write_text("run: {seed: 1}\n")
+    (run / "configs/11.yaml").touch()  # of a start on a full disk
+    for policy in (run, run / "checkpoints", run / "checkpoints/7", run / "snapshots/v3"):
+        assert ask.run_config(find_policy(policy)) == run / "configs/10.yaml"
+    with pytest.raises(UserError, match="no config of a run beside it; name one with --config"):
+        ask.run_config(find_policy(tmp_path / "elsewhere/model"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "nowhere", "who?"], "error: nowhere: no such folder"),
+        (["--policy", ".", "who", "is", "it?"], "error: 3 questions were given; put quotes"),
+        (["--policy", ".", "--temperature", "-1", "who?"], "error: --temperature -1: give 0 or more"),
+        (["--policy", ".", "--temperature", "nan", "who?"], "error: --temperature nan: give 0 or more"),
+        (["--policy", ".", "--config", "no.yaml", "who?"], "error: no.yaml: no such config file"),
+        (["who?"], "error: the following arguments are required: --policy"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(["ask", *arguments])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said) and error.count("\n") == 1
+
+
+def test_questions_and_config_values_may_stand_in_any_order(tmp_path, monkeypatch):
+    calls = []
+    config = tmp_path / "run.yaml"
+    config.write_text("run: {seed: 1}\n")
+    monkeypatch.setattr(ask, "ask", lambda *arguments: calls.append(arguments))
+    line = ["who wrote a=b?", "--policy", str(tmp_path), "run.seed=5", "--config", str(config)]
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(["ask", *line])
+    assert end.value.code == 0
+    (asked, source, questions, temperature, _) = calls[0]
+    assert asked.run.seed == 5 and questions == ["who wrote a=b?"] and temperature == 0
+    assert source == find_policy(tmp_path)
+
+
+def test_a_run_that_goes_on_keeps_its_logs_and_a_person_waits_seconds(tmp_path):
+    patient = replace(Config().retriever, patience=900.0)
+    config = replace(Config(), run=replace(Config().run, dir="runs/mine"), retriever=patient)
+    alone = ask._alone(config, str(tmp_path))
+    assert alone.run.dir == str(tmp_path) and alone.retriever.patience == 10
+    hasty = replace(config, retriever=replace(patient, patience=2.0))
+    assert ask._alone(hasty, str(tmp_path)).retriever.patience == 2

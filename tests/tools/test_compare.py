@@ -1,0 +1,142 @@
+"""calibadv compare: two evaluations of the same questions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from evaluation_rig import QUESTIONS, Rig, Scripted
+
+from calibadv_jax import cli
+from calibadv_jax.tools import compare
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    """Two evaluations: the first policy knows a, the second one a and half of b; greedy and sampled."""
+
+    def evaluate(name, reply, **sections):
+        (tmp_path / name).mkdir()
+        rig = Rig(tmp_path / name, monkeypatch)
+        rig.questions = {"eval.jsonl": sections.pop("questions", QUESTIONS)}
+        rig(Scripted(reply), evaluate={"temperatures": [0.0, 1.0], "samples": 2} | sections)
+        return rig.file(".json")
+
+    def better(prompt, seed):
+        return "yes" if any(f"Question: {known}" in prompt for known in ("a", "b 0", "b 1")) else "no"
+
+    return evaluate("A", None), evaluate("B", better), evaluate
+
+
+def call(*argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.calibadv(["compare", *map(str, argv)])
+    return stop.value.code, *capsys.readouterr()
+
+
+def test_the_table_and_the_numbers(pair, capsys, tmp_path):
+    first, second, _ = pair
+    status, out, _ = call(first, second.with_suffix(".jsonl"), "--output", tmp_path / "c.json", capsys=capsys)
+    assert status == 0
+    header, _, *lines = out.splitlines()
+    assert header.split()[:6] == ["temperature", "metric", "data", "questions", "A", "B"]
+    assert "95% interval" in header and len(lines) == 2 * 3 * 4
+    line = next(line.split() for line in lines if line.split()[:3] == ["0", "em", "b"])
+    assert line[3:7] == ["4", "0.000", "0.500", "0.500"]
+    found = json.loads((tmp_path / "c.json").read_text())["differences"]["0"]["em"]
+    assert found["a"]["difference"] == 0 and found["a"]["p_value"] == 1
+    assert found["b"]["difference"] == 0.5
+    assert found["b"]["p_value"] == 0.5  # two questions differ: 2 of the 4 exchanges are as far apart
+    assert found["all"]["difference"] == found["average"]["difference"] == 0.25
+    low, high = found["b"]["interval"]
+    assert 0 <= low < 0.5 < high <= 1
+
+
+def test_metrics_and_confidence_are_chosen(pair, capsys):
+    first, second, _ = pair
+    options = ["--metrics", "pass@2", "searches", "--confidence", "0.9"]
+    status, _, error = call(first, second, *options, capsys=capsys)
+    assert (status, error.count("\n")) == (2, 1)
+    assert "no metric 'pass@2'; it has f1, em, cover_em, format, answered, searches, tokens" in error
+    status, out, _ = call(first, second, "--metrics", "tokens", "--confidence", "0.9", capsys=capsys)
+    assert status == 0 and "90% interval" in out
+    assert {line.split()[1] for line in out.splitlines()[2:]} == {"tokens"}
+
+
+def test_a_swap_changes_the_sign_only(pair):
+    first, second, _ = pair
+    arguments = argparse.Namespace(first=first, second=second, resamples=500, confidence=0.95)
+    a, b = (compare._load(path)["0"] for path in (first, second))
+    forth = dict(compare._compare(arguments, "em", a, b))["all"]
+    back = dict(compare._compare(arguments, "em", b, a))["all"]
+    assert back.difference == -forth.difference and back.p_value == forth.p_value
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"questions": QUESTIONS[:-1]}, "1 differ, such as 'b3' of 'b'; evaluate both to the end"),
+        ({"questions": [replace(q, golden_answers=("no",)) for q in QUESTIONS]}, "8 differ, such as 'a0' of"),
+        ({"temperatures": [0.5]}, "has temperatures 0, 1 and .*C/evaluation.json has 0.5: evaluate both"),
+    ],
+)
+def test_other_questions_or_temperatures_are_refused(pair, capsys, changes, words):
+    first, _, evaluate = pair
+    status, _, error = call(first, evaluate("C", None, **changes), capsys=capsys)
+    assert status == 2 and error.count("\n") == 1 and re.search(words, error)
+
+
+def test_bad_arguments_are_one_line(pair, capsys, tmp_path):
+    first, second, _ = pair
+    (tmp_path / "empty.jsonl").write_text("")
+    for argv, words in (
+        ([first, tmp_path / "none.jsonl"], "none.jsonl: no such file; give the .jsonl"),
+        ([first, tmp_path / "empty.jsonl"], "no questions in it"),
+        ([first, second, "--resamples", "0"], "--resamples must be at least 1"),
+        ([first, second, "--confidence", "95"], "--confidence between 0 and 1"),
+        ([first], "required: B"),
+    ):
+        status, _, error = call(*argv, capsys=capsys)
+        assert status == 2 and error.count("\n") == 1 and words in error
+
+
+def test_a_question_without_a_score_is_left_out_for_both(pair):
+    first, second, _ = pair
+    path = Path(first).with_suffix(".jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["scores"] = {}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = argparse.Namespace(first=first, second=second, resamples=100, confidence=0.95)
+    a, b = (compare._load(one)["0"] for one in (first, second))
+    assert dict(compare._compare(arguments, "em", a, b))["a"].questions == 3
+
+
+def searched_by(path, **said):
+    """The evaluation's rows, as another retriever's."""
+    path = Path(path).with_suffix(".jsonl")
+    lines = [json.loads(line) | {"retriever": said} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({"corpus_sha256": "c1"}, {"corpus_sha256": "c2"}, "corpus_sha256 'c1' and 'c2'"),
+        ({"corpus_sha256": "c1"}, {"corpus_sha256": "c1", "reranker": "m"}, "reranker None and 'm'"),
+        ({"corpus_sha256": "c1"}, {"corpus_sha256": "c1"}, ""),
+        ({"corpus_sha256": "c1"}, {}, ""),  # a policy that searched nothing
+    ],
+)
+def test_other_retrievers_are_told(pair, capsys, tmp_path, first, second, words):
+    paths = pair[:2]
+    for path, said in zip(paths, (first, second), strict=True):
+        searched_by(path, **said)
+    status, out, error = call(*paths, "--output", tmp_path / "c.json", capsys=capsys)
+    assert status == 0 and out
+    shown = " ".join(error.split())
+    assert ("other retrievers searched for" in shown) == bool(words) and words in shown
+    assert json.loads((tmp_path / "c.json").read_text())["other_retrievers"] == bool(words)

@@ -1,0 +1,105 @@
+"""The command `calibadv inspect`: its arguments, the folder it writes, the server it starts."""
+
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from benchmarks.generated_run import make_run
+from calibadv_jax import cli
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.tools import inspect_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inspect") / "run"
+    make_run(folder, 160)
+    return folder
+
+
+def call(*arguments):
+    parser = ArgumentParser()
+    inspect_run.add_arguments(parser)
+    inspect_run.run(parser.parse_args([str(one) for one in arguments]))
+
+
+def test_a_folder_is_written_and_says_how_to_look_at_it(run_folder, tmp_path, capsys):
+    call(run_folder, "--output", tmp_path / "page")
+    said = capsys.readouterr()
+    assert "2 steps, 160 trajectories" in said.err
+    assert f"--directory {tmp_path / 'page'}" in said.out
+    assert len(list((tmp_path / "page/data").glob("group_*.json"))) == 32
+
+
+@pytest.mark.parametrize(("steps", "kept"), [("2", 16), ("1-1", 16), ("-1", 16), ("2-", 16), ("0-9", 32)])
+def test_steps_choose_what_is_written(run_folder, tmp_path, steps, kept):
+    call(run_folder, f"--steps={steps}", "--output", tmp_path / "page")
+    assert len(list((tmp_path / "page/data").glob("group_*.json"))) == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "one"], "--steps one: give FIRST-LAST"),
+        (["--steps", "7-9"], "keeps steps 1 to 2"),
+        (["--port", "70000"], "--port 70000: a port is a number"),
+    ],
+)
+def test_bad_arguments_are_named(run_folder, arguments, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        call(run_folder, *arguments)
+
+
+def test_a_folder_that_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(["inspect", str(tmp_path)])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}: no rollouts")
+
+
+def test_port_and_output_exclude_each_other(run_folder, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(["inspect", str(run_folder), "--port", "0", "--output", str(tmp_path)])
+    assert end.value.code == 2 and "not allowed with" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_server_says_its_address_and_ends_with_ctrl_c(run_folder):
+    # The tests may run as a background job, whose children ignore SIGINT from their start.
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = f"{heeding}; from calibadv_jax import cli; cli.calibadv()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, "inspect", str(run_folder), "--port", "0"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    address = process.stdout.readline().strip()
+    with urllib.request.urlopen(f"{address}data/index.json", timeout=60) as answer:
+        assert answer.status == 200 and b'"steps"' in answer.read()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors
+
+
+def test_the_page_is_in_the_package():
+    """Its files lie beside the code, and the wheel takes whole packages."""
+    names = {path.name for path in (ROOT / "calibadv_jax/pages/static").iterdir()}
+    assert {"index.html", "style.css", "app.js", "icon.svg"} <= names
+    html = (ROOT / "calibadv_jax/pages/static/index.html").read_text()
+    scripts = [path.read_text() for path in (ROOT / "calibadv_jax/pages/static").glob("*.js")]
+    used = re.findall(r'(?:href|src)="([^"]+)"', html)
+    used += [name for text in scripts for name in re.findall(r'from "\./([^"]+)"', text)]
+    assert set(used) <= names
+    assert not [
+        text for text in scripts if "innerHTML" in text or "insertAdjacentHTML" in text or "eval(" in text
+    ]

@@ -1,0 +1,157 @@
+"""Kept rollouts to demonstrations: the best of each question, once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from calibadv_jax import cli
+from calibadv_jax.core.trajectory import Document
+from calibadv_jax.data.demonstration_files import load_demonstrations
+
+pa = pytest.importorskip("pyarrow")
+import pyarrow.parquet as pq  # noqa: E402
+
+THINK = "<think> t </think> "
+DOCUMENT = {"id": "d1", "title": "Title", "text": "Text.", "score": 0.5}
+
+
+def trajectory(question, answer, score=1.0, length=5, **fields):
+    """A row in the columns that select-rollouts reads, and one that it does not."""
+    search = {"text": f"{THINK}<search> {question} </search>", "token_ids": [1] * 3, "documents": [DOCUMENT]}
+    last = {"text": f"{THINK}<answer> {answer} </answer>", "token_ids": [1] * length, "documents": []}
+    return {
+        "step": 1,
+        "group": 0,
+        "index": 0,
+        "question_id": question,
+        "question": f"Who is {question}?",
+        "data_source": "nq",
+        "golden_answers": ["Ann"],
+        "supporting_ids": ["d1"],
+        "error": None,
+        "answer_score": score,
+        "format_valid": True,
+        "seconds": 0.5,
+        "turns": [search, last],
+    } | fields
+
+
+def write(folder, step, rows):
+    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        row["step"] = step
+    schema = pa.Table.from_pylist([trajectory("q", "a") | {"error": "e"}]).schema
+    pq.write_table(
+        pa.Table.from_pylist(rows, schema=schema),
+        folder / "rollouts" / f"step_{step}.parquet",
+        compression="zstd",
+    )
+
+
+def select(*argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.calibadv(["select-rollouts", *map(str, argv)])
+    return stop.value.code, *capsys.readouterr()
+
+
+def answers(path):
+    return [
+        one.turns[-1].text.partition("<answer> ")[2].partition(" <")[0] for one in load_demonstrations(path)
+    ]
+
+
+def test_the_good_ones_become_demonstrations(tmp_path, capsys):
+    rows = [
+        trajectory("q1", "right"),
+        trajectory("q2", "half", score=0.5),
+        trajectory("q3", "unformed", format_valid=False),
+        trajectory("q4", "gone", error="retriever: gone"),
+    ]
+    write(tmp_path / "run", 3, rows)
+    status, out, _ = select(tmp_path / "run", "--output", tmp_path / "d.jsonl", capsys=capsys)
+    assert status == 0
+    (one,) = load_demonstrations(tmp_path / "d.jsonl")
+    assert (one.question.id, one.question.text, one.question.golden_answers) == ("q1", "Who is q1?", ("Ann",))
+    assert one.question.data_source == "nq" and one.question.supporting_ids == ("d1",)
+    assert [turn.text for turn in one.turns] == [
+        "<think> t </think> <search> q1 </search>",
+        "<think> t </think> <answer> right </answer>",
+    ]
+    assert one.turns[0].documents == (Document("d1", "Title", "Text."),)
+    found = dict(line.rsplit(maxsplit=1) for line in out.splitlines()[2:])
+    assert {name.strip(): int(count) for name, count in found.items()} == {
+        "all": 4,
+        "score too low": 1,
+        "format invalid": 1,
+        "failed": 1,
+        "written": 1,
+        "questions": 1,
+    }
+
+
+def test_the_best_shortest_and_earliest_come_first_over_all_steps_and_runs(tmp_path, capsys):
+    write(
+        tmp_path / "a", 2, [trajectory("q", "long", length=9), trajectory("q", "worse", score=0.9, length=1)]
+    )
+    write(tmp_path / "a", 10, [trajectory("q", "late"), trajectory("q", "short", length=4)])
+    write(tmp_path / "b", 1, [trajectory("q", "other run")])
+    options = ["--output", tmp_path / "d.jsonl", "--min-score", "0.8", "--per-question"]
+    order = ["short", "late", "other run", "long", "worse"]
+    for count in (1, 3, 9):
+        assert select(tmp_path / "a", tmp_path / "b", *options, count, capsys=capsys)[0] == 0
+        assert answers(tmp_path / "d.jsonl") == order[:count]
+
+
+def test_the_same_words_come_once_and_the_same_id_of_other_data_is_another_question(tmp_path, capsys):
+    rows = [
+        trajectory("q", "Ann", length=9),
+        trajectory("q", "ANN ", length=3),
+        trajectory("q", "Ann", length=4),
+    ]
+    write(tmp_path / "run", 1, [*rows, trajectory("q", "Ann", data_source="hotpotqa")])
+    options = ["--output", tmp_path / "d.jsonl", "--per-question", "5"]
+    _, out, _ = select(tmp_path / "run", *options, capsys=capsys)
+    assert answers(tmp_path / "d.jsonl") == ["Ann", "ANN "]
+    assert next(line.split()[1] for line in out.splitlines() if line.startswith("duplicate")) == "2"
+
+
+def test_a_thought_that_the_environment_opened_is_whole(tmp_path, capsys):
+    row = trajectory("q", "Ann")
+    for turn in row["turns"]:
+        turn["text"] = turn["text"].removeprefix("<think>")
+    write(tmp_path / "run", 1, [row])
+    select(tmp_path / "run", "--output", tmp_path / "d.jsonl", capsys=capsys)
+    (one,) = load_demonstrations(tmp_path / "d.jsonl")
+    assert one.turns[0].text == "<think> t </think> <search> q </search>"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            ["{run}", "--output", "{out}", "--min-score", "2"],
+            "no trajectory with a score of 2 or more among 1",
+        ),
+        (["{run}", "--output", "{out}", "--per-question", "0"], "it must be at least 1"),
+        (["{run}/none", "--output", "{out}"], "none: no rollouts/step_N.parquet"),
+        (["{run}"], "required: --output"),
+        (["{damaged}", "--output", "{out}"], "step_1.parquet: not a step of kept rollouts"),
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, capsys, argv, words):
+    write(tmp_path / "run", 1, [trajectory("q", "Ann")])
+    (tmp_path / "damaged/rollouts").mkdir(parents=True)
+    (tmp_path / "damaged/rollouts/step_1.parquet").write_bytes(b"PAR1")
+    names = {"run": tmp_path / "run", "out": tmp_path / "d.jsonl", "damaged": tmp_path / "damaged"}
+    status, _, error = select(*(one.format(**names) for one in argv), capsys=capsys)
+    assert status == 2 and error.count("\n") == 1 and words in error
+    assert not (tmp_path / "d.jsonl").exists()
+
+
+def test_every_line_is_one_demonstration(tmp_path, capsys):
+    write(tmp_path / "run", 1, [trajectory("q1", "Ann"), trajectory("q2", "Ann\u2028Bob")])
+    select(tmp_path / "run", "--output", tmp_path / "new/d.jsonl", capsys=capsys)
+    lines = (tmp_path / "new/d.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
+    assert [json.loads(line)["id"] for line in lines] == ["q1", "q2"]
