@@ -1,1 +1,1 @@
-"""What stands in for the plain arithmetic: attention kernels, and products and functions as XLA computes them best."""
+"""Kernels of attention, and products and functions in the form that XLA computes best."""
