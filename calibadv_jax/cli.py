@@ -1,9 +1,8 @@
 """The command line: ``calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]``.
 
 Some commands work on files instead of a config and take arguments of their own: see TOOLS.
-``python -m calibadv_jax COMMAND`` does the same; so does ``python -m calibadv_jax.COMMAND`` for a command
-with a config. `calibadv` reads and checks the config before it imports what the command needs, so that a
-mistake is found at once.
+``python -m calibadv_jax COMMAND`` does the same, and ``python -m calibadv_jax.train`` trains. `calibadv`
+reads and checks the config before it imports what the command needs, so that a mistake is found at once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
-from calibadv_jax.config import Config, dump_config, load_config
+from calibadv_jax.config import dump_config, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import leave
 
@@ -29,6 +28,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 SILENCE = 2.0  # seconds of loading after which a command says what it does
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
+# Commands with a config: a module of `calibadv_jax.commands` each.
 COMMANDS = {
     "quickstart": "From nothing to a better search agent: world, cold start, training, evaluation, export.",
     "sft": "Supervised cold start on demonstrations.",
@@ -45,7 +45,7 @@ OPTIONS = {
     "doctor": {"offline": "check what needs no network, no services and no model or data files"},
 }
 
-# Commands without a config: `calibadv_jax.NAME` ("-" written "_") has add_arguments(parser), run(arguments).
+# Commands without a config: a module of `calibadv_jax.tools` each ("-" written "_").
 TOOLS: dict[str, str] = {
     "inspect": "A page of a run's trajectories: tokens by advantage, and why each turn got its own.",
     "ask": "Asks a policy a question, and shows what it searches and reads.",
@@ -56,7 +56,7 @@ TOOLS: dict[str, str] = {
     "select-rollouts": "Makes demonstrations for sft of the best kept rollouts.",
     "prepare-data": "Converts and filters question files of any layout that is known here.",
 }
-# A file inspect.py would hide Python's own from every file here that is run by its path.
+# A file inspect.py would hide Python's own from a file beside it that is run by its path.
 MODULES = {"inspect": "inspect_run"}
 
 
@@ -94,12 +94,13 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
         hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(names)}"
         sys.stderr.write(f"error: unknown command {command!r}; {hint}\n")
         sys.exit(USER_ERROR)
-    arguments = parse(f"calibadv {command}", COMMANDS[command], rest, OPTIONS.get(command, {}))
+    main(command, lambda config, **options: _load(command).run(config, **options), rest)
 
-    def run(config: Config, **options: bool) -> None:
-        _load(command).run(config, **options)
 
-    end(lambda: _with_config(run, arguments))
+def module_of(command: str) -> str:
+    """The dotted name of a command's module."""
+    room = "commands" if command in COMMANDS else "tools"
+    return f"calibadv_jax.{room}.{MODULES.get(command, command.replace('-', '_'))}"
 
 
 def _load(name: str) -> ModuleType:
@@ -113,7 +114,7 @@ def _load(name: str) -> ModuleType:
     timer.daemon = True
     timer.start()
     try:
-        return importlib.import_module(f"calibadv_jax.{MODULES.get(name, name.replace('-', '_'))}")
+        return importlib.import_module(module_of(name))
     finally:
         timer.cancel()
 
@@ -127,14 +128,14 @@ def _run_tool(name: str, argv: Sequence[str]) -> NoReturn:
 
 
 def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = None) -> NoReturn:
-    """Loads the config, calls `run` and ends the process, for ``python -m calibadv_jax.COMMAND``.
+    """Loads the config, calls `run` and ends the process.
 
     `run` gets the config, and the flags of OPTIONS by name.
     Exit status: 0 when `run` returns, whatever it returns (it raises SystemExit for another one); 2 after
     a `UserError`, which is printed as one line ``error: …``; 130 after an interruption from the keyboard.
     Any other exception is a defect of this program and shows its traceback.
     """
-    arguments = parse(f"python -m calibadv_jax.{command}", COMMANDS[command], argv, OPTIONS.get(command, {}))
+    arguments = parse(f"calibadv {command}", COMMANDS[command], argv, OPTIONS.get(command, {}))
     end(lambda: _with_config(run, arguments))
 
 

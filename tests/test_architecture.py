@@ -15,28 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from calibadv_jax.cli import COMMANDS, MODULES, TOOLS
+from calibadv_jax.cli import COMMANDS, TOOLS
+from calibadv_jax.cli import module_of as module_of_command
 from calibadv_jax.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-# Stage -> other stages that it may import, because it computes with the network or talks to a service.
-STAGES: dict[str, set[str]] = {
-    "data": set(),
-    "rewards": set(),
-    "advantages": set(),
-    "record": {"advantages"},
-    "rollout": set(),
-    "services": set(),
-    "metrics": set(),
-    "evaluation": set(),
-    "pages": {"record", "advantages"},
-    "report": {"metrics", "record"},
-    "policy": set(),
-    "learner": {"policy"},
-    "snapshots": {"policy"},
-    "sampler": {"policy", "services"},
-}
-CONDUCTORS = (*COMMANDS, *TOOLS, *MODULES.values(), "cli", "model", "trainer", "wiring")
+# The packages of calibadv_jax, floor by floor from the ground: each imports itself and lower floors only.
+FLOORS: tuple[set[str], ...] = (
+    {"core"},
+    {"config"},
+    {"advantages", "data", "evaluation", "metrics", "policy", "rewards", "rollout", "services"},
+    {"learner", "record", "sampler", "snapshots"},
+    {"pages", "report", "run"},
+    {"commands", "tools"},
+)
 OPTIONAL = {
     # tensorboardX is always there, but imports torch.
     "calibadv_jax": {"matplotlib", "mlflow", "prometheus_client", "tensorboardX", "vllm", "wandb"},
@@ -88,22 +80,31 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_imports_no_other_stage_and_no_conductor(stage):
-    allowed = {stage, *STAGES[stage]}
-    forbidden = [f"calibadv_jax.{name}" for name in (*STAGES, *CONDUCTORS) if name not in allowed]
+@pytest.mark.parametrize(
+    ("floor", "room"), [(number, room) for number, rooms in enumerate(FLOORS) for room in rooms]
+)
+def test_a_package_imports_lower_floors_only(floor, room):
+    loose = {path.stem for path in (ROOT / "calibadv_jax").glob("*.py")} - {"__init__"}
+    above = set().union(*FLOORS[floor:], loose) - {room}
     violations = {
         f"{path.relative_to(ROOT)} imports {name}"
-        for path in sources(f"calibadv_jax/{stage}")
+        for path in sources(f"calibadv_jax/{room}")
         for name in imports(path)
-        if any(within(name, package) for package in forbidden)
+        if any(within(name, f"calibadv_jax.{other}") for other in above)
     }
     assert not violations
 
 
-def test_every_folder_is_a_stage():
+def test_every_folder_has_a_floor():
     folders = {path.name for path in (ROOT / "calibadv_jax").iterdir() if (path / "__init__.py").is_file()}
-    assert folders == {*STAGES, "config"}
+    assert folders == set().union(*FLOORS)
+
+
+@pytest.mark.parametrize("package", ["calibadv_jax", "retriever", "benchmarks", "scripts"])
+def test_no_folder_has_more_than_twelve_modules(package):
+    folders = [ROOT / package, *(path for path in (ROOT / package).rglob("*") if path.is_dir())]
+    counts = {path: sum(one.name != "__init__.py" for one in path.glob("*.py")) for path in folders}
+    assert not {f"{path.relative_to(ROOT)}: {count}" for path, count in counts.items() if count > 12}
 
 
 @pytest.mark.parametrize("package", ["calibadv_jax", "retriever"])
@@ -195,12 +196,12 @@ def test_configs_are_shipped():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_a_module_that_runs(command):
-    assert callable(importlib.import_module(f"calibadv_jax.{command}").run)
+    assert callable(importlib.import_module(module_of_command(command)).run)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_every_tool_has_a_module_with_its_arguments(tool):
-    module = importlib.import_module(f"calibadv_jax.{MODULES.get(tool, tool.replace('-', '_'))}")
+    module = importlib.import_module(module_of_command(tool))
     assert callable(module.add_arguments) and callable(module.run)
 
 

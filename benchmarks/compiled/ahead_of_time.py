@@ -4,7 +4,8 @@
     python -m benchmarks.compiled.ahead_of_time --topology v5e:4x4 --shape qwen2.5-3b --fsdp 8 --tensor 2
 
     pip install 'jax[cuda13]'     # an environment of its own; no GPU and no driver are needed
-    python -m benchmarks.compiled.ahead_of_time --platform cuda --gpu h100 --topology 1x1x8 --shape qwen2.5-3b --fsdp 8
+    python -m benchmarks.compiled.ahead_of_time --platform cuda --gpu h100 --topology 1x1x8 \
+        --shape qwen2.5-3b --fsdp 8
 
 Prints for each program how long it compiled, the bytes of its arguments on one device, the memory that it
 takes there by the compiler's plan, and what `doctor` would have said. `update` is the gradient of a

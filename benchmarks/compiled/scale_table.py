@@ -1,12 +1,12 @@
 """Which slice or GPU for which model at 16,384 tokens: compiles every point and prints docs/scale.md's table.
 
-    python -m benchmarks.compiled.scale_table --folder runs/scale                   # all that is not there yet
-    python -m benchmarks.compiled.scale_table --folder runs/scale --match v5p       # only commands with this text
-    python -m benchmarks.compiled.scale_table --folder runs/scale --print           # only the table of what is there
+    python -m benchmarks.compiled.scale_table --folder runs/scale  # all that is not there yet
+    python -m benchmarks.compiled.scale_table --folder runs/scale --match v5p  # only commands with this text
+    python -m benchmarks.compiled.scale_table --folder runs/scale --print  # only the table of what is there
 
-Every point is compiled by `benchmarks.compiled.ahead_of_time` in a process of its own, and its figures lie in a file
-of the folder, one program after the other: an interrupted table goes on where it was. No TPU and no GPU is
-needed. The compilers lie where scripts/test.sh puts them, or where --libtpu and --cuda say.
+Every point is compiled by `benchmarks.compiled.ahead_of_time` in a process of its own, and its figures lie
+in a file of the folder, one program after the other: an interrupted table goes on where it was. No TPU and no
+GPU is needed. The compilers lie where scripts/test.sh puts them, or where --libtpu and --cuda say.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Temporary memory of the update by the length of a row, by the compiler's plan: nothing is computed.
 
-    python -m benchmarks.compiled.update_memory [--shape qwen2.5-3b] [--lengths 2048 4096 …]      # CPU
-    python -m benchmarks.compiled.update_memory --platform tpu --topology v5e:2x2 --fsdp 4        # needs libtpu
+    python -m benchmarks.compiled.update_memory [--shape qwen2.5-3b] [--lengths 2048 4096 …]  # CPU
+    python -m benchmarks.compiled.update_memory --platform tpu --topology v5e:2x2 --fsdp 4  # needs libtpu
 
 One row of each length on each device, bfloat16, `remat: full`. The gradient of a microbatch is one program,
 the optimizer's step another, which does not depend on the length.

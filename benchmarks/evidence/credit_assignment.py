@@ -1,6 +1,6 @@
 """Times the host side of a step: scoring and credit assignment of a paper-sized batch of trajectories.
 
-    python -m benchmarks.evidence.credit_assignment [--questions 512] [--group-size 5] [--tokens 8192] [--json FILE]
+    python -m benchmarks.evidence.credit_assignment [--questions 512] [--group-size 5] [--tokens 8192]
 
 Trajectories are synthetic but shaped like real ones: 1 to 4 searches of 3 documents from a pool shared by
 the group, thinks of some hundred words with natural word frequencies, one in ten a near copy of the one

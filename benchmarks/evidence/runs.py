@@ -66,15 +66,15 @@ def is_done(output: Path, job: Job) -> bool:
 
 def cold_command(output: Path, seed: int, config: str) -> list[str]:
     values = {"run.dir": cold_folder(output, seed), "run.seed": seed, "world.seed": seed}
-    return _command("benchmarks.evidence.cold", config, values)
+    return _command(["benchmarks.evidence.cold"], config, values)
 
 
 def train_command(output: Path, job: Job, config: str) -> list[str]:
-    return [*_command("calibadv_jax.commands.train", config, _values(output, job)), *job.arm.overrides()]
+    return [*_command(["calibadv_jax", "train"], config, _values(output, job)), *job.arm.overrides()]
 
 
 def evaluate_command(output: Path, job: Job, config: str) -> list[str]:
-    return [*_command("calibadv_jax.commands.evaluate", config, _values(output, job)), *job.arm.overrides()]
+    return [*_command(["calibadv_jax", "evaluate"], config, _values(output, job)), *job.arm.overrides()]
 
 
 def _values(output: Path, job: Job) -> dict[str, Any]:
@@ -98,9 +98,9 @@ def _values(output: Path, job: Job) -> dict[str, Any]:
     }
 
 
-def _command(module: str, config: str, values: dict[str, Any]) -> list[str]:
+def _command(program: list[str], config: str, values: dict[str, Any]) -> list[str]:
     overrides = [f"{key}={value}" for key, value in values.items()]
-    return [sys.executable, "-m", module, "--config", config, *overrides, *COMMON]
+    return [sys.executable, "-m", *program, "--config", config, *overrides, *COMMON]
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from calibadv_jax import cli
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
@@ -166,7 +165,3 @@ def coverage_lines(config: Config, url: str | Sequence[str]) -> list[str]:
     said = [f"{MEASURES[name]} {shares[name]:.0%}" for name in SAMPLED if shares[name] is not None]
     asked = f"{len(questions)} questions of data.eval as queries, {depth(config)} documents each"
     return [f"{asked}: {', '.join(said)} (calibadv coverage says more)"] if said else []
-
-
-if __name__ == "__main__":
-    cli.main("coverage", run)

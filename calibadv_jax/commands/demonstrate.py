@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from calibadv_jax import cli
 from calibadv_jax.commands.sft import demonstration_length
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
@@ -129,7 +128,3 @@ def _count_table(counts: Counter[tuple[str, str]]) -> str:
     rows = [[source, *(counts[source, name] for name in what)] for source in sources]
     rows.append(["all", *(sum(counts[source, name] for source in sources) for name in what)])
     return table(rows, ["data source", *what])
-
-
-if __name__ == "__main__":
-    cli.main("demonstrate", run)

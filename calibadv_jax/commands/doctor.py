@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import describe
 from calibadv_jax.commands.coverage import coverage_lines
 from calibadv_jax.commands.offline_checks import OFFLINE_CHECKS
@@ -206,7 +205,3 @@ CHECKS: list[tuple[str, Check]] = [
     ("sampler", check_sampler),
     ("retriever", check_retriever),
 ]
-
-
-if __name__ == "__main__":
-    cli.main("doctor", run)

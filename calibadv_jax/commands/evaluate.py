@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from calibadv_jax import cli
 from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
 from calibadv_jax.core.errors import QueryRefused, UserError
@@ -318,7 +317,3 @@ def report_table(report: Report) -> str:
     """One row for each temperature and data source, for the console."""
     headers, rows = table_rows(report)
     return table(rows, headers)
-
-
-if __name__ == "__main__":
-    cli.main("evaluate", run)

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from calibadv_jax import cli
 from calibadv_jax.commands.evaluate import at_step, describe_policy
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.config.keys import among, marked
@@ -121,7 +120,3 @@ def _scores(config: Config, policy: dict[str, Any]) -> str:
             )
             return f"{about}\n\n{markdown_table(report, found['confidence'])}"
     return "Not evaluated. `calibadv evaluate` before `calibadv export` puts the scores here."
-
-
-if __name__ == "__main__":
-    cli.main("export", run)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from calibadv_jax import cli
 from calibadv_jax.commands import export, sft, train
 from calibadv_jax.commands.evaluate import evaluate_policy
 from calibadv_jax.config import Config
@@ -128,7 +127,3 @@ def comparison_table(before: Means, after: Means) -> str:
         if source != AVERAGE
     ]
     return table(rows, ["temperature", "questions", "F1 before", "F1 after", "format", "searches"])
-
-
-if __name__ == "__main__":
-    cli.main("quickstart", run)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from calibadv_jax import cli
 from calibadv_jax.config import Config, SftPhase, dump_config
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
@@ -377,7 +376,3 @@ def _encoded(demonstration: Demonstration, config: Config, tokenizer: Any, loss_
     mask[0] = False  # nothing precedes the first token
     nothing = np.zeros(len(tokens), np.float32)
     return Sample(tokens, mask, nothing, nothing)
-
-
-if __name__ == "__main__":
-    cli.main("sft", run)

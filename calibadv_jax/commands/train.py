@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import AdvantageResult, compute_advantages, describe
 from calibadv_jax.commands.doctor import check_inputs
 from calibadv_jax.commands.evaluate import validate, validation_questions
@@ -188,7 +187,3 @@ def trajectory_bar(console: Console, rollout: RolloutConfig) -> Iterator[Callabl
     size = rollout.group_size
     with console.bar("rollouts", rollout.questions_per_step * size, "trajectories") as show:
         yield lambda groups: show(groups * size)
-
-
-if __name__ == "__main__":
-    cli.main("train", run)
