@@ -17,6 +17,7 @@ WIDTHS = (Fraction(1), Fraction(1, 2), Fraction(3, 4), Fraction(1, 4), Fraction(
 WORTH = 0.01  # share of the cost that another width must save: it takes a compilation
 FEW = 32  # samples: a microbatch is a large share of them, so that more ways to lay them are tried
 ORDERS = 32  # for FEW samples, besides that by length
+PLACED = 3_000  # samples that are laid for one choice of widths, over all ways that are tried
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,9 @@ def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
     """The cheapest way found to lay samples into rows of some of these widths, by first-fit decreasing.
 
     Long samples open rows of the narrowest of the chosen widths that holds them; what is left free there, and
-    in the empty rows of the last microbatch, is offered to the shorter ones. Every number of microbatches of
-    the widest rows is tried, and few samples in other orders, too: what remains may fit into narrower ones.
+    in the empty rows of the last microbatch, is offered to the shorter ones. Several numbers of microbatches of
+    the widest rows are tried, all of them where the samples are few, which are laid in other orders, too: what
+    remains may fit into narrower ones.
 
     Args:
         shapes: widest first.
@@ -107,9 +109,16 @@ def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
         _laid(lengths, order, chosen, more)
         for order in _orders(lengths, len(shapes))
         for chosen in choices
-        for more in range(1 + (len(chosen) > 1) * (sum(lengths) // (chosen[0].rows * chosen[0].length)))
+        for more in _offers(lengths, chosen)
     )
     return min(plans, key=lambda found: found.cost * (1.0 + WORTH * len(found.shapes)))
+
+
+def _offers(lengths: Sequence[int], shapes: Sequence[RowShape]) -> list[int]:
+    """Numbers of microbatches of the widest rows to try, from none to as many as hold everything."""
+    most = sum(lengths) // (shapes[0].rows * shapes[0].length) if len(shapes) > 1 else 0
+    tried = min(most + 1, max(1, PLACED // max(1, len(lengths))))
+    return sorted({round(offer) for offer in np.linspace(0, most, tried)})
 
 
 def _orders(lengths: Sequence[int], num_shapes: int) -> Iterator[list[int]]:
