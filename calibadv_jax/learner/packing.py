@@ -85,8 +85,8 @@ def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
     """The cheapest way found to lay samples into rows of some of these widths, by first-fit decreasing.
 
     Long samples open rows of the narrowest of the chosen widths that holds them; what is left free there, and
-    in the empty rows of the last microbatch, is offered to the shorter ones. Several numbers of microbatches of
-    the widest rows are tried, all of them where the samples are few, which are laid in other orders, too: what
+    in the empty rows of the last microbatch, is offered to the shorter ones. Several numbers of microbatches
+    of the widest rows are tried: all of them if the samples are few, which are laid in other orders, too. What
     remains may fit into narrower ones.
 
     Args:
