@@ -96,7 +96,7 @@ def make_group(tokenizer: Tokenizer, number: int, rng: np.random.Generator) -> G
         failed = "retriever: no answer for 600 s" if rng.random() < 0.01 else None
         prompt = np.array(tokenizer.encode(f"Question: {question.text}\n").ids, np.int32)
         trajectories.append(Trajectory(question, prompt, turns, index, 1.0, failed))
-    return Group(question, trajectories)
+    return Group.of(question, trajectories)
 
 
 def write_run(folder: Path, steps: list[list[Group]], config: Config, tokenizer: Tokenizer) -> None:
@@ -113,8 +113,6 @@ def write_run(folder: Path, steps: list[list[Group]], config: Config, tokenizer:
 
 def learner_logprobs(trajectory: Trajectory) -> np.ndarray | None:
     """Float32 [T]: as if the learner held each sampled token for exp(0.07) times as likely as the sampler."""
-    if trajectory.error is not None:
-        return None
     return (trajectory.logprobs + 0.07 * trajectory.mask).astype(np.float32)
 
 

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.evidence import figures as evidence_figures
+from benchmarks.evidence import tables as evidence_tables
 from benchmarks.evidence.results import cold_starts, read_results
-from benchmarks.evidence.runs import figures as evidence_figures
-from benchmarks.evidence.runs import tables as evidence_tables
 from calibadv_jax import cli
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.evidence import figures as evidence_figures
 from benchmarks.evidence.arms import METHODS, parse_name
 from benchmarks.evidence.measures import SEARCHES, mean_at_the_end
-from benchmarks.evidence.runs import figures as evidence_figures
 from benchmarks.evidence.second_search import ARMS, credit_of, push, searches_again
 from calibadv_jax import cli
 from calibadv_jax.advantages.credit import GroupCredit
@@ -73,7 +73,7 @@ def read_beginning(run: Path, num_steps: int) -> Beginning:
     UserError: a step is not kept.
     """
     kept = [read_step(find_step(run, step)) for step in range(1, num_steps + 1)]
-    groups = [group.finished() for step in kept for group in step.groups]
+    groups = [group for step in kept for group in step.groups]
     return Beginning(run, groups, [credit for step in kept for credit in step.credits])
 
 

@@ -35,7 +35,7 @@ class AdvantageResult:
     advantages: list[list[np.ndarray]]
     """Float32 [T] a trajectory, aligned with `Trajectory.response_ids`; 0 on observation tokens."""
     credits: list[GroupCredit]
-    """The same by turn, with correctness and silver documents, of the trajectories that were finished."""
+    """The same by turn, with correctness and silver documents."""
     metrics: dict[str, float]
     """See `diagnostics.summarise`."""
 
@@ -43,9 +43,8 @@ class AdvantageResult:
 def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> AdvantageResult:
     """Advantages of scored groups; group statistics in float64 on the host.
 
-    A trajectory without a sampled token gets 0 everywhere, but its score counts in its group. One that
-    could not be finished (`Trajectory.error`) gets 0 everywhere too, and its group's statistics are those of
-    the others. Where that leaves only one other, it has nothing to be compared with and gets 0.
+    A trajectory without a sampled token gets 0 everywhere, but its score counts in its group. A group is as
+    if it did not have those that failed. One that is left alone has nothing to be compared with and gets 0.
 
     Raises:
         ValueError: a group mixes questions, or an answer score is not finite.
@@ -58,24 +57,17 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> Adva
                     f" of {group.question.id!r}"
                 )
     credits = [_assign(group, config) for group in groups]
-    advantages = [_lay_out(group, credit) for group, credit in zip(groups, credits, strict=True)]
+    advantages = [
+        [spread(turns, one) for turns, one in zip(credit.turns, group.trajectories, strict=True)]
+        for group, credit in zip(groups, credits, strict=True)
+    ]
     return AdvantageResult(advantages, credits, summarise(credits))
 
 
 def _assign(group: Group, config: AdvantageConfig) -> GroupCredit:
-    finished = group.finished()
-    if len(finished.trajectories) == 1 < len(group.trajectories):
-        return no_credit(finished)
-    return ALGORITHMS[config.name].assign(finished, config)
-
-
-def _lay_out(group: Group, credit: GroupCredit) -> list[np.ndarray]:
-    """Advantages of all trajectories of the group, of which `credit` knows the finished ones."""
-    turns = iter(credit.turns)
-    return [
-        spread(np.zeros(len(one.turns)) if one.error is not None else next(turns), one)
-        for one in group.trajectories
-    ]
+    if len(group.trajectories) == 1 and group.failed:
+        return no_credit(group)
+    return ALGORITHMS[config.name].assign(group, config)
 
 
 def describe(config: AdvantageConfig) -> list[str]:

@@ -258,7 +258,7 @@ def answer(
         for trajectory in group.trajectories:
             score_trajectory(trajectory, config.reward, config.prompt.prepend_think)
         keep(make_row(evaluation, temperature, original[id(group.question)], group, method))
-        for trajectory in group.trajectories:  # `collect` holds the groups until all are there
+        for trajectory in group.attempts:  # `collect` holds the groups until all are there
             trajectory.turns.clear()
 
     rollouts.collect(

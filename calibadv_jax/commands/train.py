@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibadv_jax.advantages.estimators import AdvantageResult, compute_advantages, describe
+from calibadv_jax.advantages.estimators import compute_advantages, describe
 from calibadv_jax.commands.doctor import check_inputs
 from calibadv_jax.commands.evaluate import validate, validation_questions
 from calibadv_jax.config import Config, RolloutConfig
@@ -16,15 +16,15 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.stopping import Stop
-from calibadv_jax.core.trajectory import Group, Question
+from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.metrics.guards import guard_metrics
+from calibadv_jax.metrics.guards import Verdict, guard_metrics
 from calibadv_jax.metrics.shown_steps import ShownSteps
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
-from calibadv_jax.metrics.timing import Stopwatch
+from calibadv_jax.metrics.timing import Phases
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
@@ -120,65 +120,83 @@ def train(
         if trainer.step < total:
             console.note("the first step compiles; the steps after it are faster")
         while trainer.step < total:
-            watch, begun = Stopwatch(), trainer.step
-            with watch("rollout"), trajectory_bar(console, config.rollout) as done:
+            phase, begun = Phases(console, stop), trainer.step
+            with phase("rollout"), trajectory_bar(console, config.rollout) as done:
                 groups = trainer.stream.take(begun, done)
-            with watch("advantage"), console.phase("rewards and advantages"):
-                advantages, metrics = credited(config, trainer, groups)
-                metrics |= rollouts.metrics() | {"rollout/overlong_prompts": float(left_out)}
-            try:
-                with stop.held():
-                    phase = "update, compiling" if begun + 1 == first else "update"
-                    with watch("update"), console.phase(phase):
-                        metrics |= trainer.update(groups, advantages)
-                    with watch("record"), console.phase("keeping the trajectories"):
-                        known = trainer.learner_logprobs
-                        metrics |= record.write(trainer.step, groups, advantages.credits, known, trainer.seed)
-                    verdict = trainer.guards.check(trainer.step, metrics)
-                    metrics |= verdict.metrics
+            with phase("advantage", "rewards and advantages"):
+                rng = random_state(trainer.seed, begun, "reward")
+                score_groups(groups, config.reward, config.prompt.prepend_think, rng)
+                advantages = compute_advantages(groups, config.advantage)
+            row = trajectory_metrics(groups, begun) | guard_metrics(groups) | advantages.metrics
+            row |= rollouts.metrics() | {"rollout/overlong_prompts": float(left_out)}
+            with written(writer, trainer, row, phase):
+                with phase.held():  # what is trained is also kept and judged
+                    with phase("update", "update, compiling" if begun + 1 == first else "update"):
+                        updated = trainer.update(groups, advantages)
+                    row |= updated.metrics
+                    phase.tokens = updated.tokens
+                    with phase("record", "keeping the trajectories"):
+                        kept = updated.logprobs
+                        row |= record.write(trainer.step, groups, advantages.credits, kept, trainer.seed)
+                    verdict = trainer.guards.check(trainer.step, row)
+                    row |= verdict.metrics
                 if not trainer.guards.is_broken:  # a policy that is not finite is nothing to sample from
-                    metrics |= hand_on(config, trainer, rollouts, console, watch)
-            finally:
-                if trainer.step > begun:  # what is trained is saved, so its row must not be lost
-                    with stop.held():
-                        writer.write(trainer.step, metrics | watch.metrics(trainer.trained_tokens))
-            shown.show(trainer.step, metrics | watch.metrics(trainer.trained_tokens), groups)
+                    with phase("publish", "publishing the policy"):
+                        row |= trainer.publish()
+                    row |= evaluate_if_due(config, trainer, rollouts, phase)
+            shown.show(trainer.step, row, groups)
             for finding in verdict.findings:
                 console.warn(finding)
-            if verdict.action == "stop":
-                raise UserError(trainer.why_stopped())
-            if verdict.action == "rollback":
-                with stop.held():
-                    trainer.roll_back()
-                    writer.rewind(trainer.step + 1)
-                    record.rewind(trainer.step + 1)
-                trainer.publish()
-                continue
-            with stop.held():
-                trainer.save_if_due()
+            heed(verdict, trainer, writer, record, phase)
 
 
-def credited(
-    config: Config, trainer: Trainer, groups: list[Group]
-) -> tuple[AdvantageResult, dict[str, float]]:
-    """Scores the groups of the next step; returns the credit of their turns, and the metrics of both."""
+@contextmanager
+def written(writer: MetricsWriter, trainer: Trainer, row: dict[str, float], phase: Phases) -> Iterator[None]:
+    """Writes the step's row at the end of the block, with the times, if the step was trained.
+
+    What is trained is saved, so its row must not be lost, whatever ends the block.
+
+    Args:
+        row: filled in the block, and after it.
+    """
     begun = trainer.step
-    rng = random_state(trainer.seed, begun, "reward")
-    score_groups(groups, config.reward, config.prompt.prepend_think, rng)
-    advantages = compute_advantages(groups, config.advantage)
-    return advantages, trajectory_metrics(groups, begun) | guard_metrics(groups) | advantages.metrics
+    try:
+        yield
+    finally:
+        if trainer.step > begun:
+            row |= phase.metrics()
+            with phase.held():
+                writer.write(trainer.step, row)
 
 
-def hand_on(
-    config: Config, trainer: Trainer, rollouts: Rollouts, console: Console, watch: Stopwatch
-) -> dict[str, float]:
-    """Publishes the new policy and, if it is due, evaluates it; returns what both say."""
-    with watch("publish"), console.phase("publishing the policy"):
-        metrics = trainer.publish()
-    if config.evaluate.every and trainer.step % config.evaluate.every == 0:
-        with watch("evaluate"), console.phase("evaluation"):
-            metrics |= report_metrics(validate(config, rollouts))
-    return metrics
+def evaluate_if_due(config: Config, trainer: Trainer, rollouts: Rollouts, phase: Phases) -> dict[str, float]:
+    """The held-out scores of the new policy after every `evaluate.every` steps."""
+    every = config.evaluate.every
+    if not every or trainer.step % every:
+        return {}
+    with phase("evaluate", "evaluation"):
+        return report_metrics(validate(config, rollouts))
+
+
+def heed(
+    verdict: Verdict, trainer: Trainer, writer: MetricsWriter, record: RolloutWriter, phase: Phases
+) -> None:
+    """Ends the run or goes back, if a guard says so; else saves the step if it is due.
+
+    Raises:
+        UserError: a guard ends the run, or there is nothing to go back to.
+    """
+    if verdict.action == "stop":
+        raise UserError(trainer.why_stopped())
+    if verdict.action == "go_on":
+        with phase.held():
+            trainer.save_if_due()
+        return
+    with phase.held():
+        trainer.roll_back()
+        writer.rewind(trainer.step + 1)
+        record.rewind(trainer.step + 1)
+    trainer.publish()
 
 
 @contextmanager

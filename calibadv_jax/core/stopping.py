@@ -34,7 +34,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.status: int | None = None
-        self._held = False
+        self._held = 0  # blocks of `held` work that are open
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Stop:
@@ -49,13 +49,13 @@ class Stop:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Work that a signal must not break off; SystemExit comes when it is done."""
-        self._held = True
+        """Work that a signal must not break off; SystemExit comes when the outermost block is done."""
+        self._held += 1
         try:
             yield
         finally:
-            self._held = False
-        if self.status is not None:
+            self._held -= 1
+        if self.status is not None and not self._held:
             raise SystemExit(self.status)
 
     def _handle(self, number: int, _: FrameType | None) -> None:

@@ -6,6 +6,7 @@ which was appended by the environment) come from the agent loop that wrote them,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -73,7 +74,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     index: int = 0  # position within its group
     seconds: float = 0.0  # from its first prompt to its end, searches and weight swaps included
-    error: str | None = None  # one line, "who failed: why", if it could not be finished; then never trained
+    error: str | None = None  # one line, "who failed: why", if it could not be finished
     format_valid: bool = False  # set by the reward stage
     answer_score: float = 0.0  # answer reward x format validity, set by the reward stage
     metrics: dict[str, float] = field(default_factory=dict)  # em, f1, cover_em, …
@@ -126,7 +127,18 @@ class Group:
 
     question: Question
     trajectories: list[Trajectory]
+    failed: list[Trajectory] = field(default_factory=list)  # not finished: neither scored nor trained
 
-    def finished(self) -> Group:
-        """The group as if it did not have the trajectories that could not be finished."""
-        return Group(self.question, [one for one in self.trajectories if one.error is None])
+    @staticmethod
+    def of(question: Question, attempts: Iterable[Trajectory]) -> Group:
+        """The group of all attempts, those with an `error` apart."""
+        finished: list[Trajectory] = []
+        failed: list[Trajectory] = []
+        for one in attempts:
+            (finished if one.error is None else failed).append(one)
+        return Group(question, finished, failed)
+
+    @property
+    def attempts(self) -> list[Trajectory]:
+        """Finished and failed ones in the order in which they were asked for."""
+        return sorted([*self.trajectories, *self.failed], key=lambda one: one.index)

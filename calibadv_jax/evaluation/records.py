@@ -68,7 +68,7 @@ def make_row(evaluation: str, temperature: float, question: Question, group: Gro
     Args:
         question: as it stands in the data; the group's own may carry passages.
     """
-    attempts = [_attempt(one, METHODS[method].template is None) for one in group.trajectories]
+    attempts = [_attempt(one, METHODS[method].template is None) for one in group.attempts]
     return {
         "evaluation": evaluation,
         "content": _content(question),
@@ -106,7 +106,7 @@ def _attempt(trajectory: Trajectory, is_agent: bool) -> Row:
         "tokens": float(trajectory.mask.sum()),
     }
     if not is_agent:  # a single turn without search cannot keep to the agent's format
-        del scores["format"]
+        scores.pop("format", None)
     return {
         "error": trajectory.error,
         "answer": trajectory.answer,

@@ -86,8 +86,7 @@ def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
 
     Long samples open rows of the narrowest of the chosen widths that holds them; what is left free there, and
     in the empty rows of the last microbatch, is offered to the shorter ones. Several numbers of microbatches
-    of the widest rows are tried: all of them if the samples are few, which are laid in other orders, too. What
-    remains may fit into narrower ones.
+    of the widest rows are tried, and other orders of few samples: what remains may fit into narrower ones.
 
     Args:
         shapes: widest first.

@@ -26,13 +26,13 @@ def make_samples(
     """Prompt and response concatenated; advantages float32 [T] are those of the response.
 
     Returns:
-        The samples that have a token to train, and how many trajectories had none or could not be finished.
+        The samples that have a token to train, and how many trajectories had none.
     """
     samples = []
     for trajectory, advantage in zip(trajectories, advantages, strict=True):
-        if not _is_trained(trajectory):
-            continue
         mask = trajectory.mask
+        if not mask.any():
+            continue
         prompt = trajectory.prompt_ids.astype(np.int32)
         nothing = np.zeros(len(prompt), np.float32)
         samples.append(
@@ -44,10 +44,6 @@ def make_samples(
             )
         )
     return samples, len(trajectories) - len(samples)
-
-
-def _is_trained(trajectory: Trajectory) -> bool:
-    return trajectory.error is None and bool(trajectory.mask.any())
 
 
 def with_old_logprobs(
@@ -74,7 +70,7 @@ def old_logprobs(trajectories: Sequence[Trajectory], samples: Sequence[Sample]) 
         samples: of the same trajectories, from `with_old_logprobs`.
     """
     remaining = iter(samples)
-    known = [next(remaining).old_logprobs if _is_trained(one) else None for one in trajectories]
+    known = [next(remaining).old_logprobs if one.mask.any() else None for one in trajectories]
     return [
         None if values is None else values[len(one.prompt_ids) :]
         for one, values in zip(trajectories, known, strict=True)

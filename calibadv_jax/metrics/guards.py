@@ -191,7 +191,7 @@ def guard_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rollout/sampled_perplexity: exp of the mean negative log-probability of the sampled tokens, under the
         sampler's policy at its temperature.
     """
-    turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    turns = [turn for group in groups for trajectory in group.attempts for turn in trajectory.turns]
     metrics = {}
     counts = [_repeated_ngrams(turn) for turn in turns]
     repeated, total = sum(one for one, _ in counts), sum(all_of for _, all_of in counts)

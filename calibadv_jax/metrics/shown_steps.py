@@ -56,8 +56,7 @@ class ShownSteps:
 
 def why_tied(groups: Sequence[Group]) -> str:
     """Why no group has two different scores, and what to try; empty where one has, or nothing finished."""
-    finished = [group.finished().trajectories for group in groups]
-    finished = [some for some in finished if some]
+    finished = [group.trajectories for group in groups if group.trajectories]
     if not finished or any(len({one.answer_score for one in some}) > 1 for some in finished):
         return ""
     scores = {some[0].answer_score for some in finished}

@@ -39,18 +39,17 @@ def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, floa
     rollout/failed/<who failed> only.
 
     Args:
-        groups: at least one trajectory in all.
+        groups: at least one trajectory in all, finished or not.
         step: the version of the policy that they train, for their staleness.
 
     Raises:
         ValueError: no trajectories.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    if not trajectories:
+    failed = [trajectory for group in groups for trajectory in group.failed]
+    if not trajectories and not failed:
         raise ValueError("no trajectories to summarise")
-    metrics = _failures(trajectories)
-    groups = [group.finished() for group in groups]
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    metrics = _failures(failed, len(trajectories) + len(failed))
     if not trajectories:
         return metrics
     metrics |= {
@@ -68,12 +67,11 @@ def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, floa
     return metrics
 
 
-def _failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
-    reasons = Counter(error.partition(":")[0] for error in errors)
+def _failures(failed: Sequence[Trajectory], total: int) -> dict[str, float]:
+    reasons = Counter(str(trajectory.error).partition(":")[0] for trajectory in failed)
     return {
-        "rollout/failed": float(len(errors)),
-        "rollout/failed_share": len(errors) / len(trajectories),
+        "rollout/failed": float(len(failed)),
+        "rollout/failed_share": len(failed) / total,
         **{f"rollout/failed/{reason}": float(count) for reason, count in sorted(reasons.items())},
     }
 

@@ -1,10 +1,13 @@
-"""Wall-clock time of a step's parts."""
+"""The parts of a step: how long they take, what the console shows meanwhile, what a signal must wait for."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from calibadv_jax.core.stopping import Stop
+from calibadv_jax.metrics.console import Console
 
 
 class Stopwatch:
@@ -13,6 +16,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self._begun = time.monotonic()
         self._seconds: dict[str, float] = {}
+        self.tokens = 0  # that the step trained on, prompts and observations included; set by the caller
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -22,12 +26,36 @@ class Stopwatch:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begun
 
-    def metrics(self, tokens: int) -> dict[str, float]:
-        """``timing_s/<name>``, ``timing_s/step`` (all since the start) and ``perf/tokens_per_second``.
-
-        Args:
-            tokens: tokens the step trained on, prompts and observations included.
-        """
+    def metrics(self) -> dict[str, float]:
+        """``timing_s/<name>``, ``timing_s/step`` (all since the start) and ``perf/tokens_per_second``."""
         total = time.monotonic() - self._begun
         parts = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
-        return parts | {"timing_s/step": total, "perf/tokens_per_second": tokens / total}
+        return parts | {"timing_s/step": total, "perf/tokens_per_second": self.tokens / total}
+
+
+class Phases(Stopwatch):
+    """``with phase("update", "updating", held=True): …``: timed, shown, and not broken off by a signal."""
+
+    def __init__(self, console: Console, stop: Stop):
+        super().__init__()
+        self._console, self._stop = console, stop
+
+    def held(self) -> AbstractContextManager[None]:
+        """Work that a signal must not break off; see `Stop.held`."""
+        return self._stop.held()
+
+    @contextmanager
+    def __call__(self, name: str, shown: str = "", held: bool = False) -> Iterator[None]:
+        """
+        Args:
+            name: of its time in the metrics.
+            shown: on the console; default: nothing.
+            held: a signal waits until the block ends; see `Stop.held`.
+        """
+        with ExitStack() as stack:
+            if held:
+                stack.enter_context(self._stop.held())
+            stack.enter_context(super().__call__(name))
+            if shown:
+                stack.enter_context(self._console.phase(shown))
+            yield

@@ -69,6 +69,6 @@ def transcript(trajectory: Trajectory) -> Iterator[str]:
 
 def chosen(groups: Sequence[Group], number: int) -> list[Trajectory]:
     """At most so many trajectories, of groups that lie evenly over the step; the first of each."""
-    groups = [group for group in groups if group.trajectories]
+    groups = [group for group in groups if group.attempts]
     number = min(number, len(groups))
-    return [groups[place * len(groups) // number].trajectories[0] for place in range(number)]
+    return [groups[place * len(groups) // number].attempts[0] for place in range(number)]

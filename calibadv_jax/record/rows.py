@@ -21,27 +21,24 @@ def to_rows(
     """Rows of a step; arrays stay arrays.
 
     Args:
-        credits: of the finished trajectories of each group.
-        learner_logprobs: float32 [T] of the response of every trajectory, None where they were not computed.
+        learner_logprobs: float32 [T] of the response of every finished trajectory, None if not computed.
     """
     rows = []
     for number, (group, credit, known) in enumerate(zip(groups, credits, learner_logprobs, strict=True)):
-        position = 0
-        for one, logprobs in zip(group.trajectories, known, strict=True):
-            turns = [_turn_row(turn) for turn in one.turns]
+        shared = {"step": step, "group": number, "silver": credit.silver}
+        of_group = [_row(one) | shared for one in group.failed]
+        for position, (one, logprobs) in enumerate(zip(group.trajectories, known, strict=True)):
+            row = _row(one) | shared | {"advantage_raw": float(credit.raw[position])}
+            _add_credit(row["turns"], credit, position)
             if logprobs is not None:
-                _add_logprobs(turns, logprobs)
-            raw = None
-            if one.error is None:
-                raw = float(credit.raw[position])
-                _add_credit(turns, credit, position)
-                position += 1
-            rows.append(_trajectory_row(one, turns) | {"step": step, "group": number})
-            rows[-1] |= {"advantage_raw": raw, "silver": credit.silver}
+                _add_logprobs(row["turns"], logprobs)
+            of_group.append(row)
+        rows += sorted(of_group, key=lambda row: row["index"])
     return rows
 
 
-def _trajectory_row(one: Trajectory, turns: list[Row]) -> Row:
+def _row(one: Trajectory) -> Row:
+    """A trajectory as if it had no credit."""
     return {
         "index": one.index,
         "question_id": one.question.id,
@@ -57,7 +54,8 @@ def _trajectory_row(one: Trajectory, turns: list[Row]) -> Row:
         "policy_versions": one.policy_versions,
         "seconds": one.seconds,
         "prompt_ids": one.prompt_ids,
-        "turns": turns,
+        "turns": [_turn_row(turn) for turn in one.turns],
+        "advantage_raw": None,
     }
 
 
@@ -110,7 +108,7 @@ def _add_logprobs(turns: list[Row], logprobs: np.ndarray) -> None:
 
 
 def from_rows(rows: Sequence[Row]) -> tuple[list[Group], list[GroupCredit], Logprobs]:
-    """The groups of a step, the credit of their finished trajectories and the learner's log-probabilities.
+    """The groups of a step, their credit and the learner's log-probabilities.
 
     Args:
         rows: as `pyarrow.Table.to_pylist` gives them with maps as dictionaries, arrays or lists.
@@ -119,10 +117,11 @@ def from_rows(rows: Sequence[Row]) -> tuple[list[Group], list[GroupCredit], Logp
     for _, chosen in groupby(rows, lambda row: row["group"]):
         members = list(chosen)
         question = _question(members[0])
-        group = Group(question, [_trajectory(row, question) for row in members])
+        group = Group.of(question, [_trajectory(row, question) for row in members])
+        finished = [row for row in members if row["error"] is None]
         groups.append(group)
-        credits.append(_credit(group, members))
-        logprobs.append([_logprobs(row, one) for row, one in zip(members, group.trajectories, strict=True)])
+        credits.append(_credit(group, finished, dict(members[0]["silver"])))
+        logprobs.append([_logprobs(row, one) for row, one in zip(finished, group.trajectories, strict=True)])
     return groups, credits, logprobs
 
 
@@ -168,18 +167,16 @@ def _turn(row: Row) -> Turn:
     )
 
 
-def _credit(group: Group, rows: Sequence[Row]) -> GroupCredit:
-    finished = [row for row in rows if row["error"] is None]
-
+def _credit(group: Group, finished: Sequence[Row], silver: dict[str, float]) -> GroupCredit:
     def column(name: str, kind: type) -> list[np.ndarray]:
         return [np.array([turn[name] for turn in row["turns"]], kind) for row in finished]
 
     return GroupCredit(
-        group=group.finished(),
+        group=group,
         raw=np.array([row["advantage_raw"] for row in finished], np.float64),
         turns=column("advantage", np.float64),
         correctness=column("correctness", np.float64),
-        silver=dict(rows[0]["silver"]),
+        silver=silver,
         softened=column("softened", np.bool_),
         repeated=[[turn["repeated"] for turn in row["turns"]] for row in finished],
         found_silver=[[tuple(turn["found_silver"]) for turn in row["turns"]] for row in finished],

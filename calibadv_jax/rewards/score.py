@@ -39,10 +39,10 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig, prepend_think
 def score_groups(
     groups: Sequence[Group], config: RewardConfig, prepend_think: bool, rng: np.random.Generator
 ) -> None:
-    """Scores every trajectory in place.
+    """Scores every trajectory in place, but not those that failed.
 
     With `config.shuffle`, a control experiment, the pairs (answer_score, format_valid) are then
-    permuted with `rng` over all finished trajectories of the step; the metrics stay true. Otherwise `rng` is
+    permuted with `rng` over all trajectories of the step; the metrics stay true. Otherwise `rng` is
     not drawn from.
 
     Raises:
@@ -53,7 +53,6 @@ def score_groups(
         score_trajectory(trajectory, config, prepend_think)
     if not config.shuffle:
         return
-    trajectories = [trajectory for trajectory in trajectories if trajectory.error is None]
     earned = [(trajectory.answer_score, trajectory.format_valid) for trajectory in trajectories]
     for trajectory, source in zip(trajectories, rng.permutation(len(earned)), strict=True):
         trajectory.answer_score, trajectory.format_valid = earned[source]

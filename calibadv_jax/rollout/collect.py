@@ -16,7 +16,7 @@ T = TypeVar("T")
 async def collect_group(
     context: RolloutContext, question: Question, slots: asyncio.Semaphore, seed: int, name: str
 ) -> Group:
-    """`rollout.group_size` trajectories of one question, those that failed (`Trajectory.error`) among them.
+    """`rollout.group_size` trajectories of one question, those that failed apart.
 
     If one raises an error, the others are cancelled and awaited, and it is raised as it was.
 
@@ -30,7 +30,7 @@ async def collect_group(
         async with slots:
             return await run_trajectory(context, question, index, seed, f"{name}/{index}")
 
-    return Group(question, await gather([one(index) for index in range(context.rollout.group_size)]))
+    return Group.of(question, await gather([one(index) for index in range(context.rollout.group_size)]))
 
 
 async def collect_groups(

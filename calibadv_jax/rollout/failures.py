@@ -25,7 +25,7 @@ class FailureCount:
         Raises:
             UserError: more than `max_share` of `total` have failed; it names the commonest reason.
         """
-        self._errors.update(one.error for one in group.trajectories if one.error is not None)
+        self._errors.update(str(one.error) for one in group.failed)
         failed = self._errors.total()
         if failed > self.max_share * self.total:
             ((reason, count),) = self._errors.most_common(1)

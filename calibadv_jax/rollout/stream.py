@@ -134,7 +134,7 @@ class RolloutStream:
 
     def _check_failures(self, numbers: Sequence[int]) -> None:
         groups = [self._running[number].future.result() for number in numbers]
-        group_size = max((len(group.trajectories) for group in groups), default=0)
+        group_size = max((len(group.attempts) for group in groups), default=0)
         failures = FailureCount(self.per_step * group_size, self.max_failed_share)
         try:
             for group in groups:

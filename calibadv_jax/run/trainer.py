@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -21,12 +22,22 @@ from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_
 from calibadv_jax.learner.step import learn, make_samples, old_logprobs, with_old_logprobs
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
+from calibadv_jax.record.rows import Logprobs
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout.stream import RolloutStream
 from calibadv_jax.run.model import Model, initial_params
 from calibadv_jax.snapshots.checkpoint import EXTRA, CheckpointStore
 
 PROBE_TOKENS = 256  # of the fixed text on which workers and learner are compared after a swap
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What a learner step came to."""
+
+    metrics: dict[str, float]
+    logprobs: Logprobs  # of each response before the first update; None where they were not computed
+    tokens: int  # trained on, prompts and observations included
 
 
 class Trainer:
@@ -74,9 +85,6 @@ class Trainer:
         self.reference = initial_params(config, model, config.policy.path) if config.loss.kl_coef else None
         self.state = self.learner.init(params)
         self.step = 0
-        self.trained_tokens = 0  # of the last step, prompts and observations included
-        # Float32 [T] of each response of the last step before its first update; None if not computed.
-        self.learner_logprobs: list[list[np.ndarray | None]] = []
         self.checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
 
     @property
@@ -141,7 +149,7 @@ class Trainer:
             rollout.max_failed_share,
         )
 
-    def update(self, groups: list[Group], advantages: AdvantageResult) -> dict[str, float]:
+    def update(self, groups: list[Group], advantages: AdvantageResult) -> Updated:
         """One learner step on the groups' trajectories; ends the step."""
         config = self.config
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -149,19 +157,19 @@ class Trainer:
         samples, skipped = make_samples(trajectories, per_token)
         samples = with_old_logprobs(self.learner, self.state["params"], samples, config.learner, config.loss)
         known = iter(old_logprobs(trajectories, samples))
-        self.learner_logprobs = [[next(known) for _ in group.trajectories] for group in groups]
+        logprobs = [[next(known) for _ in group.trajectories] for group in groups]
+        untrained = skipped + sum(len(group.failed) for group in groups)
         rate = float(self.schedule(int(self.state["updates"])))
-        metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(skipped)}
+        metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(untrained)}
         if samples:
             rng = random_state(self.seed, self.step, "minibatches")
             self.state, learned = learn(
                 self.learner, self.state, samples, config.learner, config.loss, self.loss, rng, self.reference
             )
             metrics |= learned | {"actor/finite": float(self.learner.is_finite(self.state["params"]))}
-        self.trained_tokens = sum(len(sample.tokens) for sample in samples)
         self.step += 1
         self.stream.commit()
-        return metrics
+        return Updated(metrics, logprobs, sum(len(sample.tokens) for sample in samples))
 
     def publish(self) -> dict[str, float]:
         """Hands the policy to the sampler as version `step`.

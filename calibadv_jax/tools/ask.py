@@ -114,7 +114,7 @@ def _answer(rollouts: Rollouts, question: Question, config: Config, temperature:
     (group,) = rollouts.collect(
         [question], "ask", config.run.seed, temperature=temperature, group_size=1, max_failed_share=1.0
     )
-    return group.trajectories[0]
+    return group.attempts[0]
 
 
 def own_tokenizer(source: PolicySource) -> list[str]:

@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
         changed = replay(kept, kept_config(kept, path, arguments.overrides))
         columns["changed"] = changed.metrics
     say = Console().say
-    num_trajectories = sum(len(group.trajectories) for group in kept.groups)
+    num_trajectories = sum(len(group.attempts) for group in kept.groups)
     say(f"step {step} of {folder}: {len(kept.groups)} groups, {num_trajectories} trajectories")
     say(comparison(columns))
     equal, total = equal_turns(kept.credits, same.advantages.credits)
@@ -131,6 +131,7 @@ def score_again(
         Group(
             group.question,
             [dataclasses.replace(one, metrics=dict(one.metrics)) for one in group.trajectories],
+            group.failed,
         )
         for group in kept.groups
     ]

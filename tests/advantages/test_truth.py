@@ -48,7 +48,7 @@ def second(build):
     """No silver; the second search is the last sampled turn, and the second trajectory failed."""
     searches = [build.turn(think="five", documents=["q1"]), build.turn(think="six", documents=["q2"])]
     group = build.group((0.0, True, searches), (0.0, True, searches), question_id="r")
-    group.trajectories[1].error = "retriever: gone"
+    group.failed = [group.trajectories.pop()]
     return about(group, "q1", "q2")
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.evidence.runs import second_search
+from benchmarks.evidence import second_search
 from benchmarks.evidence.second_search import World, draw_group, push
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks.evidence import figures as evidence_figures
+from benchmarks.evidence import second_search_runs
 from benchmarks.evidence.arms import METHODS, SHORT, parse_name
-from benchmarks.evidence.runs import figures as evidence_figures
-from benchmarks.evidence.runs import second_search_runs
 from benchmarks.evidence.second_search import ARMS, BELIEVE, World, credit_of, draw_group, push
 from calibadv_jax.config import load_config
 from calibadv_jax.core.errors import UserError
@@ -23,8 +23,7 @@ def make_run(folder, steps, searches=(1.0,) * 5 + (2.0,) * 10):
     config = load_config(SHORT.config, parse_name(folder.parent.name).overrides())
     writer = RolloutWriter(folder, config, 1)
     for number, groups in enumerate(steps, 1):
-        finished = [group.finished() for group in groups]
-        credits = credit_of(parse_name(folder.parent.name).method, finished)
+        credits = credit_of(parse_name(folder.parent.name).method, groups)
         writer.write(number, groups, credits, [[None] * len(group.trajectories) for group in groups], 0)
     rows = [{"step": step, "rollout/searches/mean": value} for step, value in enumerate(searches, 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -42,12 +41,13 @@ def rows_of(lines):
 
 def test_every_arm_gives_credit_for_the_same_trajectories(tmp_path, capsys):
     steps = draw_steps(1)
-    failed = steps[0][0].trajectories[0]  # it counts for nothing
+    failed = steps[0][0].trajectories.pop(0)  # it counts for nothing
     failed.error, failed.turns, failed.answer_score = "retriever: away", failed.turns[:1], 0.0
+    steps[0][0].failed.append(failed)
     run = make_run(tmp_path / "soft-lr1e-3/seed-3", steps)
     second_search_runs.main([str(run), "--steps", "2"])
     first, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
-    groups = [group.finished() for step in steps[:2] for group in step]
+    groups = [group for step in steps[:2] for group in step]
     decided = [len(one.turns) == 3 for group in groups for one in group.trajectories]
     assert len(decided) == 2 * 30 * 16 - 1
     share = np.mean(decided)

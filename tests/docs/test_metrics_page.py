@@ -45,7 +45,9 @@ class EventfulRollouts(ScriptedRollouts):
                 turn.policy_versions = (0,)
                 turn.token_ids = np.append(turn.token_ids, turn.token_ids[:1])  # long enough for a 4-gram
                 turn.logprobs = np.append(turn.logprobs, turn.logprobs[:1])
-        group.trajectories[2].error = "retriever: gone" if number == 0 else None
+        if number == 0:
+            group.failed.append(group.trajectories.pop(2))
+            group.failed[0].error = "retriever: gone"
         future.set_result(group)
         return future
 

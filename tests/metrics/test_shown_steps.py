@@ -31,7 +31,7 @@ def group(name, *scores, kind="answer", valid=True, f1=0.0, error=None):
     ]
     for one, score in zip(made, scores, strict=True):
         one.answer_score, one.format_valid, one.metrics = score, valid, {"f1": f1}
-    return Group(question, made)
+    return Group.of(question, made)
 
 
 def said(*steps, stream=None, transcripts=0, progress=True):
@@ -117,7 +117,7 @@ def test_no_text_of_a_transcript_commands_the_terminal(stream):
     failed = Trajectory(question, np.zeros(1, np.int32), turns[:1], error=f"retriever: {HOSTILE}")
     groups = [
         Group(question, [Trajectory(question, np.zeros(1, np.int32), turns)]),
-        Group(question, [failed]),
+        Group(question, [], [failed]),
         one,
     ]
     text = said(groups, stream=stream(), transcripts=3, progress=False)

@@ -109,7 +109,7 @@ def test_trajectories_that_failed_are_counted_and_left_out_of_everything_else(me
     lost.error, gone.error, late.error = "retriever: a: b", "retriever: c", "time: d"
     other = trajectory([turn("search", 6, observed=8), turn("answer", 4)], 0.0, True)
     with_failures = trajectory_metrics(
-        [Group(QUESTION, [solved, lost]), Group(QUESTION, [gone, late, other])]
+        [Group.of(QUESTION, [solved, lost]), Group.of(QUESTION, [gone, late, other])]
     )
     without = trajectory_metrics([Group(QUESTION, [solved]), Group(QUESTION, [other])])
     assert with_failures == without | {
@@ -125,7 +125,7 @@ def test_trajectories_that_failed_are_counted_and_left_out_of_everything_else(me
 def test_where_all_failed_there_is_nothing_but_their_number():
     lost = trajectory([], 0.0, False)
     lost.error = "sampler: lost"
-    assert trajectory_metrics([Group(QUESTION, [lost])]) == {
+    assert trajectory_metrics([Group(QUESTION, [], [lost])]) == {
         "rollout/failed": 1.0,
         "rollout/failed_share": 1.0,
         "rollout/failed/sampler": 1.0,

@@ -71,7 +71,7 @@ def make_groups():
         for question, many in zip(QUESTIONS, (enumerate(first), enumerate(second)), strict=True)
     ]
     groups[0].trajectories[2].error = "retriever: gone"
-    return groups
+    return [Group.of(group.question, group.trajectories) for group in groups]
 
 
 def make_config(**log):

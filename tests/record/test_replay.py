@@ -65,7 +65,7 @@ def test_the_kept_step_stays_as_it_is(tmp_path):
     other = kept_config(kept, Path("step"), ["reward.format=false", "reward.answer=cover_em"])
     found = replay_step(kept, other)
     scores = [[one.answer_score for one in group.trajectories] for group in (*kept.groups, *found.groups)]
-    assert scores[:2] == [[1, 0, 0, 0], [0, 0]]
+    assert scores[:2] == [[1, 0, 0], [0, 0]]
     found.groups[0].trajectories[0].answer_score = 0.5
     assert kept.groups[0].trajectories[0].answer_score == 1
 

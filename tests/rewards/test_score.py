@@ -91,13 +91,13 @@ def test_shuffling_is_repeatable_and_otherwise_draws_nothing():
 
 
 def test_a_trajectory_that_failed_takes_no_part_in_the_shuffle():
-    groups, lost = step(), "sampler: lost"
+    groups = step()
     for group in groups:
-        group.trajectories[3].error = lost  # without an answer: 0
+        group.failed.append(group.trajectories.pop(3))  # without an answer: 0
     score_groups(groups, RewardConfig(), False, np.random.default_rng(0))
-    before = sorted((t.answer_score, t.format_valid) for g in groups for t in g.finished().trajectories)
+    before = sorted((t.answer_score, t.format_valid) for g in groups for t in g.trajectories)
     for seed in range(5):
         score_groups(groups, RewardConfig(shuffle=True), False, np.random.default_rng(seed))
-        after = sorted((t.answer_score, t.format_valid) for g in groups for t in g.finished().trajectories)
+        after = sorted((t.answer_score, t.format_valid) for g in groups for t in g.trajectories)
         assert after == before
-        assert all(group.trajectories[3].answer_score == 0 for group in groups)
+        assert all(group.failed[0].answer_score == 0 for group in groups)

@@ -50,16 +50,16 @@ def script(session, turn):
 def test_a_search_that_fails_ends_its_trajectory_only(byte_tokenizer):
     sampler = ScriptedSampler(byte_tokenizer, script)
     groups = collect(byte_tokenizer, sampler, FailingRetriever(GONE, {"bob"}))
-    errors = [[one.error for one in group.trajectories] for group in groups]
+    errors = [[one.error for one in group.attempts] for group in groups]
     assert errors == [
         [None] * 3,
         [None, None, "retriever: retriever http://x: no answer for 600 s"],
         [None] * 3,
     ]
-    failed = groups[1].trajectories[2]
+    (failed,) = groups[1].failed
     assert [turn.kind for turn in failed.turns] == ["search"] and failed.answer is None
     assert failed.turns[0].observation_text == "" and failed.seconds > 0
-    assert all(one.answer == "Ann" for one in groups[1].finished().trajectories)
+    assert all(one.answer == "Ann" for one in groups[1].trajectories)
     assert sorted(sampler.released) == sorted(sampler.written)
 
 
@@ -70,9 +70,9 @@ def test_a_completion_that_fails_ends_its_trajectory_only(byte_tokenizer):
         return script(session, turn)
 
     groups = collect(byte_tokenizer, ScriptedSampler(byte_tokenizer, speak), DictRetriever({}))
-    errors = [one.error for group in groups for one in group.trajectories]
+    errors = [one.error for group in groups for one in group.attempts]
     assert [error for error in errors if error] == ["sampler: no vLLM worker for 2 s"]
-    assert groups[0].trajectories[1].turns[0].observation_text
+    assert groups[0].failed[0].turns[0].observation_text
 
 
 def test_a_trajectory_has_a_time_limit(byte_tokenizer):
@@ -80,10 +80,10 @@ def test_a_trajectory_has_a_time_limit(byte_tokenizer):
         byte_tokenizer, script, delay=lambda session, turn: 3600.0 if session == "step4/2/0" and turn else 0.0
     )
     groups = collect(byte_tokenizer, slow, DictRetriever({}), time_limit=0.3)
-    failed = groups[2].trajectories[0]
+    (failed,) = groups[2].failed
     assert failed.error == "time: not finished within rollout.time_limit=0.3 s"
     assert len(failed.turns) == 1 and "step4/2/0" in slow.released
-    assert sum(one.error is not None for group in groups for one in group.trajectories) == 1
+    assert [len(group.trajectories) for group in groups] == [3, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_too_many_failures_end_the_collection_with_the_commonest_reason(byte_tok
 
 def failed_group(*errors):
     question = QUESTIONS[0]
-    return Group(question, [Trajectory(question, np.zeros(1, np.int32), error=error) for error in errors])
+    return Group.of(question, [Trajectory(question, np.zeros(1, np.int32), error=error) for error in errors])
 
 
 def test_the_share_itself_is_allowed():

@@ -167,7 +167,7 @@ def test_a_question_that_is_gone_is_named():
 
 def failed(number, errors):
     one = Trajectory(question(number), np.zeros(1, np.int32))
-    return Group(question(number), [replace(one, error=error) for error in errors])
+    return Group.of(question(number), [replace(one, error=error) for error in errors])
 
 
 def test_a_step_with_few_failures_goes_on_and_one_with_many_ends_before_it_is_complete():

@@ -148,11 +148,12 @@ def test_the_kl_term_is_to_the_initial_policy(tmp_path):
     optimizer = replace(config.learner.optimizer, lr=0.05)
     trainer = make_trainer(replace(config, learner=replace(config.learner, optimizer=optimizer)), tmp_path)
     initial = jax.device_get(trainer.state["params"])
-    metrics = [trainer.update(*scored(config, [number, number + 3])) for number in range(3)]
+    updates = [trainer.update(*scored(config, [number, number + 3])) for number in range(3)]
+    metrics = [one.metrics for one in updates]
     kl = [values["actor/kl_loss"] for values in metrics]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4 and kl[2] > 1e-4
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.reference), initial)
-    assert trainer.trained_tokens == 6 * (4 + 3 + 2 + 3)  # prompts and observations included
+    assert updates[-1].tokens == 6 * (4 + 3 + 2 + 3)  # prompts and observations included
     assert metrics[0]["actor/updates"] == 1 and metrics[0]["actor/untrained_trajectories"] == 0
 
 
@@ -203,8 +204,8 @@ def test_a_step_without_a_sampled_token_changes_nothing(tmp_path):
     for trajectory in groups[0].trajectories:
         trajectory.turns = []
     before = jax.device_get(trainer.state)
-    metrics = trainer.update(groups, compute_advantages(groups, config.advantage))
-    assert (trainer.step, trainer.trained_tokens, metrics["actor/untrained_trajectories"]) == (1, 0, 3)
+    updated = trainer.update(groups, compute_advantages(groups, config.advantage))
+    assert (trainer.step, updated.tokens, updated.metrics["actor/untrained_trajectories"]) == (1, 0, 3)
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(trainer.state))
 
 
