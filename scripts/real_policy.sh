@@ -116,7 +116,7 @@ if [[ "$size" == cpu ]]; then
     settings+=(sampler.name=jax sampler.dtype=)
   elif ! grep -qwsE 'amx_bf16|avx512_bf16|bf16' /proc/cpuinfo; then
     echo "note: this CPU has no instructions for bfloat16: the sampler computes in float32" >&2
-    settings+=(sampler.dtype=float32 checkpoint.snapshot_dtype=float32)
+    settings+=(sampler.dtype=float32)
   fi
 fi
 settings+=(${keys[@]+"${keys[@]}"})

@@ -51,6 +51,11 @@ class Config:
     export: Annotated[ExportConfig, Mark.UNLEARNED, Mark.PER_RUN] = Field(default_factory=ExportConfig)
     log: Annotated[LogConfig, Mark.UNLEARNED, Mark.PER_RUN] = Field(default_factory=LogConfig)
 
+    @property
+    def sampler_dtype(self) -> str:
+        """Precision in which trajectories are sampled."""
+        return self.sampler.dtype or self.policy.compute_dtype
+
     @model_validator(mode="after")
     def _trajectories_fit_rows(self) -> Config:
         if self.learner.row_length < self.rollout.max_length:

@@ -41,7 +41,7 @@ def identity(
         questions: all of the evaluation; "random_documents" draws from them.
     """
     evaluate, sampler = config.evaluate, config.sampler
-    dtype = sampler.dtype or config.policy.compute_dtype
+    dtype = config.sampler_dtype
     value = {
         "policy": policy,
         "evaluate": [evaluate.method, evaluate.template, evaluate.samples],

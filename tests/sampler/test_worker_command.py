@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from calibadv_jax.sampler import vllm_worker
 from calibadv_jax.sampler.vllm_worker import parse, server_command
 
 
@@ -45,10 +46,29 @@ def test_options_reach_the_server():
 
 
 def test_a_gpu_is_shared_as_asked():
-    words, environment = command("--gpu_memory_utilization", "0.5")
+    words, environment = command("--flavour", "gpu", "--gpu_memory_utilization", "0.5")
     assert value_of(words, "--gpu-memory-utilization") == "0.5"
     assert "--enforce-eager" not in words and "VLLM_CPU_KVCACHE_SPACE" not in environment
     assert "--gpu-memory-utilization" not in command("--flavour", "tpu")[0]
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "flavour"),
+    [
+        ("vllm-cpu", "0.32.0", "cpu"),
+        ("vllm", "0.32.0+cpu", "cpu"),
+        ("vllm-tpu", "0.32.0", "tpu"),
+        ("vllm", "0.32.0", "gpu"),
+        ("vllm", "0.32.0+cu130", "gpu"),
+    ],
+)
+def test_the_build_that_is_installed_is_used(package, version, flavour, monkeypatch):
+    monkeypatch.setattr(vllm_worker, "packages_distributions", lambda: {"vllm": [package]})
+    monkeypatch.setattr(vllm_worker, "version", {package: version}.__getitem__)
+    assert vllm_worker.installed_flavour() == flavour
+    _, environment = command()
+    assert ("VLLM_CPU_KVCACHE_SPACE" in environment) == (flavour == "cpu")
+    assert "VLLM_CPU_KVCACHE_SPACE" not in command("--flavour", "gpu")[1]
 
 
 @pytest.mark.parametrize(("length", "whole"), [(512, "8192"), (20000, "20000")])

@@ -78,8 +78,8 @@ class SamplerConfig:
     processes."""
     workers: PositiveInt = 1
     """vllm: number of child processes to start if `urls` is empty."""
-    flavour: Literal["gpu", "cpu", "tpu"] = "gpu"
-    """vllm: which build of vLLM the child processes run."""
+    flavour: Literal["auto", "gpu", "cpu", "tpu"] = "auto"
+    """vllm: which build of vLLM the child processes run. auto: the build that is installed."""
     dtype: Literal["", "bfloat16", "float32"] = ""
     """vllm: precision of the child processes; empty: policy.compute_dtype. If it is another precision, the
     sampler's log-probabilities differ from the learner's, and the loss must correct for that:

@@ -55,8 +55,8 @@ class CheckpointConfig:
     allow_change: list[str] = field(default_factory=list)
     """Keys or sections that may differ from the config of the run that is resumed, such as [learner.steps,
     loss]. All other changes that would make it another experiment are refused."""
-    snapshot_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of the policy snapshots that vLLM workers load."""
+    snapshot_dtype: Literal["", "bfloat16", "float32"] = ""
+    """Precision of the policy snapshots that vLLM workers load; empty: the precision in which they compute."""
     snapshots_kept: PositiveInt = 2
     """Number of policy snapshots to keep."""
 
