@@ -89,8 +89,8 @@ def test_vllm_workers_take_what_is_published_as_the_version_that_it_is(tmp_path,
             opened.append("sampler closed")
 
     monkeypatch.setattr(wiring, "VllmSampler", Sampler)
-    config = make_config(tmp_path, sampler={"name": "vllm"}, checkpoint={"snapshots_kept": 5})
-    assert config.policy.compute_dtype == "float32"  # so the snapshots are, too
+    policy = {"compute_dtype": "float32"}  # so the snapshots are in it, too
+    config = make_config(tmp_path, sampler={"name": "vllm"}, checkpoint={"snapshots_kept": 5}, policy=policy)
     with wiring.open_rollouts(config, model, tmp_path / "policy", tmp_path / "snapshots"):
         assert opened[1] == (
             "workers", config.sampler, tmp_path / "policy", tmp_path, config.policy.compute_dtype, 16
