@@ -56,7 +56,7 @@ class CheckpointConfig:
     """Keys or sections that may differ from the config of the run that is resumed, such as [learner.steps,
     loss]. All other changes that would make it another experiment are refused."""
     snapshot_dtype: Literal["", "bfloat16", "float32"] = ""
-    """Precision of the policy snapshots that vLLM workers load; empty: the precision in which they compute."""
+    """Precision of the policy snapshots that vLLM workers load; empty: the precision that they compute in."""
     snapshots_kept: PositiveInt = 2
     """Number of policy snapshots to keep."""
 
