@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The checks that need a CUDA GPU: fast tests, then the device benchmarks at Qwen2.5-0.5B and 3B shapes.
+# The checks that need a CUDA GPU: fast tests, then the device benchmarks at the shapes of SmolLM2-135M and
+# Qwen2.5-0.5B, 1.5B and 3B. A pretrained policy on real questions: scripts/gpu_real.sh.
 #
 #   bash scripts/gpu_check.sh [OUTPUT_FOLDER]
 #
@@ -33,9 +34,11 @@ bench() { # NAME ARGS…
   echo "== $name"
   "$python" -m benchmarks.device --peak_tflops "$peak" --json "$out/$name.json" "$@" | tee "$out/$name.txt"
 }
+bench smollm2-135m --shape smollm2-135m --rows 32 --microbatch 16 --length 4096 --slots 320 --prompt 600 --new 128
 bench qwen2.5-0.5b --shape qwen2.5-0.5b --rows 16 --microbatch 8 --length 8192 --slots 256 --prompt 1024 --new 256
 bench qwen2.5-0.5b-xla --shape qwen2.5-0.5b --attention xla --rows 16 --microbatch 8 --length 8192 \
   --slots 256 --prompt 1024 --new 256 --repeats 3
+bench qwen2.5-1.5b --shape qwen2.5-1.5b --rows 8 --microbatch 4 --length 8192 --slots 192 --prompt 1024 --new 256
 bench qwen2.5-3b --shape qwen2.5-3b --rows 8 --microbatch 4 --length 8192 --slots 128 --prompt 1024 --new 256
 "$python" -m benchmarks.evidence.credit_assignment --json "$out/credit.json" | tee "$out/credit.txt"
 
