@@ -198,6 +198,7 @@ def test_after_a_kill_the_updates_since_the_last_state_are_trained_again(started
     assert_the_same(whole, tmp_path / "run")
 
 
+@pytest.mark.medium
 def test_an_unfinished_cold_start_is_not_continued_with_other_settings(started, tmp_path, monkeypatch):
     config, _, _ = started
     config = moved(config, tmp_path / "run")

@@ -31,6 +31,7 @@ def configured(folder, weights, template="short", data=None, **sections):
     )
 
 
+@pytest.mark.medium
 def test_training_draws_by_the_weights(tmp_path):
     config = configured(tmp_path / "run", {"a": 3.0, "b": 1.0})
     questions = load_questions(config.data.train)

@@ -55,7 +55,10 @@ def rows(seed, length, num_heads=4, num_kv=2, head_dim=16, batch=2):
 
 SHAPES = [(3, (4, 2)), (48, (3, 3)), (101, (4, 1))]  # length, heads
 CASES = [(kernel, *shape) for kernel in ("xla", "blockwise 7", "blockwise 16") for shape in SHAPES]
-CASES += [("splash", 101, (4, 2)), ("triton", 3, (3, 3)), ("triton", 101, (4, 2))]  # slow to interpret
+CASES += [
+    pytest.param(*case, marks=pytest.mark.medium)  # slow to interpret
+    for case in (("splash", 101, (4, 2)), ("triton", 3, (3, 3)), ("triton", 101, (4, 2)))
+]
 
 
 @pytest.mark.parametrize(("kernel", "length", "heads"), CASES)

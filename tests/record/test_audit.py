@@ -82,6 +82,7 @@ def test_other_settings_stand_beside_the_runs_own(tmp_path, capsys):
     assert out.splitlines()[-1].split()[9] == "1.000"  # of the changed settings
 
 
+@pytest.mark.medium
 def test_a_sweep_is_a_column_a_value(tmp_path, capsys):
     keep(tmp_path, make_config())
     arguments = ["--sweep", "advantage.target_ratio=0.5,2", "--sweep", "advantage.soft_penalty=false"]

@@ -10,6 +10,8 @@ from calibadv_jax import cli
 
 pytest.importorskip("matplotlib")
 
+pytestmark = pytest.mark.medium  # figures are drawn
+
 
 class Page(HTMLParser):
     """Tags with their attributes, and the tags that are open at the end."""
@@ -71,7 +73,6 @@ def test_one_run_has_its_page_in_its_folder(tmp_path, capsys):
     assert [path.name for path in folder.iterdir() if "report" in path.name] == ["report.html"]
 
 
-@pytest.mark.medium
 def test_several_runs_have_theirs_in_the_current_folder(tmp_path, monkeypatch, capsys):
     folders = [make_run(tmp_path / name, learning_curve(4, 0)) for name in ("a", "b")]
     monkeypatch.chdir(tmp_path)
@@ -135,7 +136,6 @@ def test_without_kept_trajectories_it_says_what_is_left_out(tmp_path):
     assert f"Left out, because no trajectories were kept: {titles}." in text
 
 
-@pytest.mark.medium
 def test_trends_are_explained_where_there_are_any(tmp_path):
     folder = make_run(tmp_path / "run", learning_curve(30, 0))
     for option, words in (("3", "Strong lines are means of 3 steps"), ("1", None)):
@@ -144,7 +144,6 @@ def test_trends_are_explained_where_there_are_any(tmp_path):
         assert ("Strong lines" in text) == (words is not None) and (words or "") in text
 
 
-@pytest.mark.medium
 def test_a_seed_that_ended_early_is_named(tmp_path):
     folders = [
         make_run(tmp_path / f"{steps}-steps", learning_curve(steps, 0), quickstart_config(tmp_path))
@@ -155,7 +154,6 @@ def test_a_seed_that_ended_early_is_named(tmp_path):
     assert "The curve 2 runs is without 3-steps after step 3, where that ends." in text
 
 
-@pytest.mark.medium
 def test_every_figure_is_a_png(tmp_path, capsys):
     folder = make_run(tmp_path / "run", learning_curve(4, 0))
     assert report(folder, "--png", tmp_path / "figures") == 0
@@ -166,7 +164,6 @@ def test_every_figure_is_a_png(tmp_path, capsys):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "figures").iterdir())
 
 
-@pytest.mark.medium
 @pytest.mark.timeout(120)
 def test_many_long_runs_fit_into_five_megabytes(tmp_path):
     folders = []

@@ -80,6 +80,7 @@ def test_a_checkpoint_of_a_bad_step_goes_and_the_way_back_saves_that_step_again(
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(fourth), rollouts.loaded[7][1])
 
 
+@pytest.mark.medium
 def test_a_resumed_run_knows_that_it_was_rolled_back(tmp_path):
     """Its numbers are those of the attempt after the collapse, and its rollbacks count on."""
     config = make_config(tmp_path, guards=GUARDED | {"action": "rollback"})
@@ -116,6 +117,7 @@ class Breaking(ScriptedRollouts):
         return future
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("action", ["log", "stop"])
 def test_a_run_whose_parameters_diverge_ends_and_keeps_none_of_them(tmp_path, action):
     optimizer = replace(make_config(tmp_path).learner.optimizer, lr=1e38, warmup_steps=1)
@@ -170,6 +172,7 @@ class Tying(ScriptedRollouts):
         return future
 
 
+@pytest.mark.medium
 def test_steps_in_which_all_groups_tie_are_no_collapse(tmp_path):
     """They compute nothing, so they have no entropy: none is shown, and no guard sees 0."""
     config = make_config(tmp_path, guards={"action": "stop", "patience": 1})

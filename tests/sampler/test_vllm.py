@@ -59,7 +59,7 @@ def learner_logprobs(rig, params, tokens):
 
 
 def check_swaps(rig, first_version, tolerance, logit_slack=1e-3):
-    """Five swaps; after each, long prompts give what transformers gives from the exported weights.
+    """Three swaps; after each, long prompts give what transformers gives from the exported weights.
 
     In bfloat16 the two round differently: there each token may be a near tie of the best one.
     """
@@ -67,7 +67,7 @@ def check_swaps(rig, first_version, tolerance, logit_slack=1e-3):
 
     async def swaps(sampler):
         seen = []
-        for version in range(first_version, first_version + 5):
+        for version in range(first_version, first_version + 3):
             params = rig.params(version)
             await sampler.load_snapshot(rig.publish(version, params))
             completion = await sampler.generate(prompt, GREEDY, "s")
@@ -83,7 +83,7 @@ def check_swaps(rig, first_version, tolerance, logit_slack=1e-3):
             seen.append(tuple(completion.token_ids))
         return seen
 
-    assert len(set(rig.run(swaps))) == 5, "the swaps changed nothing"
+    assert len(set(rig.run(swaps))) == 3, "the swaps changed nothing"
 
 
 def test_swaps_qwen2_tied_on_two_workers(pair):

@@ -149,6 +149,7 @@ def test_damaged_checkpoints_are_one_line(tiny, store, state, how):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("swept")
 @pytest.mark.filterwarnings("ignore")
 def test_the_other_tensors_of_a_damaged_checkpoint_are_not_heard(tiny, store, state, caplog, monkeypatch):

@@ -115,6 +115,7 @@ def test_the_config_describes_the_published_model(name, tmp_path, capsys):
     assert memory() != memory("policy.init.num_hidden_layers=1")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_estimate_is_what_the_mesh_puts_on_a_device(name):
     """Against the shapes and shardings of the learner's own state, at full size and without its memory."""

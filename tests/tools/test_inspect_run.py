@@ -31,6 +31,7 @@ def call(*arguments):
     inspect_run.run(parser.parse_args([str(one) for one in arguments]))
 
 
+@pytest.mark.medium
 def test_a_folder_is_written_and_says_how_to_look_at_it(run_folder, tmp_path, capsys):
     call(run_folder, "--output", tmp_path / "page")
     said = capsys.readouterr()
