@@ -53,7 +53,7 @@ def test_parts_are_joined(download, tmp_path, parts, no_network, capsys):
 def test_a_short_part_is_found(download, tmp_path, parts, no_network, capsys):
     (tmp_path / "part_ab").write_bytes(parts[1000:-4])
     assert download.main(["index", "--output", str(tmp_path)]) == 2
-    assert "has 1,641 bytes where 50 vectors of dimension 8 take 1,645" in capsys.readouterr().err
+    assert "has 1,641 bytes, but 50 vectors of dimension 8 take 1,645" in capsys.readouterr().err
 
 
 def test_the_corpus_is_unpacked_and_checked(download, tmp_path, no_network, capsys):

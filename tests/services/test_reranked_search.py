@@ -139,7 +139,7 @@ def test_a_service_that_says_nothing_of_itself_is_believed():
         ({"retrieval_topk": 2, "rerank_topk": 3}, "raise the second or lower the first"),
         ({"reranker": "model", "corpus": "c"}, "'model' would be without effect"),
         ({"reranker": "model", "rerank_topk": 0}, "'model' would be without effect"),
-        ({"reranker": "model", "url": "http://a", **RERANKED}, "start that one with --reranker_model"),
+        ({"reranker": "model", "url": "http://a", **RERANKED}, "start that service with --reranker_model"),
         ({"corpus": "c", **RERANKED}, "has no reranker: set reranker to a cross-encoder"),
     ],
 )

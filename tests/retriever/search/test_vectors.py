@@ -168,7 +168,7 @@ def test_flat_files_are_those_of_faiss(tmp_path, embeddings, vectors):
 def test_a_truncated_flat_file_is_refused_with_both_sizes(tmp_path, embeddings, mmap):
     path = built(tmp_path, embeddings)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(RetrieverError, match=r"index.faiss: has 96,044 bytes where .* take 96,045"):
+    with pytest.raises(RetrieverError, match=r"index.faiss: has 96,044 bytes, but .* take 96,045"):
         FaissVectors(path, mmap)
 
 
