@@ -38,7 +38,7 @@ def main() -> None:
     arguments = parse()
     paths = ["--corpus_path", str(arguments.corpus_path), "--index_path", str(arguments.index_path)]
     if arguments.httptools:
-        server.bounded_protocol = lambda *_: HttpToolsProtocol  # type: ignore[assignment,attr-defined]
+        server.bounded_protocol = lambda *_: HttpToolsProtocol  # type: ignore[assignment, attr-defined]
         sys.exit(serve([*paths, "--port", str(arguments.port)]))
     commands = {
         "h11": [sys.executable, "-m", "retriever.serve", *paths],

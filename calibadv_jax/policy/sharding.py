@@ -64,21 +64,14 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, spec(*axes))
 
 
-def pin_rows(x: jax.Array, split: bool = False) -> jax.Array:
-    """Pins [B, n, …] with n > 1 inside a `vmap` over the groups of rows that the devices hold.
+def pin_rows(x: jax.Array) -> jax.Array:
+    """Pins [B, n, D] with n > 1 inside a `vmap` over the groups of rows that the devices hold.
 
     The weights are then gathered. Without it the compiler may split D and sum it over the devices after
-    every product, or work on rows of other groups, which costs less for one token and far more for many. No
-    effect outside `jax.set_mesh`.
-
-    Args:
-        split: the axes after n may be split, as heads are over `tensor`.
+    every product, which costs less for one token and far more for many. No effect outside `jax.set_mesh`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or x.shape[1] == 1:
-        return x
-    others = [P.UNCONSTRAINED if split else None] * (x.ndim - 2)
-    return jax.lax.with_sharding_constraint(x, P(None, None, *others))
+    return x if mesh.empty or x.shape[1] == 1 else jax.lax.with_sharding_constraint(x, P(None, None, None))
 
 
 def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:

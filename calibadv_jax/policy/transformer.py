@@ -113,11 +113,7 @@ class Mlp(nnx.Module):
         self.down = nnx.Linear(a.intermediate_size, a.hidden_size, **kwargs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(self.hidden(x))
-
-    def hidden(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, F]."""
-        return gated(self.gate(x), self.up(x))
+        return self.down(gated(self.gate(x), self.up(x)))
 
 
 class Block(nnx.Module):
@@ -176,9 +172,8 @@ class Block(nnx.Module):
         widths, number = window
         branches = [partial(mixed, width) for width in widths]
         found = branches[0]() if len(widths) == 1 else jax.lax.switch(number, branches)
-        x = pin_rows(x + self.attn.output(pin_rows(found.astype(x.dtype), split=True)))
-        hidden = pin_rows(self.mlp.hidden(self.mlp_norm(x)), split=True)
-        return pin_rows(x + self.mlp.down(hidden)), (keys, values)
+        x = pin_rows(x + self.attn.output(found.astype(x.dtype)))
+        return pin_rows(x + self.mlp(self.mlp_norm(x))), (keys, values)
 
 
 class Decoder(nnx.Module):

@@ -90,9 +90,9 @@ def test_rows_are_split_over_the_devices_and_stay_there(policy, params, expected
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("mesh", [MeshConfig(1, 4, 2), MeshConfig(2, 2, 2), MeshConfig(1, 2, 4)], ids=str)
+@pytest.mark.parametrize("mesh", [MeshConfig(1, 4, 2), MeshConfig(2, 2, 2)], ids=str)
 def test_prefill_moves_weights_and_sums_of_a_devices_own_rows(mesh):
-    """And what a look-up finds. Over tensor=4 two heads are not split: no product is summed there."""
+    """And what a look-up finds."""
     width, chunk = 96, 8  # as no other size of the program
     sizes = {"hidden_size": width, "intermediate_size": 176, "vocab_size": 320, "head_dim": 24}
     # Products as on TPUs and GPUs.
@@ -111,7 +111,7 @@ def test_prefill_moves_weights_and_sums_of_a_devices_own_rows(mesh):
     }
     gathered = [shape for shape in moved["all-gather"] if shape.startswith("f32")]
     assert gathered and all(shape.count(",") == 1 for shape in gathered), gathered  # weights
-    assert sorted(moved["all-reduce"]) == sorted([looked_up] + [own] * 2 * (mesh.tensor == 2))
+    assert sorted(moved["all-reduce"]) == sorted([looked_up, own, own])
     part = f"f32[{SLOTS // groups},{chunk},{width // mesh.fsdp}]"
     assert moved["all-to-all"] == [part] * mesh.fsdp and not moved["collective-permute"]
 
