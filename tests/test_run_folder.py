@@ -103,7 +103,7 @@ def test_every_key_that_changes_what_is_found_or_learned_is_compared(run):
         "rollout.max_observation_length": 99,
         "loss.clip_high": 0.5,
         "learner.epochs": 2,
-        "policy.compute_dtype": "bfloat16",
+        "policy.compute_dtype": "float32",
         "run.seed": 1,
     }
     with_checkpoint(run)
