@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
@@ -134,11 +135,25 @@ def test_an_interruption_is_status_130(config_file, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_a_defect_keeps_its_traceback(config_file):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_takes_nothing_more_is_one_line(config_file, capsys, number):
     def run(config: Config) -> None:
-        raise ZeroDivisionError
+        raise OSError(number, "No room", "runs/a/metrics.jsonl")
 
-    with pytest.raises(ZeroDivisionError):
+    assert end(run, ["--config", str(config_file), "run.dir=runs/a"]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert message.startswith("error: runs/a/metrics.jsonl: No room; fix that")
+
+
+@pytest.mark.parametrize(
+    "defect", [ZeroDivisionError(), FileNotFoundError(errno.ENOENT, "No such file", "a")]
+)
+def test_a_defect_keeps_its_traceback(config_file, defect):
+    def run(config: Config) -> None:
+        raise defect
+
+    with pytest.raises(type(defect)):
         cli.main("train", run, ["--config", str(config_file)])
 
 

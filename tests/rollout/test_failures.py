@@ -34,11 +34,11 @@ class FailingRetriever(DictRetriever):
         return await super().search(queries)
 
 
-def collect(tokenizer, sampler, retriever, **limits):
+def collect(tokenizer, sampler, retriever, complete=lambda _: None, **limits):
     limits = {"group_size": 3, "max_failed_share": 1.0} | limits
     prompt = PromptConfig(template="short")
     context = RolloutContext(sampler, retriever, tokenizer, RolloutConfig(**limits), prompt)
-    return asyncio.run(collect_groups(context, QUESTIONS, 0, "step4"))
+    return asyncio.run(collect_groups(context, QUESTIONS, 0, "step4", complete))
 
 
 def script(session, turn):
@@ -107,6 +107,16 @@ def test_too_many_failures_end_the_collection_with_the_commonest_reason(byte_tok
         "6 of 9 trajectories failed, more than rollout.max_failed_share=0.5; the commonest reason (6 times):"
         " retriever: retriever http://x: no answer for 600 s"
     )
+
+
+def test_the_group_with_one_failure_too_many_is_handed_on_too(byte_tokenizer):
+    """An evaluation keeps what its other trajectories have cost."""
+    kept = []
+    with pytest.raises(UserError, match="1 of 9 trajectories failed"):
+        sampler = ScriptedSampler(byte_tokenizer, script)
+        failing = FailingRetriever(GONE, {"bob"})
+        collect(byte_tokenizer, sampler, failing, kept.append, max_failed_share=0.0, max_concurrency=3)
+    assert QUESTIONS[1] in [group.question for group in kept]
 
 
 def failed_group(*errors):

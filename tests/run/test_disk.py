@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from trainer_rig import QUESTIONS, ScriptedRollouts, make_config, make_model
 
-from calibadv_jax import cli
 from calibadv_jax.commands.train import train
 from calibadv_jax.config import Config, dump_config
 from calibadv_jax.config.starts import add_start, newest_start
@@ -80,29 +79,3 @@ def test_a_start_on_a_full_disk_leaves_the_older_start_whole(small_disk):
         assert (start.path.name, start.identity, start.damaged) == ("0.yaml", {"data.content": "a"}, ())
     add_start(folder, text, {"data.content": "b"})
     assert newest_start(folder).path.name == "1.yaml"
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_the_command_line_says_it_in_one_line(tmp_path, capsys, number):
-    path = tmp_path / "run.yaml"
-    path.write_text("learner: {steps: 7}\n")
-
-    def fail(config):
-        raise OSError(number, "No room", "runs/a/metrics.jsonl")
-
-    with pytest.raises(SystemExit) as stop:
-        cli.main("train", fail, ["--config", str(path), "run.dir=runs/a"])
-    message = capsys.readouterr().err
-    assert stop.value.code == 2 and message.count("\n") == 1
-    assert message.startswith("error: runs/a/metrics.jsonl: No room; fix that")
-
-
-def test_other_errors_of_the_system_keep_their_traceback(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("learner: {steps: 7}\n")
-
-    def fail(config):
-        raise FileNotFoundError(errno.ENOENT, "No such file", "a")
-
-    with pytest.raises(FileNotFoundError):
-        cli.main("train", fail, ["--config", str(path)])

@@ -85,6 +85,31 @@ def test_what_would_make_it_another_experiment_is_refused_and_nothing_is_written
     assert any(key in line and value in line and "accepted" in line for line in table.splitlines())
 
 
+def test_every_key_that_changes_what_is_found_or_learned_is_compared(run):
+    """All in one start; sections of which only some keys count are named in full."""
+    changes = {
+        "sampler.name": "vllm",
+        "retriever.encoder": "e5",
+        "retriever.topk": 5,
+        "retriever.retrieval_topk": 20,
+        "retriever.rerank_topk": 4,
+        "retriever.reranker": "judge",
+        "prompt.template": "short",
+        "advantage.name": "grpo",
+        "rollout.max_searches": 2,
+        "rollout.max_observation_length": 99,
+        "loss.clip_high": 0.5,
+        "learner.epochs": 2,
+        "policy.compute_dtype": "float32",
+        "run.seed": 1,
+    }
+    with_checkpoint(run)
+    with pytest.raises(UserError, match="holds another experiment: ") as caught:
+        run("sampler.slots=7", "retriever.threads=2", *(f"{key}={value}" for key, value in changes.items()))
+    named = str(caught.value).partition("experiment: ")[2].partition(" changed")[0]
+    assert set(named.split(", ")) == changes.keys()
+
+
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [

@@ -283,18 +283,20 @@ class Ending(Gated):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("label", [None, "another/3"])
-def test_completions_that_a_dead_server_holds_are_written_elsewhere(tmp_path, monkeypatch, label):
-    """Its successor at the same address is known by its label."""
+@pytest.mark.parametrize(
+    "there", [Unreachable("connection refused"), UserError("no /weight_info"), "another/3"], ids=repr
+)
+def test_completions_that_a_dead_server_holds_are_written_elsewhere(tmp_path, monkeypatch, there):
+    """At its address is nothing, another program, or a successor, which is known by its label."""
     monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.05)
     monkeypatch.setattr(vllm_sampler, "PROBE_PAUSE", 600.0)
     asked = []
 
     async def ask_label(http, url):
         asked.append(url)
-        if url == ending and label is None:
-            raise Unreachable("connection refused")
-        return label if url == ending else f"{samplers[0].run}/3"
+        if url == ending and isinstance(there, Exception):
+            raise there
+        return there if url == ending else f"{samplers[0].run}/3"
 
     monkeypatch.setattr(vllm_sampler, "ask_label", ask_label)
     samplers, ending = [], ""

@@ -10,10 +10,8 @@ from pydantic import ValidationError
 from calibadv_jax.commands.doctor import check_inputs, check_retriever
 from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.services.http_client import Reply
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import RetrieverProcess, open_retriever
-from calibadv_jax.services.retriever_replies import BadReply, read_documents
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("faiss")
@@ -74,18 +72,6 @@ def test_the_trainer_gets_what_the_services_own_reranker_thinks_best(service, ch
     assert [[one.id for one in each] for each in plain] == [
         [row["id"] for row, _ in each[:2]] for each in found
     ]
-
-
-def test_passages_of_another_service_are_known_by_their_text():
-    """The authors' service sends no ids; two passages of one article are two documents."""
-    texts = ['"Ada"\nfirst part', '"Ada"\nsecond part']
-    body = {"result": [[{"document": text, "score": 1.0} for text in texts]]}
-    reply = Reply(200, json.dumps(body).encode())
-    (documents,) = read_documents(reply, 1, is_reranked=True)
-    assert [one.id for one in documents] == texts
-    assert [(one.title, one.text) for one in documents] == [("Ada", "first part"), ("Ada", "second part")]
-    with pytest.raises(BadReply):
-        read_documents(reply, 1, is_reranked=False)
 
 
 def test_a_reranker_that_is_asked_for_and_absent_is_one_line(bare):

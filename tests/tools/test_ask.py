@@ -200,6 +200,22 @@ def test_questions_and_config_values_may_stand_in_any_order(tmp_path, monkeypatc
     assert source == find_policy(tmp_path)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_the_tokenizer_is_the_one_beside_the_policy_where_there_is_one(tmp_path, monkeypatch, own):
+    """The config's may be gone, or another since; one that is named on the command line counts."""
+    calls = []
+    config = tmp_path / "run.yaml"
+    config.write_text("policy: {tokenizer: elsewhere}\n")
+    if own:
+        (tmp_path / "tokenizer.json").touch()
+    monkeypatch.setattr(ask, "ask", lambda asked, *_: calls.append(asked.policy.tokenizer))
+    line = ["ask", "who?", "--policy", str(tmp_path), "--config", str(config)]
+    for words in (line, [*line, "policy.tokenizer=mine"]):
+        with pytest.raises(SystemExit):
+            cli.calibadv(words)
+    assert calls == ["" if own else "elsewhere", "mine"]
+
+
 def test_a_run_that_goes_on_keeps_its_logs_and_a_person_waits_seconds(tmp_path):
     patient = replace(Config().retriever, patience=900.0)
     config = replace(Config(), run=replace(Config().run, dir="runs/mine"), retriever=patient)
