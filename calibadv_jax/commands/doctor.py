@@ -26,6 +26,7 @@ from calibadv_jax.core.tags import TAGS
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import load_questions
+from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
@@ -199,7 +200,7 @@ async def _search_once(retriever: RetrieverClient, query: str) -> list[list[Docu
 
 Check = Callable[[Config], list[str]]
 CHECKS: list[tuple[str, Check]] = [
-    ("calibration", lambda config: describe(config.advantage)),
+    ("calibration", lambda config: [*describe(config.advantage), *check_loss(config.loss)]),
     ("questions", check_questions),
     ("policy", check_policy),
     ("sampler", check_sampler),

@@ -17,6 +17,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.config.sections.policy import REST
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
+from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.rollout.prompts import FROM_DATA, template_text
 from calibadv_jax.run.fit import cpu_lines, memory_lines
@@ -129,7 +130,7 @@ def _architecture(config: Config) -> Architecture | None:
 
 
 OFFLINE_CHECKS: list[tuple[str, Callable[[Config], list[str]]]] = [
-    ("calibration", lambda config: describe(config.advantage)),
+    ("calibration", lambda config: [*describe(config.advantage), *check_loss(config.loss)]),
     ("prompt", check_prompt),
     ("questions", check_question_files),
     ("policy", check_shape),

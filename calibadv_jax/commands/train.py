@@ -19,6 +19,7 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import load_questions
+from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Verdict, guard_metrics
@@ -50,7 +51,7 @@ def run(config: Config, kept: Config | None = None) -> None:
 
 
 def _run(config: Config, kept: Config, console: Console) -> None:
-    for line in describe(config.advantage):
+    for line in [*describe(config.advantage), *check_loss(config.loss)]:
         console.say(line)
     questions = load_questions(config.data.train)
     check_questions(questions, config.data.weights, config.prompt.template)

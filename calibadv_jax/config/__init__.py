@@ -11,7 +11,7 @@ from calibadv_jax.config.sections.credit import AdvantageConfig, RewardConfig
 from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldConfig
 from calibadv_jax.config.sections.evaluate import EvaluateConfig
 from calibadv_jax.config.sections.guards import GuardsConfig
-from calibadv_jax.config.sections.learner import LearnerConfig, LossConfig, OptimizerConfig
+from calibadv_jax.config.sections.learner import Aggregation, LearnerConfig, LossConfig, OptimizerConfig
 from calibadv_jax.config.sections.policy import MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
 from calibadv_jax.config.sections.rollout import RolloutConfig, SamplerConfig
@@ -20,6 +20,7 @@ from calibadv_jax.config.sections.sft import SftConfig, SftPhase
 
 __all__ = [
     "AdvantageConfig",
+    "Aggregation",
     "CheckpointConfig",
     "Config",
     "DataConfig",

@@ -76,9 +76,7 @@ class Config:
 
     @model_validator(mode="after")
     def _loss_corrects_for_staleness(self) -> Config:
-        # With old_logprobs=sampler the clipped ratio is already that of learner to sampler.
-        corrected = self.loss.importance_cap > 0 or self.loss.old_logprobs == "sampler"
-        if self.rollout.max_staleness and not corrected:
+        if self.rollout.max_staleness and not self.loss.corrects_for_sampler:
             raise ValueError(
                 f"rollout.max_staleness is {self.rollout.max_staleness}, but the loss does not correct for"
                 " trajectories of older policies: set loss.importance_cap=2, or rollout.max_staleness=0"
@@ -93,8 +91,7 @@ class Config:
                 f"sampler.dtype is {sampler.dtype}, but sampler.name={sampler.name} samples in the learner's"
                 " policy.compute_dtype: leave sampler.dtype out, or set sampler.name=vllm"
             )
-        corrected = self.loss.importance_cap > 0 or self.loss.old_logprobs == "sampler"
-        if sampler.dtype not in ("", dtype) and not corrected:
+        if sampler.dtype not in ("", dtype) and not self.loss.corrects_for_sampler:
             raise ValueError(
                 f"sampler.dtype is {sampler.dtype} and policy.compute_dtype is {dtype}, but the loss does not"
                 " correct for the difference: set loss.importance_cap=2, or leave sampler.dtype out"

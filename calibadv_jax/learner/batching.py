@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
+from calibadv_jax.config import Aggregation
 from calibadv_jax.learner.packing import Placement, place
 
 
@@ -35,31 +36,48 @@ class Batch:
     positions: Any  # int32, restart in every segment
     segment_ids: Any  # int32, 0 = padding
     targets: Any  # int32, the next token of the segment
-    weights: Any  # float32, share of this token in the mean; they sum to 1 over the mini-batch
+    weights: Any  # float32, of this token in the loss; those of a mean sum to 1 over the mini-batch
     advantages: Any  # float32
     sampler_logprobs: Any  # float32, of the targets
     old_logprobs: Any  # float32, of the targets; the ratio's denominator
+    factors: Any = None  # float32, of the targets, from the loss's look at the mini-batch; None: it has none
 
 
 def token_weights(
-    samples: Sequence[Sample], aggregation: Literal["token_mean", "sequence_mean"]
+    samples: Sequence[Sample], aggregation: Aggregation, length_norm: int = 1
 ) -> list[np.ndarray]:
-    """float32 [T] for each sample; they sum to 1 over all samples that have a trained token."""
+    """float32 [T] for each sample: what a token's term is multiplied with.
+
+    Samples without a trained token count nowhere. The weights of a mean sum to 1.
+
+    Args:
+        length_norm: tokens by which ``sequence_sum_norm`` divides.
+    """
     counts = [int(sample.mask.sum()) for sample in samples]
     trained = sum(count > 0 for count in counts)
-    weights = []
-    for sample, count in zip(samples, counts, strict=True):
-        scale = 1.0 / sum(counts) if aggregation == "token_mean" and count else 0.0
-        if aggregation == "sequence_mean" and count:
-            scale = 1.0 / (trained * count)
-        weights.append(sample.mask.astype(np.float32) * np.float32(scale))
-    return weights
+    divisors = {
+        "token_mean": lambda count: sum(counts),
+        "sequence_mean": lambda count: trained * count,
+        "sequence_sum": lambda count: trained,
+        "sequence_sum_norm": lambda count: trained * length_norm,
+    }
+    return [
+        sample.mask.astype(np.float32) * np.float32(1.0 / divisors[aggregation](count) if count else 0.0)
+        for sample, count in zip(samples, counts, strict=True)
+    ]
+
+
+def weight_total(samples: Sequence[Sample], aggregation: Aggregation, length_norm: int = 1) -> float:
+    """What the weights of all samples come to: 1 for the means."""
+    if aggregation in ("token_mean", "sequence_mean"):
+        return 1.0
+    return float(sum(weights.sum() for weights in token_weights(samples, aggregation, length_norm)))
 
 
 def pack(
     samples: Sequence[Sample],
     row_length: int,
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean",
+    aggregation: Aggregation = "token_mean",
     weights: Sequence[np.ndarray] | None = None,
 ) -> Batch:
     """Packs samples into as many rows of `row_length` as they need.
@@ -78,14 +96,19 @@ def lay(
     weights: Sequence[np.ndarray],
     placements: Sequence[Placement],
     shapes: Sequence[tuple[int, int]],
+    factors: Sequence[np.ndarray] | None = None,
 ) -> list[Batch]:
     """Batches of `shapes` with the samples at their placements.
 
     Args:
         weights: float32 [T] of each sample.
+        factors: float32 [T] of each sample, for a loss that has a look at the mini-batch.
     """
     batches = [_empty(shape) for shape in shapes]
-    for sample, weight, at in zip(samples, weights, placements, strict=True):
+    if factors is not None:
+        for batch, shape in zip(batches, shapes, strict=True):
+            batch.factors = np.zeros(shape, np.float32)
+    for index, (sample, weight, at) in enumerate(zip(samples, weights, placements, strict=True)):
         batch = batches[at.batch]
         here = slice(at.start, at.start + at.length)
         before = slice(at.start, at.start + at.length - 1)
@@ -98,6 +121,8 @@ def lay(
         batch.sampler_logprobs[at.row, before] = sample.logprobs[1:]
         old = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
         batch.old_logprobs[at.row, before] = old[1:]
+        if factors is not None:
+            batch.factors[at.row, before] = factors[index][1:]
     return batches
 
 
@@ -131,6 +156,5 @@ def abstract_batch(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> B
 
 def _empty(shape: tuple[int, int]) -> Batch:
     integers = {"tokens", "positions", "segment_ids", "targets"}
-    return Batch(
-        **{f.name: np.zeros(shape, np.int32 if f.name in integers else np.float32) for f in fields(Batch)}
-    )
+    names = [field.name for field in fields(Batch) if field.name != "factors"]
+    return Batch(**{name: np.zeros(shape, np.int32 if name in integers else np.float32) for name in names})

@@ -11,9 +11,10 @@ import numpy as np
 
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.trajectory import Trajectory
-from calibadv_jax.learner.batching import Batch, Sample, lay, taken, token_weights
+from calibadv_jax.learner.batching import Batch, Sample, lay, taken, token_weights, weight_total
 from calibadv_jax.learner.learner import Learner, State, on_policy_only
-from calibadv_jax.learner.losses import TOKEN_METRICS, LossFunction
+from calibadv_jax.learner.losses import TOKEN_METRICS, LossFunction, find_loss
+from calibadv_jax.learner.losses.looks import Trained
 from calibadv_jax.learner.packing import Plan, RowShape, plan, row_widths, rows_at
 from calibadv_jax.policy.transformer import Params
 
@@ -84,6 +85,8 @@ class Updater(Protocol):
         self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
     ) -> tuple[State, dict[str, float]]: ...
 
+    def logprobs(self, params: Params, batch: Batch) -> np.ndarray: ...
+
     def position_cost(self, length: int) -> float: ...
 
 
@@ -119,13 +122,15 @@ def learn(
         order = rng.permutation(len(samples)) if size < len(samples) else np.arange(len(samples))
         for start in range(0, len(samples), size):
             chosen = [samples[index] for index in order[start : start + size]]
-            batches, computed = _packed(chosen, learner, config, loss_config)
+            weights = token_weights(chosen, loss_config.aggregation, loss_config.length_norm)
+            total = weight_total(chosen, loss_config.aggregation, loss_config.length_norm)
+            batches, computed = _packed(chosen, weights, learner, state["params"], config, loss_config, rng)
             state, metrics = learner.update(state, batches, loss, reference)
             held = sum(int(np.count_nonzero(batch.segment_ids)) for batch in batches)
             cells = sum(batch.tokens.size for batch in batches)
             positions, tokens = positions + computed, tokens + held
             trained += sum(int(np.count_nonzero(batch.weights)) for batch in batches)
-            share = float(sum(batch.weights.sum() for batch in batches))
+            share = float(sum(batch.weights.sum() for batch in batches)) / total
             own = {"actor/computed_share": share, "actor/row_fill": held / cells if cells else 0.0}
             history.append(metrics | own)
     means = _means(history, trained) | {"actor/updates": float(len(history))}
@@ -134,24 +139,74 @@ def learn(
 
 def _matters(sample: Sample, config: LossConfig) -> bool:
     """False where the sample's gradient is zero: no advantage, and no other term of the loss."""
-    if config.kl_coef or config.entropy_coef:
+    if config.kl_coef or config.entropy_coef or find_loss(config.name).every_sample:
         return True
     return bool(np.any(sample.advantages[sample.mask]))
 
 
 def _packed(
-    samples: Sequence[Sample], learner: Updater, config: LearnerConfig, loss_config: LossConfig
+    samples: Sequence[Sample],
+    weights: Sequence[np.ndarray],
+    learner: Updater,
+    params: Params,
+    config: LearnerConfig,
+    loss_config: LossConfig,
+    rng: np.random.Generator,
 ) -> tuple[list[Batch], int]:
-    """The samples that matter in rows, each token with its share of the mean over all samples.
+    """The samples that matter in rows, each token with its weight and the factor of the loss's look.
 
     Returns:
         The batches, and how many positions are computed for them.
     """
-    weights = token_weights(samples, loss_config.aggregation)
     kept = [index for index, sample in enumerate(samples) if _matters(sample, loss_config)]
-    chosen = [samples[index] for index in kept]
+    chosen, shares = [samples[index] for index in kept], [weights[index] for index in kept]
     found = _planned(chosen, learner, config)
-    return _batches(chosen, [weights[index] for index in kept], found), sum(found.positions)
+    batches = _batches(chosen, shares, found)
+    loss = find_loss(loss_config.name)
+    if loss.look is None:
+        return batches, sum(found.positions)
+    logprobs = [sample.old_logprobs for sample in chosen]
+    if loss.asks_logprobs and chosen:
+        logprobs = list(taken([learner.logprobs(params, batch) for batch in batches], found.placements))
+    on_policy = on_policy_only(loss_config, config.minibatch_size, config.epochs)
+    factors = look(chosen, shares, logprobs, on_policy, loss_config, rng)
+    return _batches(chosen, shares, found, factors), sum(found.positions)
+
+
+def look(
+    samples: Sequence[Sample],
+    weights: Sequence[np.ndarray],
+    logprobs: Sequence[np.ndarray | None],
+    on_policy: bool,
+    config: LossConfig,
+    rng: np.random.Generator,
+) -> list[np.ndarray]:
+    """The factor of every token, float32 [T] a sample, from the loss's look at the whole mini-batch.
+
+    Args:
+        logprobs: of the current policy, float32 [T] a sample; None where they were not computed.
+        on_policy: the ratio's denominator is the current policy itself.
+        rng: of losses that draw.
+    """
+    rule = find_loss(config.name).look
+    factors = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+    if rule is None or not any(sample.mask.any() for sample in samples):
+        return factors
+    old = [s.logprobs if s.old_logprobs is None else s.old_logprobs for s in samples]
+    new = [one if known is None else known for one, known in zip(old, logprobs, strict=True)]
+
+    def joined(values: Sequence[np.ndarray]) -> np.ndarray:
+        pairs = zip(samples, values, strict=True)
+        return np.concatenate([one[sample.mask] for sample, one in pairs]).astype(np.float64)
+
+    advantages = joined([sample.advantages for sample in samples])
+    found = rule(
+        Trained(advantages, joined(weights), joined(new), joined(new if on_policy else old)), config, rng
+    )
+    starts = np.cumsum([0, *(int(sample.mask.sum()) for sample in samples)])
+    for sample, values, start in zip(samples, factors, starts, strict=False):
+        values[sample.mask] = found[start : start + int(sample.mask.sum())]
+    return factors
 
 
 def _planned(samples: Sequence[Sample], learner: Updater, config: LearnerConfig) -> Plan:
@@ -163,9 +218,14 @@ def _planned(samples: Sequence[Sample], learner: Updater, config: LearnerConfig)
     return plan([len(sample.tokens) for sample in samples], shapes)
 
 
-def _batches(samples: Sequence[Sample], weights: Sequence[np.ndarray], found: Plan) -> list[Batch]:
+def _batches(
+    samples: Sequence[Sample],
+    weights: Sequence[np.ndarray],
+    found: Plan,
+    factors: Sequence[np.ndarray] | None = None,
+) -> list[Batch]:
     shapes = [(rows, shape.length) for rows, shape in zip(found.num_rows, found.shapes, strict=True)]
-    return lay(samples, weights, found.placements, shapes)
+    return lay(samples, weights, found.placements, shapes, factors)
 
 
 def _means(history: Sequence[Mapping[str, float]], trained: int) -> dict[str, float]:
@@ -189,7 +249,8 @@ def _with_recomputed(
     kept = [index for index, sample in enumerate(samples) if _matters(sample, loss_config)]
     chosen = [samples[index] for index in kept]
     found = _planned(chosen, learner, config)
-    batches = _batches(chosen, token_weights(chosen, loss_config.aggregation), found)
+    weights = token_weights(chosen, loss_config.aggregation, loss_config.length_norm)
+    batches = _batches(chosen, weights, found)
     recomputed = taken([learner.logprobs(params, batch) for batch in batches], found.placements)
     changed = list(samples)
     for index, sample, new in zip(kept, chosen, recomputed, strict=True):

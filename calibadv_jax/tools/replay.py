@@ -114,7 +114,7 @@ def replay(kept: KeptStep, config: Config) -> Replay:
         on_policy = on_policy_only(config.loss, config.learner.minibatch_size, config.learner.epochs)
         loss = policy_gradient(config.loss, on_policy)
         rng = random_state(seed, begun, "minibatches")
-        _, learned = learn(KeptPolicy(), {}, samples, config.learner, config.loss, loss, rng)
+        _, learned = learn(KeptPolicy(), {"params": {}}, samples, config.learner, config.loss, loss, rng)
         metrics |= learned
     return Replay(groups, advantages, metrics)
 
@@ -166,6 +166,9 @@ class KeptPolicy:
             for name, value in (metrics | {"actor/loss": total}).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         return state, sums
+
+    def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
+        return np.asarray(batch.old_logprobs)
 
     def position_cost(self, length: int) -> float:
         return 1.0

@@ -2,23 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark
+from calibadv_jax.core.own_function import is_address
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"]
+
+# Which losses read a key that not all of them read. An own loss may read any.
+READ_BY = {
+    "clip_low": {"vanilla", "cispo", "gspo", "gmpo", "clip_cov", "lld", "balance", "balance_detached"},
+    "clip_high": {"vanilla", "cispo", "gspo", "gmpo", "clip_cov", "lld", "balance", "balance_detached"},
+    "dual_clip": {"vanilla", "lld"},
+    "drop_above": {"cispo"},
+    "lld_coef": {"lld"},
+    "lld_gating": {"lld"},
+    "balance_ratio": {"balance", "balance_detached"},
+    "cov_share": {"clip_cov", "kl_cov"},
+    "cov_low": {"clip_cov"},
+    "cov_high": {"clip_cov"},
+    "cov_kl_coef": {"kl_cov"},
+}
+LOSS_NAMES = (
+    *("vanilla", "cispo", "gspo", "gmpo", "gpg", "clip_cov", "kl_cov", "lld", "balance"),
+    "balance_detached",
+)
+BY_SEQUENCE = ("gspo", "gmpo")
 
 
 @dataclass(frozen=True, config=SECTION)
 class LossConfig:
+    name: str = "vanilla"
+    """Loss of the policy: vanilla (PPO), cispo, gspo, gmpo, gpg, clip_cov, kl_cov, lld, balance or
+    balance_detached (docs/losses.md), or a function of your own as package.module:function."""
     clip_low: NonNegativeFloat = 0.2
-    """Lower bound of PPO's clip: below 1 - clip_low the probability ratio is cut."""
+    """PPO clip: lower bound 1 - clip_low of the probability ratio. gmpo: of its logarithm, -clip_low."""
     clip_high: NonNegativeFloat = 0.2
-    """Upper bound of PPO's clip: above 1 + clip_high the probability ratio is cut."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """How the loss is averaged. token_mean: over the trained tokens of the mini-batch; sequence_mean: over
-    the tokens of each trajectory, then over the trajectories."""
+    """PPO clip: upper bound 1 + clip_high. gmpo: of the logarithm, clip_high."""
+    dual_clip: NonNegativeFloat = 0.0
+    """vanilla and lld: the term of a token with a negative advantage grows up to this ratio, which is above
+    1; 0: no such end."""
+    drop_above: NonNegativeFloat = 0.0
+    """cispo: tokens with a positive advantage and a ratio above this get no gradient (the authors: 101);
+    0: none."""
+    lld_coef: NonNegativeFloat = 0.1
+    """lld: weight of the penalty on praised tokens that have become less likely."""
+    lld_gating: bool = False
+    """lld: trajectories in which no praised token has become less likely get no gradient of the penalty."""
+    balance_ratio: NonNegativeFloat = 1.0
+    """balance: the blamed tokens' terms become this many times those of the praised ones."""
+    cov_share: float = Field(default=0.0002, gt=0, le=1)
+    """clip_cov and kl_cov: share of a mini-batch's trained tokens that are chosen, at least one token."""
+    cov_low: float = 1.0
+    """clip_cov: chosen tokens have a covariance above this."""
+    cov_high: float = 5.0
+    """clip_cov: and below this."""
+    cov_kl_coef: NonNegativeFloat = 1.0
+    """kl_cov: weight of the chosen tokens' distance |log ratio|."""
+    aggregation: Aggregation = "token_mean"
+    """Mean over the trained tokens of the mini-batch; sequence_mean: over its trajectories, of each one's
+    token mean; sequence_sum: over its trajectories, of each one's sum; sequence_sum_norm: the same, divided
+    by length_norm (Dr. GRPO)."""
+    length_norm: NonNegativeInt = 0
+    """sequence_sum_norm: tokens by which each trajectory's sum is divided, such as rollout.max_length."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL term to the initial policy; 0: no reference policy is kept."""
     kl_estimator: Literal["low_var_kl", "kl", "abs", "mse"] = "low_var_kl"
@@ -30,6 +79,68 @@ class LossConfig:
     first update; sampler: what the sampler reported."""
     importance_cap: NonNegativeFloat = 0.0
     """Largest weight of the truncated importance sampling between sampler and learner; 0: off."""
+
+    @property
+    def corrects_for_sampler(self) -> bool:
+        """Whether samples of another policy than the learner's are weighted for it."""
+        # With old_logprobs=sampler the ratio is already that of learner to sampler; gpg has no ratio.
+        return self.importance_cap > 0 or (self.old_logprobs == "sampler" and self.name != "gpg")
+
+    @model_validator(mode="after")
+    def _name_is_known(self) -> LossConfig:
+        if self.name not in LOSS_NAMES and not is_address(self.name):
+            raise ValueError(
+                f"loss.name is {self.name}: it must be one of {', '.join(LOSS_NAMES)}, or a function of your"
+                " own as package.module:function"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_reads_what_is_set(self) -> LossConfig:
+        if is_address(self.name):
+            return self
+        for key, losses in READ_BY.items():
+            value = getattr(self, key)
+            if self.name not in losses and value != _default(key):
+                raise ValueError(
+                    f"loss.{key} is {value}, but loss.name={self.name} does not read it: leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _values_fit_together(self) -> LossConfig:
+        if self.name in BY_SEQUENCE and self.aggregation != "sequence_mean":
+            raise ValueError(
+                f"loss.name={self.name} is a mean over trajectories, but loss.aggregation is"
+                f" {self.aggregation}: set loss.aggregation=sequence_mean"
+            )
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"loss.dual_clip is {self.dual_clip}: it must be above 1, or 0 for none")
+        if 0 < self.drop_above < 1 + self.clip_high:
+            raise ValueError(
+                f"loss.drop_above is {self.drop_above}, below the clip at {1 + self.clip_high}: set it above,"
+                " or 0 for none"
+            )
+        if self.cov_low >= self.cov_high:
+            raise ValueError(
+                f"loss.cov_low is {self.cov_low}, but must be below loss.cov_high = {self.cov_high}"
+            )
+        is_normed = self.aggregation == "sequence_sum_norm"
+        if is_normed and not self.length_norm:
+            raise ValueError(
+                "loss.aggregation=sequence_sum_norm divides by loss.length_norm, which is 0: set it to the"
+                " longest response, in tokens"
+            )
+        if self.length_norm and not is_normed:
+            raise ValueError(
+                f"loss.length_norm is {self.length_norm}, but loss.aggregation={self.aggregation} does not"
+                " read it: leave it out, or set loss.aggregation=sequence_sum_norm"
+            )
+        return self
+
+
+def _default(key: str) -> Any:
+    return LossConfig.__pydantic_fields__[key].default
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -1,4 +1,4 @@
-"""Token losses. Every loss is a sum of `batch.weights` times a per-token term."""
+"""The functions that the learner minimises: sums of `batch.weights` times a term of each token."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from calibadv_jax.config import LossConfig
 from calibadv_jax.learner.batching import Batch
+from calibadv_jax.learner.losses.looks import LOG_RATIO_LIMIT
+from calibadv_jax.learner.losses.registry import find_loss
+from calibadv_jax.learner.losses.tokens import Tokens
 
-LOG_RATIO_LIMIT = 20.0  # as in the CalibAdv authors' code: exp stays finite
 KL_LIMIT = 10.0
 # What is reported of the tokens, whatever the weights of the loss; see `policy_gradient`.
 TOKEN_METRICS = frozenset({"actor/entropy", "actor/ppo_kl", "actor/pg_clipfrac", "actor/sampler_mismatch"})
@@ -35,7 +37,7 @@ KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def policy_gradient(config: LossConfig, on_policy: bool) -> LossFunction:
-    """PPO's clipped objective with advantages given per token.
+    """The loss of `loss.name` with advantages given per token, and the KL and entropy terms.
 
     Args:
         on_policy: the ratio's denominator is the current policy itself (first and only update on its
@@ -45,36 +47,39 @@ def policy_gradient(config: LossConfig, on_policy: bool) -> LossFunction:
         A function of log-probabilities [R, L], entropies [R, L], the batch, and the reference policy's
         log-probabilities (or None): the loss, and metrics. The terms of the loss are sums of weighted token
         values, those of TOKEN_METRICS sums over the trained tokens of the batch, which their number divides.
+
+    Raises:
+        UserError: an own loss cannot be imported, or has another signature.
     """
+    token_loss = find_loss(config.name).terms
 
     def loss(
         logprobs: jax.Array, entropies: jax.Array, batch: Batch, reference: jax.Array | None
     ) -> tuple[jax.Array, Metrics]:
         old = jax.lax.stop_gradient(logprobs) if on_policy else batch.old_logprobs
         log_ratio = jnp.clip(logprobs - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        ratio = jnp.exp(log_ratio)
-        clipped = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
-        objective = jnp.minimum(ratio * batch.advantages, clipped * batch.advantages)
+        trained = batch.weights > 0
+        tokens = Tokens(logprobs, old, log_ratio, batch.advantages, trained, batch.segment_ids, batch.factors)
+        policy_terms, clipped = token_loss(tokens, config)
         mismatch = jax.lax.stop_gradient(
             jnp.clip(old - batch.sampler_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         )
         if config.importance_cap > 0:
-            objective = objective * jnp.minimum(jnp.exp(mismatch), config.importance_cap)
-        terms = -objective
+            policy_terms = policy_terms * jnp.minimum(jnp.exp(mismatch), config.importance_cap)
+        terms = policy_terms
         if config.entropy_coef > 0:  # 0 times the entropies would still cost the gradient of them
             terms = terms - config.entropy_coef * entropies
         values = {
-            "actor/pg_loss": -objective,
+            "actor/pg_loss": policy_terms,
             "actor/entropy": entropies,
             "actor/ppo_kl": -log_ratio,
-            "actor/pg_clipfrac": (clipped * batch.advantages < ratio * batch.advantages),
+            "actor/pg_clipfrac": clipped,
             "actor/sampler_mismatch": jnp.abs(mismatch),
         }
         if reference is not None:
             divergence = KL_ESTIMATORS[config.kl_estimator](reference - logprobs)
             terms = terms + config.kl_coef * divergence
             values["actor/kl_loss"] = divergence
-        trained = batch.weights > 0
         metrics = {
             name: jnp.sum(jnp.where(trained, value, 0.0) if name in TOKEN_METRICS else batch.weights * value)
             for name, value in values.items()

@@ -1,0 +1,105 @@
+"""The losses, token by token: each gives the term to minimise and whether the token is clipped.
+
+The loss of a mini-batch is the sum of `Batch.weights` times the terms. A number of the whole mini-batch that
+a loss needs comes from its look (`looks`), as a factor of each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from calibadv_jax.config import LossConfig
+from calibadv_jax.learner.losses.looks import LOG_RATIO_LIMIT
+from calibadv_jax.learner.losses.tokens import Tokens, segment_means, segment_sums
+
+# Term to minimise, float32 [R, L], and which tokens are clipped, bool [R, L].
+Terms = tuple[jax.Array, jax.Array]
+TokenLoss = Callable[[Tokens, LossConfig], Terms]
+
+SEQUENCE_LIMIT = 10.0  # of gspo's log-ratio, from above, as in verl
+
+
+def clipped(ratio: jax.Array, advantages: jax.Array, config: LossConfig) -> Terms:
+    """PPO's pessimistic side of ratio and clipped ratio."""
+    bounded = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
+    objective = jnp.minimum(ratio * advantages, bounded * advantages)
+    return -objective, bounded * advantages < ratio * advantages
+
+
+def vanilla(tokens: Tokens, config: LossConfig) -> Terms:
+    """PPO. With `dual_clip` the term of a blamed token ends at that many times its advantage."""
+    ratio, advantages = tokens.ratio, tokens.advantages
+    terms, flags = clipped(ratio, advantages, config)
+    if config.dual_clip > 0:
+        most = -advantages * config.dual_clip
+        beyond = (advantages < 0) & (terms > most)
+        terms, flags = jnp.where(beyond, most, terms), flags | beyond
+    return terms, flags
+
+
+def cispo(tokens: Tokens, config: LossConfig) -> Terms:
+    """REINFORCE with a clipped ratio as weight: a clipped token keeps its gradient."""
+    ratio = jax.lax.stop_gradient(tokens.ratio)
+    weight = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
+    flags = weight != ratio
+    if config.drop_above > 0:
+        weight = jnp.where((tokens.advantages > 0) & (ratio > config.drop_above), 0.0, weight)
+    return -tokens.advantages * tokens.logprobs * weight, flags
+
+
+def gpg(tokens: Tokens, config: LossConfig) -> Terms:
+    """REINFORCE without a ratio."""
+    return -tokens.logprobs * tokens.advantages, jnp.zeros(tokens.trained.shape, bool)
+
+
+def gspo(tokens: Tokens, config: LossConfig) -> Terms:
+    """PPO with one ratio a sequence: the geometric mean of its tokens' ratios.
+
+    The gradient goes to each token by its own log-probability only.
+    """
+    mean = jax.lax.stop_gradient(segment_means(tokens.logprobs - tokens.old_logprobs, tokens))
+    own = tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
+    ratio = jnp.exp(jnp.minimum(mean + own, SEQUENCE_LIMIT))
+    return clipped(ratio, tokens.advantages, config)
+
+
+def gmpo(tokens: Tokens, config: LossConfig) -> Terms:
+    """The geometric mean of clipped token ratios times the sequence's mean advantage."""
+    sign, log_ratio = jnp.sign(tokens.advantages), tokens.logprobs - tokens.old_logprobs
+    bounded = jnp.clip(log_ratio, -config.clip_low, config.clip_high)
+    limited = sign * jnp.minimum(sign * log_ratio, sign * bounded)
+    mean = jnp.minimum(segment_means(limited, tokens), LOG_RATIO_LIMIT)  # blamed tokens have no upper bound
+    ratio = jnp.exp(mean)
+    return -segment_means(tokens.advantages, tokens) * ratio, sign * bounded < sign * log_ratio
+
+
+def scaled(tokens: Tokens, config: LossConfig) -> Terms:
+    """Vanilla with a factor on each token's term: of balance, balance_detached and clip_cov."""
+    terms, flags = vanilla(tokens, config)
+    return tokens.given * terms, flags
+
+
+def kl_cov(tokens: Tokens, config: LossConfig) -> Terms:
+    """No clip; the chosen tokens are held near the policy that sampled them."""
+    distance = jnp.abs(tokens.log_ratio)
+    terms = -tokens.ratio * tokens.advantages + config.cov_kl_coef * tokens.given * distance
+    return terms, jnp.zeros(tokens.trained.shape, bool)
+
+
+def lld(tokens: Tokens, config: LossConfig) -> Terms:
+    """Vanilla, and a penalty on praised tokens whose log-probability has fallen.
+
+    At log-ratio 0 the penalty is 0 but its gradient is the full one, as in the authors' code: the first
+    update of a step pushes every praised token up. `lld_gating` takes it from sequences in which nothing has
+    fallen.
+    """
+    terms, flags = vanilla(tokens, config)
+    fallen = jnp.where(tokens.log_ratio <= 0, -tokens.log_ratio, 0.0)
+    penalty = config.lld_coef * tokens.given * fallen
+    if config.lld_gating:
+        row = segment_sums(jax.lax.stop_gradient(penalty), tokens.segment_ids)
+        penalty = jnp.where(row > 0, penalty, 0.0)
+    return terms + penalty, flags

@@ -1,0 +1,133 @@
+"""What holds for every loss, whatever the tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from loss_cases import packed, sample
+
+from calibadv_jax.config import LossConfig
+from calibadv_jax.learner.losses import LOSSES
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+
+EXTRA = {
+    "vanilla": {"dual_clip": 2.0},
+    "cispo": {"drop_above": 1.5},
+    "gspo": {"aggregation": "sequence_mean", "clip_low": 0.05, "clip_high": 0.05},
+    "gmpo": {"aggregation": "sequence_mean", "clip_low": 0.4, "clip_high": 0.4},
+    "gpg": {"aggregation": "sequence_sum_norm", "length_norm": 16},
+    "clip_cov": {"cov_low": 0.1, "cov_share": 1.0},
+    "kl_cov": {"cov_share": 0.3},
+    "lld": {"lld_gating": True, "aggregation": "sequence_sum"},
+    "balance": {"balance_ratio": 1.75},
+    "balance_detached": {"balance_ratio": 1.75, "aggregation": "sequence_mean"},
+}
+CONFIGS = {name: LossConfig(name=name, **keys) for name, keys in EXTRA.items()}
+
+
+def test_every_loss_is_here():
+    assert set(CONFIGS) == set(LOSSES)
+
+
+@st.composite
+def rows(draw, idle=False):
+    """One to five rows of up to nine tokens, with gaps in the mask; no two covariances are equal."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    made = []
+    for _ in range(draw(st.integers(1, 5))):
+        length = draw(st.integers(1, 9))
+        new, old = rng.uniform(-3, -0.1, (2, length))
+        advantages = np.zeros(length) if idle else rng.normal(size=length)
+        mask = rng.random(length) < draw(st.sampled_from([0.3, 0.8, 1.0]))
+        mask[rng.integers(length)] = True
+        made.append((new, old, advantages, mask))
+    return made
+
+
+def few(function):
+    return hypothesis.settings(max_examples=6, suppress_health_check=list(hypothesis.HealthCheck))(function)
+
+
+def assert_same(found, expected):
+    assert found[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-6)
+    for one, other in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@few
+@hypothesis.given(cases=rows(), seed=st.integers(0, 99))
+def test_order_and_packing_change_nothing(name, cases, seed):
+    made = [sample(*case) for case in cases]
+    order = list(np.random.default_rng(seed).permutation(len(made)))
+    apart = packed(made, CONFIGS[name], row_length=10)
+    assert_same(packed(made, CONFIGS[name], order=order), apart)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@few
+@hypothesis.given(cases=rows(idle=True))
+def test_without_advantages_nothing_moves(name, cases):
+    loss, gradients, _ = packed([sample(*case) for case in cases], CONFIGS[name])
+    assert loss == 0 and not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@few
+@hypothesis.given(cases=rows())
+def test_columns_that_are_not_trained_have_no_influence(name, cases):
+    expected = packed([sample(*case) for case in cases], CONFIGS[name])
+    other = [
+        sample(*(np.where(mask, values, junk) for values, junk in ((new, -9), (old, -2), (by, 7))), mask)
+        for new, old, by, mask in cases
+    ]
+    found = packed(other, CONFIGS[name])
+    assert_same(found, expected)
+    for gradient, (*_, mask) in zip(found[1], cases, strict=True):
+        assert not gradient[~mask].any()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@few
+@hypothesis.given(cases=rows())
+def test_on_policy_is_the_same_as_old_logprobs_that_are_equal(name, cases):
+    """Gradients at ratio 1 too: `on_policy` only saves the pass that would recompute the denominator."""
+    apart = packed([sample(new, new, by, mask) for new, _, by, mask in cases], CONFIGS[name])
+    stale = packed([sample(*case) for case in cases], CONFIGS[name], on_policy=True)
+    assert_same(stale, apart)
+
+
+@pytest.mark.parametrize("gating", [False, True])
+def test_lld_pushes_praised_tokens_at_ratio_one_unless_it_is_gated(gating):
+    row = [-1.0, -2.0, -0.5, -1.0], [-1.0, -2.0, -0.5, -1.0], [1.0, 1.0, -1.0, 3.0], [1, 1, 1, 1]
+    config = LossConfig(name="lld", lld_gating=gating)
+    loss, (gradient,), _ = packed([sample(*row)], config)
+    plain, (without,), _ = packed([sample(*row)], LossConfig())
+    assert loss == plain
+    push = 0.0 if gating else -0.1 / 3
+    np.testing.assert_allclose(gradient - without, [push, push, 0, push], atol=1e-6)
+
+
+def test_balance_detached_moves_both_sides():
+    """At ratio 1: praised terms come to -4/3, blamed ones to 1/3; the factor is 1.75 x 4."""
+    row = [-1.0, -2.0, -0.5], [-1.0, -2.0, -0.5], [1.0, 3.0, -1.0], [1, 1, 1]
+    config = LossConfig(name="balance_detached", balance_ratio=1.75)
+    loss, (gradient,), _ = packed([sample(*row)], config)
+    assert loss == pytest.approx(0.75 * 4 / 3, abs=1e-6)
+    np.testing.assert_allclose(gradient, [-1 / 3, -1, 7 / 3], atol=1e-6)
+    published = packed([sample(*row)], dataclasses.replace(config, name="balance"))
+    assert published[0] == pytest.approx(loss)
+    np.testing.assert_allclose(published[1][0], [0.75 / 3, 0.75, 0], atol=1e-6)  # upside down
+
+
+def test_ratios_without_bound_stay_finite():
+    """Beyond what exp can hold in float32, where the published code overflows."""
+    far = [0.0, 0.0], [-500.0, -500.0]
+    for name, config in CONFIGS.items():
+        for sign in (1.0, -1.0):
+            loss, gradients, _ = packed([sample(*far, [sign, sign / 2], [1, 1])], config)
+            assert np.isfinite(loss) and np.isfinite(gradients).all(), name
