@@ -58,7 +58,7 @@ def config_of(case: dict) -> LossConfig:
 
 
 def scale_of(case: dict) -> float:
-    """Theirs by ours: rows without sampled tokens may count, and the sum of Dr. GRPO has no mean over rows."""
+    """What ours is multiplied with: they may count empty rows, and the Dr. GRPO sum is no mean over rows."""
     trained = sum(any(row) for row in case["inputs"]["mask"])
     aggregation, authors = case["settings"]["aggregation"], case["source"].startswith("CalibAdv")
     if authors and aggregation == "seq-mean-token-sum-norm":

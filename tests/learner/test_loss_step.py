@@ -1,0 +1,131 @@
+"""A step of the learner with losses that look at the whole mini-batch, and with sums as aggregation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from rounding import close_in_norm
+from tiny_policy import GROUPED
+
+from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
+from calibadv_jax.learner.batching import Sample, token_weights
+from calibadv_jax.learner.learner import Learner, init_params, on_policy_only
+from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.step import learn, with_old_logprobs
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+
+ROW, VOCAB = 16, 40
+OWN_KEYS = {"gspo": {"aggregation": "sequence_mean"}, "clip_cov": {"cov_low": 0.1, "cov_share": 0.5}}
+
+
+class Stub:
+    """A learner whose log-probabilities are the version of its policy times the target token, by -0.1."""
+
+    def __init__(self):
+        self.asked, self.batches = [], []
+
+    def update(self, state, batches, loss, reference=None):
+        self.batches.extend(batches)
+        return {"params": state["params"] + 1}, {"actor/loss": 0.0}
+
+    def logprobs(self, params, batch):
+        self.asked.append(params)
+        return (-0.1 * params * batch.targets).astype(np.float32)
+
+    def position_cost(self, length):
+        return 1.0
+
+
+def of(first, advantages):
+    """Tokens from `first` on, of which all but the prompt's are trained."""
+    count = len(advantages) + 1
+    zero = np.zeros(1, np.float32)
+    values = np.concatenate([zero, np.asarray(advantages, np.float32)])
+    tokens = np.arange(first, first + count, dtype=np.int32)
+    return Sample(tokens, np.arange(count) > 0, values, np.full(count, -1.0, np.float32))
+
+
+def go(samples, config, loss, learner=None):
+    stub = learner or Stub()
+    rng = np.random.default_rng(0)
+    _, metrics = learn(stub, {"params": 1}, samples, config, loss, "the loss", rng)
+    return stub, metrics
+
+
+def test_a_look_is_at_the_policy_of_its_own_mini_batch():
+    """The last token of a sample has the largest covariance: it alone is blamed, and is the least likely."""
+    config = LearnerConfig(minibatch_size=1, row_length=ROW, row_widths=1)
+    samples = [of(0, [0.0, 0.0, -1.0]), of(5, [0.0, 0.0, 0.0])]
+    stub, metrics = go(samples, config, LossConfig(name="kl_cov", cov_share=0.25))
+    assert sorted(stub.asked) == [1, 2] and metrics["actor/computed_share"] == 1
+    chosen = {int(b.targets[b.weights > 0][0]): b.targets[b.factors == 1].tolist() for b in stub.batches}
+    assert chosen == {1: [3], 6: []}  # without any advantage no token stands out, but it is computed
+
+
+@pytest.mark.parametrize("name", ["vanilla", "lld"])
+def test_no_pass_is_spent_on_losses_that_need_none(name):
+    stub, _ = go([of(0, [1.0, -1.0])], LearnerConfig(row_length=ROW, row_widths=1), LossConfig(name=name))
+    assert not stub.asked
+    factors = stub.batches[0].factors
+    assert (factors is None) == (name == "vanilla")
+    if name == "lld":
+        np.testing.assert_allclose(factors[0, :2], [2.0, 0.0])  # one praised token, of weight 1/2
+
+
+def test_a_step_without_advantages_has_nothing_to_look_at():
+    stub, metrics = go([of(0, [0.0])], LearnerConfig(row_length=ROW), LossConfig(name="balance_detached"))
+    assert not stub.asked and metrics["actor/computed_share"] == 0
+
+
+@pytest.mark.parametrize(("aggregation", "weight"), [("sequence_sum", 1 / 2), ("sequence_sum_norm", 1 / 20)])
+def test_sums_weigh_every_token_alike_and_report_the_share_that_was_computed(aggregation, weight):
+    norm = 10 if aggregation == "sequence_sum_norm" else 0
+    loss = LossConfig(aggregation=aggregation, length_norm=norm)
+    samples = [of(0, [1.0, 1.0, 1.0]), of(5, [0.0])]
+    stub, metrics = go(samples, LearnerConfig(row_length=ROW, row_widths=1), loss)
+    weights = stub.batches[0].weights
+    np.testing.assert_allclose(weights[weights > 0], [weight] * 3)
+    assert metrics["actor/computed_share"] == pytest.approx(3 / 4)
+
+
+def test_samples_without_a_trained_token_count_nowhere():
+    empty = dataclasses.replace(of(0, [1.0]), mask=np.zeros(2, bool))
+    for aggregation in ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"):
+        found = token_weights([of(0, [1.0]), empty], aggregation, 1)
+        np.testing.assert_array_equal(np.concatenate(found), [0, 1, 0, 0])
+        assert not any(one.any() for one in token_weights([empty], aggregation, 1))
+
+
+@pytest.fixture(scope="module")
+def learners():
+    """Of one policy, by their rows of a microbatch."""
+    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    policy = Policy(architecture_from_hf(GROUPED | {"vocab_size": VOCAB}), Numerics())
+    return {rows: Learner(policy, optax.sgd(0.1), mesh, rows) for rows in (1, 4)}
+
+
+def updated(learner, rows, loss_config):
+    """Parameters after two updates on four samples each, the second one off-policy."""
+    draw = np.random.default_rng(1)
+    samples = [of(int(draw.integers(20)), draw.normal(size=draw.integers(4, 12))) for _ in range(8)]
+    config = LearnerConfig(minibatch_size=4, row_length=ROW, row_widths=1, microbatch_rows=rows)
+    state = learner.init(init_params(learner.policy, learner.mesh, 0))
+    known = with_old_logprobs(learner, state["params"], samples, config, loss_config)
+    loss = policy_gradient(loss_config, on_policy_only(loss_config, 4, 1))
+    state, metrics = learn(learner, state, known, config, loss_config, loss, np.random.default_rng(0))
+    assert metrics["actor/skipped"] == 0 and metrics["actor/grad_norm"] > 1e-3
+    return jax.device_get(state["params"])
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["gspo", "lld", "clip_cov"])
+def test_the_size_of_a_microbatch_changes_no_update(name, learners):
+    loss_config = LossConfig(name=name, **OWN_KEYS.get(name, {}))
+    one, all_rows = (updated(learner, rows, loss_config) for rows, learner in learners.items())
+    close_in_norm(one, all_rows)

@@ -1,0 +1,122 @@
+"""Losses by name: the config's combinations, and functions of the user's own."""
+
+from __future__ import annotations
+
+import pydantic
+import pytest
+from loss_cases import packed, sample
+from test_losses import batch_of, columns
+
+from calibadv_jax.config import LossConfig
+from calibadv_jax.config.sections.learner import BY_SEQUENCE, LOSS_NAMES, READ_BY
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.learner.losses import LOSSES, check_loss, find_loss, policy_gradient
+
+SOURCE = """
+import jax.numpy as jnp
+
+def doubled(tokens, config):
+    return -2 * tokens.ratio * tokens.advantages, tokens.ratio > 1 + config.clip_high
+
+def short(tokens):
+    return tokens.advantages
+
+def one_array(tokens, config):
+    return tokens.advantages
+
+def summed(tokens, config):
+    return jnp.sum(tokens.advantages), tokens.trained
+
+def failing(tokens, config):
+    return tokens.advantage, tokens.trained
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "my_losses_of_tests.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "my_broken_of_tests.py").write_text("raise RuntimeError('half\\nwritten')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "my_losses_of_tests:"
+
+
+def test_an_own_loss_is_minimised(own):
+    row = [-1.0, -1.5], [-1.5, -1.5], [2.0, -1.0], [1, 1]
+    config = LossConfig(name=own + "doubled")
+    (line,) = check_loss(config)
+    assert line == f"loss {own}doubled: your own: {own}doubled"
+    loss, (gradient,), metrics = packed([sample(*row)], config)
+    plain, (expected,), _ = packed([sample(*row)], LossConfig(clip_low=9.0, clip_high=9.0))
+    assert loss == pytest.approx(2 * plain) and gradient == pytest.approx(2 * expected)
+    assert metrics["actor/pg_clipfrac"] == 1
+    assert find_loss(config.name).every_sample  # it may move tokens without advantage
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere_of_tests:loss", "importing nowhere_of_tests failed (ModuleNotFoundError"),
+        ("my_broken_of_tests:loss", "RuntimeError: half written"),
+        ("my_losses_of_tests:absent", "has no function absent"),
+        ("my_losses_of_tests:number", "has no function number"),
+        ("my_losses_of_tests:short", "it cannot be called with (tokens, config)"),
+        ("my_losses_of_tests:one_array", "it must return the terms to minimise"),
+        ("my_losses_of_tests:summed", "it must return the terms to minimise"),
+        ("my_losses_of_tests:failing", "calling it raised AttributeError"),
+    ],
+)
+def test_an_own_loss_that_cannot_be_used_is_refused_at_the_start(own, name, message):
+    with pytest.raises(UserError) as caught:
+        check_loss(LossConfig(name=name))
+    told = str(caught.value)
+    assert message in told and told.startswith("loss.name is ") and "\n" not in told
+    if "importing" not in told:
+        assert "expected: def my_loss(tokens: Tokens, config: LossConfig)" in told
+
+
+def test_names_of_config_and_registry_are_the_same():
+    assert set(LOSS_NAMES) == set(LOSSES)
+    assert set().union(*READ_BY.values(), BY_SEQUENCE) <= set(LOSSES)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_a_loss_does_is_said(name):
+    config = LossConfig(name=name, aggregation="sequence_mean")
+    assert check_loss(config) == ([] if name == "vanilla" else [f"loss {name}: {LOSSES[name].says}"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "ppo"}, "must be one of vanilla, cispo"),
+        ({"name": "my.module:"}, "must be one of vanilla, cispo"),
+        ({"name": "gspo"}, "set loss.aggregation=sequence_mean"),
+        ({"name": "gmpo", "aggregation": "sequence_sum"}, "set loss.aggregation=sequence_mean"),
+        ({"dual_clip": 1.0}, "must be above 1"),
+        ({"name": "gpg", "clip_high": 0.28}, "loss.name=gpg does not read it"),
+        ({"lld_coef": 0.2}, "loss.name=vanilla does not read it"),
+        ({"name": "cispo", "drop_above": 1.1}, "below the clip at 1.2"),
+        ({"name": "clip_cov", "cov_low": 5.0}, "must be below loss.cov_high"),
+        ({"name": "clip_cov", "cov_share": 0.0}, "greater than 0"),
+        ({"aggregation": "sequence_sum_norm"}, "loss.length_norm, which is 0"),
+        ({"length_norm": 4096}, "set loss.aggregation=sequence_sum_norm"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(keys, message):
+    with pytest.raises(pydantic.ValidationError, match=message):
+        LossConfig(**keys)
+
+
+@pytest.mark.parametrize(("name", "corrects"), [("vanilla", True), ("gpg", False)])
+def test_the_samplers_logprobs_correct_nothing_where_there_is_no_ratio(name, corrects):
+    assert LossConfig(name=name, old_logprobs="sampler").corrects_for_sampler is corrects
+    assert LossConfig(name=name, importance_cap=2.0).corrects_for_sampler
+    assert not LossConfig(name=name).corrects_for_sampler
+
+
+def test_a_batch_without_the_look_is_refused_and_not_taken_for_zeros():
+    loss = policy_gradient(LossConfig(name="lld"), on_policy=True)
+    with pytest.raises(ValueError, match="needs batch.factors"):
+        loss(columns([-1.0]), columns([0.0]), batch_of([1.0], [-1.0]), None)
