@@ -101,11 +101,10 @@ class Config:
     @model_validator(mode="after")
     def _logprobs_are_comparable(self) -> Config:
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
-        uses_sampler = self.loss.importance_cap > 0 or self.loss.old_logprobs == "sampler"
-        if truncated and uses_sampler and self.sampler.name == "vllm":
+        if truncated and self.loss.compares_with_sampler and self.sampler.name == "vllm":
             raise ValueError(
                 "vLLM reports log-probabilities after top_p and top_k, which the learner cannot recompute:"
-                " set rollout.top_p=1 and rollout.top_k=0, or loss.importance_cap=0 and"
-                " loss.old_logprobs=recompute"
+                " set rollout.top_p=1 and rollout.top_k=0, or leave loss.importance_cap,"
+                " importance_low and importance_high at 0 and set loss.old_logprobs=recompute"
             )
         return self

@@ -171,7 +171,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "actor/pg_loss",
             "-",
-            "its policy-gradient term (PPO's clipped objective, negated)",
+            "its policy-gradient term, by loss.name",
         ),
         Metric("actor/entropy", "nats", "entropy of the policy over the computed tokens"),
         Metric("actor/ppo_kl", "nats", "mean of old minus new log-probability of the computed tokens"),
@@ -180,6 +180,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "actor/sampler_mismatch",
             "nats",
             "difference of the learner's and the sampler's log-probabilities, mean over the computed tokens",
+        ),
+        Metric(
+            "actor/sampler_masked",
+            "share",
+            "of the computed tokens, those masked by loss.importance_low and importance_high",
         ),
         Metric("actor/kl_loss", "nats", "KL divergence from the initial policy, by loss.kl_estimator"),
         Metric("actor/grad_norm", "-", "global norm of the gradient before it is scaled down"),

@@ -75,7 +75,7 @@ def training(tmp_path_factory):
     config = make_config(
         folder,
         learner={"steps": 1, "minibatch_size": 4, "row_length": 16, "microbatch_rows": 8},
-        loss={"kl_coef": 0.1},
+        loss={"kl_coef": 0.1, "importance_high": 8.0},
         rollout={
             "questions_per_step": 2,
             "group_size": 3,

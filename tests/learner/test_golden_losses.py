@@ -47,6 +47,22 @@ KEYS = {
 }
 
 
+CORRECTIONS = {  # those whose masked tokens leave the mean are scaled to ours, which stay in it
+    0: {"importance_cap": 2.0},
+    1: {"importance_cap": 2.0, "importance_level": "sequence"},
+    4: {"importance_low": 0.5, "importance_high": 2.0},
+    5: {"importance_cap": 2.0, "importance_low": 0.2, "importance_high": 2.0},
+    7: {"importance_low": 0.5, "importance_high": 2.0, "importance_level": "sequence"},
+    12: {"importance_cap": 2.0, "importance_low": 0.5, "importance_high": 2.0},
+    13: {
+        "importance_cap": 3.0,
+        "importance_low": 0.4,
+        "importance_high": 3.0,
+        "importance_level": "sequence",
+    },
+}
+
+
 def config_of(case: dict) -> LossConfig:
     given = case["settings"]
     keys = {ours: given[theirs] for theirs, ours in KEYS.items() if theirs in given}
@@ -108,3 +124,20 @@ def test_published_values_and_gradients(published, name):
     assert len(cases) == 6
     for case in cases:
         assert_agrees(case)
+
+
+@pytest.mark.parametrize("number", CORRECTIONS)
+def test_published_corrections_between_sampler_and_learner(published, number):
+    (case,) = [case for case in published if case["name"] == f"rollout-correction_{number}"]
+    inputs, expected = case["inputs"], case["expected"]
+    names = ("log_prob", "old_log_prob", "advantages", "mask", "rollout_log_prob")
+    rows = [sample(*row) for row in zip(*(inputs[name] for name in names), strict=True)]
+    widths = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+    loss, gradients, metrics = packed(rows, LossConfig(**widths, **CORRECTIONS[number]))
+    count, kept = (sum(map(sum, mask)) for mask in (inputs["mask"], expected["kept_mask"]))
+    scale = count / kept
+    assert scale * loss == pytest.approx(expected["loss"], rel=1e-4, abs=1e-5)
+    for found, wanted in zip(gradients, expected["gradient"], strict=True):
+        np.testing.assert_allclose(scale * found, wanted, rtol=1e-4, atol=1e-5)
+    if "reject" in case["settings"]:
+        assert metrics["actor/sampler_masked"] == count - kept

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import numpy as np
 import pydantic
 import pytest
 from loss_cases import packed, sample
@@ -76,6 +80,18 @@ def test_an_own_loss_that_cannot_be_used_is_refused_at_the_start(own, name, mess
         assert "expected: def my_loss(tokens: Tokens, config: LossConfig)" in told
 
 
+def test_the_documented_loss_runs(tmp_path, monkeypatch):
+    page = Path(__file__).resolve().parents[2] / "docs" / "losses.md"
+    (source,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "documented_loss_of_tests.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = LossConfig(name="documented_loss_of_tests:my_loss")
+    assert check_loss(config)
+    loss, _, metrics = packed([sample([0.0, 0.0], [-1.0, 0.0], [1.0, 1.0], [1, 1])], config)
+    assert loss == pytest.approx(-(1.2 * (2 - np.log(1.2)) + 1) / 2, rel=1e-5)
+    assert metrics["actor/pg_clipfrac"] == 1
+
+
 def test_names_of_config_and_registry_are_the_same():
     assert set(LOSS_NAMES) == set(LOSSES)
     assert set().union(*READ_BY.values(), BY_SEQUENCE) <= set(LOSSES)
@@ -101,6 +117,9 @@ def test_what_a_loss_does_is_said(name):
         ({"name": "clip_cov", "cov_low": 5.0}, "must be below loss.cov_high"),
         ({"name": "clip_cov", "cov_share": 0.0}, "greater than 0"),
         ({"aggregation": "sequence_sum_norm"}, "loss.length_norm, which is 0"),
+        ({"importance_high": 1.0}, "must be above 1"),
+        ({"importance_low": 0.5, "old_logprobs": "sampler"}, "set loss.old_logprobs=recompute"),
+        ({"importance_level": "sequence"}, "but none is set"),
         ({"length_norm": 4096}, "set loss.aggregation=sequence_sum_norm"),
     ],
 )

@@ -79,6 +79,22 @@ class LossConfig:
     first update; sampler: what the sampler reported."""
     importance_cap: NonNegativeFloat = 0.0
     """Largest weight of the truncated importance sampling between sampler and learner; 0: off."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """What gets a weight of its own. token: each token; sequence: each trajectory, the product of its tokens'
+    weights."""
+    importance_low: float = Field(default=0.0, ge=0, lt=1)
+    """Tokens (or trajectories) with a weight below this are masked, and count in the mean as 0; 0: none."""
+    importance_high: NonNegativeFloat = 0.0
+    """The same for weights above this, which is above 1; 0: none."""
+
+    @property
+    def masks_by_mismatch(self) -> bool:
+        return self.importance_low > 0 or self.importance_high > 0
+
+    @property
+    def compares_with_sampler(self) -> bool:
+        """Whether the sampler's own log-probabilities enter the loss."""
+        return self.importance_cap > 0 or self.masks_by_mismatch or self.old_logprobs == "sampler"
 
     @property
     def corrects_for_sampler(self) -> bool:
@@ -135,6 +151,24 @@ class LossConfig:
             raise ValueError(
                 f"loss.length_norm is {self.length_norm}, but loss.aggregation={self.aggregation} does not"
                 " read it: leave it out, or set loss.aggregation=sequence_sum_norm"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _correction_acts(self) -> LossConfig:
+        if 0 < self.importance_high <= 1:
+            raise ValueError(
+                f"loss.importance_high is {self.importance_high}: it must be above 1, or 0 for none"
+            )
+        if self.masks_by_mismatch and self.old_logprobs == "sampler":
+            raise ValueError(
+                "loss.importance_low and importance_high compare the sampler with loss.old_logprobs, which"
+                " are the sampler's own: set loss.old_logprobs=recompute, or leave them out"
+            )
+        if self.importance_level == "sequence" and not (self.importance_cap or self.masks_by_mismatch):
+            raise ValueError(
+                "loss.importance_level=sequence says how loss.importance_cap, importance_low and"
+                " importance_high weigh, but none is set: set one, or leave it out"
             )
         return self
 

@@ -10,13 +10,16 @@ import jax.numpy as jnp
 
 from calibadv_jax.config import LossConfig
 from calibadv_jax.learner.batching import Batch
+from calibadv_jax.learner.losses.corrections import corrected
 from calibadv_jax.learner.losses.looks import LOG_RATIO_LIMIT
 from calibadv_jax.learner.losses.registry import find_loss
 from calibadv_jax.learner.losses.tokens import Tokens
 
 KL_LIMIT = 10.0
 # What is reported of the tokens, whatever the weights of the loss; see `policy_gradient`.
-TOKEN_METRICS = frozenset({"actor/entropy", "actor/ppo_kl", "actor/pg_clipfrac", "actor/sampler_mismatch"})
+TOKEN_METRICS = frozenset(
+    f"actor/{name}" for name in ("entropy", "ppo_kl", "pg_clipfrac", "sampler_mismatch", "sampler_masked")
+)
 
 Metrics = dict[str, jax.Array]
 LossFunction = Callable[[jax.Array, jax.Array, Batch, Any], tuple[jax.Array, Metrics]]
@@ -61,11 +64,8 @@ def policy_gradient(config: LossConfig, on_policy: bool) -> LossFunction:
         trained = batch.weights > 0
         tokens = Tokens(logprobs, old, log_ratio, batch.advantages, trained, batch.segment_ids, batch.factors)
         policy_terms, clipped = token_loss(tokens, config)
-        mismatch = jax.lax.stop_gradient(
-            jnp.clip(old - batch.sampler_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        )
-        if config.importance_cap > 0:
-            policy_terms = policy_terms * jnp.minimum(jnp.exp(mismatch), config.importance_cap)
+        gap = jax.lax.stop_gradient(old - batch.sampler_logprobs)
+        policy_terms, masked = corrected(policy_terms, gap, tokens, config)
         terms = policy_terms
         if config.entropy_coef > 0:  # 0 times the entropies would still cost the gradient of them
             terms = terms - config.entropy_coef * entropies
@@ -74,8 +74,10 @@ def policy_gradient(config: LossConfig, on_policy: bool) -> LossFunction:
             "actor/entropy": entropies,
             "actor/ppo_kl": -log_ratio,
             "actor/pg_clipfrac": clipped,
-            "actor/sampler_mismatch": jnp.abs(mismatch),
+            "actor/sampler_mismatch": jnp.abs(jnp.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)),
         }
+        if masked is not None:
+            values["actor/sampler_masked"] = masked
         if reference is not None:
             divergence = KL_ESTIMATORS[config.kl_estimator](reference - logprobs)
             terms = terms + config.kl_coef * divergence

@@ -1,0 +1,36 @@
+"""Weights for tokens that another policy sampled than the one that is trained."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from calibadv_jax.config import LossConfig
+from calibadv_jax.learner.losses.looks import LOG_RATIO_LIMIT
+from calibadv_jax.learner.losses.tokens import Tokens, segment_sums
+
+
+def corrected(
+    terms: jax.Array, gap: jax.Array, tokens: Tokens, config: LossConfig
+) -> tuple[jax.Array, jax.Array | None]:
+    """The terms with truncated and masked importance weights; all stay in the mean, masked ones as 0.
+
+    Args:
+        gap: learner's less sampler's log-probabilities, float32 [R, L].
+
+    Returns:
+        The terms, and which tokens are masked; None where the config masks none.
+    """
+    if config.importance_cap == 0 and not config.masks_by_mismatch:
+        return terms, None
+    if config.importance_level == "sequence":
+        gap = segment_sums(jnp.where(tokens.trained, gap, 0.0), tokens.segment_ids)
+    weight = jnp.exp(jnp.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    if config.importance_cap > 0:
+        terms = terms * jnp.minimum(weight, config.importance_cap)
+    if not config.masks_by_mismatch:
+        return terms, None
+    masked = weight < config.importance_low
+    if config.importance_high > 0:
+        masked = masked | (weight > config.importance_high)
+    return jnp.where(masked, 0.0, terms), masked
