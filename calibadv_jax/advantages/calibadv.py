@@ -1,4 +1,4 @@
-"""CalibAdv: GRPO advantages, calibrated turn by turn (arXiv 2604.18235).
+"""CalibAdv: advantages of an estimator, by default GRPO, calibrated turn by turn (arXiv 2604.18235).
 
 Soft penalty: a losing trajectory's search turn that found silver documents gets a smaller penalty.
 Rebalance: within a group, the positive and negative advantage of the answer turns is brought to a
@@ -8,32 +8,31 @@ the same turn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from calibadv_jax.advantages import grpo
 from calibadv_jax.advantages.credit import GroupCredit, answer_mass, last_sampled_turn
 from calibadv_jax.advantages.silver import judge_turns, silver_documents
 from calibadv_jax.config import AdvantageConfig
-from calibadv_jax.core.trajectory import Group
 
 
-def assign(group: Group, config: AdvantageConfig) -> GroupCredit:
-    """GRPO, then the calibration steps that are switched on.
-
-    Raises:
-        ValueError: a score is not finite.
-    """
-    credit = grpo.assign(group, config)
-    credit.silver = silver_documents(group, config.silver_threshold)
-    judged = [judge_turns(trajectory, credit.silver, config.correctness) for trajectory in group.trajectories]
+def judge(credit: GroupCredit, config: AdvantageConfig) -> None:
+    """Fills in the group's silver documents, and how correct each search is by them."""
+    credit.silver = silver_documents(credit.group, config.silver_threshold)
+    judged = [judge_turns(one, credit.silver, config.correctness) for one in credit.group.trajectories]
     credit.correctness = [np.array([one.correctness for one in turns], np.float64) for turns in judged]
     credit.repeated = [[one.repeated for one in turns] for turns in judged]
     credit.found_silver = [[one.found_silver for one in turns] for turns in judged]
-    if config.soft_penalty:
-        _soften(credit)
-    if config.rebalance:
-        _rebalance(credit, config)
-    return credit
+
+
+def calibrate(credits: Sequence[GroupCredit], config: AdvantageConfig) -> None:
+    """The steps that are switched on, for judged credit."""
+    for credit in credits:
+        if config.soft_penalty:
+            _soften(credit)
+        if config.rebalance:
+            _rebalance(credit, config)
 
 
 def _soften(credit: GroupCredit) -> None:
@@ -76,8 +75,8 @@ _CORRECTNESS_WORDS = {
 
 
 def describe(config: AdvantageConfig) -> list[str]:
-    """What this configuration does, a line a switch."""
-    lines = ["advantage calibadv: GRPO calibrated by turn", grpo.describe_statistics(config)]
+    """What the calibration of this configuration does, a line a switch."""
+    lines = []
     if config.soft_penalty:
         lines += [
             "soft penalty ON: a negative advantage of a search turn is scaled by 1 - correctness;"

@@ -16,7 +16,8 @@ class GroupCredit:
     """Credit of one group of G trajectories; trajectory i has K_i turns."""
 
     group: Group
-    raw: np.ndarray  # float64 [G]: advantage of each trajectory before any calibration
+    raw: np.ndarray  # float64 [G]: before any calibration; of its answer turn where turns differ
+    before: list[np.ndarray]  # G × float64 [K_i]: the same of each turn
     turns: list[np.ndarray]  # G × float64 [K_i]: advantage of the sampled tokens of each turn
     correctness: list[np.ndarray]  # G × float64 [K_i] in [0, 1]; 0 where a turn has none
     silver: dict[str, float] = field(default_factory=dict)  # document id -> weight in (0, 1]
@@ -34,10 +35,35 @@ class GroupCredit:
         ]
 
 
+def credit_of(group: Group, estimate: Sequence[float | np.ndarray]) -> GroupCredit:
+    """Credit that nothing has calibrated.
+
+    Args:
+        estimate: for each trajectory its advantage, or float64 [K] with one a turn.
+
+    Raises:
+        ValueError: there is not one for each trajectory or each turn, or one is not finite.
+    """
+    if len(estimate) != len(group.trajectories):
+        raise ValueError(f"{len(estimate)} advantages for {len(group.trajectories)} trajectories")
+    raw, before = np.zeros(len(estimate)), []
+    for position, (trajectory, given) in enumerate(zip(group.trajectories, estimate, strict=True)):
+        values, length = np.asarray(given, np.float64), len(trajectory.turns)
+        if values.shape not in ((), (length,)):
+            raise ValueError(f"advantages of shape {values.shape} for a trajectory of {length} turns")
+        if not np.isfinite(values).all():
+            raise ValueError(f"advantage {values.tolist()} is not finite")
+        before.append(np.full(length, values))
+        last = last_sampled_turn(trajectory)
+        raw[position] = values if values.ndim == 0 else 0.0 if last is None else values[last]
+    return GroupCredit(
+        group, raw, before, [turns.copy() for turns in before], [np.zeros(len(turns)) for turns in before]
+    )
+
+
 def no_credit(group: Group) -> GroupCredit:
     """Nobody is praised or blamed."""
-    nothing = [np.zeros(len(trajectory.turns)) for trajectory in group.trajectories]
-    return GroupCredit(group, np.zeros(len(nothing)), nothing, [turns.copy() for turns in nothing])
+    return credit_of(group, np.zeros(len(group.trajectories)))
 
 
 def last_sampled_turn(trajectory: Trajectory) -> int | None:

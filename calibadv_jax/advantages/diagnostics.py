@@ -68,13 +68,12 @@ def _searches(credits: Sequence[GroupCredit]) -> dict[str, float]:
     judged: list[float] = []
     softened: list[bool] = []
     for credit in credits:
-        for trajectory, raw, turns, correctness in zip(
-            credit.group.trajectories, credit.raw, credit.turns, credit.correctness, strict=True
+        for trajectory, before, turns, correctness in zip(
+            credit.group.trajectories, credit.before, credit.turns, credit.correctness, strict=True
         ):
             last = last_sampled_turn(trajectory) or 0
             searches = [index for index in range(last) if trajectory.turns[index].kind == "search"]
-            if raw < 0:
-                softened += [turns[index] > raw for index in searches]
+            softened += [turns[index] > before[index] for index in searches if before[index] < 0]
             if credit.silver and trajectory.format_valid:
                 judged += correctness[searches].tolist()
     values = np.array(judged)

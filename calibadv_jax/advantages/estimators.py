@@ -1,31 +1,19 @@
-"""Entry of the advantage stage: picks the algorithm, lays its credit over tokens, sums it up."""
+"""Entry of the advantage stage: estimates, calibrates, lays the credit over tokens, sums it up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from calibadv_jax.advantages import calibadv, grpo
-from calibadv_jax.advantages.credit import GroupCredit, no_credit, spread
+from calibadv_jax.advantages import calibadv
+from calibadv_jax.advantages.credit import GroupCredit, credit_of, no_credit, spread
 from calibadv_jax.advantages.diagnostics import summarise
+from calibadv_jax.advantages.named import OWN_EXAMPLE, Named, find
 from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """Credit of one group, and the lines that say what a configuration of it does."""
-
-    assign: Callable[[Group, AdvantageConfig], GroupCredit]
-    describe: Callable[[AdvantageConfig], list[str]]
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": Algorithm(grpo.assign, grpo.describe),
-    "calibadv": Algorithm(calibadv.assign, calibadv.describe),
-}
 
 
 @dataclass(frozen=True)
@@ -41,13 +29,15 @@ class AdvantageResult:
 
 
 def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> AdvantageResult:
-    """Advantages of scored groups; group statistics in float64 on the host.
+    """Advantages of scored groups; statistics in float64 on the host.
 
     A trajectory without a sampled token gets 0 everywhere, but its score counts in its group. A group is as
-    if it did not have those that failed. One that is left alone has nothing to be compared with and gets 0.
+    if it did not have those that failed. One that is left alone has nothing to be compared with and gets 0;
+    its score does not count in statistics of the step.
 
     Raises:
         ValueError: a group mixes questions, or an answer score is not finite.
+        UserError: a function of the user's cannot be loaded, or does not give advantages of the right shape.
     """
     for group in groups:
         for trajectory in group.trajectories:
@@ -56,7 +46,11 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> Adva
                     f"a trajectory of question {trajectory.question.id!r} is in the group"
                     f" of {group.question.id!r}"
                 )
-    credits = [_assign(group, config) for group in groups]
+    compared = [len(group.trajectories) > (1 if group.failed else 0) for group in groups]
+    estimated = iter(_estimate([group for group, some in zip(groups, compared, strict=True) if some], config))
+    credits = [
+        next(estimated) if some else no_credit(group) for group, some in zip(groups, compared, strict=True)
+    ]
     advantages = [
         [spread(turns, one) for turns, one in zip(credit.turns, group.trajectories, strict=True)]
         for group, credit in zip(groups, credits, strict=True)
@@ -64,12 +58,51 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> Adva
     return AdvantageResult(advantages, credits, summarise(credits))
 
 
-def _assign(group: Group, config: AdvantageConfig) -> GroupCredit:
-    if len(group.trajectories) == 1 and group.failed:
-        return no_credit(group)
-    return ALGORITHMS[config.name].assign(group, config)
+def _estimate(groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:
+    """Credit of groups of which each has something to be compared with."""
+    if not groups:
+        return []
+    named = find(config)
+    credits = _credits(named, groups, config)
+    if named.judges or config.is_calibrated:
+        for credit in credits:
+            calibadv.judge(credit, config)
+    if config.is_calibrated:
+        calibadv.calibrate(credits, config)
+    return credits
+
+
+def _credits(named: Named, groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:
+    estimate = named.estimate(groups, config)
+    try:
+        return [credit_of(group, values) for group, values in zip(groups, estimate, strict=True)]
+    except (TypeError, ValueError) as error:
+        if not named.is_own:
+            raise
+        raise UserError(
+            f"{config.estimator}: {error}; it must return one list for each group, with one number (or one"
+            f" array of a number a turn) for each trajectory, as in {OWN_EXAMPLE}"
+        ) from error
 
 
 def describe(config: AdvantageConfig) -> list[str]:
-    """Lines for people: which calibration switches are active, and what each means."""
-    return ALGORITHMS[config.name].describe(config)
+    """Lines for people: what the choice does, which calibration switches are active, what each means.
+
+    Raises:
+        UserError: a function of the user's cannot be loaded, or takes other parameters.
+    """
+    named = find(config)
+    formula = f"advantage = {named.formula(config)}"
+    if config.is_calibrated:
+        base = "GRPO" if config.base == "grpo" else config.base
+        first = f"advantage calibadv: {base} calibrated by turn"
+        return [first, formula, *calibadv.describe(config)]
+    what = "every sampled token of a trajectory carries the trajectory's advantage"
+    if named.judges:
+        what = "searches are compared with each other, the other turns carry their trajectory's advantage"
+    return [
+        f"advantage {config.name}: {'a function of your own' if named.is_own else what}",
+        formula,
+        "soft penalty OFF, rebalance OFF: no CalibAdv calibration; its keys have no effect under"
+        f" {config.name} (advantage.name=calibadv advantage.base={config.name} calibrates it)",
+    ]

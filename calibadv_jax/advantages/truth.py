@@ -35,7 +35,7 @@ SEARCH = np.dtype(
         ("good", np.bool_),
         ("judged", np.bool_),  # the group has silver documents, and the trajectory keeps to the format
         ("correctness", np.float64),
-        ("raw", np.float64),  # advantage before any calibration: GRPO's
+        ("raw", np.float64),  # advantage before any calibration
         ("advantage", np.float64),
         ("tokens", np.int64),  # sampled ones
     ]
@@ -143,7 +143,7 @@ def _searches(credit: GroupCredit) -> list[tuple[float, ...]]:
             turn = trajectory.turns[index]
             if turn.kind == "search":
                 correctness = credit.correctness[position][index]
-                advantages = credit.raw[position], credit.turns[position][index]
+                advantages = credit.before[position][index], credit.turns[position][index]
                 rows.append((good[index], judged, correctness, *advantages, len(turn.token_ids)))
     return rows
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.advantages.credit import by_sign, last_filled
-from calibadv_jax.advantages.grpo import group_statistics
+from calibadv_jax.advantages.steps import mean_and_std
 from calibadv_jax.pages.run_files import Row
 
 Settings = Mapping[str, Any]  # the section `advantage` of the run's config
@@ -40,7 +40,7 @@ def trajectory_words(row: Row, group: Sequence[Row], settings: Settings) -> str:
     said = f"Scores of the finished trajectories of the group: {shown}."
     if min(scores) == max(scores):
         return f"{said} They do not differ, so the advantage is {raw}: nobody is praised or blamed."
-    mean, std = group_statistics(np.array(scores, np.float64))
+    mean, std = mean_and_std(np.array(scores, np.float64))
     if not settings.get("normalize_std", True):
         return f"{said} Score {plain(score)} − mean {plain(mean)} = {raw}."
     return f"{said} (Score {plain(score)} − mean {plain(mean)}) / standard deviation {plain(std)} = {raw}."

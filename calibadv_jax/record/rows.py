@@ -88,9 +88,8 @@ def _turn_row(turn: Turn) -> Row:
 
 
 def _add_credit(turns: list[Row], credit: GroupCredit, position: int) -> None:
-    raw = float(credit.raw[position])
     for index, turn in enumerate(turns):
-        turn["advantage_raw"] = raw
+        turn["advantage_raw"] = float(credit.before[position][index])
         turn["advantage"] = float(credit.turns[position][index])
         turn["correctness"] = float(credit.correctness[position][index])
         if credit.softened:
@@ -174,6 +173,7 @@ def _credit(group: Group, finished: Sequence[Row], silver: dict[str, float]) -> 
     return GroupCredit(
         group=group,
         raw=np.array([row["advantage_raw"] for row in finished], np.float64),
+        before=column("advantage_raw", np.float64),
         turns=column("advantage", np.float64),
         correctness=column("correctness", np.float64),
         silver=silver,

@@ -6,29 +6,33 @@ import numpy as np
 import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages
-from calibadv_jax.advantages.grpo import group_advantages
 from calibadv_jax.config import AdvantageConfig
 
 
-def test_two_scores():
+def raw(build, *scores, **settings):
+    group = build.group(*((score, True, [build.turn("answer")]) for score in scores))
+    return compute_advantages([group], AdvantageConfig(name="grpo", **settings)).credits[0].raw.tolist()
+
+
+def test_two_scores(build):
     # mean 1/2, std with Bessel's correction sqrt(1/2)
     expected = 0.5 / (np.sqrt(0.5) + 1e-6)
-    np.testing.assert_allclose(group_advantages(np.array([1.0, 0.0]), True), [expected, -expected])
+    np.testing.assert_allclose(raw(build, 1.0, 0.0), [expected, -expected])
 
 
-def test_centred_only():
-    np.testing.assert_allclose(group_advantages(np.array([1.0, 0.0, 0.5]), False), [0.5, -0.5, 0.0])
+def test_centred_only(build):
+    np.testing.assert_allclose(raw(build, 1.0, 0.0, 0.5, normalize_std=False), [0.5, -0.5, 0.0])
 
 
 @pytest.mark.parametrize("size", range(2, 17))
 @pytest.mark.parametrize("score", [0.1, 2 / 3, 6 / 7, 1.0, 0.0])
-def test_ties_are_exactly_zero(size, score):
-    assert group_advantages(np.full(size, score), True).tolist() == [0.0] * size
+def test_ties_are_exactly_zero(build, size, score):
+    assert raw(build, *[score] * size) == [0.0] * size
 
 
-def test_group_of_one_has_mean_zero_and_std_one():
-    assert group_advantages(np.array([0.6]), True).tolist() == [0.6 / (1 + 1e-6)]
-    assert group_advantages(np.array([]), True).shape == (0,)
+def test_group_of_one_has_mean_zero_and_std_one(build):
+    assert raw(build, 0.6) == [0.6 / (1 + 1e-6)]
+    assert raw(build) == []
 
 
 def test_every_sampled_token_carries_the_trajectory_and_observations_nothing(build):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION
+from calibadv_jax.core.own import PATTERN as OWN_FUNCTION
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -20,23 +22,69 @@ class RewardConfig:
     """Control experiment: permute the rewards of the step's trajectories, so that they carry no signal."""
 
 
+ESTIMATORS = (
+    "grpo",
+    "dr_grpo",
+    "grpo_neutral",
+    "grpo_acceptable",
+    "grpo_passk",
+    "rloo",
+    "opo",
+    "gpg",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "querygroup",
+)
+CALIBRATED = "calibadv"
+OWN = "my_package.my_module:function"
+
+
+def _choices(*names: str) -> Any:
+    return Field(json_schema_extra={"enum": [*names, OWN]})
+
+
 @dataclass(frozen=True, config=SECTION)
 class AdvantageConfig:
-    name: Literal["grpo", "calibadv"] = "calibadv"
-    """Algorithm. grpo: one advantage for each trajectory; calibadv: one for each turn (docs/calibadv.md)."""
+    name: Annotated[str, _choices(CALIBRATED, *ESTIMATORS)] = CALIBRATED
+    """calibadv: the advantages of `base`, calibrated by turn (arXiv 2604.18235). The others are not
+    calibrated; docs/credit.md has their formulas. A module and a function with a colon between them: a
+    function of your own, see examples/own_advantage.py."""
+    base: Annotated[str, _choices(*ESTIMATORS)] = "grpo"
+    """calibadv: the estimator whose advantages are calibrated; what `name` takes, but for calibadv."""
     normalize_std: bool = True
-    """Divide advantages by the group's standard deviation (GRPO); false: only subtract the mean (Dr.
-    GRPO)."""
+    """grpo, grpo_neutral, grpo_acceptable, grpo_passk, querygroup: divide by the standard deviation of the
+    scores; false: centre only (Dr. GRPO)."""
+    std_over: Literal["group", "step"] = "group"
+    """With normalize_std: the standard deviation of each group, or that of all scores of the step."""
+    score_threshold: float = Field(default=0.7, ge=0, le=1)
+    """grpo_neutral, grpo_acceptable: lowest score at which a trajectory below its group's mean counts as
+    nearly right."""
     soft_penalty: bool = True
     """calibadv: scale a negative advantage of a search turn by 1 - correctness."""
     silver_threshold: float = Field(default=0.7, ge=0, le=1)
-    """calibadv: lowest answer score of a trajectory whose documents are silver."""
+    """calibadv, querygroup: lowest answer score of a trajectory whose documents are silver."""
     correctness: Literal["fraction", "max", "mean"] = "fraction"
-    """calibadv: how the correctness of a search turn follows from the silver documents that it found."""
+    """calibadv, querygroup: how the correctness of a search turn follows from the silver documents it found."""
     rebalance: bool = True
     """calibadv: balance positive and negative advantage of the answer turns within each group."""
     target_ratio: PositiveFloat = 1.0
-    """calibadv: the paper's lambda: |negative sum| / positive sum over answer-turn tokens after the
-    rebalance."""
+    """calibadv: the paper's lambda: |negative sum| / positive sum over answer-turn tokens, after the rebalance."""
     adjust: Literal["positive", "negative"] = "positive"
     """calibadv: the side that the rebalance multiplies by a factor."""
+
+    @property
+    def is_calibrated(self) -> bool:
+        return self.name == CALIBRATED
+
+    @property
+    def estimator(self) -> str:
+        """Who makes the advantages, before any calibration."""
+        return self.base if self.is_calibrated else self.name
+
+    @field_validator("name", "base")
+    @classmethod
+    def _is_known(cls, name: str, info: ValidationInfo) -> str:
+        known = (CALIBRATED, *ESTIMATORS) if info.field_name == "name" else ESTIMATORS
+        if name not in known and not re.fullmatch(OWN_FUNCTION, name):
+            raise ValueError(f"must be one of {', '.join(known)}, or a function of your own as {OWN}")
+        return name

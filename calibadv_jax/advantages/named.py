@@ -1,0 +1,101 @@
+"""The estimators that a config names: what each one is composed of, and its formula in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from calibadv_jax.advantages import steps
+from calibadv_jax.advantages.querygroup import querygroup
+from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.core.own import load_own
+
+OWN_PARAMETERS = ("groups", "config")
+OWN_EXAMPLE = "examples/own_advantage.py"
+
+
+Formula = Callable[[AdvantageConfig], str]
+
+
+@dataclass(frozen=True)
+class Named:
+    """An estimator with what people want to know of it."""
+
+    estimate: steps.Estimator
+    formula: Formula  # right of "advantage = "
+    judges: bool = False  # whether it looks at silver documents
+    is_own: bool = False  # the user's
+
+
+def _over_std(centred: str, more: str = "") -> Formula:
+    def formula(config: AdvantageConfig) -> str:
+        if not config.normalize_std:
+            return f"{centred}{' (Dr. GRPO)' if centred == 'score - mean' else ''}{more}"
+        std = "std" if config.std_over == "group" else "std of the step's scores"
+        return f"({centred}) / ({std} + 1e-6){more}"
+
+    return formula
+
+
+def _of_losers(what: str) -> Formula:
+    plain = _over_std("score - mean")
+
+    def formula(config: AdvantageConfig) -> str:
+        return f"{plain(config)}; below the mean but at least {config.score_threshold:g}: {what}"
+
+    return formula
+
+
+def _fixed(text: str) -> Formula:
+    return lambda config: text
+
+
+ESTIMATORS: dict[str, Named] = {
+    "grpo": Named(steps.compose(steps.less_mean, steps.over_std), _over_std("score - mean")),
+    "dr_grpo": Named(steps.compose(steps.less_mean, steps.as_it_is), _fixed("score - mean (Dr. GRPO)")),
+    "grpo_neutral": Named(steps.compose(steps.neutral, steps.over_std), _of_losers("as if the score were 0")),
+    "grpo_acceptable": Named(steps.compose(steps.acceptable, steps.over_std), _of_losers("0")),
+    "grpo_passk": Named(
+        steps.compose(steps.best_less_second, steps.over_std),
+        _over_std("best score - second best", " for the best trajectory, 0 for the others"),
+    ),
+    "rloo": Named(steps.compose(steps.less_others, steps.as_it_is), _fixed("score - mean of the others")),
+    "opo": Named(
+        steps.compose(steps.less_mean_by_length, steps.as_it_is),
+        _fixed("score - mean weighted by sampled tokens"),
+    ),
+    "gpg": Named(
+        steps.compose(steps.less_mean, steps.over_share_of_scores),
+        _fixed("(score - mean) / share of the step's scores that are not 0"),
+    ),
+    "reinforce_plus_plus": Named(
+        steps.compose(steps.no_baseline, steps.whitened),
+        _fixed("score, whitened over the sampled tokens of the step"),
+    ),
+    "reinforce_plus_plus_baseline": Named(
+        steps.compose(steps.less_mean, steps.whitened),
+        _fixed("score - mean of the group, whitened over the sampled tokens of the step"),
+    ),
+    "querygroup": Named(
+        querygroup,
+        _over_std(
+            "score - mean",
+            "; a judged search: 0.7 × its correctness, standardised in the group, + 0.3 × that",
+        ),
+        judges=True,
+    ),
+}
+
+
+def find(config: AdvantageConfig) -> Named:
+    """The estimator of a config, one of the above or a user's own.
+
+    Raises:
+        UserError: a function of the user's cannot be loaded, or takes other parameters.
+    """
+    if config.estimator in ESTIMATORS:
+        return ESTIMATORS[config.estimator]
+    key = "advantage.base" if config.is_calibrated else "advantage.name"
+    function = load_own(key, config.estimator, OWN_PARAMETERS, OWN_EXAMPLE)
+    said = (function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+    return Named(function, _fixed(said or "what that function gives"), is_own=True)
