@@ -10,7 +10,7 @@ import numpy as np
 from calibadv_jax.advantages import calibadv
 from calibadv_jax.advantages.credit import GroupCredit, credit_of, no_credit, spread
 from calibadv_jax.advantages.diagnostics import summarise
-from calibadv_jax.advantages.named import OWN_EXAMPLE, Named, find
+from calibadv_jax.advantages.named import Named, find
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group
@@ -64,7 +64,7 @@ def _estimate(groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCre
         return []
     named = find(config)
     credits = _credits(named, groups, config)
-    if named.judges or config.is_calibrated:
+    if judges(config):
         for credit in credits:
             calibadv.judge(credit, config)
     if config.is_calibrated:
@@ -81,8 +81,13 @@ def _credits(named: Named, groups: Sequence[Group], config: AdvantageConfig) -> 
             raise
         raise UserError(
             f"{config.estimator}: {error}; it must return one list for each group, with one number (or one"
-            f" array of a number a turn) for each trajectory, as in {OWN_EXAMPLE}"
+            f" array of a number a turn) for each trajectory, as in examples/own_advantage.py"
         ) from error
+
+
+def judges(config: AdvantageConfig) -> bool:
+    """Whether searches get a correctness."""
+    return config.is_calibrated or find(config).judges
 
 
 def describe(config: AdvantageConfig) -> list[str]:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from calibadv_jax.advantages import steps
 from calibadv_jax.advantages.querygroup import querygroup
 from calibadv_jax.config import AdvantageConfig
-from calibadv_jax.core.own import load_own
+from calibadv_jax.core.own_function import own_function
 
 OWN_PARAMETERS = ("groups", "config")
-OWN_EXAMPLE = "examples/own_advantage.py"
+OWN_EXPECTED = (
+    "def advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[list[float | np.ndarray]],"
+    " as in examples/own_advantage.py"
+)
 
 
 Formula = Callable[[AdvantageConfig], str]
@@ -96,6 +99,6 @@ def find(config: AdvantageConfig) -> Named:
     if config.estimator in ESTIMATORS:
         return ESTIMATORS[config.estimator]
     key = "advantage.base" if config.is_calibrated else "advantage.name"
-    function = load_own(key, config.estimator, OWN_PARAMETERS, OWN_EXAMPLE)
+    function = own_function(config.estimator, key, OWN_PARAMETERS, OWN_EXPECTED)
     said = (function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
     return Named(function, _fixed(said or "what that function gives"), is_own=True)

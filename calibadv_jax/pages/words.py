@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.advantages.credit import by_sign, last_filled
+from calibadv_jax.advantages.named import ESTIMATORS
 from calibadv_jax.advantages.steps import mean_and_std
+from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.pages.run_files import Row
 
 Settings = Mapping[str, Any]  # the section `advantage` of the run's config
@@ -38,12 +40,36 @@ def trajectory_words(row: Row, group: Sequence[Row], settings: Settings) -> str:
     shown = ", ".join(plain(score) for score in scores)
     score, raw = row["answer_score"], signed(row["advantage_raw"])
     said = f"Scores of the finished trajectories of the group: {shown}."
+    name = _estimator(settings)
+    if name not in ("grpo", "dr_grpo") or settings.get("std_over", "group") != "group":
+        of = "its answer turn" if _differ(row) else "it"
+        return f"{said} {name} ({_formula(name, settings)}) gives {of} the advantage {raw}."
     if min(scores) == max(scores):
         return f"{said} They do not differ, so the advantage is {raw}: nobody is praised or blamed."
     mean, std = mean_and_std(np.array(scores, np.float64))
-    if not settings.get("normalize_std", True):
+    if name == "dr_grpo" or not settings.get("normalize_std", True):
         return f"{said} Score {plain(score)} − mean {plain(mean)} = {raw}."
     return f"{said} (Score {plain(score)} − mean {plain(mean)}) / standard deviation {plain(std)} = {raw}."
+
+
+def _estimator(settings: Settings) -> str:
+    """Who made the advantages, before any calibration."""
+    name = str(settings.get("name", "grpo"))
+    return str(settings.get("base", "grpo")) if name == "calibadv" else name
+
+
+def _formula(name: str, settings: Settings) -> str:
+    if name not in ESTIMATORS:
+        return "a function of the run's own"
+    known = ("normalize_std", "std_over", "score_threshold")
+    return ESTIMATORS[name].formula(
+        AdvantageConfig(name=name, **{key: settings[key] for key in known if key in settings})
+    )
+
+
+def _differ(row: Row) -> bool:
+    """Whether turns had advantages of their own before any calibration."""
+    return any(turn["advantage_raw"] != row["advantage_raw"] for turn in row["turns"])
 
 
 def turn_words(row: Row, group: Sequence[Row], settings: Settings) -> list[str]:
@@ -56,7 +82,7 @@ def turn_words(row: Row, group: Sequence[Row], settings: Settings) -> list[str]:
         elif not turn["token_ids"]:
             words.append("No token was sampled: nothing is trained.")
         elif settings.get("name") != "calibadv":
-            words.append(_unchanged(turn, settings))
+            words.append(_unchanged(row, turn, settings))
         elif place == last:
             words.append(_answer_words(row, group, settings))
         else:
@@ -69,8 +95,10 @@ def last_sampled(row: Row) -> int | None:
     return last_filled([turn["token_ids"] for turn in row["turns"]])
 
 
-def _unchanged(turn: Row, settings: Settings) -> str:
+def _unchanged(row: Row, turn: Row, settings: Settings) -> str:
     name = settings.get("name") or "The algorithm"
+    if turn["advantage_raw"] != row["advantage_raw"]:
+        return f"{name} gives this turn an advantage of its own, {signed(turn['advantage'])}."
     if turn["advantage"] == turn["advantage_raw"]:
         return (
             f"{name} calibrates no turn: it carries the trajectory's advantage, {signed(turn['advantage'])}."
@@ -81,7 +109,8 @@ def _unchanged(turn: Row, settings: Settings) -> str:
 def _search_words(row: Row, turn: Row, settings: Settings) -> str:
     """Of a turn before the answer turn: soft penalty."""
     raw, after, correctness = turn["advantage_raw"], turn["advantage"], turn["correctness"]
-    kept = f"It keeps the trajectory's advantage, {signed(after)}."
+    whose = "the trajectory's" if raw == row["advantage_raw"] else "its own"
+    kept = f"It keeps {whose} advantage, {signed(after)}."
     if turn["kind"] != "search":
         return f"Only searches can be softened; this turn is {turn['kind']}. {kept}"
     judged = _judgement(row, turn, settings)

@@ -39,7 +39,7 @@ TURN = pa.struct(
         ("observation_ids", _INTS),
         ("observation_text", pa.string()),
         ("documents", pa.list_(DOCUMENT)),
-        ("advantage_raw", pa.float64()),  # of its trajectory; null where that failed
+        ("advantage_raw", pa.float64()),  # before any calibration; null where its trajectory failed
         ("advantage", pa.float64()),  # what its sampled tokens were trained with
         ("correctness", pa.float64()),
         ("softened", pa.bool_()),

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.advantages.credit import GroupCredit
+from calibadv_jax.advantages.estimators import judges
 from calibadv_jax.advantages.truth import MEASURES, Evidence, gather, join, measure
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
@@ -205,9 +206,11 @@ def audit(folder: Path, columns: Sequence[Settings], seed: int, console: Console
             f"{folder}: {total - equal} of {total} turns get another advantage than was kept;"
             " calibadv replay shows more"
         )
-    names = {config.advantage.name for config in configs.values()}
-    if names == {"grpo"}:
-        console.warn(f"{folder}: grpo judges no search; advantage.name=calibadv shows what CalibAdv would do")
+    if not any(judges(config.advantage) for config in configs.values()):
+        names = " and ".join(sorted({config.advantage.name for config in configs.values()}))
+        console.warn(
+            f"{folder}: {names} judges no search; advantage.name=calibadv shows what CalibAdv would do"
+        )
     return found
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from calibadv_jax.advantages.credit import answer_mass, last_sampled_turn
 from calibadv_jax.advantages.estimators import compute_advantages
+from calibadv_jax.advantages.named import ESTIMATORS
 from calibadv_jax.config import AdvantageConfig
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -17,7 +18,10 @@ st = hypothesis.strategies
 SCORES = st.sampled_from([0.0, 0.2, 0.5, 2 / 3, 0.7, 6 / 7, 1.0])
 CONFIGS = st.builds(
     AdvantageConfig,
+    base=st.sampled_from(sorted(ESTIMATORS)),
     normalize_std=st.booleans(),
+    std_over=st.sampled_from(["group", "step"]),
+    score_threshold=st.sampled_from([0.2, 0.5, 0.7]),
     soft_penalty=st.booleans(),
     silver_threshold=st.sampled_from([0.0, 0.5, 0.7, 1.0]),
     correctness=st.sampled_from(["fraction", "max", "mean"]),
@@ -61,8 +65,10 @@ def test_tokens_signs_and_magnitudes(build, step, config):
             assert not advantages[index][~trajectory.mask].any()
             assert ((credit.correctness[index] >= 0) & (credit.correctness[index] <= 1)).all()
             last = last_sampled_turn(trajectory)
-            raw = credit.raw[index]
-            for position, value in enumerate(credit.turns[index]):
+            for position, (raw, value) in enumerate(
+                zip(credit.before[index], credit.turns[index], strict=True)
+            ):
+                assert np.isfinite(value)
                 assert value * raw >= 0
                 if position != last:
                     assert abs(value) <= abs(raw)
@@ -86,12 +92,12 @@ def test_rebalanced_groups_have_the_target_ratio(build, step, config):
 
 @EXAMPLES
 @hypothesis.given(step=STEPS, config=CONFIGS)
-def test_without_calibration_it_is_grpo(build, step, config):
+def test_without_calibration_it_is_its_base(build, step, config):
     groups = build_step(build, step)
     plain = dataclasses.replace(config, soft_penalty=False, rebalance=False)
     calibadv = compute_advantages(groups, plain).advantages
-    grpo = compute_advantages(groups, dataclasses.replace(config, name="grpo")).advantages
-    for left, right in zip(calibadv, grpo, strict=True):
+    base = compute_advantages(groups, dataclasses.replace(config, name=config.base)).advantages
+    for left, right in zip(calibadv, base, strict=True):
         for first, second in zip(left, right, strict=True):
             np.testing.assert_array_equal(first, second)
 

@@ -54,7 +54,7 @@ def small_group(tokenizer):
             Trajectory(question, prompt, one, index, 1.5, error)
             for index, (one, error) in enumerate(zip(turns, errors, strict=True))
         ]
-        return Group(question, trajectories)
+        return Group.of(question, trajectories)
 
     return make
 

@@ -18,8 +18,9 @@ def explain(tmp_path, tokenizer, small_group):
         group = small_group()
         change(group)
         config = Config(advantage=AdvantageConfig(**settings))
-        write_run(tmp_path / "run", [[group]], config, tokenizer)
-        rows = RunFiles(tmp_path / "run").group(1, 0)
+        folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        write_run(folder, [[group]], config, tokenizer)
+        rows = RunFiles(folder).group(1, 0)
         kept = dataclasses.asdict(config.advantage)
         return (
             rows,
@@ -142,6 +143,31 @@ def test_switches_that_are_off_are_named(explain):
 def test_grpo_calibrates_nothing(explain):
     _, words, _ = explain(name="grpo")
     assert words[1] == ["grpo calibrates no turn: it carries the trajectory's advantage, −0.500."] * 3
+
+
+def test_another_estimator_is_named_with_its_formula(explain):
+    rows, words, whole = explain(name="rloo")
+    assert whole[0] == (
+        "Scores of the finished trajectories of the group: 1, 0, 0, 0. rloo (score - mean of the others)"
+        " gives it the advantage +1.000."
+    )
+    assert words[1][0] == "rloo calibrates no turn: it carries the trajectory's advantage, −0.333."
+    _, words, whole = explain(name="dr_grpo")
+    assert whole[0].endswith("Score 1 − mean 0.25 = +0.750.")
+    _, words, whole = explain(base="rloo")
+    assert "rloo (score - mean of the others)" in whole[1] and words[1][0].startswith("Softened.")
+
+
+def test_turns_with_advantages_of_their_own(explain):
+    rows, words, whole = explain(name="querygroup")
+    search, last = rows[0]["turns"][0], rows[0]["turns"][-1]
+    assert search["advantage_raw"] == search["advantage"] != rows[0]["advantage_raw"] == last["advantage"]
+    assert "gives its answer turn the advantage +1.500" in whole[0]
+    assert (
+        words[0][0] == f"querygroup gives this turn an advantage of its own, {signed(search['advantage'])}."
+    )
+    _, words, _ = explain(base="querygroup", soft_penalty=False)
+    assert "It keeps its own advantage" in words[0][0]
 
 
 def test_numbers_have_a_real_minus():

@@ -13,6 +13,7 @@ from record_rig import keep, make_config, make_groups, unknown
 
 from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import compute_advantages
+from calibadv_jax.advantages.named import ESTIMATORS
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.record.reader import find_step, read_step
@@ -57,6 +58,18 @@ def test_another_lambda_shows_what_it_would_have_made_of_the_step(tmp_path, caps
     assert "replayed: 12 of 12" in out
     # Only the answer turn of the group's one winner is rescaled.
     assert "advantage.target_ratio=2: 1 of 12 turns get another advantage" in out
+
+
+@pytest.mark.parametrize("name", [*ESTIMATORS, "examples.own_advantage:by_rank"])
+def test_a_step_is_kept_and_replayed_under_every_estimator(tmp_path, capsys, name):
+    plain = make_config()
+    config = replace(plain, advantage=replace(plain.advantage, name=name))
+    _, result, _ = keep(tmp_path, config)
+    kept = read_step(find_step(tmp_path, 7))
+    for credit, before in zip(kept.credits, result.credits, strict=True):
+        assert [turns.tolist() for turns in credit.before] == [turns.tolist() for turns in before.before]
+    assert call(tmp_path, "advantage.name=calibadv", f"advantage.base={name}") == 0
+    assert "replayed: 12 of 12 turns have the advantage that was kept, bit for bit" in capsys.readouterr().out
 
 
 def test_the_kept_step_stays_as_it_is(tmp_path):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION
-from calibadv_jax.core.own import PATTERN as OWN_FUNCTION
+from calibadv_jax.core.own_function import is_address
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -64,11 +63,13 @@ class AdvantageConfig:
     silver_threshold: float = Field(default=0.7, ge=0, le=1)
     """calibadv, querygroup: lowest answer score of a trajectory whose documents are silver."""
     correctness: Literal["fraction", "max", "mean"] = "fraction"
-    """calibadv, querygroup: how the correctness of a search turn follows from the silver documents it found."""
+    """calibadv, querygroup: how the correctness of a search turn follows from the silver documents that it
+    found."""
     rebalance: bool = True
     """calibadv: balance positive and negative advantage of the answer turns within each group."""
     target_ratio: PositiveFloat = 1.0
-    """calibadv: the paper's lambda: |negative sum| / positive sum over answer-turn tokens, after the rebalance."""
+    """calibadv: the paper's lambda: |negative sum| / positive sum over answer-turn tokens after the
+    rebalance."""
     adjust: Literal["positive", "negative"] = "positive"
     """calibadv: the side that the rebalance multiplies by a factor."""
 
@@ -85,6 +86,6 @@ class AdvantageConfig:
     @classmethod
     def _is_known(cls, name: str, info: ValidationInfo) -> str:
         known = (CALIBRATED, *ESTIMATORS) if info.field_name == "name" else ESTIMATORS
-        if name not in known and not re.fullmatch(OWN_FUNCTION, name):
+        if name not in known and not is_address(name):
             raise ValueError(f"must be one of {', '.join(known)}, or a function of your own as {OWN}")
         return name

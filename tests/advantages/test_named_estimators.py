@@ -1,0 +1,146 @@
+"""Estimators where the published code crashes or is undefined, what they say of themselves, ties."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from calibadv_jax.advantages.estimators import compute_advantages, describe
+from calibadv_jax.advantages.named import ESTIMATORS
+from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.config.sections.credit import ESTIMATORS as NAMES
+from calibadv_jax.core.trajectory import Group
+
+OVER_THE_STEP = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}  # by another mean than the group's
+
+
+def raw(name, *groups, **settings):
+    credits = compute_advantages(groups, AdvantageConfig(name=name, **settings)).credits
+    return [credit.raw.tolist() for credit in credits]
+
+
+@pytest.fixture
+def of_scores(build):
+    """A group of these scores; lengths: the tokens of each, 1 by default."""
+
+    def of_scores(*scores, lengths=None, question_id="q"):
+        return build.group(
+            *(
+                (score, True, [build.turn("answer", num_tokens=length)])
+                for score, length in zip(scores, lengths or [1] * len(scores), strict=True)
+            ),
+            question_id=question_id,
+        )
+
+    return of_scores
+
+
+def test_registry_holds_every_name_the_config_accepts():
+    assert set(NAMES) == set(ESTIMATORS)
+
+
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - OVER_THE_STEP))
+@pytest.mark.parametrize("std_over", ["group", "step"])
+@pytest.mark.parametrize("score", [0.1, 2 / 3, 6 / 7])
+def test_ties_are_exactly_zero(of_scores, name, std_over, score):
+    other = of_scores(1.0, 0.0, 0.3, lengths=[1, 2, 3], question_id="other")
+    for size in (2, 3, 5, 7):
+        tied = of_scores(*[score] * size, lengths=range(1, size + 1))
+        assert raw(name, tied, other, std_over=std_over)[0] == [0.0] * size
+
+
+@pytest.mark.parametrize("name", sorted(OVER_THE_STEP))
+@pytest.mark.parametrize("score", [0.1, 2 / 3, 6 / 7])
+def test_a_step_of_equal_scores_is_exactly_zero(of_scores, name, score):
+    groups = [of_scores(*[score] * size, question_id=str(size)) for size in (3, 5)]
+    assert raw(name, *groups) == [[0.0] * 3, [0.0] * 5]
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_nobody_has_a_sampled_token(build, name):
+    def silent(question_id):
+        return build.group(
+            *((score, True, [build.turn(num_tokens=0, num_observed=2)]) for score in (1.0, 0.0, 0.5)),
+            question_id=question_id,
+        )
+
+    result = compute_advantages([silent("a"), silent("b")], AdvantageConfig(name=name))
+    assert all(np.isfinite(credit.raw).all() for credit in result.credits)
+    assert not any(values.any() for group in result.advantages for values in group)
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_groups_of_one(of_scores, name):
+    """They keep their score, as upstream; pass@k, which raises there, gives 0; whitening needs two tokens."""
+    ((alone,),) = raw(name, of_scores(0.6))
+    assert alone == pytest.approx(0.0 if name in {"grpo_passk", *OVER_THE_STEP} else 0.6, abs=1e-6)
+    same = [of_scores(0.6, question_id=one) for one in "abc"]
+    for value in raw(name, *same, std_over="step"):
+        assert abs(value[0]) <= 0.6  # no division by the standard deviation of equal scores
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_who_is_left_alone_gets_nothing_and_does_not_count(of_scores, name):
+    left = of_scores(1.0, 0.0, question_id="left")
+    left.trajectories[1].error = "retriever: gone"
+    left = Group.of(left.question, left.trajectories)
+    others = [of_scores(1.0, 0.0, 0.5, question_id="a"), of_scores(0.2, 0.7, question_id="b")]
+    assert raw(name, left, *others) == [[0.0], *raw(name, *others)]
+    assert raw(name, left) == [[0.0]]
+    assert raw(name) == []
+
+
+def test_formulas_by_hand(of_scores):
+    one, two = of_scores(1.0, 0.0, 0.5, lengths=[1, 2, 5]), of_scores(0.0, 0.8, question_id="two")
+    for name, expected in {
+        "rloo": [[0.75, -0.75, 0.0], [-0.8, 0.8]],
+        "opo": [[1 - 3.5 / 8, -3.5 / 8, 0.5 - 3.5 / 8], [-0.4, 0.4]],
+        "gpg": [[0.5 / 0.6, -0.5 / 0.6, 0.0], [-0.4 / 0.6, 0.4 / 0.6]],
+        "dr_grpo": [[0.5, -0.5, 0.0], [-0.4, 0.4]],
+    }.items():
+        for found, values in zip(raw(name, one, two), expected, strict=True):
+            np.testing.assert_allclose(found, values, rtol=1e-12, atol=1e-15)
+    assert raw("grpo_passk", one, two, normalize_std=False) == [[0.5, 0.0, 0.0], [0.0, 0.8]]
+    assert raw("grpo_neutral", of_scores(1.0, 0.7, 1.0), normalize_std=False)[0][1] == pytest.approx(-0.9)
+    assert raw("grpo_acceptable", of_scores(1.0, 0.7, 1.0), normalize_std=False)[0][1] == 0
+
+
+def test_whitened_advantages_have_mean_0_and_variance_1_over_tokens(of_scores):
+    groups = [of_scores(1.0, 0.0, 0.5, lengths=[1, 2, 5]), of_scores(0.0, 0.8, question_id="two")]
+    for name in OVER_THE_STEP:
+        found = compute_advantages(groups, AdvantageConfig(name=name)).advantages
+        tokens = np.concatenate([values for group in found for values in group]).astype(np.float64)
+        assert tokens.mean() == pytest.approx(0, abs=1e-6)
+        assert tokens.var(ddof=1) == pytest.approx(1, abs=1e-5)
+
+
+def test_an_estimator_can_be_calibrated(build):
+    """RLOO doubles the advantages of a pair; then as by hand for GRPO."""
+    group = build.group(
+        (1.0, True, [build.turn(documents=["a"]), build.turn("answer", num_tokens=2)]),
+        (0.0, True, [build.turn(documents=["a", "x"]), build.turn("answer", num_tokens=4)]),
+    )
+    (credit,) = compute_advantages([group], AdvantageConfig(base="rloo")).credits
+    np.testing.assert_allclose(credit.before, [[1, 1], [-1, -1]])
+    np.testing.assert_allclose(credit.turns, [[1, 2], [-0.5, -1]])
+    plain = AdvantageConfig(name="rloo")
+    assert not compute_advantages([group], plain).credits[0].silver
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_each_says_what_it_does(name):
+    lines = describe(AdvantageConfig(name=name))
+    assert lines[0].startswith(f"advantage {name}: ")
+    assert lines[1].startswith("advantage = ") and "no CalibAdv calibration" in lines[2]
+    assert all("\n" not in line for line in lines)
+    calibrated = describe(AdvantageConfig(base=name))
+    assert calibrated[0].endswith("calibrated by turn") and calibrated[1] == lines[1]
+
+
+def test_the_formula_follows_the_switches():
+    plain = AdvantageConfig(name="grpo_neutral", score_threshold=0.4)
+    assert "at least 0.4" in describe(plain)[1] and "std + 1e-6" in describe(plain)[1]
+    assert "std of the step's scores" in describe(dataclasses.replace(plain, std_over="step"))[1]
+    assert "std" not in describe(dataclasses.replace(plain, normalize_std=False))[1]

@@ -1,0 +1,126 @@
+"""A user's own function: loaded by its name, checked at the start, calibrated like any other."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from calibadv_jax.advantages.estimators import compute_advantages, describe
+from calibadv_jax.config import parse_config
+from calibadv_jax.core.errors import UserError
+
+EXAMPLE = "examples.own_advantage:by_rank"
+NUMBERS = itertools.count()
+
+
+def advantage_config(name, key="name"):
+    """The section as a run reads it, from a file and an override."""
+    return parse_config("{}", "file.yaml", [f"advantage.{key}={name}"]).advantage
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The name of a function in a module of its own."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(source, function="mine"):
+        module = f"own_module_{next(NUMBERS)}"
+        (tmp_path / f"{module}.py").write_text(source)
+        return f"{module}:{function}"
+
+    return write
+
+
+@pytest.fixture
+def group(build):
+    def turns(*documents):
+        return [build.turn(documents=documents, num_observed=1), build.turn("answer", num_tokens=2)]
+
+    return build.group((1.0, True, turns("a")), (0.5, True, turns("x", "a")), (0.0, True, turns("y")))
+
+
+def test_the_example_through_the_config(group):
+    config = advantage_config(EXAMPLE)
+    (credit,) = compute_advantages([group], config).credits
+    expected = [[1 / 3, 2 / 3], [0, 0], [-1 / 3, -2 / 3]]
+    np.testing.assert_allclose(credit.turns, expected)
+    np.testing.assert_allclose(credit.raw, [2 / 3, 0, -2 / 3])
+    assert "a function of your own" in describe(config)[0]
+    assert "The share of the group that a trajectory beats" in describe(config)[1]
+
+
+def test_the_example_calibrated(group):
+    group.trajectories[2].answer_score = 0.5  # two losers, one of which found a silver document
+    config = advantage_config(EXAMPLE, "base")
+    assert describe(config)[0] == f"advantage calibadv: {EXAMPLE} calibrated by turn"
+    (credit,) = compute_advantages([group], config).credits
+    np.testing.assert_allclose(credit.before, [[1 / 3, 2 / 3], [-1 / 6, -1 / 3], [-1 / 6, -1 / 3]])
+    # The second one's search found one silver document among two.
+    np.testing.assert_allclose(credit.turns, [[1 / 3, 2 / 3], [-1 / 12, -1 / 3], [-1 / 6, -1 / 3]])
+
+
+def test_one_number_a_trajectory_is_enough(own, group):
+    name = own(
+        "def mine(groups, config):\n"
+        "    return [[one.answer_score for one in group.trajectories] for group in groups]\n"
+    )
+    (credit,) = compute_advantages([group], advantage_config(name)).credits
+    np.testing.assert_array_equal(credit.turns, [[1, 1], [0.5, 0.5], [0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "said"),
+    [
+        ("def mine(group):\n    return []\n", "mine", "too many positional arguments"),
+        ("def mine(groups, config, more):\n    return []\n", "mine", "missing a required argument: 'more'"),
+        ("mine = 3\n", "mine", "has no function mine"),
+        ("def other(groups, config):\n    return []\n", "mine", "has no function mine"),
+        ("import nowhere_at_all\n", "mine", "No module named 'nowhere_at_all'"),
+        ("def mine(\n", "mine", "was never closed"),
+    ],
+)
+def test_what_cannot_be_called_is_refused_at_the_start(own, source, function, said):
+    name = own(source, function)
+    with pytest.raises(UserError) as error:
+        describe(advantage_config(name))
+    assert str(error.value).startswith(f"advantage.name is {name}, but ") and said in str(error.value)
+    if "importing" not in str(error.value):
+        assert "expected: def advantages(groups: Sequence[Group], config: AdvantageConfig)" in str(
+            error.value
+        )
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ("[]", "shorter"),
+        ("[[1.0]]", "1 advantages for 3 trajectories"),
+        ("[[1.0, 0.0, [1.0, 2.0, 3.0]]]", "shape (3,) for a trajectory of 2 turns"),
+        ("[[1.0, 0.0, float('nan')]]", "not finite"),
+        ("None", "NoneType"),
+        ("[['a', 'b', 'c']]", "could not convert"),
+    ],
+)
+def test_a_result_of_another_shape_is_refused(own, group, result, said):
+    name = own(f"def mine(groups, config):\n    return {result}\n")
+    with pytest.raises(UserError) as error:
+        compute_advantages([group], advantage_config(name))
+    assert said in str(error.value) and "one list for each group" in str(error.value)
+    assert str(error.value).startswith(f"{name}: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["rlo", "calibadv ", "a.b", "a:b:c", "a b:c", ":mine", "", "a/b.py:mine"])
+def test_other_names_are_refused(name):
+    with pytest.raises(
+        UserError, match="advantage.name: must be one of calibadv, grpo, .*my_package.my_module:function"
+    ):
+        parse_config(json.dumps({"advantage": {"name": name}}), "file.yaml")
+
+
+def test_calibadv_is_no_base():
+    with pytest.raises(UserError, match="advantage.base: must be one of grpo, "):
+        advantage_config("calibadv", "base")
