@@ -79,6 +79,12 @@ def last_filled(token_ids: Sequence[Sequence[int] | np.ndarray]) -> int | None:
     return next((index for index in reversed(range(len(token_ids))) if len(token_ids[index])), None)
 
 
+def search_turns(trajectory: Trajectory) -> list[int]:
+    """Indices of the searches before the last sampled turn."""
+    last = last_sampled_turn(trajectory) or 0
+    return [index for index in range(last) if trajectory.turns[index].kind == "search"]
+
+
 def spread(turn_advantages: np.ndarray, trajectory: Trajectory) -> np.ndarray:
     """float64 [K] -> float32 [T], aligned with `Trajectory.response_ids`; 0 on observation tokens."""
     lengths = [(len(turn.token_ids), len(turn.observation_ids)) for turn in trajectory.turns]
@@ -101,9 +107,9 @@ def answer_mass(group: Group, advantages: Sequence[float]) -> tuple[float, float
         index = last_sampled_turn(trajectory)
         if index is not None:
             masses.append(advantage * len(trajectory.turns[index].token_ids))
-    return by_sign(masses)
+    return two_sides(masses)
 
 
-def by_sign(masses: Sequence[float]) -> tuple[float, float]:
-    """The sum of the positive ones, and the magnitude of the sum of the negative ones."""
+def two_sides(masses: Sequence[float]) -> tuple[float, float]:
+    """The positive sum and the magnitude of the negative sum, each exact to one rounding."""
     return math.fsum(mass for mass in masses if mass > 0), -math.fsum(mass for mass in masses if mass < 0)

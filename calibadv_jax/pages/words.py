@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from calibadv_jax.advantages.credit import by_sign, last_filled
+from calibadv_jax.advantages.credit import last_filled, two_sides
 from calibadv_jax.advantages.named import ESTIMATORS
 from calibadv_jax.advantages.steps import mean_and_std
 from calibadv_jax.config import AdvantageConfig
@@ -83,6 +83,8 @@ def turn_words(row: Row, group: Sequence[Row], settings: Settings) -> list[str]:
             words.append("No token was sampled: nothing is trained.")
         elif settings.get("name") != "calibadv":
             words.append(_unchanged(row, turn, settings))
+        elif _is_variant(settings):
+            words.append(_variant_words(row, turn, settings))
         elif place == last:
             words.append(_answer_words(row, group, settings))
         else:
@@ -104,6 +106,30 @@ def _unchanged(row: Row, turn: Row, settings: Settings) -> str:
             f"{name} calibrates no turn: it carries the trajectory's advantage, {signed(turn['advantage'])}."
         )
     return f"{name} made {signed(turn['advantage'])} of {signed(turn['advantage_raw'])}."
+
+
+_OF_THE_PAPER = {
+    "softening": "plain",
+    "rebalance_over": "answer",
+    "rebalance_within": "group",
+    "rebalance_by": "advantage",
+    "rebalance_excess": False,
+}
+
+
+def _is_variant(settings: Settings) -> bool:
+    """Whether CalibAdv was calibrated otherwise than in the paper."""
+    return any(settings.get(key, value) != value for key, value in _OF_THE_PAPER.items())
+
+
+def _variant_words(row: Row, turn: Row, settings: Settings) -> str:
+    """What happened, without the numbers that the record does not hold for this variant."""
+    changes = [
+        f"{key}={settings[key]}" for key, value in _OF_THE_PAPER.items() if settings.get(key, value) != value
+    ]
+    judged = f"{_judgement(row, turn, settings)} " if turn["kind"] == "search" else ""
+    before, after = signed(turn["advantage_raw"]), signed(turn["advantage"])
+    return f"{judged}CalibAdv with {', '.join(changes)} made {after} of {before}."
 
 
 def _search_words(row: Row, turn: Row, settings: Settings) -> str:
@@ -197,7 +223,7 @@ def _answer_mass(group: Sequence[Row]) -> tuple[float, float]:
         if last is not None and row["error"] is None:
             turn = row["turns"][last]
             masses.append(turn["advantage_raw"] * len(turn["token_ids"]))
-    return by_sign(masses)
+    return two_sides(masses)
 
 
 def _count(number: int, noun: str) -> str:

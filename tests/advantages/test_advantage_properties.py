@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.credit import answer_mass, last_sampled_turn
+from calibadv_jax.advantages.credit import answer_mass, last_sampled_turn, two_sides
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.advantages.named import ESTIMATORS
 from calibadv_jax.config import AdvantageConfig
@@ -41,6 +41,18 @@ TURNS = st.fixed_dictionaries(
 MEMBERS = st.tuples(SCORES, st.booleans(), st.lists(TURNS, max_size=5))
 STEPS = st.lists(st.lists(MEMBERS, min_size=1, max_size=6), min_size=1, max_size=3)
 EXAMPLES = hypothesis.settings(max_examples=40)
+
+
+VARIANTS = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(["calibadv", *ESTIMATORS]),
+        "softening": st.sampled_from(["plain", "aggressive", "upper_limit", "reset"]),
+        "rebalance_over": st.sampled_from(["answer", "turn", "all"]),
+        "rebalance_within": st.sampled_from(["group", "step"]),
+        "rebalance_by": st.sampled_from(["advantage", "tokens"]),
+        "rebalance_excess": st.booleans(),
+    }
+)
 
 
 def build_step(build, step):
@@ -103,9 +115,9 @@ def test_without_calibration_it_is_its_base(build, step, config):
 
 
 @EXAMPLES
-@hypothesis.given(step=STEPS, config=CONFIGS, data=st.data())
-def test_order_of_groups_and_of_members_does_not_matter(build, step, config, data):
-    groups = build_step(build, step)
+@hypothesis.given(step=STEPS, config=CONFIGS, variant=VARIANTS, data=st.data())
+def test_order_of_groups_and_of_members_does_not_matter(build, step, config, variant, data):
+    groups, config = build_step(build, step), dataclasses.replace(config, **variant)
     reference = {
         (group.question.id, trajectory.index): values
         for group, advantages in zip(groups, compute_advantages(groups, config).advantages, strict=True)
@@ -116,6 +128,7 @@ def test_order_of_groups_and_of_members_does_not_matter(build, step, config, dat
         for group in data.draw(st.permutations(groups))
     ]
     result = compute_advantages(shuffled, config)
+    assert all(np.isfinite(values).all() for values in reference.values())
     for group, advantages in zip(shuffled, result.advantages, strict=True):
         for trajectory, values in zip(group.trajectories, advantages, strict=True):
             np.testing.assert_array_equal(values, reference[group.question.id, trajectory.index])
@@ -137,3 +150,25 @@ def test_the_two_calibrations_touch_different_turns(build, step, config):
             if last is not None:
                 expected[last] = balanced.turns[index][last]
             np.testing.assert_array_equal(one.turns[index], expected)
+
+
+@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.given(step=STEPS, config=CONFIGS, variant=VARIANTS)
+def test_whatever_is_balanced_has_the_target_ratio(build, step, config, variant):
+    """All turns of a group or of the step together; where it was not above the ratio, it may stay."""
+    variant |= {"name": "calibadv", "rebalance_over": "all", "rebalance_by": "advantage"}
+    config = dataclasses.replace(config, rebalance=True, **variant)
+    credits = compute_advantages(build_step(build, step), config).credits
+    sets = [credits] if config.rebalance_within == "step" else [[credit] for credit in credits]
+    for together in sets:
+        positive, negative = two_sides(
+            [
+                value * len(turn.token_ids)
+                for credit in together
+                for trajectory, turns in zip(credit.group.trajectories, credit.turns, strict=True)
+                for turn, value in zip(trajectory.turns, turns, strict=True)
+            ]
+        )
+        if config.rebalance_excess and negative <= config.target_ratio * positive * (1 + 1e-9):
+            continue
+        assert (positive, negative) == (0, 0) or negative / positive == pytest.approx(config.target_ratio)

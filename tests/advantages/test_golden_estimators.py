@@ -116,3 +116,66 @@ def test_published_values_of_querygroup(cases, build):
                 expected = case["expected"]["advantages"][position]
                 where = f"{case['name']}, trajectory {position}"
                 np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-5, err_msg=where)
+
+
+SOFTENINGS = {
+    "plain": "plain",
+    "aggressive": "aggressive",
+    "positive_upper_limit": "upper_limit",
+    "reset2zero": "reset",
+}
+# Where the published code does something else, see docs/differences.md.
+ONE_SIDED = {  # sets of turns with advantages of one sign
+    "answer_in_group_negative_nosoft_1",
+    "turn_in_group_nosoft_0",
+    "turn_in_group_nosoft_1",
+    "turn_in_group_negative_nosoft_1",
+    "turn_in_batch_negative_1",
+    "turn_in_batch_negative_2",
+}
+OTHER_LIMIT = {"turn_in_group_risky_1", "turn_in_group_risky_2", "turn_in_group_risky_5"}  # lambda is not 1
+
+
+def calibration_of(settings):
+    over, _, within = settings["rebalance"].partition("_in_")
+    ratio = settings["lambda"]
+    if settings["rebalance"] == "turn_in_group" and settings["adjust"] == "positive":
+        ratio = 1 / ratio  # there it is the other way round than everywhere else
+    changes = {"rebalance_over": over, "rebalance_within": "step" if within == "batch" else "group"}
+    return AdvantageConfig(
+        correctness=settings["correctness"],
+        soft_penalty=settings["soft_penalty"],
+        softening=SOFTENINGS[settings["variant"]],
+        rebalance=bool(within),
+        rebalance_by="tokens" if settings["use_numel_ratio"] else "advantage",
+        rebalance_excess=settings["only_apply_risky"],
+        target_ratio=ratio,
+        adjust=settings["adjust"],
+        **(changes if within else {}),
+    )
+
+
+def has_published_values(case):
+    settings = case["settings"]
+    if settings.get("estimator") != "calibadv" or settings["rebalance"] == "clip":
+        return False
+    does_nothing = settings["rebalance"] == "turn_in_batch" and not settings["soft_penalty"]
+    return not does_nothing and case["name"] not in ONE_SIDED | OTHER_LIMIT
+
+
+def test_published_values_of_the_variants(cases, build):
+    chosen = [case for case in cases if has_published_values(case)]
+    assert len(chosen) == 81
+    for case in chosen:
+        read, settings = build.case(case), case["settings"]
+        result = compute_advantages(read.groups, calibration_of(settings))
+        values_of = case["expected"].get("advantages_if_float", case["expected"]["advantages"])
+        # There the answer turns are left out, here they are balanced like those of any other number.
+        searches_only = settings["rebalance"] == "turn_in_group" and settings["soft_penalty"]
+        for positions, advantages in zip(read.positions, result.advantages, strict=True):
+            for position, values in zip(positions, advantages, strict=True):
+                turns = case["trajectories"][position]["turns"]
+                end = len(values) - (turns[-1]["num_tokens"] if searches_only else 0)
+                where = f"{case['name']}, trajectory {position}"
+                expected = values_of[position][:end]
+                np.testing.assert_allclose(values[:end], expected, rtol=1e-4, atol=1e-5, err_msg=where)

@@ -170,6 +170,15 @@ def test_turns_with_advantages_of_their_own(explain):
     assert "It keeps its own advantage" in words[0][0]
 
 
+def test_a_variant_of_the_calibration_is_named(explain):
+    rows, words, _ = explain(rebalance_over="all", softening="aggressive")
+    assert words[1][0].startswith("Correctness 0.667: ")
+    assert words[1][0].endswith(
+        "CalibAdv with softening=aggressive, rebalance_over=all made 0.000 of −0.500."
+    )
+    assert words[0][-1].startswith("CalibAdv with softening=aggressive, rebalance_over=all made +")
+
+
 def test_numbers_have_a_real_minus():
     assert [signed(value) for value in (-1.1547, 0.5, 0.0, -0.0001)] == ["−1.155", "+0.500", "0.000", "0.000"]
     assert [plain(value) for value in (-0.5, 2.0, 1 / 3)] == ["−0.5", "2", "0.333"]

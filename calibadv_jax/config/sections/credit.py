@@ -59,16 +59,29 @@ class AdvantageConfig:
     """grpo_neutral, grpo_acceptable: lowest score at which a trajectory below its group's mean counts as
     nearly right."""
     soft_penalty: bool = True
-    """calibadv: scale a negative advantage of a search turn by 1 - correctness."""
+    """calibadv: make a negative advantage of a search turn smaller by its correctness."""
+    softening: Literal["plain", "aggressive", "upper_limit", "reset"] = "plain"
+    """calibadv: how soft_penalty does so. plain: times 1 - correctness, as in the paper; aggressive: also 0
+    from a correctness of 1/3; upper_limit: moved towards the group's largest advantage, by the correctness;
+    reset: plain, and a positive advantage becomes 0 where all search turns of that number are correct."""
     silver_threshold: float = Field(default=0.7, ge=0, le=1)
     """calibadv, querygroup: lowest answer score of a trajectory whose documents are silver."""
     correctness: Literal["fraction", "max", "mean"] = "fraction"
     """calibadv, querygroup: how the correctness of a search turn follows from the silver documents that it
     found."""
     rebalance: bool = True
-    """calibadv: balance positive and negative advantage of the answer turns within each group."""
+    """calibadv: balance positive and negative advantage, by default of the answer turns of each group."""
+    rebalance_over: Literal["answer", "turn", "all"] = "answer"
+    """calibadv: turns that are balanced together: answer turns, as in the paper; turn: answer turns,
+    first search turns, second ones and so on, each among themselves; all: all turns together."""
+    rebalance_within: Literal["group", "step"] = "group"
+    """calibadv: whose turns are balanced together: those of a group, as in the paper, or of the step."""
+    rebalance_by: Literal["advantage", "tokens"] = "advantage"
+    """calibadv: the sums of advantage over tokens, or only the numbers of tokens of the two sides."""
+    rebalance_excess: bool = False
+    """calibadv: leave turns alone whose |negative sum| / positive sum is not above target_ratio."""
     target_ratio: PositiveFloat = 1.0
-    """calibadv: the paper's lambda: |negative sum| / positive sum over answer-turn tokens after the
+    """calibadv: the paper's lambda: |negative sum| / positive sum over the balanced tokens, after the
     rebalance."""
     adjust: Literal["positive", "negative"] = "positive"
     """calibadv: the side that the rebalance multiplies by a factor."""
