@@ -35,7 +35,7 @@ class GroupCredit:
         ]
 
 
-def credit_of(group: Group, estimate: Sequence[float | np.ndarray]) -> GroupCredit:
+def credit_of(group: Group, estimate: Sequence[float | np.ndarray] | np.ndarray) -> GroupCredit:
     """Credit that nothing has calibrated.
 
     Args:

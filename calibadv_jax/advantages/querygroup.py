@@ -8,7 +8,15 @@ import numpy as np
 
 from calibadv_jax.advantages.credit import last_sampled_turn
 from calibadv_jax.advantages.silver import judge_turns, silver_documents
-from calibadv_jax.advantages.steps import compose, is_tied, less_mean, mean_and_std, over_std
+from calibadv_jax.advantages.steps import (
+    Estimate,
+    OfGroup,
+    compose,
+    is_tied,
+    less_mean,
+    mean_and_std,
+    over_std,
+)
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.trajectory import Group
 
@@ -19,17 +27,17 @@ _EPSILON = 1e-6
 _grpo = compose(less_mean, over_std)
 
 
-def querygroup(groups: Sequence[Group], config: AdvantageConfig) -> list[list[np.ndarray]]:
+def querygroup(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
     """A judged search gets 0.7 × (correctness - mean) / (std + 1e-6) + 0.3 × its trajectory's advantage.
 
     Mean and standard deviation are over the judged searches of the group, where there are two or more.
     Other turns get their trajectory's advantage, which is GRPO's.
     """
     whole = _grpo(groups, config)
-    return [_by_turn(group, list(values), config) for group, values in zip(groups, whole, strict=True)]
+    return [_by_turn(group, values, config) for group, values in zip(groups, whole, strict=True)]
 
 
-def _by_turn(group: Group, whole: Sequence[float | np.ndarray], config: AdvantageConfig) -> list[np.ndarray]:
+def _by_turn(group: Group, whole: OfGroup, config: AdvantageConfig) -> list[np.ndarray]:
     silver = silver_documents(group, config.silver_threshold)
     found = [np.full(len(one.turns), value) for one, value in zip(group.trajectories, whole, strict=True)]
     places: list[tuple[int, int]] = []

@@ -29,14 +29,15 @@ class Scored:
 
 Baseline = Callable[[Scored, AdvantageConfig], np.ndarray]  # -> float64 [G]: scores less a baseline
 Spread = Callable[[Sequence[Scored], Sequence[np.ndarray], AdvantageConfig], Sequence[np.ndarray]]
-Estimate = Sequence[Sequence[float | np.ndarray]]  # by group and trajectory: one number, or float64 [K]
+OfGroup = Sequence[float | np.ndarray] | np.ndarray  # by trajectory: one number, or float64 [K]
+Estimate = Sequence[OfGroup]
 Estimator = Callable[[Sequence[Group], AdvantageConfig], Estimate]  # of groups with a trajectory or more
 
 
 def compose(baseline: Baseline, spread: Spread) -> Estimator:
     """The estimator that takes these two steps."""
 
-    def estimate(groups: Sequence[Group], config: AdvantageConfig) -> Sequence[np.ndarray]:
+    def estimate(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
         found = [scored(group) for group in groups]
         return spread(found, [baseline(one, config) for one in found], config)
 

@@ -165,7 +165,7 @@ def has_published_values(case):
 
 def test_published_values_of_the_variants(cases, build):
     chosen = [case for case in cases if has_published_values(case)]
-    assert len(chosen) == 81
+    assert len(chosen) == 96
     for case in chosen:
         read, settings = build.case(case), case["settings"]
         result = compute_advantages(read.groups, calibration_of(settings))
