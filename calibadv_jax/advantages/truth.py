@@ -55,15 +55,23 @@ MEASURES = {
     "search/recall": "judged, truly good: correctness > 0",
     "search/agreement": "judged: correctness > 0 agrees with the truth",
     "search/auc": "judged: area under the ROC curve of correctness",
-    "blame/good_blamed": "truly good searches that GRPO blames",
+    "blame/good_blamed": "truly good searches that are blamed, uncalibrated",
     "blame/good_share": "blamed searches that are truly good",
     "blame/good_softened": "truly good ones blamed: made smaller",
     "blame/useless_softened": "useless ones blamed: made smaller",
     "blame/good_spared": "blame on truly good ones that is taken away",
     "blame/useless_spared": "blame on useless ones that is taken away",
     "blame/spared_good_share": "blame taken away that lay on truly good ones",
-    "answer/ratio_before": "answer turns: blame / praise under GRPO",
+    "answer/ratio_before": "answer turns: blame / praise, uncalibrated",
     "answer/ratio_after": "answer turns: blame / praise as calibrated",
+}
+
+VERDICTS = {
+    "good blamed": "truly good searches with a negative advantage",
+    "useless praised": "useless searches with a positive advantage",
+    "blame on good": "of the negative advantage × tokens of searches, that on truly good ones",
+    "praise on useless": "of the positive one, that on useless ones",
+    "agreement": "searches whose advantage has the sign that CalibAdv gives it",
 }
 
 
@@ -116,6 +124,25 @@ def measure(evidence: Evidence) -> dict[str, float]:
     }
     parts = _silver(evidence.groups), _judgements(searches), _blame(searches), _answers(evidence.groups)
     return counts | {name: value for part in parts for name, value in part.items()}
+
+
+def verdicts(evidence: Evidence, calibadv: Evidence) -> dict[str, float]:
+    """VERDICTS on the advantages as trained; what would be a share of nothing is left out.
+
+    Args:
+        calibadv: of the same searches, under CalibAdv.
+    """
+    searches = evidence.searches
+    good, advantage = searches["good"], searches["advantage"]
+    mass = advantage * searches["tokens"]
+    blame, praise = np.maximum(-mass, 0), np.maximum(mass, 0)
+    return (
+        _share("good blamed", advantage[good] < 0)
+        | _share("useless praised", advantage[~good] > 0)
+        | _ratio("blame on good", float(blame[good].sum()), float(blame.sum()))
+        | _ratio("praise on useless", float(praise[~good].sum()), float(praise.sum()))
+        | _share("agreement", np.sign(advantage) == np.sign(calibadv.searches["advantage"]))
+    )
 
 
 def _group(credit: GroupCredit) -> tuple[float, ...]:

@@ -19,8 +19,9 @@ import numpy as np
 
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.advantages.estimators import judges
-from calibadv_jax.advantages.truth import MEASURES, Evidence, gather, join, measure
+from calibadv_jax.advantages.truth import MEASURES, VERDICTS, Evidence, gather, join, measure, verdicts
 from calibadv_jax.config import Config
+from calibadv_jax.config.sections.credit import CALIBRATED
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import random_state
@@ -73,6 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="add a column for each of these values; may be given several times",
     )
     parser.add_argument(
+        "--estimators",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME,NAME,…",
+        help="a table of whom each of these values of advantage.name praises and blames; calibadv+NAME:"
+        " calibrated",
+    )
+    parser.add_argument(
         "--window",
         type=int,
         default=10,
@@ -100,8 +109,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output is not None and not arguments.output.parent.is_dir():
         raise UserError(f"{arguments.output.parent}: no such folder; make it, or change --output")
     columns = make_columns(overrides, arguments.sweep)
+    rivals = make_rivals(overrides, arguments.estimators)
     console = Console()
-    found = {folder: audit(folder, columns, arguments.seed, console) for folder in folders}
+    audited = {folder: audit(folder, columns + rivals, arguments.seed, console) for folder in folders}
+    found = {folder: measured[: len(columns)] for folder, measured in audited.items()}
     console.say(f"in brackets: the control, with the rewards of each step shuffled (seed {arguments.seed})")
     if overrides and arguments.sweep:
         console.say(f"the columns of --sweep: on top of {' '.join(overrides)}")
@@ -111,12 +122,15 @@ def run(arguments: argparse.Namespace) -> None:
         shown = measured[1 if overrides else 0]
         console.say(f"\n{folder} over training, settings: {' '.join(overrides) or 'of the run'}")
         console.say(windows_table(shown, arguments.window))
+        if rivals:
+            console.say(f"\n{folder}: whom estimators praise and blame")
+            console.say(verdicts_table(audited[folder][len(columns) :]))
     if len(found) > 1:
         console.say(f"\nmean of {len(found)} runs [lowest, highest] (mean of the controls)")
         console.say(mean_table(list(found.values())))
     if arguments.output is not None:
         about = {"seed": arguments.seed, "window": arguments.window}
-        runs = [as_json(folder, measured, arguments.window) for folder, measured in found.items()]
+        runs = [as_json(folder, measured, arguments.window) for folder, measured in audited.items()]
         write_json(arguments.output, about | {"runs": runs}, indent=1)
 
 
@@ -163,6 +177,17 @@ def make_columns(overrides: Sequence[str], sweeps: Sequence[str]) -> list[Settin
                 f"{one}: changes no credit of a kept step; the audit takes keys of reward and advantage"
             )
     return columns
+
+
+def make_rivals(overrides: Sequence[str], estimators: Sequence[str]) -> list[Settings]:
+    """CalibAdv and each of these estimators, on top of all overrides; none where none is asked for."""
+    rivals = []
+    for name in dict.fromkeys([CALIBRATED, *estimators] if estimators else []):
+        keys = [f"advantage.name={name}"]
+        if (base := name.removeprefix(f"{CALIBRATED}+")) != name:
+            keys = [f"advantage.name={CALIBRATED}", f"advantage.base={base}"]
+        rivals.append(Settings(name, (*overrides, *keys)))
+    return rivals
 
 
 def _short(override: str) -> str:
@@ -278,6 +303,16 @@ def cell(name: str, true: Mapping[str, float], control: Mapping[str, float]) -> 
     """``value (control)``; "-" stands for what there is none of."""
     shown = [f"{one[name]:.3f}" if name in one else "-" for one in (true, control)]
     return "{} ({})".format(*shown)
+
+
+def verdicts_table(rivals: Sequence[Measured]) -> str:
+    """One row an estimator, one column a verdict: ``value (control)``; CalibAdv is the first one."""
+    rows = []
+    for one in rivals:
+        true = verdicts(join(one.true.values()), join(rivals[0].true.values()))
+        control = verdicts(join(one.control.values()), join(rivals[0].control.values()))
+        rows.append([one.settings.name, *(cell(name, true, control) for name in VERDICTS)])
+    return table(rows, ["estimator", *VERDICTS])
 
 
 def windows_table(measured: Measured, window: int) -> str:

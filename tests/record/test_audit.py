@@ -11,7 +11,7 @@ from record_rig import keep, make_config, make_groups, scored, unknown
 
 from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import compute_advantages
-from calibadv_jax.advantages.truth import MEASURES
+from calibadv_jax.advantages.truth import MEASURES, VERDICTS
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.writer import RolloutWriter
@@ -161,6 +161,32 @@ def test_several_runs_and_their_mean(tmp_path, capsys):
     assert (first[0], second[0]) == ("0.500 (0.000)", "1.000 (0.000)")
     assert mean[0] == "0.750 [0.500, 1.000] (0.000)"
     assert "mean of 2 runs [lowest, highest] (mean of the controls)" in out
+
+
+def test_whom_estimators_praise_and_blame(tmp_path, capsys):
+    """Of the six searches two are good: the best trajectory's first, and the wrong one's, half forgiven."""
+    keep(tmp_path, make_config())
+    names = "grpo,calibadv+rloo,querygroup,reinforce_plus_plus"
+    status, out, _ = call(tmp_path, "--estimators", names, capsys=capsys)
+    assert status == 0
+    lines = out.partition("whom estimators praise and blame\n")[2].splitlines()
+    table = {
+        line.split()[0]: [float(one.split()[0]) for one in line.split("  ") if "(" in one] for line in lines
+    }
+    assert set(VERDICTS) <= {one.strip() for one in lines[0].split("  ")}
+    assert set(table) >= {"calibadv", *names.split(",")}
+    # 1 of 2 good ones blamed, 1 of 4 useless ones praised; of the blame of 12 tokens 3 lie on the good one.
+    assert table["grpo"] == [0.5, 0.25, 0.25, 0.5, 1.0]
+    # 3 × 1/2 on the good one; of the others' 9 those with correctness 1/3 lose 1.
+    assert table["calibadv"] == table["calibadv+rloo"] == [0.5, 0.25, round(1.5 / 9.5, 3), 0.5, 1.0]
+    assert table["querygroup"][:1] == [0.0]  # both good ones found silver documents
+
+
+def test_mistakes_in_estimators_are_one_line(tmp_path, capsys):
+    keep(tmp_path, make_config())
+    for name in ("rlo", "calibadv+calibadv", "", "no_such_module:function"):
+        status, _, err = call(tmp_path, "--estimators", name, capsys=capsys)
+        assert status == 2 and err.count("\n") == 1 and "advantage." in err
 
 
 def test_the_control_permutes_rewards_over_the_step(tmp_path):
