@@ -114,3 +114,15 @@ def test_a_trajectorys_weight_is_the_product_of_its_own_tokens():
     high = LossConfig(name="gpg", importance_high=3.0)
     found, gradients, metrics = packed(made_of(rows, sampler), high)
     assert metrics["actor/sampler_masked"] == 1 and not gradients[2].any() and gradients[1].all()
+
+
+@pytest.mark.parametrize("name", ["vanilla", "cispo", "gspo", "gmpo", "gpg"])
+def test_at_ratio_one_the_gradient_is_that_of_reinforce(name):
+    """Each token by its own advantage; gmpo has one for all of a trajectory."""
+    rows = [[(new, new, advantage) for new, _, advantage in row] for row in random_rows()]
+    config = LossConfig(name=name, aggregation="sequence_mean")
+    _, gradients, _ = packed(made_of(rows), config)
+    for found, row in zip(gradients, rows, strict=True):
+        advantages = np.array([advantage for *_, advantage in row])
+        wanted = np.full(len(row), advantages.mean()) if name == "gmpo" else advantages
+        np.testing.assert_allclose(found, -wanted / (3 * len(row)), rtol=1e-5)

@@ -93,6 +93,9 @@ def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
         for metric in ("actor/pg_loss", "advantage/answer/negative_after", "reward/mean"):
             # The ratio of the second mini-batch is no longer 1, but the learning rate is tiny.
             assert found.metrics[metric] == pytest.approx(row[metric], abs=1e-5), metric
+        for other in ("kl_cov", "lld", "balance_detached"):
+            changed = replay(kept, kept_config(kept, Path("step"), [f"loss.name={other}"]))
+            assert np.isfinite(changed.metrics["actor/pg_loss"])
         if name == "apart":  # between the learner's log-probabilities that were kept and the sampler's
             assert found.metrics["actor/sampler_mismatch"] == pytest.approx(row["actor/sampler_mismatch"])
             assert row["actor/sampler_mismatch"] > 0.1

@@ -115,9 +115,10 @@ class LossConfig:
     def _loss_reads_what_is_set(self) -> LossConfig:
         if is_address(self.name):
             return self
+        defaults = _defaults(LossConfig)
         for key, losses in READ_BY.items():
             value = getattr(self, key)
-            if self.name not in losses and value != _default(key):
+            if self.name not in losses and value != defaults[key]:
                 raise ValueError(
                     f"loss.{key} is {value}, but loss.name={self.name} does not read it: leave it out"
                 )
@@ -173,8 +174,8 @@ class LossConfig:
         return self
 
 
-def _default(key: str) -> Any:
-    return LossConfig.__pydantic_fields__[key].default
+def _defaults(section: Any) -> dict[str, Any]:
+    return {key: field.default for key, field in section.__pydantic_fields__.items()}
 
 
 @dataclass(frozen=True, config=SECTION)

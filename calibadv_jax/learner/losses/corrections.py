@@ -27,7 +27,8 @@ def corrected(
         gap = segment_sums(jnp.where(tokens.trained, gap, 0.0), tokens.segment_ids)
     weight = jnp.exp(jnp.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     if config.importance_cap > 0:
-        terms = terms * jnp.minimum(weight, config.importance_cap)
+        # The objective is weighted, and negated then: XLA then fuses both signs away.
+        terms = -(-terms * jnp.minimum(weight, config.importance_cap))
     if not config.masks_by_mismatch:
         return terms, None
     masked = weight < config.importance_low

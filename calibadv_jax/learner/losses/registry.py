@@ -101,9 +101,12 @@ def _try(function: terms.TokenLoss, config: LossConfig) -> None:
     shape = 2, 4
     numbers = jax.ShapeDtypeStruct(shape, jnp.float32)
     flags, ids = jax.ShapeDtypeStruct(shape, jnp.bool_), jax.ShapeDtypeStruct(shape, jnp.int32)
-    tokens = Tokens(numbers, numbers, numbers, numbers, flags, ids, None)
+
+    def tried(numbers: jax.Array, flags: jax.Array, ids: jax.Array) -> terms.Terms:
+        return function(Tokens(numbers, numbers, numbers, numbers, flags, ids, None), config)
+
     try:
-        found = jax.eval_shape(lambda given: function(given, config), tokens)
+        found = jax.eval_shape(tried, numbers, flags, ids)
     except Exception as error:  # a function of the user's own may raise anything
         raise UserError(
             f"loss.name is {config.name}, but calling it raised {type(error).__name__}:"
