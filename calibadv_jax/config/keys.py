@@ -33,6 +33,8 @@ OTHER_NAMES = {
     "gradient_checkpointing": "policy.remat",
     "lambda": "advantage.target_ratio",
     "adv_estimator": "advantage.name",
+    "norm_adv_by_std_in_grpo": "advantage.normalize_std",
+    "use_global_std": "advantage.std_over",
     "mini_batch_size": "learner.minibatch_size",
     "ppo_mini_batch_size": "learner.minibatch_size",
     "micro_batch_size": "learner.microbatch_rows",

@@ -102,7 +102,12 @@ def test_a_resolved_config_reads_back_as_itself(write):
             "world: one_hop, two_hop, comparison and rumour",
         ),
         ("world: {rumour: 1, cities: 1}", [], "people, cities and companies must be 2 or more"),
-        ("advantage: {name: ppo}", [], "advantage.name: must be 'grpo' or 'calibadv' (got \"ppo\")"),
+        ("advantage: {name: ppo}", [], "advantage.name: must be one of calibadv, grpo, "),
+        (
+            "advantage: {adjust: both}",
+            [],
+            """advantage.adjust: must be 'positive' or 'negative' (got "both")""",
+        ),
         ("learner: {row_length: 100}", [], "rollout.max_length"),
         ("rollout: {max_staleness: 1}", [], "sampler.name=jax samples on the learner's own devices"),
         (
