@@ -106,6 +106,9 @@ def _rebalance(places: Sequence[Place], config: AdvantageConfig) -> None:
     """
     positive, negative = two_sides([float(turns[index]) * tokens for turns, index, tokens in places])
     factors = {"positive": 1.0, "negative": 1.0}
+    if config.adjust == "clip":
+        _clip(places, positive, config.target_ratio)
+        return
     if config.rebalance_excess and negative <= positive * config.target_ratio:
         return
     if positive == 0 or negative == 0:
@@ -120,6 +123,14 @@ def _rebalance(places: Sequence[Place], config: AdvantageConfig) -> None:
             factors["negative"] = config.target_ratio * positive / negative
     for turns, index, _ in places:
         turns[index] *= factors["positive" if turns[index] > 0 else "negative"]
+
+
+def _clip(places: Sequence[Place], positive: float, target_ratio: float) -> None:
+    """Raises advantages below -target_ratio × the mean positive one; none where nobody is praised."""
+    praised = sum(tokens for turns, index, tokens in places if turns[index] > 0)
+    if praised:
+        for turns, index, _ in places:
+            turns[index] = max(turns[index], -target_ratio * positive / praised)
 
 
 _CORRECTNESS_WORDS = {
@@ -156,7 +167,13 @@ def describe(config: AdvantageConfig) -> list[str]:
         ]
     else:
         lines.append("soft penalty OFF: search turns keep their trajectory's whole advantage")
-    if config.rebalance:
+    if config.rebalance and config.adjust == "clip":
+        lines.append(
+            f"rebalance ON: within each {config.rebalance_within}, negative advantages are cut at"
+            f" {config.target_ratio:g} (lambda) × the mean positive one over the tokens of"
+            f" {_BALANCED_WORDS[config.rebalance_over][0]}"
+        )
+    elif config.rebalance:
         within = f"each {config.rebalance_within}" if config.rebalance_within == "group" else "the whole step"
         turns, alone = _BALANCED_WORDS[config.rebalance_over]
         measure = "sum" if config.rebalance_by == "advantage" else "number"

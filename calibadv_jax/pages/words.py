@@ -119,17 +119,19 @@ _OF_THE_PAPER = {
 
 def _is_variant(settings: Settings) -> bool:
     """Whether CalibAdv was calibrated otherwise than in the paper."""
-    return any(settings.get(key, value) != value for key, value in _OF_THE_PAPER.items())
+    return bool(_changes(settings))
+
+
+def _changes(settings: Settings) -> list[str]:
+    pairs = [*_OF_THE_PAPER.items(), *([("adjust", "")] if settings.get("adjust") == "clip" else [])]
+    return [f"{key}={settings[key]}" for key, value in pairs if settings.get(key, value) != value]
 
 
 def _variant_words(row: Row, turn: Row, settings: Settings) -> str:
     """What happened, without the numbers that the record does not hold for this variant."""
-    changes = [
-        f"{key}={settings[key]}" for key, value in _OF_THE_PAPER.items() if settings.get(key, value) != value
-    ]
     judged = f"{_judgement(row, turn, settings)} " if turn["kind"] == "search" else ""
     before, after = signed(turn["advantage_raw"]), signed(turn["advantage"])
-    return f"{judged}CalibAdv with {', '.join(changes)} made {after} of {before}."
+    return f"{judged}CalibAdv with {', '.join(_changes(settings))} made {after} of {before}."
 
 
 def _search_words(row: Row, turn: Row, settings: Settings) -> str:

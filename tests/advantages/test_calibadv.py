@@ -107,3 +107,62 @@ def test_describe_names_every_switch():
     assert "rebalance OFF" in lines
     assert "Dr. GRPO" in lines
     assert "no CalibAdv calibration" in "\n".join(describe(AdvantageConfig(name="grpo")))
+
+
+@pytest.mark.parametrize(
+    ("switches", "expected"),
+    [
+        ({"softening": "aggressive"}, [[A, 2 * A], [0, -A]]),
+        ({"softening": "upper_limit"}, [[A, 2 * A], [0, -A]]),  # halfway between -A and the best, A
+        ({"softening": "reset"}, [[A, 2 * A], [-A / 2, -A]]),
+        ({"rebalance_over": "turn"}, [[A / 2, 2 * A], [-A / 2, -A]]),
+        ({"rebalance_over": "all"}, [[1.5 * A, 1.5 * A], [-A / 2, -A]]),  # 4.5 A against 3 A
+        ({"rebalance_over": "turn", "rebalance_by": "tokens"}, [[A, 2 * A], [-A / 2, -A]]),
+        ({"rebalance_excess": True, "target_ratio": 2.0}, [[A, A], [-A / 2, -A]]),
+        ({"adjust": "clip", "target_ratio": 0.75}, [[A, A], [-A / 2, -0.75 * A]]),
+        ({"adjust": "clip", "rebalance_over": "turn", "target_ratio": 0.25}, [[A, A], [-A / 4, -A / 4]]),
+    ],
+)
+def test_variants(pair, switches, expected):
+    np.testing.assert_allclose(by_turn(pair, **switches), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_searches_that_everybody_gets_right_are_not_praised(build):
+    group = build.group(
+        (1.0, True, [build.turn(documents=["a"]), build.turn(documents=["b"]), build.turn("answer")]),
+        (0.0, True, [build.turn(documents=["a"]), build.turn(documents=["x"]), build.turn("answer")]),
+    )
+    np.testing.assert_allclose(by_turn(group, softening="reset"), [[0, A, A], [0, -A, -A]])
+    np.testing.assert_allclose(by_turn(group), [[A, A, A], [0, -A, -A]])
+
+
+def test_a_step_may_be_balanced_as_a_whole(build):
+    def answers(question_id, *scores):
+        return build.group(
+            *((score, True, [build.turn("answer")]) for score in scores), question_id=question_id
+        )
+
+    groups = [answers("one", 1.0, 0.0), answers("sided", 0.0, 0.0), answers("alone", 1.0)]
+    config = AdvantageConfig(rebalance_within="step", normalize_std=False)
+    credits = compute_advantages(groups, config).credits
+    # Blame 1/2, praise 1/2 + 1: a group that is one-sided is balanced by the others.
+    np.testing.assert_allclose(credits[0].turns, [[1 / 6], [-1 / 2]])
+    np.testing.assert_allclose(credits[2].turns, [[1 / 3]])
+
+
+@pytest.mark.parametrize(
+    ("switches", "said"),
+    [
+        ({"softening": "aggressive"}, "0 from 1/3"),
+        ({"softening": "upper_limit"}, "towards the group's largest"),
+        ({"softening": "reset"}, "where all search turns of its number are correct"),
+        ({"rebalance_over": "turn"}, "of the first search turns"),
+        ({"rebalance_over": "all", "rebalance_within": "step"}, "within the whole step the positive side"),
+        ({"rebalance_by": "tokens"}, "positive number"),
+        ({"rebalance_excess": True}, "where it is above that"),
+        ({"adjust": "clip"}, "cut at 1 (lambda) × the mean positive one"),
+    ],
+)
+def test_describe_names_every_variant(switches, said):
+    assert said in "\n".join(describe(AdvantageConfig(**switches)))
+    assert said not in "\n".join(describe(AdvantageConfig()))

@@ -83,8 +83,9 @@ class AdvantageConfig:
     target_ratio: PositiveFloat = 1.0
     """calibadv: the paper's lambda: |negative sum| / positive sum over the balanced tokens, after the
     rebalance."""
-    adjust: Literal["positive", "negative"] = "positive"
-    """calibadv: the side that the rebalance multiplies by a factor."""
+    adjust: Literal["positive", "negative", "clip"] = "positive"
+    """calibadv: the side that the rebalance multiplies by a factor. clip: no side, but no advantage is below
+    -target_ratio times the mean positive advantage over the balanced tokens."""
 
     @property
     def is_calibrated(self) -> bool:
