@@ -24,6 +24,7 @@ HOUR = 3600
         ("soon", 0),
         ("", 0),
     ],
+    ids=["seconds", "spaces", "date", "utc", "zone", "past", "negative", "exponent", "words", "empty"],
 )
 def test_seconds_or_a_date(header, hours):
     """Half an hour is for the time between the test's collection and its run."""

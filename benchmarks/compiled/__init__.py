@@ -1,0 +1,1 @@
+"""What compiled programs need, on devices that need not be here."""

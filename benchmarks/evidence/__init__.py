@@ -1,0 +1,1 @@
+"""GRPO beside CalibAdv, in worlds where the truth is known."""

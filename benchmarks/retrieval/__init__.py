@@ -1,0 +1,1 @@
+"""How fast and how exactly the retrieval service answers."""

@@ -1,0 +1,1 @@
+"""How fast trajectories are sampled."""

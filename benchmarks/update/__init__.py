@@ -1,0 +1,1 @@
+"""How fast a policy is updated."""
