@@ -12,8 +12,8 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.evidence import runs as evidence
 from benchmarks.evidence.arms import LONG, ROOT, Arm, Job
-from benchmarks.evidence.runs import runs as evidence
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 

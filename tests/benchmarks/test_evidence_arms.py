@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evidence import cold as evidence_cold
+from benchmarks.evidence import runs as evidence
 from benchmarks.evidence.arms import Arm, Job, parse_name, plan
-from benchmarks.evidence.runs import runs as evidence
 from calibadv_jax import cli
 from calibadv_jax.config import dump_config, load_config
 from calibadv_jax.core.errors import UserError

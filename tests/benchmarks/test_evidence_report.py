@@ -12,11 +12,11 @@ import pytest
 
 from benchmarks.evidence import figures as evidence_figures
 from benchmarks.evidence import report as evidence_report
+from benchmarks.evidence import runs as evidence
 from benchmarks.evidence import tables as evidence_tables
 from benchmarks.evidence.arms import Job, parse_name
 from benchmarks.evidence.measures import lengths
 from benchmarks.evidence.results import cold_starts, held_out_f1, read_results
-from benchmarks.evidence.runs import runs as evidence
 from calibadv_jax import cli
 from calibadv_jax.config import dump_config, load_config
 from calibadv_jax.core.errors import UserError
