@@ -126,3 +126,35 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(name):
         advantages = np.array([advantage for *_, advantage in row])
         wanted = np.full(len(row), advantages.mean()) if name == "gmpo" else advantages
         np.testing.assert_allclose(found, -wanted / (3 * len(row)), rtol=1e-5)
+
+
+def one_row(ratios, advantages, mask=None, sampler=None, level=-1.0):
+    new = level + np.log(ratios)
+    return [sample(new, [level] * len(ratios), advantages, mask or [1] * len(ratios), sampler)]
+
+
+def test_a_token_that_the_dual_clip_ends_counts_as_clipped():
+    rows = one_row([4.0, 2.0, 4.0], [-1.0, -1.0, 0.0])
+    _, (gradient,), metrics = packed(rows, LossConfig(dual_clip=3.0))
+    assert metrics["actor/pg_clipfrac"] == 1 and gradient[0] == 0 and gradient[1] > 0
+
+
+def test_cispo_drops_praised_tokens_only_and_only_beyond_its_limit():
+    rows = one_row([4.0, 2.0, 4.0], [1.0, 1.0, -1.0])
+    _, (gradient,), _ = packed(rows, LossConfig(name="cispo", drop_above=3.0))
+    np.testing.assert_allclose(gradient, [0, -1.2 / 3, 1.2 / 3], rtol=1e-5)
+
+
+def test_clip_cov_draws_from_tokens_that_are_not_clipped():
+    """The first three have a covariance between the limits, but the first of them is clipped: it stays."""
+    rows = [sample([-0.1, -0.1, -3.0, -3.0], [-1.0, -0.1, -3.0, -3.0], [2, 2, -2, 2], [1, 1, 1, 1])]
+    config = LossConfig(name="clip_cov", cov_low=0.5, cov_share=1.0)
+    loss, (gradient,), _ = packed(rows, config)
+    assert loss == pytest.approx(-(1.2 * 2 + 2) / 4)
+    np.testing.assert_allclose(gradient, [0, 0, 0, -2 / 4], rtol=1e-5)
+
+
+def test_a_trajectorys_weight_counts_trained_tokens_only():
+    rows = one_row([1.0, 1.0], [1.0, 1.0], mask=[1, 0], sampler=[-1.0, -9.0])
+    config = LossConfig(importance_level="sequence", importance_cap=5.0)
+    assert packed(rows, config)[0] == pytest.approx(-1)
