@@ -26,7 +26,7 @@ CALIBADV = {"advantage.name": "calibadv"}
 def config_of(command):
     """What the program would read of its command line."""
     assert command[:2] == [sys.executable, "-m"]
-    parsed = cli.parse("calibadv", "", command[3:])
+    parsed = cli.parse("calibadv", "", command[command.index("--config") :])
     return load_config(parsed.configs, parsed.overrides)
 
 

@@ -46,7 +46,7 @@ def keep(folder, step, rows):
 @functools.cache
 def config_text(arm, steps, *overrides):
     command = evidence.train_command(Path("/out"), Job(arm, 3, 3, steps), CONFIG)
-    parsed = cli.parse("calibadv", "", command[3:])
+    parsed = cli.parse("calibadv", "", command[command.index("--config") :])
     return dump_config(load_config(parsed.configs, [*parsed.overrides, *overrides]))
 
 
