@@ -106,7 +106,7 @@ def test_a_resolved_config_reads_back_as_itself(write):
         (
             "advantage: {adjust: both}",
             [],
-            """advantage.adjust: must be 'positive' or 'negative' (got "both")""",
+            """advantage.adjust: must be 'positive', 'negative' or 'clip' (got "both")""",
         ),
         ("learner: {row_length: 100}", [], "rollout.max_length"),
         ("rollout: {max_staleness: 1}", [], "sampler.name=jax samples on the learner's own devices"),

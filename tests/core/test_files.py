@@ -13,8 +13,8 @@ from calibadv_jax.core.files import read_json, replacing, replacing_folder, writ
 PACKAGE = Path(__file__).resolve().parents[2] / "calibadv_jax"
 # Files of folders that appear as a whole, or that are written line by line; and the logs of child services.
 APPENDED = {
-    "demonstrate.py",
-    "files.py",
+    "commands/demonstrate.py",
+    "core/files.py",
     "data/questions.py",
     "data/prepare.py",
     "data/world.py",
@@ -22,9 +22,9 @@ APPENDED = {
     "metrics/writer.py",
     "pages/serve.py",
     "record/writer.py",
-    "select_rollouts.py",
     "services/child_process.py",
     "snapshots/huggingface.py",
+    "tools/select_rollouts.py",
 }
 
 
