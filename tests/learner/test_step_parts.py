@@ -147,6 +147,24 @@ def test_a_metric_is_a_mean_over_what_was_computed_and_none_over_nothing(idle, e
     assert ("actor/loss" in metrics) == ("perf/packing" in metrics) == (entropy is not None)
 
 
+@pytest.mark.parametrize(
+    ("terms", "computed"),
+    [({}, [0, 2]), ({"entropy_coef": 0.1}, [0, 1, 2, 3]), ({"kl_coef": 0.1}, [0, 1, 2, 3])],
+)
+def test_what_has_no_advantage_is_computed_where_another_term_of_the_loss_moves_it(terms, computed):
+    """With the log-probabilities of the policy before the first update."""
+    every, loss = samples(4), LossConfig(**terms)
+    for index in (1, 3):
+        every[index].advantages[:] = 0
+    notebook, config = Notebook(), LearnerConfig(epochs=2, row_length=ROW, row_widths=1)
+    every = with_old_logprobs(notebook, 1, every, config, loss)
+    learn(notebook, {"params": 1}, every, config, loss, "the loss", np.random.default_rng(0))
+    for batch, *_ in notebook.updates:
+        trained = batch.weights > 0
+        assert sorted({int(first) // 10 for first in batch.tokens[trained]}) == computed
+        np.testing.assert_allclose(batch.old_logprobs[trained], -1 - batch.targets[trained] / 100, rtol=1e-6)
+
+
 def test_one_update_takes_everything():
     _, _, metrics, batches = go_over(LearnerConfig(row_length=ROW, row_widths=1))
     assert batches == [[0, 1, 2, 3, 4]] and metrics["actor/updates"] == 1

@@ -12,6 +12,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.wiring import open_services
 from calibadv_jax.sampler import vllm_worker
 from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess, open_workers
+from calibadv_jax.services import waiting
 
 
 @pytest.fixture
@@ -101,6 +102,24 @@ def test_a_worker_that_is_still_starting_is_waited_for(events):
     assert len(said) == 1
     assert said[0].startswith(f"waiting up to 60 s for vLLM worker {url} (")
     assert said[0].endswith("otherwise start it with scripts/launch_vllm_worker.sh or correct sampler.urls")
+
+
+@pytest.mark.parametrize("content", [{"weight_version": "abc/3"}, {"error": "loading"}, b"<html>"], ids=repr)
+def test_a_worker_that_says_that_it_cannot_answer_yet_is_waited_for(events, monkeypatch, content):
+    """Whatever stands in its reply."""
+    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+    statuses, said = [503, 500], []
+
+    class Starting(Info):
+        def do_GET(self):
+            if statuses:
+                self.reply(statuses.pop(), content)
+            else:
+                super().do_GET()
+
+    with serving(Starting) as url, opened(said.append, urls=[url], patience=60.0) as urls:
+        assert urls == [url] and not statuses
+    assert len(said) == 1 and said[0].startswith(f"waiting up to 60 s for vLLM worker {url} (")
 
 
 def test_a_worker_that_never_comes_and_what_is_no_worker_end_the_run(events):
