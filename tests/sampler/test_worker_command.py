@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from calibadv_jax.sampler import vllm_worker
-from calibadv_jax.sampler.vllm_worker import parse, server_command
+from calibadv_jax.sampler import vllm_command
+from calibadv_jax.sampler.vllm_command import server_command
+from calibadv_jax.sampler.vllm_worker import parse
 
 
 def command(*arguments, port=8123):
@@ -63,9 +64,9 @@ def test_a_gpu_is_shared_as_asked():
     ],
 )
 def test_the_build_that_is_installed_is_used(package, version, flavour, monkeypatch):
-    monkeypatch.setattr(vllm_worker, "packages_distributions", lambda: {"vllm": [package]})
-    monkeypatch.setattr(vllm_worker, "version", {package: version}.__getitem__)
-    assert vllm_worker.installed_flavour() == flavour
+    monkeypatch.setattr(vllm_command, "packages_distributions", lambda: {"vllm": [package]})
+    monkeypatch.setattr(vllm_command, "version", {package: version}.__getitem__)
+    assert vllm_command.installed_flavour() == flavour
     _, environment = command()
     assert ("VLLM_CPU_KVCACHE_SPACE" in environment) == (flavour == "cpu")
     assert "VLLM_CPU_KVCACHE_SPACE" not in command("--flavour", "gpu")[1]
