@@ -17,7 +17,7 @@ arm() { # NAME SEED CONFIG OVERRIDES…: one run from the seed's cold start, in 
   shift 3
   mkdir -p "$dir"
   [ -d "$dir/sft" ] || { [ ! -d "$out/calibadv-$seed/sft" ] || cp -r "$out/calibadv-$seed/sft" "$dir/sft"; }
-  [ -f "$dir/quickstart.json" ] || "$python" -m calibadv_jax.commands.quickstart --config "$config" \
+  [ -f "$dir/quickstart.json" ] || "$python" -m calibadv_jax quickstart --config "$config" \
     run.dir="$dir" run.seed="$seed" world.seed="$seed" "$@" >"$dir/log.txt" 2>&1
 }
 
@@ -26,9 +26,9 @@ more_sft() { # SEED: a thousand further steps on fresh imperfect demonstrations,
   common=(--config configs/quickstart.yaml run.dir="$dir" world.seed="$1")
   mkdir -p "$dir"
   cp -r "$out/calibadv-$1/world" "$dir/"
-  "$python" -m calibadv_jax.commands.sft "${common[@]}" run.seed=$(($1 + 100)) sft.init_from="$out/calibadv-$1/sft" \
+  "$python" -m calibadv_jax sft "${common[@]}" run.seed=$(($1 + 100)) sft.init_from="$out/calibadv-$1/sft" \
     sft.optimizer.lr=0.01 "sft.phases=[{steps: 1000, kind: imperfect}]" >"$dir/log.txt" 2>&1
-  "$python" -m calibadv_jax.commands.evaluate "${common[@]}" run.seed="$1" policy.path="$dir/sft" >>"$dir/log.txt" 2>&1
+  "$python" -m calibadv_jax evaluate "${common[@]}" run.seed="$1" policy.path="$dir/sft" >>"$dir/log.txt" 2>&1
 }
 
 for seed in "${seeds[@]}"; do

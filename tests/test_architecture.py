@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -217,6 +218,26 @@ def test_python_m_runs_a_command():
     assert answer.returncode == 2
     assert answer.stderr.startswith("error: nowhere.yaml: no such config file")
     assert answer.stderr.count("\n") == 1
+
+
+def test_every_module_that_is_run_by_its_name_runs():
+    """A module without its ``if __name__ == "__main__"`` would end at once, with status 0."""
+    tracked = [
+        ROOT / "README.md",
+        *(
+            path
+            for folder in ("docs", "scripts", "benchmarks", "configs", "tests")
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".md", ".sh", ".py", ".yaml")
+        ),
+    ]
+    pattern = re.compile(r"-m[\s\",]+((?:calibadv_jax|retriever|benchmarks|scripts)(?:\.\w+)*)")
+    named = {name for path in tracked for name in pattern.findall(path.read_text(encoding="utf-8"))}
+    assert {"calibadv_jax", "calibadv_jax.train", "retriever.serve", "benchmarks.kill"} <= named
+    for name in sorted(named):
+        path = ROOT / name.replace(".", "/")
+        file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        assert "__main__" in file.read_text(encoding="utf-8"), name
 
 
 @pytest.mark.parametrize("script", ["scripts/quickstart.sh", "scripts/test.sh", ".ci/run"])

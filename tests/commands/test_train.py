@@ -137,7 +137,7 @@ def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
         assert status == 0, out + err[-3000:]
         return out
 
-    command = [sys.executable, "-m", "calibadv_jax.commands.quickstart", *arguments]
+    command = [sys.executable, "-m", "calibadv_jax", "quickstart", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "F1 before" in done.stdout

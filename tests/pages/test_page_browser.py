@@ -252,7 +252,7 @@ def test_a_turn_that_is_spared_altogether_does_not_look_untrained(served, page, 
     ]
     made = [Trajectory(question, prompt, one, index) for index, one in enumerate(turns)]
     failed = Trajectory(question, prompt, [answer_turn(tokenizer, "so", "bob")], 2, error="retriever: gone")
-    write_run(tmp_path / "run", [[Group(question, [*made, failed])]], Config(), tokenizer)
+    write_run(tmp_path / "run", [[Group.of(question, [*made, failed])]], Config(), tokenizer)
     with served(tmp_path / "run") as address:
         open_group(page, address, 1, 0)
         spared = page.locator(".card[data-index='1'] .turn").first
