@@ -9,7 +9,7 @@
 #
 # WORK is a folder that stays there between the calls. OPTION is one of scripts/real_policy.sh (--size, --arms, --seeds,
 # --steps, KEY=VALUE). --out FOLDER (default: $OUT, else WORK/out) gets what is worth bringing home: the table, the
-# curves, and the log. PYTHON has JAX for CUDA and what AGENTS.md's packages need, gguf and bm25s among them.
+# curves, and the log. PYTHON has JAX for CUDA and the packages of pyproject.toml, with gguf and bm25s.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

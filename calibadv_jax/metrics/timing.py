@@ -34,7 +34,7 @@ class Stopwatch:
 
 
 class Phases(Stopwatch):
-    """``with phase("update", "updating", held=True): …``: timed, shown, and not broken off by a signal."""
+    """``with phase("update", "updating"): …`` is timed and shown."""
 
     def __init__(self, console: Console, stop: Stop):
         super().__init__()
@@ -45,16 +45,13 @@ class Phases(Stopwatch):
         return self._stop.held()
 
     @contextmanager
-    def __call__(self, name: str, shown: str = "", held: bool = False) -> Iterator[None]:
+    def __call__(self, name: str, shown: str = "") -> Iterator[None]:
         """
         Args:
             name: of its time in the metrics.
             shown: on the console; default: nothing.
-            held: a signal waits until the block ends; see `Stop.held`.
         """
         with ExitStack() as stack:
-            if held:
-                stack.enter_context(self._stop.held())
             stack.enter_context(super().__call__(name))
             if shown:
                 stack.enter_context(self._console.phase(shown))
