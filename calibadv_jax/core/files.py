@@ -37,12 +37,15 @@ def replacing(path: Path) -> Iterator[Path]:
 def replacing_folder(path: Path) -> Iterator[Path]:
     """As `replacing`, an empty folder: what it holds at the end becomes `path`, in place of an older one.
 
-    What a killed process has left of either is removed by the next one that writes `path`.
+    The next process that writes `path` removes what a killed one has left, and first gives back the older
+    folder if the kill came while the two were exchanged.
 
     Raises:
         OSError: it cannot be written; an older folder of this name is as it was.
     """
     partial, previous = (path.with_name(f".{path.name}{end}") for end in (PARTIAL, ".previous"))
+    if previous.exists() and not path.exists():
+        previous.rename(path)
     for leftover in (partial, previous):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -88,6 +88,16 @@ def test_the_data_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
     assert done == ["data", "name"]
 
 
+def test_a_kill_while_folders_are_exchanged_loses_none(tmp_path):
+    """The older one has its other name, the new one not yet its own; then the next attempt fails."""
+    (tmp_path / ".a.previous").mkdir()
+    (tmp_path / ".a.previous" / "old").touch()
+    (tmp_path / ".a.partial").mkdir()
+    with pytest.raises(RuntimeError, match="no room"), replacing_folder(tmp_path / "a"):
+        raise RuntimeError("no room")
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "old"]
+
+
 def test_nothing_is_written_in_another_way():
     """``write_text`` and its like, ``open(…, "w")`` and ``os.replace`` stand where they may."""
     found = set()
