@@ -44,8 +44,9 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
         command += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization)]
     if flavour == "cpu":
         # vLLM 0.32 on CPU crashes if the prompt of a seeded completion is prefilled in parts: torch's CPU
-        # generator has no offset to restore. So prompts are prefilled in one part.
-        whole = max(8192, arguments.max_model_len or 0)
+        # generator has no offset to restore. So prompts are prefilled in one part, and in steps that are no
+        # longer than this needs: nothing else is answered during a step.
+        whole = max(2048, arguments.max_num_seqs, arguments.max_model_len or 8192)
         command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(whole)]
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(arguments.kv_cache_gib)
         # By itself vLLM ties every server to the same first cores, where two servers, or one beside a

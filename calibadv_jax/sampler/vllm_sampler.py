@@ -274,9 +274,13 @@ class VllmSampler:
 
     async def _look_at(self, worker: Worker) -> None:
         assert self._http is not None
+        reason = ""
         try:
-            label, reason = await ask_label(self._http, worker.url), ""
-            self._version(str(label))
+            try:
+                self._version(str(await ask_label(self._http, worker.url)))
+            except Unreachable:
+                # The label comes between two steps of the engine; one of many long prompts takes minutes.
+                await ask_alive(self._http, worker.url)
         except (Unreachable, UserError, WorkerLost) as error:
             reason = str(error)
         if reason and worker.version is not None:  # else it is being swapped

@@ -45,14 +45,19 @@ def _is_retrieved(record: logging.LogRecord) -> bool:
     return "exception was never retrieved" not in record.getMessage()
 
 
+# How Orbax' reads of the other tensors end if they are thrown away half done: some at the closed event loop,
+# some by turning even Python's request to end (GeneratorExit) into an error of their own.
+_LATE = ("Event loop is closed", "Encountered error while reading array index")
+
+
 class _Unraisable:
-    """Python's hook for errors that no code can catch, without those of a closed event loop."""
+    """Python's hook for errors that no code can catch, without those of reads that were given up."""
 
     def __init__(self) -> None:
         self.before: Callable[[Any], object] = sys.__unraisablehook__
 
     def __call__(self, unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
+        if not str(unraisable.exc_value).startswith(_LATE):
             self.before(unraisable)
 
 

@@ -136,8 +136,16 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     time.sleep(1.1)  # W&B names its folders by the second
     write(folder, ["wandb"], [2, 3], start_step=2)
     assert (folder / "wandb_run_id").read_text() == first
-    rows = [row for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")) for row in history(path)]
-    assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.5), (2, 1.0), (2, 1.0), (3, 1.5)]
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 2, sorted(folder.rglob("*"))
+    expected = [[(1, 0.5), (2, 1.0)], [(2, 1.0), (3, 1.5)]]
+    until = time.monotonic() + 60
+    while True:  # W&B's service writes on for a moment after the run has ended
+        rows = [[(row["step"], row["reward/mean"]) for row in history(path)] for path in files]
+        if rows == expected or time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    assert rows == expected, [path.stat().st_size for path in files]
 
 
 def history(path):

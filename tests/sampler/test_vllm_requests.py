@@ -298,7 +298,12 @@ def test_completions_that_a_dead_server_holds_are_written_elsewhere(tmp_path, mo
             raise there
         return there if url == ending else f"{samplers[0].run}/3"
 
+    async def ask_alive(http, url):
+        assert url == ending
+        raise there
+
     monkeypatch.setattr(vllm_sampler, "ask_label", ask_label)
+    monkeypatch.setattr(vllm_sampler, "ask_alive", ask_alive)
     samplers, ending = [], ""
 
     async def work():
@@ -314,6 +319,31 @@ def test_completions_that_a_dead_server_holds_are_written_elsewhere(tmp_path, mo
 
     assert run(work()) == ([SCRIPT] * 6, 1, 0)
     assert asked and set(asked) <= {samplers[0].workers[0].url, samplers[0].workers[1].url}
+
+
+@pytest.mark.timeout(60)
+def test_a_server_whose_engine_is_in_a_long_step_is_waited_for(tmp_path, monkeypatch):
+    """Which weights it serves is answered between two steps only; that it lives is answered at any time."""
+    monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.02)
+    asked = []
+
+    async def ask_label(http, url):
+        asked.append(url)
+        raise Unreachable("no whole reply in time")
+
+    monkeypatch.setattr(vllm_sampler, "ask_label", ask_label)
+
+    async def work():
+        server = Gated()
+        async with started(tmp_path, [server]) as sampler:
+            server.gate.clear()
+            task = asyncio.create_task(sampler.generate(PROMPT, SAMPLING, "s"))
+            while len(asked) < 3:
+                await asyncio.sleep(0.01)
+            server.gate.set()
+            return (await task).token_ids, sampler.lost_count
+
+    assert run(work()) == (SCRIPT, 0)
 
 
 @pytest.mark.timeout(60)

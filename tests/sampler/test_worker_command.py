@@ -72,7 +72,7 @@ def test_the_build_that_is_installed_is_used(package, version, flavour, monkeypa
     assert "VLLM_CPU_KVCACHE_SPACE" not in command("--flavour", "gpu")[1]
 
 
-@pytest.mark.parametrize(("length", "whole"), [(512, "8192"), (20000, "20000")])
+@pytest.mark.parametrize(("length", "whole"), [(512, "2048"), (20000, "20000")])
 def test_on_the_cpu_a_prompt_is_prefilled_in_one_part(length, whole, monkeypatch):
     for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name, raising=False)
