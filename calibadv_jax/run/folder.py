@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from omegaconf import OmegaConf
-
 from calibadv_jax.config import Config, SftPhase, dump_config, known_keys
 from calibadv_jax.config.kept import at_home
 from calibadv_jax.config.keys import among, marked
@@ -231,11 +229,20 @@ def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """The config that an earlier start wrote. A key that is newer than the file had its default."""
-    plain = dataclasses.asdict(Config())
-    found: Any = OmegaConf.to_container(OmegaConf.merge(plain, values))
+    found = _over(dataclasses.asdict(Config()), values)
     phase = dataclasses.asdict(SftPhase())
     found["sft"]["phases"] = [phase | one for one in found["sft"]["phases"]]
-    return dict(found)
+    return found
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values over others, key by key."""
+    merged = dict(below)
+    for name, value in above.items():
+        old = merged.get(name)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[name] = _over(old, value) if both else value
+    return merged
 
 
 def differences(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,6 +40,8 @@ FREE = (  # of those; what files hold is compared by content
     "world.dir",
 )
 
+MOST_SECONDS = 600.0  # of work that a kill may cost where updates are slow
+
 
 class SftState:
     """Parameters and optimizer of a cold start, and their checkpoints; a block that saves how far it came.
@@ -67,6 +70,7 @@ class SftState:
         self.state: State = learner.init(params)
         self._store = CheckpointStore(self.folder / CHECKPOINTS, keep=1)
         self.step = self._saved = 0
+        self._saved_at = time.monotonic()
         if newest is not None:
             self.state, _ = self._store.restore(newest, learner.abstract_state())
             self.step = self._saved = newest
@@ -75,7 +79,7 @@ class SftState:
     def updated(self, state: State) -> None:
         """Takes the state after one more update; saves it if that is due."""
         self.state, self.step = state, self.step + 1
-        if self.every and self.step % self.every == 0:
+        if self.every and (self.step % self.every == 0 or time.monotonic() - self._saved_at > MOST_SECONDS):
             self._save()
 
     def finish(self) -> None:
@@ -102,7 +106,7 @@ class SftState:
 
     def _save(self) -> None:
         self._store.save(self.step, self.state, {})
-        self._saved = self.step
+        self._saved, self._saved_at = self.step, time.monotonic()
 
 
 def _check(folder: Path, config: Mapping[str, object], identity: Mapping[str, str]) -> None:

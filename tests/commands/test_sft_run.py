@@ -184,16 +184,23 @@ def test_after_a_signal_the_same_command_goes_on_to_the_same_bits(started, tmp_p
 
 
 @pytest.mark.medium
-def test_after_a_kill_the_updates_since_the_last_state_are_trained_again(started, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("slow", "newest"), [(False, 2), (True, 3)])
+def test_after_a_kill_the_updates_since_the_last_state_are_trained_again(
+    started, tmp_path, monkeypatch, slow, newest
+):
+    """The state is saved every two updates, and where they are slow after ten minutes at most."""
     config, whole, _ = started
     config = moved(config, tmp_path / "run")
+    if slow:
+        monkeypatch.setattr(sft_state, "MOST_SECONDS", 0.0)
 
     def killed():
         raise MemoryError
 
     monkeypatch.setattr(sft.SftState, "__exit__", lambda *_: None)  # nothing runs after kill -9
     assert isinstance(interrupted(config, monkeypatch, killed), MemoryError)
-    assert newest_step(tmp_path / "run/sft_checkpoints") == 2 and len(trained_rows(tmp_path / "run")) == 3
+    assert newest_step(tmp_path / "run/sft_checkpoints") == newest
+    assert len(trained_rows(tmp_path / "run")) == 3
     sft.run(config)
     assert_the_same(whole, tmp_path / "run")
 

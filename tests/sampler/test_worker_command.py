@@ -1,6 +1,7 @@
 """What vLLM's server is started with: each of these options keeps the sampler and the learner comparable."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
@@ -64,8 +65,12 @@ def test_a_gpu_is_shared_as_asked():
     ],
 )
 def test_the_build_that_is_installed_is_used(package, version, flavour, monkeypatch):
-    monkeypatch.setattr(vllm_command, "packages_distributions", lambda: {"vllm": [package]})
-    monkeypatch.setattr(vllm_command, "version", {package: version}.__getitem__)
+    def version_of(name):
+        if name != package:
+            raise PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(vllm_command, "version", version_of)
     assert vllm_command.installed_flavour() == flavour
     _, environment = command()
     assert ("VLLM_CPU_KVCACHE_SPACE" in environment) == (flavour == "cpu")

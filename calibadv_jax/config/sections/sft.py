@@ -51,8 +51,9 @@ class SftConfig:
     rows: PositiveInt = 16
     """Packed rows per update."""
     checkpoint_every: NonNegativeInt = 50
-    """Updates between two saved states from which an interrupted cold start goes on; the newest state is kept
-    until the policy is written. 0: the state is saved only when a signal or an error ends the cold start."""
+    """Updates between two saved states from which an interrupted cold start goes on; if updates are slow, the
+    state is saved after ten minutes. The newest one is kept until the policy is written. 0: it is saved only
+    when a signal or an error ends the cold start."""
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """Optimizer of the cold start."""
     output: str = "${run.dir}/sft"
