@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 BASELINES = ("direct", "chain_of_thought", "rag", "cold_start")
-METRICS = ("f1", "em", "format", "searches", "tokens")
+METRICS = ("f1", "em", "text_f1", "text_cover_em", "format", "searches", "tokens")
 
 
 def main(argv: list[str]) -> int:

@@ -21,7 +21,7 @@ from calibadv_jax.core.files import write_json, write_text
 from calibadv_jax.core.locking import locked_output
 from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.data.questions import load_questions, select_evenly
-from calibadv_jax.evaluation.methods import method_config, method_retriever, with_passages
+from calibadv_jax.evaluation.methods import METHODS, method_config, method_retriever, with_passages
 from calibadv_jax.evaluation.records import Key, Row, RowFile, identity, make_row
 from calibadv_jax.evaluation.report import (
     Means,
@@ -33,7 +33,7 @@ from calibadv_jax.evaluation.report import (
     unanswered,
 )
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.rewards.score import score_trajectory
+from calibadv_jax.rewards.score import score_trajectory, text_scores
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.model import Model, PolicySource, build_model, find_folder, find_policy
@@ -257,6 +257,8 @@ def answer(
     def complete(group: Group) -> None:
         for trajectory in group.trajectories:
             score_trajectory(trajectory, config.reward, config.prompt.prepend_think)
+            if METHODS[method].template is not None:
+                trajectory.metrics |= text_scores(trajectory)
         keep(make_row(evaluation, temperature, original[id(group.question)], group, method))
         for trajectory in group.attempts:  # `collect` holds the groups until all are there
             trajectory.turns.clear()

@@ -18,7 +18,7 @@ Intervals = dict[str, dict[str, dict[str, tuple[float, float]]]]
 
 ALL = "all"  # mean over all questions
 AVERAGE = "average"  # mean of the data sources' means, where there are several
-METRICS = ("f1", "em", "cover_em", "format", "answered", "searches", "tokens")
+METRICS = ("f1", "em", "cover_em", "text_f1", "text_cover_em", "format", "answered", "searches", "tokens")
 COUNTS = ("questions", "trajectories", "failed")
 
 

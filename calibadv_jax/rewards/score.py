@@ -36,6 +36,13 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig, prepend_think
     return trajectory
 
 
+def text_scores(trajectory: Trajectory) -> dict[str, float]:
+    """Scores of the answer or, where none is marked, of all that was written: for policies without the format."""
+    text = trajectory.answer or " ".join(turn.text for turn in trajectory.turns)
+    names = ("f1", "cover_em")
+    return {f"text_{name}": ANSWER_REWARDS[name](text, trajectory.question.golden_answers) for name in names}
+
+
 def score_groups(
     groups: Sequence[Group], config: RewardConfig, prepend_think: bool, rng: np.random.Generator
 ) -> None:

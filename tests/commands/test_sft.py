@@ -290,6 +290,7 @@ def test_the_generator_holds_nothing_out(tokenizer):
         sft._own_demonstrations(config_with(demonstrations="world", held_out=0.5), tokenizer)
 
 
+@pytest.mark.medium
 def test_the_held_out_loss_is_measured_and_is_the_mean_over_their_tokens(tmp_path):
     tokenizer = build_word_tokenizer()
     tokenizer.save_pretrained(tmp_path / "tokenizer")

@@ -107,6 +107,7 @@ def test_a_policy_that_cannot_be_published_at_the_start_costs_nothing(tmp_path):
     assert rollouts.begun == [] and rows(tmp_path) == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("every", "saved"),
     [
@@ -123,6 +124,7 @@ def test_every_so_many_steps_and_the_last_one_are_saved(tmp_path, every, saved):
     assert left(tmp_path)[2] == saved
 
 
+@pytest.mark.medium
 def test_a_finished_run_that_is_started_again_publishes_and_trains_nothing(tmp_path):
     config = make_config(tmp_path, learner={"steps": 1})
     run(config, tmp_path)
@@ -132,6 +134,7 @@ def test_a_finished_run_that_is_started_again_publishes_and_trains_nothing(tmp_p
     assert rows(tmp_path) == before and left(tmp_path) == ([1], [1], [1])
 
 
+@pytest.mark.medium
 def test_an_evaluation_that_fails_keeps_the_step_and_the_next_one_is_of_a_due_step(tmp_path, monkeypatch):
     evaluated = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import evaluation_rig
 import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf
 
@@ -33,7 +34,18 @@ def test_without_search_there_is_one_turn_and_no_service(run, method):
     found = report.means["0"]
     assert (found["a"]["em"], found["b"]["em"], found["all"]["answered"]) == (1, 0, 1)
     assert "format" not in found["all"]  # theirs is another one
+    assert found["all"]["text_f1"] == found["all"]["f1"] == 0.5  # the answer, where there is one
     assert method_config(run.config(evaluate={"method": method})).retriever.url == NO_RETRIEVER
+
+
+def test_an_output_without_tags_is_scored_as_a_whole_beside_the_rest(run, monkeypatch):
+    """A model that was never trained on the tags may know the answer all the same."""
+    monkeypatch.setattr(evaluation_rig, "ANSWER", "I say {}")
+    report, _ = run(Scripted(searches=False), evaluate={"method": "direct"})
+    found = report.means["0"]["a"]
+    assert [found[name] for name in ("answered", "f1", "cover_em", "text_cover_em")] == [0, 0, 0, 1]
+    assert found["text_f1"] == pytest.approx(0.5)  # one of three words: precision 1/3, recall 1
+    assert report.means["0"]["b"]["text_cover_em"] == 0
 
 
 def test_a_search_without_a_retriever_stays_unanswered(run):

@@ -61,6 +61,7 @@ def test_parameters_and_moments_are_split_over_the_mesh(policy, name):
     assert found == (adam if name == "adamw" else adam | matrices)
 
 
+@pytest.mark.medium
 def test_logprobs_and_loss_are_those_of_the_temperature(policy):
     """Against the decoder's logits, in a row that the chunk does not divide."""
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])

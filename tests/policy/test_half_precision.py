@@ -33,6 +33,7 @@ def hidden():
     return (2 * jax.random.normal(jax.random.key(1), (1, 6, 32))).astype(jnp.bfloat16)
 
 
+@pytest.mark.medium
 def test_logits_are_float32(decoder, hidden):
     assert decoder.logits(hidden).dtype == jnp.float32
 

@@ -86,6 +86,7 @@ def test_logits_of_all_tokens_never_exist_at_once(policy, inputs, chunk, whole):
     assert (largest >= BATCH * LENGTH * VOCAB) is whole
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("chunk", [8, pytest.param(LENGTH, marks=pytest.mark.medium)])
 def test_entropies_that_are_only_reported_have_no_gradient_and_the_same_values(policy, inputs, chunk):
     params, hidden, targets = inputs

@@ -116,6 +116,7 @@ def test_the_head_is_gathered_once_a_direction_and_its_gradient_scattered_once(m
     assert not whole & set(reduced), reduced
 
 
+@pytest.mark.medium
 def test_a_look_up_moves_the_found_columns_and_not_the_table():
     policy = make_policy(False, 40)
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))

@@ -182,6 +182,7 @@ def test_whom_estimators_praise_and_blame(tmp_path, capsys):
     assert table["querygroup"][:1] == [0.0]  # both good ones found silver documents
 
 
+@pytest.mark.medium
 def test_mistakes_in_estimators_are_one_line(tmp_path, capsys):
     keep(tmp_path, make_config())
     for name in ("rlo", "calibadv+calibadv", "", "no_such_module:function"):

@@ -60,7 +60,14 @@ def test_another_lambda_shows_what_it_would_have_made_of_the_step(tmp_path, caps
     assert "advantage.target_ratio=2: 1 of 12 turns get another advantage" in out
 
 
-@pytest.mark.parametrize("name", [*ESTIMATORS, "examples.own_advantage:by_rank"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grpo",
+        *(pytest.param(name, marks=pytest.mark.medium) for name in ESTIMATORS if name != "grpo"),
+        "examples.own_advantage:by_rank",
+    ],
+)
 def test_a_step_is_kept_and_replayed_under_every_estimator(tmp_path, capsys, name):
     plain = make_config()
     config = replace(plain, advantage=replace(plain.advantage, name=name))

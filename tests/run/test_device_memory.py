@@ -42,6 +42,7 @@ SHAPE = {
 ARCHITECTURE = architecture_from_hf(SHAPE)
 ONE = {"data": 1, "fsdp": 1, "tensor": 1}
 MESHES = [MeshConfig(2, 4, 1), MeshConfig(1, 4, 2), MeshConfig(1, 2, 4), MeshConfig(1, 1, 8)]
+ONE_FAST = [pytest.param(mesh, marks=() if mesh.tensor == 2 else pytest.mark.medium) for mesh in MESHES]
 
 
 def config_with(**sections):
@@ -73,7 +74,7 @@ def bytes_on_a_device(tree):
     return max(held.values())
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", ONE_FAST, ids=str)
 @pytest.mark.parametrize("slots", [6, 16])
 def test_the_cache_is_counted_as_it_is_allocated(mesh, slots):
     """Slots in groups over data and fsdp, rounded up; over tensor heads, or slots where these do not fit."""
@@ -89,7 +90,7 @@ def test_the_cache_is_counted_as_it_is_allocated(mesh, slots):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", ONE_FAST, ids=str)
 def test_the_trainers_state_is_counted_as_it_is_placed(mesh, optimizer):
     rule = replace(Config().learner.optimizer, name=optimizer)
     config = config_with(learner={"microbatch_rows": 8, "row_length": 128, "optimizer": rule})
@@ -126,6 +127,7 @@ def test_memory_by_purpose():
     assert not {"kv cache", "sampler weights", *SAMPLING} & without.keys()
 
 
+@pytest.mark.medium
 def test_what_is_kept_for_the_backward_pass_follows_remat():
     full, dots, none = (estimate(policy={"remat": name})["activations"] for name in ("full", "dots", "none"))
     assert full < dots < none

@@ -77,6 +77,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "parts/rollouts").iterdir()) == steps
 
 
+@pytest.mark.medium
 def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
     """In mini-batches, so that the learner's log-probabilities are computed apart and kept."""
     learner = {"steps": 2, "minibatch_size": 4, "row_length": 16, "microbatch_rows": 8}
@@ -146,6 +147,7 @@ def test_a_stop_between_the_groups_of_a_step_begins_them_all_again(tmp_path):
     assert run(config, ScriptedRollouts(), tmp_path).begun == first.begun
 
 
+@pytest.mark.medium
 def test_the_kl_term_is_to_the_initial_policy(tmp_path):
     config = make_config(tmp_path, loss={"kl_coef": 0.1})
     optimizer = replace(config.learner.optimizer, lr=0.05)

@@ -136,6 +136,7 @@ def test_a_run_whose_parameters_diverge_ends_and_keeps_none_of_them(tmp_path, ac
 BREAKING = {"loss": {"importance_cap": 2.0}, "learner": {"steps": 7, "row_length": 16, "microbatch_rows": 8}}
 
 
+@pytest.mark.medium
 def test_a_run_without_a_finite_update_ends_after_a_few_steps(tmp_path, capsys):
     config = make_config(tmp_path, checkpoint={"every": 1, "keep": 9}, **BREAKING)
     with pytest.raises(UserError, match="step 5 diverged .* the newest checkpoint is that of step 2"):
@@ -188,6 +189,7 @@ def test_steps_in_which_all_groups_tie_are_no_collapse(tmp_path):
     assert ["entropy" in line for line in lines] == [True, False, False, False]
 
 
+@pytest.mark.medium
 def test_without_a_good_checkpoint_a_rollback_says_so(tmp_path):
     guards = GUARDED | {"action": "rollback"}
     config = make_config(tmp_path, checkpoint={"every": 0}, guards=guards)

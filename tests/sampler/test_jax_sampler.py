@@ -185,6 +185,7 @@ def counted(sampler, monkeypatch):
     return sizes
 
 
+@pytest.mark.medium
 def test_a_chunk_goes_on_behind_tokens_that_end_nothing(policy, params, monkeypatch):
     """ "y>ay>a…" holds the last letter of "ja", which no token of it can complete."""
     y, more = CharTokenizer.pieces.index("y"), CharTokenizer.pieces.index(">a")

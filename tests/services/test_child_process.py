@@ -49,6 +49,7 @@ def test_a_child_that_does_not_get_ready_in_time(tmp_path):
     assert service.process is None
 
 
+@pytest.mark.medium
 def test_a_long_log_is_set_aside_at_a_start(tmp_path, monkeypatch):
     monkeypatch.setattr(child_process, "LONGEST_LOG", 100)
     log = tmp_path / "child.log"

@@ -85,6 +85,7 @@ def test_logits_equal_transformers(upstream):
     np.testing.assert_allclose(logits(params, tokens), expected, atol=1e-4)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("max_shard_bytes", [20_000, pytest.param(2**30, marks=pytest.mark.medium)])
 def test_the_export_loads_in_transformers_with_identical_weights(upstream, tmp_path, max_shard_bytes):
     import torch

@@ -67,6 +67,7 @@ def calibadv(url, queries):
     return [one[0]["document"].split("\n")[0].strip('"') for one in result]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("client", [search_r1, calibadv])
 def test_a_step_s_queries_in_one_request(url, client):
     assert client(url, step()) == step()

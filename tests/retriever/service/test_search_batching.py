@@ -133,6 +133,7 @@ def test_further_searches_begin_where_enough_queries_wait(index, workers, bursts
     assert together(index, workers, *bursts) == (most, sizes)
 
 
+@pytest.mark.medium
 def test_a_large_request_keeps_every_worker_busy(index):
     counting = Counting(index, seconds=0.01)
 
