@@ -37,7 +37,7 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig, prepend_think
 
 
 def text_scores(trajectory: Trajectory) -> dict[str, float]:
-    """Scores of the answer or, where none is marked, of all that was written: for policies without the format."""
+    """Scores of the answer or, where none is marked, of all that was written."""
     text = trajectory.answer or " ".join(turn.text for turn in trajectory.turns)
     names = ("f1", "cover_em")
     return {f"text_{name}": ANSWER_REWARDS[name](text, trajectory.question.golden_answers) for name in names}
