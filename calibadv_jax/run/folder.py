@@ -241,7 +241,7 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in above.items():
         old = merged.get(name)
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[name] = _over(old, value) if both else value
+        merged[name] = _over(dict(old or {}), value) if both else value
     return merged
 
 
