@@ -37,13 +37,16 @@ from calibadv_jax.record.reader import read_columns
 from calibadv_jax.record.schema import FOLDER, kept_steps
 
 CONFIG = "configs/quickstart.yaml"
-SMALL = [
+SMALL_WORLD = [
     "world.people=20",
     "world.cities=8",
     "world.companies=8",
     "world.works=6",
     "world.train_questions=40",
     "world.eval_questions=6",
+]
+SMALL = [
+    *SMALL_WORLD,
     "policy.init.hidden_size=64",
     "policy.init.intermediate_size=64",
     "policy.init.num_hidden_layers=2",

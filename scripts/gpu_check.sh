@@ -40,7 +40,7 @@ bench qwen2.5-0.5b-xla --shape qwen2.5-0.5b --attention xla --rows 16 --microbat
   --slots 256 --prompt 1024 --new 256 --repeats 3
 bench qwen2.5-1.5b --shape qwen2.5-1.5b --rows 8 --microbatch 4 --length 8192 --slots 192 --prompt 1024 --new 256
 bench qwen2.5-3b --shape qwen2.5-3b --rows 8 --microbatch 4 --length 8192 --slots 128 --prompt 1024 --new 256
-"$python" -m benchmarks.evidence.credit_assignment --json "$out/credit.json" | tee "$out/credit.txt"
+"$python" -m benchmarks.credit_assignment --json "$out/credit.json" | tee "$out/credit.txt"
 
 # The retriever's flat index on GPUs, where FAISS is built for them.
 if "$python" -c 'import faiss, sys; sys.exit(not getattr(faiss, "get_num_gpus", lambda: 0)())' 2>/dev/null; then

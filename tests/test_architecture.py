@@ -100,7 +100,7 @@ def test_every_folder_has_a_floor():
     assert folders == set().union(*FLOORS)
 
 
-@pytest.mark.parametrize("package", ["calibadv_jax", "retriever", "benchmarks", "scripts"])
+@pytest.mark.parametrize("package", ["calibadv_jax", "retriever", "benchmarks", "experiments", "scripts"])
 def test_no_folder_has_more_than_twelve_modules(package):
     folders = [ROOT / package, *(path for path in (ROOT / package).rglob("*") if path.is_dir())]
     counts = {path: sum(one.name != "__init__.py" for one in path.glob("*.py")) for path in folders}
@@ -134,13 +134,17 @@ def test_functions_import_optional_packages_only(package):
     assert not violations
 
 
-@pytest.mark.parametrize("package", ["calibadv_jax", "retriever", "scripts", "benchmarks", "tests"])
+@pytest.mark.parametrize(
+    "package", ["calibadv_jax", "retriever", "scripts", "benchmarks", "experiments", "tests"]
+)
 def test_no_file_has_more_than_400_lines(package):
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(package)}
     assert not {f"{path.relative_to(ROOT)}: {length}" for path, length in lengths.items() if length > 400}
 
 
-@pytest.mark.parametrize("package", ["calibadv_jax", "retriever", "scripts", "benchmarks", "tests"])
+@pytest.mark.parametrize(
+    "package", ["calibadv_jax", "retriever", "scripts", "benchmarks", "experiments", "tests"]
+)
 def test_no_function_has_more_than_60_lines(package):
     long = {
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1}"
@@ -205,7 +209,7 @@ def test_every_tool_has_a_module_with_its_arguments(tool):
     assert callable(module.add_arguments) and callable(module.run)
 
 
-@pytest.mark.parametrize("package", ["calibadv_jax", "retriever", "scripts", "benchmarks"])
+@pytest.mark.parametrize("package", ["calibadv_jax", "retriever", "scripts", "benchmarks", "experiments"])
 def test_no_file_hides_a_module_of_python(package):
     """A file that is run by its path finds its neighbours before Python's own modules."""
     assert not {path.stem for path in (ROOT / package).iterdir()} & sys.stdlib_module_names
@@ -226,12 +230,12 @@ def test_every_module_that_is_run_by_its_name_runs():
         ROOT / "README.md",
         *(
             path
-            for folder in ("docs", "scripts", "benchmarks", "configs", "tests")
+            for folder in ("docs", "scripts", "benchmarks", "experiments", "configs", "tests")
             for path in (ROOT / folder).rglob("*")
             if path.suffix in (".md", ".sh", ".py", ".yaml")
         ),
     ]
-    pattern = re.compile(r"-m[\s\",]+((?:calibadv_jax|retriever|benchmarks|scripts)(?:\.\w+)*)")
+    pattern = re.compile(r"-m[\s\",]+((?:calibadv_jax|retriever|benchmarks|experiments|scripts)(?:\.\w+)*)")
     named = {name for path in tracked for name in pattern.findall(path.read_text(encoding="utf-8"))}
     assert {"calibadv_jax", "calibadv_jax.train", "retriever.serve", "benchmarks.kill"} <= named
     for name in sorted(named):

@@ -11,7 +11,6 @@ small parts. Prints for each the seconds that the real client waited at most, an
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -27,7 +26,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.retrieval.load import process_bytes
+from benchmarks.retrieval.load import make_parser, process_bytes
 
 TOKEN = "of-the-flood"
 HEAD = "POST /retrieve HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\n"
@@ -144,11 +143,7 @@ def bodies(address: tuple[str, int], count: int, size: int, token: str = "", par
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--corpus_path", type=Path, required=True)
-    parser.add_argument("--index_path", type=Path, required=True)
+    parser = make_parser(__doc__)
     parser.add_argument("--idle", type=int, default=2000)
     parser.add_argument("--slow", type=int, default=200)
     parser.add_argument("--bodies", type=int, default=40)

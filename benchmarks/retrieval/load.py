@@ -341,12 +341,18 @@ def run(arguments: argparse.Namespace) -> None:
     subprocess.run(bound, check=True, env=environment)
 
 
-def main() -> None:
+def make_parser(description: str | None, is_required: bool = True) -> argparse.ArgumentParser:
+    """Of a benchmark of one corpus and its index."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--corpus_path", type=Path)
-    parser.add_argument("--index_path", type=Path)
+    parser.add_argument("--corpus_path", type=Path, required=is_required)
+    parser.add_argument("--index_path", type=Path, required=is_required)
+    return parser
+
+
+def main() -> None:
+    parser = make_parser(__doc__, is_required=False)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=3)

@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from benchmarks.retrieval.load import compare, queries_of, start
+from benchmarks.retrieval.load import compare, make_parser, queries_of, start
 from retriever.serve import main as serve
 from retriever.service.web import server
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--corpus_path", type=Path, required=True)
-    parser.add_argument("--index_path", type=Path, required=True)
+    parser = make_parser(__doc__)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=7)

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence.credit_assignment import Generator
+from benchmarks.credit_assignment import Generator
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.commands import train
 from calibadv_jax.config import Config, load_config

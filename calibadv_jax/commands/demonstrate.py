@@ -6,7 +6,6 @@ find them, thoughts that quote them, the answer. Written to sft.demonstrations, 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from calibadv_jax.commands.sft import demonstration_length
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import replacing
+from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.annotated import (
     Lookup,
@@ -108,17 +107,18 @@ def _fits(demonstration: Demonstration, config: Config, tokenizer: Any) -> bool:
 def _write(path: Path, demonstrations: Sequence[Demonstration]) -> None:
     """A file that `data.demonstration_files.load_demonstrations` reads; it appears when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
-        for one in demonstrations:
-            turns = [
-                {
-                    "text": turn.text,
-                    "documents": [{"id": d.id, "title": d.title, "text": d.text} for d in turn.documents],
-                }
-                for turn in one.turns
-            ]
-            row = question_row(one.question) | {"turns": turns}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    write_jsonl(path, map(_row, demonstrations))
+
+
+def _row(demonstration: Demonstration) -> dict[str, Any]:
+    turns = [
+        {
+            "text": turn.text,
+            "documents": [{"id": d.id, "title": d.title, "text": d.text} for d in turn.documents],
+        }
+        for turn in demonstration.turns
+    ]
+    return question_row(demonstration.question) | {"turns": turns}
 
 
 def _count_table(counts: Counter[tuple[str, str]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,12 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """The value as JSON, in one replacement; see `replacing`."""
     write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
+    """The rows as JSON, a line each, in one replacement; see `replacing`."""
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def read_json(path: Path, way_out: str = "copy the file again") -> dict[str, Any]:

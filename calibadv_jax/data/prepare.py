@@ -20,7 +20,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import replacing
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.layouts import NoAnswer
-from calibadv_jax.data.questions import question_row, read_questions
+from calibadv_jax.data.questions import question_row, read_questions, write_questions
 from calibadv_jax.data.sources import Sources, find_files
 
 EXAMPLES = 5  # dropped rows that the report shows for each reason
@@ -110,7 +110,7 @@ def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> Rep
     report = Report()
     kept = _select(sources, filters, report)
     with _whole(output) as unfinished:
-        (_write_parquet if output.suffix == ".parquet" else _write_jsonl)(unfinished, kept)
+        (_write_parquet if output.suffix == ".parquet" else write_questions)(unfinished, kept)
         if not report.written:
             raise UserError(
                 f"{output}: no question is left, {sum(report.read.values())} were dropped"
@@ -190,12 +190,6 @@ def _whole(path: Path) -> Iterator[Path]:
                 f"{path}: cannot be written ({error.strerror}); choose another --output"
             ) from error
         yield partial
-
-
-def _write_jsonl(path: Path, questions: Iterable[Question]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for question in questions:
-            file.write(json.dumps(question_row(question), ensure_ascii=False) + "\n")
 
 
 def _write_parquet(path: Path, questions: Iterable[Question]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.tags import well_formed
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.files import read_rows
@@ -181,9 +181,7 @@ def question_row(question: Question) -> dict[str, Any]:
 
 def write_questions(path: Path, questions: Iterable[Question]) -> None:
     """Writes a file that `load_questions` reads."""
-    with path.open("w", encoding="utf-8") as file:
-        for question in questions:
-            file.write(json.dumps(question_row(question), ensure_ascii=False) + "\n")
+    write_jsonl(path, map(question_row, questions))
 
 
 def select_evenly(questions: Sequence[Question], limit: int, seed: int) -> list[Question]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import replacing_folder
+from calibadv_jax.core.files import replacing_folder, write_jsonl
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.questions import write_questions
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
@@ -346,7 +346,4 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
 
 def write_corpus(path: Path, passages: Sequence[Passage]) -> None:
     """One ``{"id", "contents"}`` row a passage; contents is the quoted title, a newline, the text."""
-    with path.open("w", encoding="utf-8") as file:
-        for passage in passages:
-            row = {"id": passage.id, "contents": f'"{passage.title}"\n{passage.text}'}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    write_jsonl(path, ({"id": one.id, "contents": f'"{one.title}"\n{one.text}'} for one in passages))

@@ -21,10 +21,9 @@ UNIT = 72  # one unit of length is a pixel of the page where the chart has its n
 WIDTH = 400
 PANEL_HEIGHT, SMALL_PANEL_HEIGHT = 190, 125  # of the axes, in a chart with one panel and with several
 LEFT, TOP, BOTTOM, GAP = 54, 24, 30, 30
-SWATCH = 22  # of a curve's name, its sample included
+SWATCH = 30  # room for a sample of a curve beside its name
 SMALL_TEXT = 11.5
 LINE_WIDTH = 1.8
-LINE = 15  # height of a curve's name
 # Where an axis may be cut: above values that are SPIKE times the percentile USUAL.
 USUAL, SPIKE = 95, 2.0
 LEAST_SPAN = 0.02  # of an axis, as a share of the value in its middle
@@ -63,6 +62,13 @@ STYLE: dict[Any, Any] = {
     "ytick.major.size": 0,
     "xtick.labelsize": SMALL_TEXT,
     "ytick.labelsize": SMALL_TEXT,
+    "legend.frameon": False,
+    "legend.fontsize": SMALL_TEXT,
+    "legend.handlelength": 1.3,
+    "legend.handletextpad": 0.4,
+    "legend.labelspacing": 0.2,
+    "legend.borderpad": 0.0,
+    "legend.borderaxespad": 0.4,
     "figure.facecolor": SURFACE,
     "axes.facecolor": "none",
     "savefig.facecolor": SURFACE,
@@ -94,48 +100,36 @@ def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
     axes_height = PANEL_HEIGHT if len(panels) == 1 else SMALL_PANEL_HEIGHT
     height = TOP + BOTTOM + len(panels) * axes_height + (len(panels) - 1) * GAP
     names = order if chart.is_by_series and len(order) > 1 else _names(panels)
-    longest = max(_width(_short(curve.name)) for panel in panels for curve in panel.curves)
-    right = SWATCH + longest + 2 if longest else 12.0
+    named = [name for name in _names(panels) if name]
+    right = WIDTH - (SWATCH + _width(named) + 2 if named else 12.0)
     span = _span(panels)
-    places = []
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH / UNIT, height / UNIT), dpi=UNIT)
-        top_axes: Axes | None = None
-        for index, panel in enumerate(panels):
-            top = TOP + index * (axes_height + GAP)
-            box = (
-                LEFT / WIDTH,
-                1 - (top + axes_height) / height,
-                1 - (LEFT + right) / WIDTH,
-                axes_height / height,
-            )
-            axes = figure.add_axes(box, sharey=top_axes)
-            top_axes = top_axes or axes
+        figure.subplots_adjust(
+            LEFT / WIDTH, BOTTOM / height, right / WIDTH, 1 - TOP / height, 0, GAP / axes_height
+        )
+        column = figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0]
+        for axes, panel in zip(column, panels, strict=True):
             _panel(axes, panel, chart, names, span)
-            is_last = index == len(panels) - 1
-            _axis_names(axes, chart.figure.unit, index == 0, is_last)
-            axes.tick_params(labelbottom=is_last)
-            places.append(Place(LEFT, WIDTH - right, top, top + axes_height, *span))
-        if top_axes is not None:
-            _limits(figure.axes, chart)
-        for axes, panel in zip(figure.axes, panels, strict=True):
-            _name_curves(axes, panel, chart, names, (WIDTH - LEFT - right, axes_height))
-    return figure, places
+        corner = {"textcoords": "offset points", "color": MUTED, "fontsize": SMALL_TEXT}
+        column[0].annotate(chart.figure.unit, (0, 1), (4 - LEFT, 8), "axes fraction", **corner)
+        column[-1].annotate("step", (0, 0), (4 - LEFT, -15), "axes fraction", **corner)
+        _limits(column, chart)
+    tops = [TOP + index * (axes_height + GAP) for index in range(len(panels))]
+    return figure, [Place(LEFT, right, top, top + axes_height, *span) for top in tops]
 
 
 def _names(panels: Sequence[Panel]) -> list[str]:
     return list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
 
 
-def _width(text: str) -> float:
-    """Of a curve's name in units, in matplotlib's own font, which is wider than most that a page may have."""
+def _width(names: Sequence[str]) -> float:
+    """Of the longest name in units, in matplotlib's own font: it is wider than most that a page may have."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
-    width, _, _ = text_to_path.get_text_width_height_descent(
-        text or " ", FontProperties(size=SMALL_TEXT), ismath=False
-    )
-    return width if text else 0.0
+    font = FontProperties(size=SMALL_TEXT)
+    return max(text_to_path.get_text_width_height_descent(_short(name), font, False)[0] for name in names)
 
 
 def _span(panels: Sequence[Panel]) -> tuple[float, float]:
@@ -160,6 +154,8 @@ def _panel(axes: Axes, panel: Panel, chart: Chart, names: Sequence[str], span: t
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     if panel.title:
         axes.set_title(panel.title, loc="center", fontsize=12, pad=6, color=INK, fontweight="bold")
+    if any(curve.name for curve in panel.curves):
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=chart.figure.kind == "stack")
 
 
 def _line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
@@ -176,7 +172,7 @@ def _line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
         linewidth=LINE_WIDTH,
         marker="o" if len(curve.steps) <= MAX_MARKS else None,
         markersize=3,
-        label=curve.name,
+        label=_short(curve.name),
     )
     if curve.has_band:
         axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=alpha, linewidth=0)
@@ -185,33 +181,18 @@ def _line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
 def _stack(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
     """Areas on top of each other, edged by the background so that neighbours are told apart."""
     steps = _steps(panel)
-    areas = axes.stackplot(steps, [_at(curve, steps) for curve in panel.curves])
+    labels = [_short(curve.name) for curve in panel.curves]
+    areas = axes.stackplot(steps, [_at(curve, steps) for curve in panel.curves], labels=labels)
     for area, curve in zip(areas, panel.curves, strict=True):
-        _shade(area, names.index(curve.name))
+        index = names.index(curve.name)
+        area.set(facecolor=COLOURS[index % len(COLOURS)], edgecolor=SURFACE, linewidth=0.8, alpha=0.75)
+        area.set_hatch(HATCHES[index % len(HATCHES)])
 
 
 def _at(curve: Curve, steps: np.ndarray) -> np.ndarray:
     """The curve's means at other steps: 0 where it has none."""
     known = dict(zip(curve.steps.tolist(), curve.mean.tolist(), strict=True))
     return np.nan_to_num(np.array([known.get(step, 0.0) for step in steps.tolist()]))
-
-
-def _axis_names(axes: Axes, unit: str, is_first: bool, is_last: bool) -> None:
-    """The unit above the upper left corner of the first panel, "step" below the lower left of the last."""
-    if is_first:
-        axes.annotate(
-            unit, (0, 1), (4 - LEFT, 8), "axes fraction", "offset points", color=MUTED, fontsize=SMALL_TEXT
-        )
-    if is_last:
-        axes.annotate(
-            "step",
-            (0, 0),
-            (4 - LEFT, -15),
-            "axes fraction",
-            "offset points",
-            color=MUTED,
-            fontsize=SMALL_TEXT,
-        )
 
 
 def _limits(all_axes: Sequence[Axes], chart: Chart) -> None:
@@ -259,84 +240,5 @@ def _steps(panel: Panel) -> np.ndarray:
     return np.array(sorted({step for curve in panel.curves for step in curve.steps.tolist()}))
 
 
-def _name_curves(
-    axes: Axes, panel: Panel, chart: Chart, names: Sequence[str], size: tuple[float, float]
-) -> None:
-    """Each curve's name with a sample of it, to the right of its end, as near as the others allow.
-
-    Args:
-        size: width and height of the axes in units.
-    """
-    width, height = size
-    for curve, at in zip(panel.curves, spread(_ends(axes, panel, chart, height), LINE, height), strict=True):
-        if not curve.name:
-            continue
-        index = names.index(curve.name)
-        colour, middle = COLOURS[index % len(COLOURS)], at / height
-        if chart.figure.kind == "stack":
-            left, right = 1 + 5 / width, 1 + 17 / width
-            top, bottom = middle + 4.5 / height, middle - 4.5 / height
-            (area,) = axes.fill(
-                [left, right, right, left],
-                [bottom, bottom, top, top],
-                transform=axes.transAxes,
-                clip_on=False,
-            )
-            _shade(area, index)
-        else:
-            axes.plot(
-                [1 + 3 / width, 1 + 18 / width],
-                [middle, middle],
-                color=colour,
-                linewidth=LINE_WIDTH,
-                linestyle=DASHES[index % len(DASHES)],
-                transform=axes.transAxes,
-                clip_on=False,
-            )
-        axes.annotate(
-            _short(curve.name),
-            (1, middle),
-            (SWATCH, -4),
-            "axes fraction",
-            "offset points",
-            fontsize=SMALL_TEXT,
-            annotation_clip=False,
-        )
-
-
-def _shade(area: Any, index: int) -> None:
-    area.set(facecolor=COLOURS[index % len(COLOURS)], edgecolor=SURFACE, linewidth=0.8, alpha=0.75)
-    area.set_hatch(HATCHES[index % len(HATCHES)])
-
-
 def _short(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
-
-
-def _ends(axes: Axes, panel: Panel, chart: Chart, height: float) -> list[float]:
-    """Height of each curve's last value above the axes' lower edge; of its area's middle in a stack."""
-    low, high = axes.get_ylim()
-    ends, below = [], 0.0
-    for curve in panel.curves:
-        if chart.figure.kind == "stack":
-            value = float(_at(curve, _steps(panel))[-1])
-            ends.append(below + value / 2)
-            below += value
-        else:
-            ends.append(float(curve.trend[np.isfinite(curve.trend)][-1]))
-    return [min(max((value - low) / (high - low), 0.0), 1.0) * height for value in ends]
-
-
-def spread(wanted: Sequence[float], distance: float, height: float) -> list[float]:
-    """Places as near as wanted that are at least `distance` apart and lie within the height if they fit."""
-    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    placed = [0.0] * len(wanted)
-    floor = -np.inf
-    for index in order:
-        placed[index] = max(wanted[index], floor)
-        floor = placed[index] + distance
-    ceiling = height
-    for index in reversed(order):
-        placed[index] = min(placed[index], ceiling)
-        ceiling = placed[index] - distance
-    return placed

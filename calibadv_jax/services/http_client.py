@@ -25,7 +25,15 @@ T = TypeVar("T")
 
 
 class Unreachable(Exception):
-    """A service did not answer a request, or not in time."""
+    """A service did not answer a request, or not in time.
+
+    Args:
+        retry_after: seconds that it asks to wait for; 0: it does not say.
+    """
+
+    def __init__(self, reason: str, retry_after: float = 0.0):
+        super().__init__(reason)
+        self.retry_after = retry_after
 
 
 def open_session(timeout: float, token: str = "") -> aiohttp.ClientSession:

@@ -10,15 +10,18 @@ from typing import Any
 import aiohttp
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.services.http_client import Reply, Unreachable, post
+from calibadv_jax.services.http_client import Reply, Unreachable
 from calibadv_jax.services.retriever_health import IDENTITY, IDENTITY_HEADER, ask_health, difference
+from calibadv_jax.services.retriever_replies import Away
 
 FIRST_PAUSE = 0.5  # seconds before a service that failed is asked for its health; doubles up to LAST_PAUSE
 LAST_PAUSE = 10.0
 
 
 @dataclass
-class _Replica:
+class Replica:
+    """A service, and what is known of it."""
+
     url: str
     pause: float  # before its health is asked for
     is_busy: bool = False  # with a request of ours
@@ -53,36 +56,9 @@ class Replicas:
         warn: Callable[[str], object],
     ):
         self._http, self._agreed, self._named, self._warn = http, agreed, named, warn
-        self._all = [_Replica(url, FIRST_PAUSE) for url in urls]
+        self._all = [Replica(url, FIRST_PAUSE) for url in urls]
         self._turns = 0
         self._changed = asyncio.Event()
-
-    async def post(self, route: str, body: Callable[[], Any]) -> tuple[str, Reply]:
-        """The reply of the first service that has one, and its URL.
-
-        Args:
-            body: called when a service is free.
-
-        Raises:
-            Unreachable: none can be reached, and this was the last one's reason.
-            UserError: all serve another index than at the start.
-        """
-        while True:
-            replica = await self._take()
-            try:
-                reply = await post(self._http, replica.url + route, json=body())
-                if not reply.is_away:
-                    await self._check_index(replica, reply)
-                    replica.is_well, replica.pause = True, FIRST_PAUSE
-                elif self._leave_out(replica, reply.retry_after):
-                    continue
-                return replica.url, reply
-            except Unreachable as error:
-                if not self._leave_out(replica, reason=str(error)):
-                    raise
-            finally:
-                replica.is_busy = False
-                self._changed.set()
 
     async def close(self) -> None:
         """Ends the checks of those that were left out."""
@@ -91,8 +67,14 @@ class Replicas:
             check.cancel()
         await asyncio.gather(*checks, return_exceptions=True)
 
-    async def _take(self) -> _Replica:
-        """The service that has been free longest; where none is well, any that may be again."""
+    async def take(self) -> Replica:
+        """The service that has been free longest, for one request; if none is well, any that may be again.
+
+        To be given back.
+
+        Raises:
+            UserError: all serve another index than at the start.
+        """
         while True:
             usable = [replica for replica in self._all if not replica.other]
             if not usable:
@@ -110,27 +92,40 @@ class Replicas:
             self._changed.clear()
             await self._changed.wait()
 
-    def _leave_out(self, replica: _Replica, wait: float = 0.0, reason: str = "") -> bool:
-        """Whether to go on at once: another one is well, or all serve another index."""
+    def give_back(self, replica: Replica) -> None:
+        """Another request may take the service."""
+        replica.is_busy = False
+        self._changed.set()
+
+    def leave_out(self, replica: Replica, reason: Unreachable) -> bool:
+        """The service gets no requests until its health is good; a single service is not left out.
+
+        Returns:
+            Whether to ask again at once: another one is well, or all serve another index.
+        """
         replica.is_known = False
         if len(self._all) > 1:
-            if reason and replica.is_well and not replica.other:
+            if replica.is_well and not replica.other and not isinstance(reason, Away):
                 self._warn(f"retriever {replica.url} is left out until it answers: {reason}")
             replica.is_well = False
             if replica.check is None or replica.check.done():
-                replica.check = asyncio.create_task(self._wait_for(replica, wait))
+                replica.check = asyncio.create_task(self._wait_for(replica, reason.retry_after))
         return any(one.is_well for one in self._all if one is not replica) or all(
             one.other for one in self._all
         )
 
-    async def _check_index(self, replica: _Replica, reply: Reply) -> None:
-        """
+    async def check(self, replica: Replica, reply: Reply) -> None:
+        """Notes that the service is well, unless the reply is of another index.
+
         Raises:
-            Unreachable: the reply is of another index than the agreed one, or the service does not say.
+            Unreachable: it is of another index than the agreed one, or the service does not say.
         """
-        if self._agreed is None:
-            return
-        agreed, said = self._agreed.get(IDENTITY), reply.headers.get(IDENTITY_HEADER)
+        if self._agreed is not None:
+            await self._check_index(replica, reply, self._agreed.get(IDENTITY))
+        replica.is_well, replica.pause = True, FIRST_PAUSE
+
+    async def _check_index(self, replica: Replica, reply: Reply, agreed: Any) -> None:
+        said = reply.headers.get(IDENTITY_HEADER)
         if agreed is not None and said is not None:
             self._named.add(replica.url)
             self._compare(replica, f"{IDENTITY} {said!r} instead of {agreed!r}" if said != agreed else "")
@@ -141,7 +136,7 @@ class Replicas:
         if replica.other:
             raise Unreachable(f"it serves another index: {replica.other}")
 
-    def _differs(self, replica: _Replica, state: Mapping[str, Any]) -> str:
+    def _differs(self, replica: Replica, state: Mapping[str, Any]) -> str:
         """What a service's health says that it serves instead of the agreed index; empty: it serves that."""
         if self._agreed is None:
             return ""
@@ -149,7 +144,7 @@ class Replicas:
             return f"no {IDENTITY} instead of {self._agreed[IDENTITY]!r}"
         return difference(self._agreed, state)
 
-    def _compare(self, replica: _Replica, other: str) -> None:
+    def _compare(self, replica: Replica, other: str) -> None:
         """Notes what a service serves instead of the agreed index; empty: it serves that."""
         if other and other != replica.other:
             self._warn(
@@ -158,7 +153,7 @@ class Replicas:
             )
         replica.other, replica.is_known = other, not other
 
-    async def _wait_for(self, replica: _Replica, wait: float) -> None:
+    async def _wait_for(self, replica: Replica, wait: float) -> None:
         """Until its health is good; a service without that route need only answer."""
         while not replica.is_well:
             await asyncio.sleep(min(max(replica.pause, wait), LAST_PAUSE))

@@ -12,12 +12,13 @@ from typing import Any
 import aiohttp
 
 from calibadv_jax.config import RetrieverConfig
+from calibadv_jax.config.sections.retriever import ROUTE
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.services.http_client import AWAY, Unreachable, open_session
+from calibadv_jax.services.http_client import Unreachable, open_session, request
 from calibadv_jax.services.replicas import Replicas
-from calibadv_jax.services.retriever_health import TOKEN_VARIABLE, ask_health, difference, token
-from calibadv_jax.services.retriever_replies import BadReply, excerpt, read_documents
+from calibadv_jax.services.retriever_health import ask_health, difference, token
+from calibadv_jax.services.retriever_replies import BadReply, Broken, read_documents
 from calibadv_jax.services.waiting import wait_for_any
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
@@ -29,25 +30,6 @@ PROBE = "test"  # a query that no service can object to
 
 Outcome = list[Document] | RequestFailed  # of one query
 
-_REFUSALS = (400, 413, 422)  # of the query; asking again changes nothing
-_WRONG_ADDRESS = (403, 404, 405)
-
-
-class Away(Exception):
-    """The service is not there now.
-
-    Args:
-        retry_after: seconds that it asks to wait for; 0: it does not say.
-    """
-
-    def __init__(self, reason: str, retry_after: float = 0.0):
-        super().__init__(reason)
-        self.retry_after = retry_after
-
-
-class Broken(BadReply):
-    """The service says that it failed over a request: because of its queries, or it fails over all."""
-
 
 @dataclass
 class _Batch:
@@ -55,6 +37,39 @@ class _Batch:
 
     queries: list[str]
     outcomes: asyncio.Task[list[Outcome]]
+
+
+class _Waits:
+    """Pauses between the attempts of a request, each twice as long as the last one.
+
+    Args:
+        patience: seconds for which services may all be away.
+    """
+
+    def __init__(self, patience: float):
+        self._patience, self._pause = patience, FIRST_PAUSE
+        self._deadline, self._bad_replies = 0.0, 0
+
+    async def for_a_service(self, retry_after: float) -> bool:
+        """Waits, as long as a service asks for at least; False if patience has ended."""
+        self._deadline = self._deadline or time.monotonic() + self._patience
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            return False
+        await self._wait(min(max(self._pause + random.uniform(0, FIRST_PAUSE), retry_after), left))
+        return True
+
+    async def for_a_good_reply(self) -> bool:
+        """Waits after a reply against the contract; False if that was the last one to be borne."""
+        self._bad_replies, self._deadline = self._bad_replies + 1, 0.0
+        if self._bad_replies == BAD_REPLIES:
+            return False
+        await self._wait(self._pause)
+        return True
+
+    async def _wait(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._pause = min(2 * self._pause, LAST_PAUSE)
 
 
 class RetrieverClient:
@@ -105,7 +120,7 @@ class RetrieverClient:
         is_full = batch is not None and len(batch.queries) + len(queries) > MAX_BATCH
         if batch is None or is_full or batch.outcomes.done():
             shared: list[str] = []
-            batch = self._batch = _Batch(shared, loop.create_task(self._send(shared)))
+            batch = self._batch = _Batch(shared, loop.create_task(self._answer(shared, BATCH_WINDOW)))
         start = len(batch.queries)
         batch.queries += queries
         found = []
@@ -196,32 +211,46 @@ class RetrieverClient:
             )
         return f"Search-R1's POST /retrieve, and does it take retriever.topk={config.topk}"
 
-    async def _send(self, queries: list[str]) -> list[Outcome]:
-        """The outcomes of a batch, which takes further queries until a service is free for it."""
-        await asyncio.sleep(BATCH_WINDOW)
-        return await self._answer(queries)
+    async def _answer(self, queries: list[str], window: float = 0.0, is_probe: bool = False) -> list[Outcome]:
+        """What became of each query. A request that fails is divided, until it shows which queries fail.
 
-    async def _answer(self, queries: list[str]) -> list[Outcome]:
-        """What became of each query. A request that fails is divided, until it shows which queries fail."""
-        pause, bad_replies, deadline = FIRST_PAUSE, 0, 0.0
+        Args:
+            queries: if others still join them, they do so until a service is free.
+            window: seconds that are left to others to join.
+            is_probe: whether a failure is the outcome at once, without patience.
+        """
+        assert self._http is not None and self._replicas is not None
+        replicas, waits = self._replicas, _Waits(self.config.patience)
+        await asyncio.sleep(window)
         while True:
-            failure: Away | BadReply | QueryRefused
+            goes_on = False
+            replica = await replicas.take()
+            if self._batch is not None and self._batch.queries is queries:
+                self._batch = None
             try:
-                found = await self._request(queries)
+                body = {"queries": queries, "return_scores": True} | self._depths
+                reply = await request(self._http, "POST", replica.url + ROUTE, json=body)
+                if not reply.is_away:
+                    await replicas.check(replica, reply)
+                found = read_documents(replica.url, reply, len(queries), bool(self.config.rerank_topk))
                 self._has_answered = True
                 return list(found)
-            except Broken as error:
-                failure = error if await self._serves(PROBE) else Away(str(error))
-            except (Away, BadReply, QueryRefused) as error:
+            except Unreachable as error:
+                goes_on = replicas.leave_out(replica, error)
+                failure: Unreachable | BadReply | QueryRefused = error
+            except (BadReply, QueryRefused) as error:
                 failure = error
-            if isinstance(failure, Away):
-                deadline = deadline or time.monotonic() + self.config.patience
-                left = deadline - time.monotonic()
-                if left <= 0:
+            finally:
+                replicas.give_back(replica)
+            if goes_on:
+                continue
+            if is_probe:
+                return [failure if isinstance(failure, QueryRefused) else self._failed(str(failure))]
+            if isinstance(failure, Unreachable) and not (
+                isinstance(failure, Broken) and await self._serves()
+            ):
+                if not await waits.for_a_service(failure.retry_after):
                     return [self._gave_up(failure)] * len(queries)
-                await asyncio.sleep(
-                    min(max(pause + random.uniform(0, FIRST_PAUSE), failure.retry_after), left)
-                )
             elif len(queries) > 1:
                 middle = len(queries) // 2
                 parts = await asyncio.gather(self._answer(queries[:middle]), self._answer(queries[middle:]))
@@ -229,67 +258,27 @@ class RetrieverClient:
             elif isinstance(failure, QueryRefused):
                 await self._check_contract(queries)
                 return [failure]
-            else:
-                bad_replies, deadline = bad_replies + 1, 0.0
-                if bad_replies == BAD_REPLIES:
-                    message = f"retriever {self.url}: no usable answer in {BAD_REPLIES} attempts ({failure})"
-                    return [RequestFailed("retriever", message)]
-                await asyncio.sleep(pause)
-            pause = min(2 * pause, LAST_PAUSE)
+            elif not await waits.for_a_good_reply():
+                return [self._failed(f"no usable answer in {BAD_REPLIES} attempts ({failure})")]
 
-    def _gave_up(self, reason: Away) -> RequestFailed:
-        return RequestFailed(
-            "retriever",
-            f"retriever {self.url}: no answer for {self.config.patience:g} s ({reason}); start it with"
-            " scripts/launch_retriever.sh, set retriever.url, or raise retriever.patience",
-        )
-
-    async def _serves(self, query: str) -> bool:
-        """Whether the service answers a query, if only to refuse it."""
-        try:
-            await self._request([query])
-        except QueryRefused:
-            return True
-        except (Away, BadReply):
-            return False
-        return True
+    async def _serves(self) -> bool:
+        """Whether the service answers an ordinary query, if only to refuse it."""
+        (outcome,) = await self._answer([PROBE], is_probe=True)
+        return isinstance(outcome, QueryRefused | list)
 
     async def _check_contract(self, refused: list[str]) -> None:
-        """Where nothing was ever answered, a refusal may mean every query: then the run must not go on."""
+        """If nothing was ever answered, a refusal may mean every query: then the run must not go on."""
         if self._has_answered or refused == [PROBE]:
             return
         (outcome,) = await self._answer([PROBE])
         if isinstance(outcome, QueryRefused):
             raise UserError(f"{outcome}; it refuses every query: is it a service with {self._contract}?")
 
-    async def _request(self, queries: list[str]) -> list[list[Document]]:
-        """The answer of one service.
+    def _failed(self, reason: str) -> RequestFailed:
+        return RequestFailed("retriever", f"retriever {self.url}: {reason}")
 
-        Raises:
-            Away, Broken, BadReply, QueryRefused, UserError: there is none.
-        """
-        assert self._replicas is not None
-
-        def body() -> dict[str, Any]:
-            if self._batch is not None and self._batch.queries is queries:
-                self._batch = None  # a service is free for it: it takes no more queries
-            return {"queries": queries, "return_scores": True} | self._depths
-
-        try:
-            url, reply = await self._replicas.post("/retrieve", body)
-        except Unreachable as error:
-            raise Away(str(error)) from error
-        said = f"status {reply.status}: {excerpt(reply.body)}"
-        if reply.status == 401:
-            raise UserError(
-                f"retriever {url}: asks for a token; set the environment variable {TOKEN_VARIABLE} to it"
-            )
-        if reply.status in _WRONG_ADDRESS:
-            raise UserError(f"retriever {url}: {said}; set retriever.url to a retrieval service")
-        if reply.status in _REFUSALS:
-            raise QueryRefused(f"retriever {url}: {said}")
-        if reply.is_away:
-            raise Away(said, reply.retry_after) if reply.status in AWAY else Broken(said)
-        if reply.status != 200:
-            raise BadReply(said)
-        return read_documents(reply, len(queries), bool(self.config.rerank_topk))
+    def _gave_up(self, reason: Unreachable) -> RequestFailed:
+        return self._failed(
+            f"no answer for {self.config.patience:g} s ({reason}); start it with"
+            " scripts/launch_retriever.sh, set retriever.url, or raise retriever.patience"
+        )

@@ -10,12 +10,11 @@ from typing import Any
 import aiohttp
 
 from calibadv_jax.services.http_client import Unreachable, request
-from calibadv_jax.services.retriever_replies import excerpt
+from calibadv_jax.services.retriever_replies import TOKEN_VARIABLE, excerpt
 
 SAME = ("corpus_sha256", "encoder", "model", "reranker")  # of services that answer alike
 IDENTITY = "identity"  # of this project's services: index and reranker in one string
 IDENTITY_HEADER = "X-Index-Identity"  # the same string, on every reply of POST /retrieve
-TOKEN_VARIABLE = "RETRIEVER_TOKEN"  # the service's own; a config would be written to the run folder
 
 
 def token() -> str:

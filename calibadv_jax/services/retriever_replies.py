@@ -6,8 +6,23 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
+from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.services.http_client import Reply
+from calibadv_jax.services.http_client import AWAY, Reply, Unreachable
+
+TOKEN_VARIABLE = "RETRIEVER_TOKEN"  # the service's own; a config would be written to the run folder
+
+
+_REFUSALS = (400, 413, 422)  # of the query; asking again changes nothing
+_WRONG_ADDRESS = (403, 404, 405)
+
+
+class Away(Unreachable):
+    """The service says itself that it cannot answer now."""
+
+
+class Broken(Away):
+    """The service says that it failed over a request: because of its queries, or it fails over all."""
 
 
 class BadReply(Exception):
@@ -64,15 +79,32 @@ class _RankedResults(BaseModel):
     result: list[list[_RankedItem]]
 
 
-def read_documents(reply: Reply, num_queries: int, is_reranked: bool) -> list[list[Document]]:
+def read_documents(url: str, reply: Reply, num_queries: int, is_reranked: bool) -> list[list[Document]]:
     """The documents of each query, best first.
 
     Args:
+        url: of the service, for messages.
         is_reranked: the service was asked in the CalibAdv authors' contract, else in Search-R1's.
 
     Raises:
+        Away: the service says so, perhaps as `Broken`.
         BadReply: it is no answer to so many queries.
+        QueryRefused: the service does not take one of the queries.
+        UserError: it asks for a token, or has no such route.
     """
+    said = f"status {reply.status}: {excerpt(reply.body)}"
+    if reply.status == 401:
+        raise UserError(
+            f"retriever {url}: asks for a token; set the environment variable {TOKEN_VARIABLE} to it"
+        )
+    if reply.status in _WRONG_ADDRESS:
+        raise UserError(f"retriever {url}: {said}; set retriever.url to a retrieval service")
+    if reply.status in _REFUSALS:
+        raise QueryRefused(f"retriever {url}: {said}")
+    if reply.is_away:
+        raise (Away if reply.status in AWAY else Broken)(said, reply.retry_after)
+    if reply.status != 200:
+        raise BadReply(said)
     kind: type[_Results | _RankedResults] = _RankedResults if is_reranked else _Results
     try:
         lists = kind.model_validate_json(reply.body).result

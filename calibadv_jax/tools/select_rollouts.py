@@ -6,19 +6,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
-import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
+import pyarrow as pa
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import replacing
+from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.tags import OPEN_THINK
 from calibadv_jax.metrics.console import Console, table
+from calibadv_jax.record.reader import read_columns
+from calibadv_jax.record.schema import kept_steps
 
 Row = dict[str, Any]  # of rollouts/step_N.parquet
 COLUMNS = (
@@ -71,28 +71,23 @@ def run(arguments: argparse.Namespace) -> None:
         )
     kept = [row for _, of_question in sorted(chosen.items()) for _, row in of_question]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(arguments.output) as partial, partial.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(demonstration(row), ensure_ascii=False) + "\n" for row in kept)
+    write_jsonl(arguments.output, map(demonstration, kept))
     rows = [[name, count] for name, count in counts.items() if name != "all" and count]
     rows += [["written", len(kept)], ["questions", len(chosen)]]
     Console().say(table([["all", counts["all"]], *rows], ["trajectories", "number"]))
 
 
 def _good_rows(folder: Path, min_score: float, counts: Counter[str]) -> Iterator[Row]:
-    files = sorted((folder / "rollouts").glob("step_*.parquet"), key=lambda path: int(path.stem[5:]))
+    files = kept_steps(folder)
     if not files:
         raise UserError(
             f"{folder}: no rollouts/step_N.parquet; give the folder of a run with log.rollouts=parquet"
         )
-    for path in files:
-        try:
-            with pq.ParquetFile(path) as file:
-                head = file.read(columns=list(COLUMNS)).to_pylist()
-                verdicts = [_verdict(row, min_score) for row in head]
-                good = [index for index, verdict in enumerate(verdicts) if not verdict]
-                turns = file.read(columns=["turns"]).take(pa.array(good, pa.int64())).to_pylist()
-        except (pa.ArrowInvalid, KeyError) as error:
-            raise UserError(f"{path}: not a step of kept rollouts ({error}); remove it") from error
+    for path in files.values():
+        head = read_columns(path, COLUMNS).to_pylist()
+        verdicts = [_verdict(row, min_score) for row in head]
+        good = [index for index, verdict in enumerate(verdicts) if not verdict]
+        turns = read_columns(path, ["turns"]).take(pa.array(good, pa.int64())).to_pylist()
         counts["all"] += len(head)
         counts.update(verdict for verdict in verdicts if verdict)
         yield from (head[index] | turn for index, turn in zip(good, turns, strict=True))

@@ -24,6 +24,7 @@ class Overloaded(Exception):
 class _Waiting:
     query: str
     k: int
+    request: int  # its number
     future: asyncio.Future[Found]
 
 
@@ -35,7 +36,8 @@ class SearchBatcher:
             heavy part. With more than one worker, several threads call it at once.
         max_batch: queries of one search.
         max_queue: queries that may wait; more are refused.
-        max_wait: seconds a search waits for others to join.
+        max_wait: seconds a search waits for other requests to join. It does not wait if the last one was of
+            a single request: a client that sends one request at a time would wait for nobody.
         on_batch: called with the number of queries of every search.
         workers: searches at the same time. A second one begins only when WORTH_IT queries wait: a small
             batch costs several times as much computation a query as a large one.
@@ -53,6 +55,8 @@ class SearchBatcher:
         self._search, self._on_batch = search, on_batch
         self.max_batch, self.max_queue, self.max_wait, self.workers = max_batch, max_queue, max_wait, workers
         self._queue: deque[_Waiting] = deque()
+        self._requests = 0  # so far
+        self._is_shared = False  # whether the last search was of several requests
         self._timer: asyncio.TimerHandle | None = None  # of the next searches
         self._searches: set[asyncio.Task[None]] = set()
         # Always the same threads: torch and OpenMP keep buffers and workers for each calling thread.
@@ -72,7 +76,8 @@ class SearchBatcher:
         if self.queued + len(queries) > self.max_queue:
             raise Overloaded
         loop = asyncio.get_running_loop()
-        waiting = [_Waiting(query, k, loop.create_future()) for query in queries]
+        self._requests += 1
+        waiting = [_Waiting(query, k, self._requests, loop.create_future()) for query in queries]
         self._queue += waiting
         self._schedule()
         # Cancelled if the client has left, it cancels the futures: those not yet searched are dropped.
@@ -81,7 +86,7 @@ class SearchBatcher:
     def _schedule(self) -> None:
         """Begins searches soon, if one may begin: others may join until then."""
         if self._timer is None and self._may_begin():
-            wait = 0.0 if len(self._queue) >= self.max_batch else self.max_wait
+            wait = self.max_wait if self._is_shared and len(self._queue) < self.max_batch else 0.0
             self._timer = asyncio.get_running_loop().call_later(wait, self._begin)
 
     def _may_begin(self) -> bool:
@@ -105,6 +110,7 @@ class SearchBatcher:
 
     async def _run(self, batch: list[_Waiting]) -> None:
         self._on_batch(len(batch))
+        self._is_shared = batch[0].request != batch[-1].request
         queries = [one.query for one in batch]
         loop = asyncio.get_running_loop()
         try:

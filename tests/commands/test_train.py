@@ -13,6 +13,7 @@ import jax
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks.kill import SMALL_WORLD
 from calibadv_jax import cli
 from calibadv_jax.commands import train
 from calibadv_jax.config import Config, load_config
@@ -27,12 +28,7 @@ pytest.importorskip("fastapi")
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
-    "world.people=20",
-    "world.cities=8",
-    "world.companies=8",
-    "world.works=6",
-    "world.train_questions=40",
-    "world.eval_questions=6",
+    *SMALL_WORLD,
     "policy.path=",
     "policy.init.hidden_size=32",
     "policy.init.intermediate_size=32",

@@ -1,20 +1,18 @@
-"""The drawings: places of names, themed SVG, what the axes span."""
+"""The drawings: names of curves, themed SVG, what the axes span."""
 
-import random
 import re
 import xml.etree.ElementTree as ET
 
-import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
 
 from calibadv_jax.report.curves import over_seeds
-from calibadv_jax.report.draw import COLOURS, DASHES, HATCHES, WIDTH, draw, spread
+from calibadv_jax.report.draw import COLOURS, DASHES, HATCHES, WIDTH, draw
 from calibadv_jax.report.figures import Figure
 from calibadv_jax.report.gather import Chart, Panel
 from calibadv_jax.report.page import css_dashes
-from calibadv_jax.report.settings import MAX_SERIES
+from calibadv_jax.report.settings import LONGEST_NAME, MAX_SERIES
 from calibadv_jax.report.svg import SVG, themed_svg
 
 
@@ -30,19 +28,18 @@ def chart_of(*panels, by_series=True, limit=None, **options):
     return Chart(Figure("key", "Title", "text", "unit", {}, **options), made, limit, by_series)
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_names_do_not_touch_and_keep_their_order(seed):
-    draw_number = random.Random(seed)
-    wanted = [draw_number.uniform(0, 100) for _ in range(draw_number.randint(1, 7))]
-    placed = spread(wanted, 10, 100)
-    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    gaps = np.diff([placed[index] for index in order])
-    assert (gaps >= 10 - 1e-9).all()
-    assert max(placed) <= 100 + 1e-9 and min(placed) >= -1e-9
-
-
-def test_names_that_are_far_apart_stay_where_they_are():
-    assert spread([80.0, 20.0, 50.0], 10, 100) == [80, 20, 50]
+@pytest.mark.parametrize("kind", ["lines", "stack"])
+def test_every_panel_names_its_curves_in_the_order_in_which_they_lie(kind):
+    names = [f"{number} is a name that is too long" for number in range(MAX_SERIES)]
+    chart = chart_of({name: [1.0] for name in names}, {"b": [2.0]}, by_series=False, kind=kind)
+    figure, places = draw(chart, ["x"])
+    shown = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes]
+    assert shown[0][:: -1 if kind == "stack" else 1] == [f"{name[: LONGEST_NAME - 1]}…" for name in names]
+    assert shown[1] == ["b"]
+    figure.draw_without_rendering()
+    for axes, place in zip(figure.axes, places, strict=True):
+        box = axes.get_legend().get_window_extent()
+        assert place.right < box.x0 and box.x1 <= WIDTH and box.height <= place.bottom - place.top
 
 
 def test_every_series_looks_different():

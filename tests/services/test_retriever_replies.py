@@ -9,7 +9,9 @@ from calibadv_jax.services.retriever_replies import BadReply, read_documents
 
 
 def read(*items, is_reranked):
-    (documents,) = read_documents(Reply(200, json.dumps({"result": [items]}).encode()), 1, is_reranked)
+    (documents,) = read_documents(
+        "http://a", Reply(200, json.dumps({"result": [items]}).encode()), 1, is_reranked
+    )
     return documents
 
 
@@ -29,8 +31,8 @@ def test_passages_of_another_service_are_known_by_their_text():
     texts = ['"Ada"\nfirst part', '"Ada"\nsecond part']
     body = {"result": [[{"document": text, "score": 1.0} for text in texts]]}
     reply = Reply(200, json.dumps(body).encode())
-    (documents,) = read_documents(reply, 1, is_reranked=True)
+    (documents,) = read_documents("http://a", reply, 1, is_reranked=True)
     assert [one.id for one in documents] == texts
     assert [(one.title, one.text) for one in documents] == [("Ada", "first part"), ("Ada", "second part")]
     with pytest.raises(BadReply):
-        read_documents(reply, 1, is_reranked=False)
+        read_documents("http://a", reply, 1, is_reranked=False)

@@ -9,6 +9,7 @@ import pytest
 from calibadv_jax import cli
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.data.demonstration_files import load_demonstrations
+from calibadv_jax.record.schema import VERSION
 
 pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
@@ -43,6 +44,7 @@ def write(folder, step, rows):
     for row in rows:
         row["step"] = step
     schema = pa.Table.from_pylist([trajectory("q", "a") | {"error": "e"}]).schema
+    schema = schema.with_metadata({"schema_version": VERSION})
     pq.write_table(
         pa.Table.from_pylist(rows, schema=schema),
         folder / "rollouts" / f"step_{step}.parquet",
@@ -137,7 +139,7 @@ def test_a_thought_that_the_environment_opened_is_whole(tmp_path, capsys):
         (["{run}", "--output", "{out}", "--per-question", "0"], "it must be at least 1"),
         (["{run}/none", "--output", "{out}"], "none: no rollouts/step_N.parquet"),
         (["{run}"], "required: --output"),
-        (["{damaged}", "--output", "{out}"], "step_1.parquet: not a step of kept rollouts"),
+        (["{damaged}", "--output", "{out}"], "step_1.parquet: cannot be read"),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, capsys, argv, words):

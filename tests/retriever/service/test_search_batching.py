@@ -30,6 +30,25 @@ def test_queries_that_wait_together_share_a_search_and_get_their_own_results(ind
     assert len(counting.batches) <= 3, counting.batches
 
 
+def test_a_client_that_sends_one_request_at_a_time_never_waits_for_others():
+    batches = []
+
+    def search(queries, k):
+        batches.append(len(queries))
+        return [[({"id": query}, 1.0)] for query in queries]
+
+    async def run():
+        batcher = SearchBatcher(search, max_wait=600.0)
+        for _ in range(3):
+            await asyncio.wait_for(batcher.submit(["ada", "bo"], 1), 10)
+        await asyncio.gather(batcher.submit(["ada"], 1), batcher.submit(["bo"], 1))
+        with pytest.raises(TimeoutError):  # two have come together: the next one waits for another
+            await asyncio.wait_for(batcher.submit(["ada"], 1), 0.01)
+
+    asyncio.run(run())
+    assert batches == [2, 2, 2, 2]
+
+
 def test_depths_are_not_mixed(index):
     counting = Counting(index)
 

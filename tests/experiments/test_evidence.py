@@ -12,8 +12,8 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.evidence import runs as evidence
-from benchmarks.evidence.arms import LONG, ROOT, Arm, Job
+from experiments import runs as evidence
+from experiments.arms import LONG, ROOT, Arm, Job
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 
@@ -54,7 +54,6 @@ def programs(tmp_path, monkeypatch):
     monkeypatch.setattr(
         evidence, "cold_command", lambda output, seed, _: command("cold", evidence.cold_folder(output, seed))
     )
-    monkeypatch.setattr(evidence, "WAIT_SECONDS", 0.05)
     return programs
 
 
@@ -68,7 +67,7 @@ def jobs_of(*names, seeds=(3,)):
 
 
 def run_all(output, jobs, num_workers=1):
-    harness = evidence.Harness(output, jobs, CONFIG, num_workers)
+    harness = evidence.Runs(output, jobs, CONFIG, num_workers)
     harness.run()
     return harness
 
@@ -123,74 +122,11 @@ def test_without_its_cold_start_nothing_is_run(tmp_path, programs, capsys):
     assert harness.failures[0].startswith("cold start of seed 3: ended with status 1")
 
 
-def test_a_run_that_another_process_has_is_left_to_it(tmp_path, programs):
-    jobs = jobs_of("grpo", "soft")
-    with evidence.lock(tmp_path, f"runs/{jobs[0].name}") as held:
-        assert held is not None
-        run_all(tmp_path, jobs)
-    assert not [line for line in calls(tmp_path) if "grpo" in line]
-    assert run_all(tmp_path, jobs).num_done() == 2
-
-
-def test_a_lock_is_held_by_the_command_too(tmp_path, programs):
-    """Should the harness be killed, the training that it began goes on, and nobody else begins it."""
-    programs["train"] = """
-(folder / "running").write_text("")
-while not (folder / "go").exists():
-    time.sleep(0.02)
-"""
-    (job,) = jobs_of("grpo")
-    folder = evidence.run_folder(tmp_path, job)
-    harness = evidence.Harness(tmp_path, [job], CONFIG)
-    command = evidence.train_command(tmp_path, job, CONFIG)
-    with evidence.lock(tmp_path, "runs/a") as held:
-        thread = threading.Thread(target=harness.call, args=(command, folder / "log", held))
-        thread.start()
-        while not (folder / "running").exists():
-            time.sleep(0.02)
-    with evidence.lock(tmp_path, "runs/a") as again, evidence.lock(tmp_path, "runs/b") as other:
-        assert again is None and other is not None
-    (folder / "go").write_text("")
-    thread.join(30)
-    with evidence.lock(tmp_path, "runs/a") as again:
-        assert again is not None
-
-
-@pytest.mark.parametrize("is_made", [True, False])
-def test_it_waits_while_somebody_else_makes_the_cold_start_or_gives_it_up(tmp_path, programs, is_made):
-    (job,) = jobs_of("grpo")
-    harness = evidence.Harness(tmp_path, [job], CONFIG)
-    with evidence.lock(tmp_path, "cold/seed-3"):
-        thread = threading.Thread(target=harness.run)
-        thread.start()
-        time.sleep(0.3)
-        assert not calls(tmp_path) and thread.is_alive()
-        if is_made:
-            subprocess.run(evidence.cold_command(tmp_path, 3, CONFIG), check=True)
-    thread.join(30)
-    assert harness.num_done() == 1
-    assert calls(tmp_path).count("cold cold/seed-3") == 1
-
-
 def test_two_workers_do_every_run_once(tmp_path, programs):
     programs["train"] = "time.sleep(0.05)"
     jobs = jobs_of("grpo", "soft", "rebalance", "calibadv", seeds=(3, 4))
     assert run_all(tmp_path, jobs, num_workers=2).num_done() == 8
     assert set(Counter(calls(tmp_path)).values()) == {1}
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
-def test_workers_share_out_the_cores(tmp_path, programs):
-    mine = sorted(os.sched_getaffinity(0))
-    programs["train"] = (
-        "(folder / 'cores').write_text(json.dumps(sorted(os.sched_getaffinity(0)))); time.sleep(0.5)"
-    )
-    jobs = jobs_of("grpo", "soft")
-    run_all(tmp_path, jobs, num_workers=2)
-    cores = [json.loads((evidence.run_folder(tmp_path, job) / "cores").read_text()) for job in jobs]
-    if len(mine) > 1:
-        assert sorted(cores) == sorted([mine[::2], mine[1::2]])
-    assert sorted(os.sched_getaffinity(0)) == mine
 
 
 def test_a_signal_ends_the_training_in_order_and_begins_nothing_more(tmp_path, programs, monkeypatch):
@@ -232,7 +168,7 @@ def test_the_list_says_how_far_each_run_is(tmp_path, programs):
 
 
 def test_the_script_parses():
-    subprocess.run(["bash", "-n", str(ROOT / "benchmarks/evidence.sh")], check=True, timeout=10)
+    subprocess.run(["bash", "-n", str(ROOT / "experiments/evidence.sh")], check=True, timeout=10)
 
 
 def test_evaluations_are_json_as_the_harness_reads_them(tmp_path):

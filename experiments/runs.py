@@ -1,49 +1,40 @@
-"""Runs the experiments of docs/evidence.md, one after the other, and goes on where it was stopped.
+"""Runs the experiments of docs/evidence.md, and goes on where it was stopped.
 
-    python -m benchmarks.evidence.runs OUTPUT [--part PART] [--seeds "3 4 5"] [--list]
+    python -m experiments.runs OUTPUT [--part PART] [--seeds "3 4 5"] [--list]
 
 OUTPUT/cold/seed-N/ is the run.dir of a cold start, with its world and index; OUTPUT/runs/ARM/seed-N/ that of
 a training from it and of its evaluation on held-out questions at temperature 1. What is finished is skipped,
-and a training that was interrupted goes on from its newest checkpoint. The command may be started several
-times with the same OUTPUT: every run has a lock, which the system gives back when its processes have ended.
-With --workers the runs share out the cores. `python -m benchmarks.evidence.report OUTPUT` reads the results.
+and a training that was interrupted goes on from its newest checkpoint. `python -m experiments.report OUTPUT`
+reads the results.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import fcntl
 import importlib.util
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks.evidence.arms import LONG, PARTS, ROOT, SHORT, Job, plan
-from benchmarks.evidence.report import write_short
-from benchmarks.evidence.results import evaluated_step, held_out_f1
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import duration, table
 from calibadv_jax.report.evaluations import read_json
+from experiments.arms import LONG, PARTS, ROOT, SHORT, Job, plan
+from experiments.report import write_short
+from experiments.results import evaluated_step, held_out_f1
 
 EVALUATE_EVERY = 20  # steps
-WAIT_SECONDS = 5.0  # between looks at a cold start that somebody else makes
 COMMON = ["evaluate.temperatures=[1.0]", "log.backends=[]"]  # of every command
-
-
-class Failed(Exception):
-    """A command ended with an error; the message names its log."""
 
 
 def cold_folder(output: Path, seed: int) -> Path:
@@ -66,7 +57,7 @@ def is_done(output: Path, job: Job) -> bool:
 
 def cold_command(output: Path, seed: int, config: str) -> list[str]:
     values = {"run.dir": cold_folder(output, seed), "run.seed": seed, "world.seed": seed}
-    return _command(["benchmarks.evidence.cold"], config, values)
+    return _command(["experiments.cold"], config, values)
 
 
 def train_command(output: Path, job: Job, config: str) -> list[str]:
@@ -103,171 +94,79 @@ def _command(program: list[str], config: str, values: dict[str, Any]) -> list[st
     return [sys.executable, "-m", *program, "--config", config, *overrides, *COMMON]
 
 
-@contextmanager
-def lock(output: Path, name: str) -> Iterator[int | None]:
-    """The lock of a run as an open file; None where somebody else has it.
-
-    A command that is started with it holds it too: should this program be killed, nobody else begins the run
-    before the command has ended.
-    """
-    path = output / "locks" / f"{name.replace('/', '.')}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        yield None
-        return
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-class Harness:
-    """The runs of a plan, shared by the workers of this process.
+class Runs:
+    """The runs of a plan.
 
     Args:
         output: absolute.
         config: the base of all commands.
-        num_workers: runs at a time.
+        workers: runs at a time.
     """
 
-    def __init__(self, output: Path, jobs: Sequence[Job], config: str, num_workers: int = 1):
-        self.output, self.config, self.num_workers = output, config, num_workers
+    def __init__(self, output: Path, jobs: Sequence[Job], config: str, workers: int = 1):
+        self.output, self.config, self.workers = output, config, workers
         self.jobs = list(dict.fromkeys(jobs))
         self.failures: list[str] = []
-        self._tried: set[str] = set()
         self._children: set[subprocess.Popen[bytes]] = set()
-        self._guard = threading.Lock()
-        self._stop = threading.Event()
 
     def run(self) -> None:
         """All cold starts first, each on as many cores as there are workers; then the runs."""
-        with ThreadPoolExecutor(self.num_workers) as workers:
+        seeds = dict.fromkeys(job.cold_seed for job in self.jobs if not is_done(self.output, job))
+        with ThreadPoolExecutor(self.workers) as workers:
             try:
-                for seed in self._missing():
-                    self._make_cold(seed)
-                for done in [workers.submit(self._work, index) for index in range(self.num_workers)]:
-                    done.result()
-            finally:  # after a signal: the trainers save their state
-                self.stop()
-
-    def stop(self) -> None:
-        """Ends what runs, in order, and begins nothing more."""
-        self._stop.set()
-        with self._guard:
-            for child in self._children:
-                child.terminate()
+                for seed in seeds:
+                    if not is_cold_done(self.output, seed):
+                        command = cold_command(self.output, seed, self.config)
+                        folder = cold_folder(self.output, seed)
+                        self._try(f"cold start of seed {seed}", folder, self.workers, command)
+                list(workers.map(self._do, self.jobs))
+            finally:  # after a signal nothing more begins, and the trainers save their state
+                self._end_children()
 
     def num_done(self) -> int:
         return sum(is_done(self.output, job) for job in self.jobs)
 
-    def _missing(self) -> list[int]:
-        """Seeds of the cold starts that are still to be made."""
-        seeds = dict.fromkeys(job.cold_seed for job in self.jobs if not is_done(self.output, job))
-        return [seed for seed in seeds if not is_cold_done(self.output, seed)]
-
-    def _make_cold(self, seed: int) -> bool:
-        """Makes a cold start, unless somebody else does; False where it has failed."""
-        name = f"cold/seed-{seed}"
-        if name in self._tried:
-            return False
-        with lock(self.output, name) as held:
-            if held is None or is_cold_done(self.output, seed):
-                return True
-            begun = time.monotonic()
-            log = cold_folder(self.output, seed) / "evidence.log"
-            try:
-                self.call(cold_command(self.output, seed, self.config), log, held, self.num_workers)
-            except Failed as error:
-                self._tried.add(name)
-                self._fail(f"cold start of seed {seed}: {error}")
-                return False
-            say(f"cold start of seed {seed}: {duration(time.monotonic() - begun)}")
-            return True
-
-    def _work(self, index: int) -> None:
-        if self.num_workers > 1 and hasattr(os, "sched_setaffinity"):  # on Linux: of this thread
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, cores[index :: self.num_workers] or cores)
-        while not self._stop.is_set():
-            missing = self._missing()  # before the look, so that what is made meanwhile is looked at again
-            if self._next():
-                continue
-            if not any([self._make_cold(seed) for seed in missing]):
-                return
-            self._stop.wait(WAIT_SECONDS)
-
-    def _next(self) -> bool:
-        """Does the first run that is free; False where there is none."""
-        for job in self.jobs:
-            if self._stop.is_set():
-                return False
-            if job.name in self._tried or is_done(self.output, job):
-                continue
-            if not is_cold_done(self.output, job.cold_seed):
-                continue
-            with lock(self.output, f"runs/{job.name}") as held:
-                if held is not None and not is_done(self.output, job):
-                    self._tried.add(job.name)
-                    self._do(job, held)
-                    return True
-        return False
-
-    def _do(self, job: Job, held: int) -> None:
-        begun = time.monotonic()
-        log = run_folder(self.output, job) / "evidence.log"
-        try:
-            self.call(train_command(self.output, job, self.config), log, held)
-            self.call(evaluate_command(self.output, job, self.config), log, held)
-        except Failed as error:
-            self._fail(f"{job.name}: {error}")
+    def _do(self, job: Job) -> None:
+        """Nothing for a run that is done, or whose cold start has failed."""
+        if is_done(self.output, job) or not is_cold_done(self.output, job.cold_seed):
             return
-        seconds = duration(time.monotonic() - begun)
-        f1 = held_out_f1(read_json(run_folder(self.output, job) / "evaluation.json"))
-        done = f"{self.num_done()} of {len(self.jobs)} runs done"
-        say(f"{job.name}: held-out F1 {f1:.3f} after {seconds}; {done}")
+        commands = [make(self.output, job, self.config) for make in (train_command, evaluate_command)]
+        if self._try(job.name, run_folder(self.output, job), 1, *commands):
+            f1 = held_out_f1(read_json(run_folder(self.output, job) / "evaluation.json"))
+            say(f"{job.name}: held-out F1 {f1:.3f}; {self.num_done()} of {len(self.jobs)} runs done")
 
-    def call(self, command: Sequence[str], log: Path, held: int, num_devices: int = 1) -> None:
-        """Runs a command to its end, with its output appended to `log`.
-
-        Raises:
-            Failed: it ended with another status than 0.
-        """
-        log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {
+    def _try(self, what: str, folder: Path, num_devices: int, *commands: Sequence[str]) -> bool:
+        """Whether all commands end well, one after the other; a log in `folder` takes their output."""
+        begun, log = time.monotonic(), folder / "evidence.log"
+        folder.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | {
             "JAX_NUM_CPU_DEVICES": str(num_devices),
             "JAX_COMPILATION_CACHE_DIR": str(self.output / "compiled"),  # the arms share most programs
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        with log.open("ab") as file:
-            with self._guard:
-                if self._stop.is_set():
-                    raise Failed("stopped")
+        for command in commands:
+            with log.open("ab") as file:
                 child = subprocess.Popen(
                     command,
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(held,),
-                    start_new_session=True,  # Ctrl-C reaches it once, through `stop`
+                    start_new_session=True,  # Ctrl-C reaches it once, through `_end_children`
                     cwd=ROOT,
-                    env=os.environ | environment,
+                    env=environment,
                 )
-                self._children.add(child)
-            status = child.wait()
-            with self._guard:
-                self._children.discard(child)
-        if status:
-            raise Failed(f"ended with status {status}; see {log}")
+            self._children.add(child)
+            if status := child.wait():
+                self.failures.append(f"{what}: ended with status {status}; see {log}")
+                say(f"error: {self.failures[-1]}")
+                return False
+        say(f"{what}: {duration(time.monotonic() - begun)}")
+        return True
 
-    def _fail(self, message: str) -> None:
-        if self._stop.is_set():
-            return  # stopped by us
-        with self._guard:
-            self.failures.append(message)
-        say(f"error: {message}")
+    def _end_children(self) -> None:
+        for child in list(self._children):
+            child.terminate()
+        for child in list(self._children):
+            child.wait()
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -355,10 +254,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("matplotlib is not installed; pip install 'calibadv-jax[report]'")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
-    harness = Harness(arguments.output, jobs, arguments.config, arguments.workers)
-    harness.run()
-    num_done = harness.num_done()
-    say(f"{num_done} of {len(jobs)} runs done, {len(harness.failures)} failed")
+    runs = Runs(arguments.output, jobs, arguments.config, arguments.workers)
+    runs.run()
+    num_done = runs.num_done()
+    say(f"{num_done} of {len(jobs)} runs done, {len(runs.failures)} failed")
     if arguments.part == "short" and num_done == len(jobs):
         text, picture = write_short(arguments.output, [job.arm.name for job in jobs])
         sys.stdout.write(text)

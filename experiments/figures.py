@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.evidence.arms import FOUR, METHODS, Arm
-from benchmarks.evidence.measures import REWARD, SEARCHES, WINDOW, finite, mean_interval
-from benchmarks.evidence.results import Result, Results
 from calibadv_jax.report.curves import over_seeds
 from calibadv_jax.report.draw import COLOURS, DASHES, LINE_WIDTH, MUTED, SMALL_TEXT, STYLE, UNIT, draw
 from calibadv_jax.report.figures import Figure as Description
 from calibadv_jax.report.gather import Chart, Panel
+from experiments.arms import FOUR, METHODS, Arm
+from experiments.measures import REWARD, SEARCHES, WINDOW, finite, mean_interval
+from experiments.results import Result, Results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

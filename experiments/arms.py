@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 # What a method changes. Every key that any of them sets is set by all, so that a config of either advantage
 # can be the base.
 _PLAIN = {

@@ -1,6 +1,6 @@
 """Whether the advantages push a policy to search again or to answer at once, by what each earns.
 
-    python -m benchmarks.evidence.second_search [--truth 0.85] [--quoted 0.85] [--share 0.5] [--questions 10]
+    python -m experiments.second_search [--truth 0.85] [--quoted 0.85] [--share 0.5] [--questions 10]
 
 After its first search a trajectory answers, or searches again. Both turns begin with the same decision: what
 a group adds to the policy gradient of its log-odds is the mean over its trajectories of
@@ -10,7 +10,7 @@ The groups are drawn: every question needs two searches, as in configs/rumours.y
 trajectory answers with the rumour, or searches again and is right with the chance at the head of the column.
 Shown is the mean over groups, and in brackets that of a step over its standard deviation: how much of a step
 is direction, and how much chance. Turns have the lengths of that world, and every second search finds its
-passage. What was pushed in runs: `python -m benchmarks.evidence.second_search_runs`.
+passage. What was pushed in runs: `python -m experiments.second_search_runs`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.evidence.arms import SHORT, Arm
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, load_config
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn, TurnKind
 from calibadv_jax.metrics.console import table
+from experiments.arms import SHORT, Arm
 
 SHOWN_FIRST, SHOWN_SECOND = "abc", "dea"  # a second search mostly shows one passage of the first again
 TOKENS = {"search": 9, "search again": 13, "believe": 18, "answer": 12}

@@ -8,8 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.arms import METHODS, Arm, parse_name, plan
-from benchmarks.evidence.measures import (
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.evaluation.report import ALL, AVERAGE
+from calibadv_jax.report.evaluations import read_json
+from calibadv_jax.report.runs import Run, read_runs
+from calibadv_jax.report.settings import IGNORED, flatten
+from experiments.arms import METHODS, Arm, parse_name, plan
+from experiments.measures import (
     FORMAT,
     REWARD,
     Values,
@@ -18,11 +23,6 @@ from benchmarks.evidence.measures import (
     mean_at_the_end,
     quantities,
 )
-from calibadv_jax.core.errors import UserError
-from calibadv_jax.evaluation.report import ALL, AVERAGE
-from calibadv_jax.report.evaluations import read_json
-from calibadv_jax.report.runs import Run, read_runs
-from calibadv_jax.report.settings import IGNORED, flatten
 
 TEMPERATURE = "1"
 # What may differ between the runs of a table: seeds, places, and how fast they are computed.
@@ -112,7 +112,9 @@ def read_results(output: Path, names: Sequence[str] | None = None) -> Results:
             key=lambda result: result.seed,
         )
     if not found:
-        raise UserError(f"{output}: no finished run in {output}/runs; bash benchmarks/evidence.sh makes them")
+        raise UserError(
+            f"{output}: no finished run in {output}/runs; bash experiments/evidence.sh makes them"
+        )
     check_settings(found)
     return {arm: [one for one in found if one.arm == arm] for arm in dict.fromkeys(one.arm for one in found)}
 

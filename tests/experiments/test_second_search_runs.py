@@ -1,17 +1,17 @@
-"""benchmarks.evidence.second_search_runs: how runs were pushed at first, and what became of it."""
+"""experiments.second_search_runs: how runs were pushed at first, and what became of it."""
 
 import json
 
 import numpy as np
 import pytest
 
-from benchmarks.evidence import figures as evidence_figures
-from benchmarks.evidence import second_search_runs
-from benchmarks.evidence.arms import METHODS, SHORT, parse_name
-from benchmarks.evidence.second_search import ARMS, BELIEVE, World, credit_of, draw_group, push
 from calibadv_jax.config import load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.record.writer import RolloutWriter
+from experiments import figures as evidence_figures
+from experiments import second_search_runs
+from experiments.arms import METHODS, SHORT, parse_name
+from experiments.second_search import ARMS, BELIEVE, World, credit_of, draw_group, push
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 

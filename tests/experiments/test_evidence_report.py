@@ -10,18 +10,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.evidence import figures as evidence_figures
-from benchmarks.evidence import report as evidence_report
-from benchmarks.evidence import runs as evidence
-from benchmarks.evidence import tables as evidence_tables
-from benchmarks.evidence.arms import Job, parse_name
-from benchmarks.evidence.measures import lengths
-from benchmarks.evidence.results import cold_starts, held_out_f1, read_results
 from calibadv_jax import cli
 from calibadv_jax.config import dump_config, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.record.schema import SCHEMA, VERSION
 from calibadv_jax.report.runs import read_runs
+from experiments import figures as evidence_figures
+from experiments import report as evidence_report
+from experiments import runs as evidence
+from experiments import tables as evidence_tables
+from experiments.arms import Job, parse_name
+from experiments.measures import lengths
+from experiments.results import cold_starts, held_out_f1, read_results
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 
@@ -240,7 +240,9 @@ def test_runs_of_another_length_do_not_either(tmp_path):
 
 
 def test_a_folder_without_finished_runs_is_said(tmp_path, capsys):
-    with pytest.raises(UserError, match="no finished run in .*/runs; bash benchmarks/evidence.sh makes them"):
+    with pytest.raises(
+        UserError, match="no finished run in .*/runs; bash experiments/evidence.sh makes them"
+    ):
         read_results(tmp_path)
 
 

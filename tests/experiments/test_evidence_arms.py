@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence import cold as evidence_cold
-from benchmarks.evidence import runs as evidence
-from benchmarks.evidence.arms import Arm, Job, parse_name, plan
 from calibadv_jax import cli
 from calibadv_jax.config import dump_config, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.folder import differences
+from experiments import cold as evidence_cold
+from experiments import runs as evidence
+from experiments.arms import Arm, Job, parse_name, plan
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 

@@ -1,6 +1,6 @@
-"""The cold start of one seed, for evidence.py: world, supervised training, evaluation.
+"""The cold start of one seed, for `runs`: world, supervised training, evaluation.
 
-python -m benchmarks.evidence.cold --config configs/evidence.yaml run.dir=FOLDER run.seed=3 world.seed=3
+python -m experiments.cold --config configs/evidence.yaml run.dir=FOLDER run.seed=3 world.seed=3
 """
 
 from __future__ import annotations

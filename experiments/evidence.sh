@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The experiments of docs/evidence.md: runs what is not done yet, one run after the other (arguments: --help).
+# The experiments of docs/evidence.md: runs what is not done yet (arguments: --help).
 #
-#   bash benchmarks/evidence.sh OUTPUT                  # everything, the most telling first: many hours
-#   bash benchmarks/evidence.sh OUTPUT --part short     # GRPO and CalibAdv, two seeds, one picture
+#   bash experiments/evidence.sh OUTPUT                  # everything, the most telling first: many hours
+#   bash experiments/evidence.sh OUTPUT --part short     # GRPO and CalibAdv, two seeds, one picture
 #
 # PYTHON names a Python that has the project and its extras cpu and report; else .venv is set up.
 set -euo pipefail
@@ -13,4 +13,4 @@ if [[ -z "${PYTHON:-}" ]]; then
   PYTHON="${VENV:-$root/.venv}/bin/python"
 fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the command may be given in another folder
-exec "$PYTHON" -m benchmarks.evidence.runs "$@"
+exec "$PYTHON" -m experiments.runs "$@"

@@ -1,6 +1,6 @@
 """Times the host side of a step: scoring and credit assignment of a paper-sized batch of trajectories.
 
-    python -m benchmarks.evidence.credit_assignment [--questions 512] [--group-size 5] [--tokens 8192]
+    python -m benchmarks.credit_assignment [--questions 512] [--group-size 5] [--tokens 8192]
 
 Trajectories are synthetic but shaped like real ones: 1 to 4 searches of 3 documents from a pool shared by
 the group, thinks of some hundred words with natural word frequencies, one in ten a near copy of the one
@@ -116,9 +116,7 @@ def measure(groups: list[Group], runs: int) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.evidence.credit_assignment", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.credit_assignment", description=__doc__)
     parser.add_argument("--questions", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=8192, help="number of response tokens of a trajectory")

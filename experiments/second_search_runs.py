@@ -1,6 +1,6 @@
 """How runs were pushed to search again in their first steps, and whether they search again in the end.
 
-    python -m benchmarks.evidence.second_search_runs RUN... [--steps 5] [--figure FILE.svg]
+    python -m experiments.second_search_runs RUN... [--steps 5] [--figure FILE.svg]
 
 RUN is the folder of a run that keeps its trajectories, as those of evidence.sh do. Two tables:
 
@@ -22,10 +22,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.evidence import figures as evidence_figures
-from benchmarks.evidence.arms import METHODS, parse_name
-from benchmarks.evidence.measures import SEARCHES, mean_at_the_end
-from benchmarks.evidence.second_search import ARMS, credit_of, push, searches_again
 from calibadv_jax import cli
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.core.errors import UserError
@@ -33,6 +29,10 @@ from calibadv_jax.core.trajectory import Group
 from calibadv_jax.metrics.console import table
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.reader import find_step, read_step
+from experiments import figures as evidence_figures
+from experiments.arms import METHODS, parse_name
+from experiments.measures import SEARCHES, mean_at_the_end
+from experiments.second_search import ARMS, credit_of, push, searches_again
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Beginning:
 
     @property
     def method(self) -> str:
-        """Of METHODS where evidence.py named the folder; else the folder's own name."""
+        """Of METHODS where `runs` named the folder; else the folder's own name."""
         arm = parse_name(self.run.parent.name)
         return arm.method if arm else self.run.name
 

@@ -1,12 +1,12 @@
-"""benchmarks.evidence.second_search: which way the advantages push a decision between two ways that pay."""
+"""experiments.second_search: which way the advantages push a decision between two ways that pay."""
 
 import numpy as np
 import pytest
 
-from benchmarks.evidence import second_search
-from benchmarks.evidence.second_search import World, draw_group, push
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
+from experiments import second_search
+from experiments.second_search import World, draw_group, push
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 

@@ -1,6 +1,6 @@
 """Tables and figures of docs/evidence.md from the folder that evidence.sh filled.
 
-    python -m benchmarks.evidence.report OUTPUT [--docs docs/] [--name evidence_rumours]
+    python -m experiments.report OUTPUT [--docs docs/] [--name evidence_rumours]
 
 Writes NAME_tables.md and NAME_*.svg into OUTPUT/report, or into the folder given by --docs. A run counts when
 the policy of its last step has been evaluated.
@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.evidence import figures as evidence_figures
-from benchmarks.evidence import tables as evidence_tables
-from benchmarks.evidence.results import cold_starts, read_results
 from calibadv_jax import cli
+from experiments import figures as evidence_figures
+from experiments import tables as evidence_tables
+from experiments.results import cold_starts, read_results
 
 
 def write_report(output: Path, folder: Path, name: str = "evidence") -> list[Path]:

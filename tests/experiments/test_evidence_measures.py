@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.evidence.measures import (
+from experiments.measures import (
     Departure,
     collapse_step,
     first_departure,
