@@ -91,7 +91,8 @@ class Rows:
         shapes: Sequence[RowShape],
         weights: Sequence[np.ndarray] | None = None,
     ):
-        self.samples, self.weights = samples, weights
+        nothing = (np.zeros(len(sample.tokens), np.float32) for sample in samples)
+        self.samples, self.weights = samples, list(nothing if weights is None else weights)
         self.plan = plan([len(sample.tokens) for sample in samples], shapes)
 
     @property
@@ -126,8 +127,7 @@ class Rows:
             batch.sampler_logprobs[at.row, before] = sample.logprobs[1:]
             old = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
             batch.old_logprobs[at.row, before] = old[1:]
-            if self.weights is not None:
-                batch.weights[at.row, before] = self.weights[index][1:]
+            batch.weights[at.row, before] = self.weights[index][1:]
             if factors is not None:
                 batch.factors[at.row, before] = factors[index][1:]
         return batches

@@ -78,7 +78,7 @@ def learn(
     shapes = row_shapes(config.row_length, config.microbatch_rows, config.row_widths, learner.position_cost)
     aggregation = loss.config.aggregation
     samples, moving = list(samples), [loss.is_moved_by(sample) for sample in samples]
-    moved = np.flatnonzero(moving)
+    moved = np.flatnonzero(moving)  # what changes nothing is left out of every pass
     if loss.recomputes and len(moved):
         rows = Rows([samples[index] for index in moved], shapes)
         for index, found in zip(moved, sample_logprobs(learner, state["params"], rows), strict=True):
