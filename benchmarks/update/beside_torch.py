@@ -49,11 +49,11 @@ from benchmarks.device import SHAPES
 from benchmarks.update.update_speed import drawn, seconds
 from calibadv_jax.config import Config, LearnerConfig, LossConfig, MeshConfig, OptimizerConfig, load_config
 from calibadv_jax.data.world import write_world
-from calibadv_jax.learner.batching import Batch, Rows, Sample, pack, token_weights
+from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
-from calibadv_jax.learner.packing import RowShape, place
+from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import learn, sample_logprobs
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
@@ -170,8 +170,8 @@ def learner_calls(setting: Setting, policy: Policy, mesh: Any, params: Any) -> C
     loss = policy_gradient(LOSS, on_policy=True)
 
     def logprobs() -> list[np.ndarray]:
-        rows = Rows(setting.samples, [RowShape(setting.learner.row_length, 1)])
-        return sample_logprobs(learner, holder[0]["params"], rows)
+        one_width = dataclasses.replace(setting.learner, row_widths=1)
+        return sample_logprobs(learner, holder[0]["params"], setting.samples, one_width)
 
     def update() -> tuple[float, float]:
         rng = np.random.default_rng(0)

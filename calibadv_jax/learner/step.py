@@ -15,7 +15,7 @@ from calibadv_jax.core.trajectory import Trajectory
 from calibadv_jax.learner.batching import Batch, Rows, Sample, token_weights, weight_total
 from calibadv_jax.learner.learner import State
 from calibadv_jax.learner.losses import TOKEN_METRICS, LossFunction, PolicyLoss
-from calibadv_jax.learner.packing import row_shapes
+from calibadv_jax.learner.packing import RowShape, row_shapes
 from calibadv_jax.policy.transformer import Params
 
 LOSS_TERMS = frozenset({"actor/loss", "actor/pg_loss", "actor/kl_loss"})
@@ -75,14 +75,13 @@ def learn(
     Samples without a token to train count nowhere. Those that cannot change the gradient, as they have no
     advantage, are not computed; they count in the mean all the same.
     """
-    shapes = row_shapes(config.row_length, config.microbatch_rows, config.row_widths, learner.position_cost)
-    aggregation = loss.config.aggregation
+    shapes, aggregation = _shapes(learner, config), loss.config.aggregation
     samples, moving = list(samples), [loss.is_moved_by(sample) for sample in samples]
     moved = np.flatnonzero(moving)  # what changes nothing is left out of every pass
     if loss.recomputes and len(moved):
-        rows = Rows([samples[index] for index in moved], shapes)
-        for index, found in zip(moved, sample_logprobs(learner, state["params"], rows), strict=True):
-            old = np.where(samples[index].mask, found, 0.0).astype(np.float32)
+        found = sample_logprobs(learner, state["params"], [samples[index] for index in moved], config)
+        for index, values in zip(moved, found, strict=True):
+            old = np.where(samples[index].mask, values, 0.0).astype(np.float32)
             samples[index] = dataclasses.replace(samples[index], old_logprobs=old)
     trained = np.flatnonzero([sample.mask.any() for sample in samples])
     history: list[dict[str, float]] = []
@@ -91,8 +90,8 @@ def learn(
         weights = token_weights([samples[index] for index in chosen], aggregation, loss.config.length_norm)
         kept = [at for at, index in enumerate(chosen) if moving[index]]
         rows = Rows([samples[chosen[at]] for at in kept], shapes, [weights[at] for at in kept])
-        known = sample_logprobs(learner, state["params"], rows) if loss.named.asks_logprobs and kept else None
-        batches = rows.batches(loss.factors(rows.samples, rows.weights, known, rng))
+        current = _computed(learner, state["params"], rows) if loss.named.asks_logprobs and kept else None
+        batches = rows.batches(loss.factors(rows.samples, rows.weights, current, rng))
         state, metrics = learner.update(state, batches, loss, reference)
         share = float(sum(batch.weights.sum() for batch in batches)) / weight_total(weights, aggregation)
         held, cells = rows.tokens, sum(batch.tokens.size for batch in batches)
@@ -103,9 +102,20 @@ def learn(
     return Learned(state, _means(history, counts) if history else {}, samples)
 
 
-def sample_logprobs(learner: Updater, params: Params, rows: Rows) -> list[np.ndarray]:
-    """The policy's log-probabilities: float32 [T] of each sample of the rows."""
+def sample_logprobs(
+    learner: Updater, params: Params, samples: Sequence[Sample], config: LearnerConfig
+) -> list[np.ndarray]:
+    """A policy's log-probabilities: float32 [T] of each sample."""
+    return _computed(learner, params, Rows(samples, _shapes(learner, config)))
+
+
+def _computed(learner: Updater, params: Params, rows: Rows) -> list[np.ndarray]:
     return rows.taken([learner.logprobs(params, batch) for batch in rows.batches()])
+
+
+def _shapes(learner: Updater, config: LearnerConfig) -> list[RowShape]:
+    """The widths among which a plan may choose."""
+    return row_shapes(config.row_length, config.microbatch_rows, config.row_widths, learner.position_cost)
 
 
 def _mini_batches(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -15,11 +15,10 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.seeds import attempt_seed, random_state
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
-from calibadv_jax.learner.batching import Rows, Sample
+from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner, on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
-from calibadv_jax.learner.packing import RowShape
 from calibadv_jax.learner.step import learn, make_sample, sample_logprobs
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
@@ -188,9 +187,9 @@ class Trainer:
         if not theirs:
             return {}
         nothing = np.zeros(length, np.float32)
-        shape = RowShape(self.config.learner.row_length, 1)
-        rows = Rows([Sample(tokens, nothing == 0, nothing, nothing)], [shape])
-        (ours,) = sample_logprobs(self.learner, self.state["params"], rows)
+        probe = Sample(tokens, nothing == 0, nothing, nothing)
+        one_width = replace(self.config.learner, row_widths=1)
+        (ours,) = sample_logprobs(self.learner, self.state["params"], [probe], one_width)
         gaps = [np.abs(values - ours[1:]) for values in theirs.values()]
         return {
             "rollout/probe_logprob_diff_mean": float(np.mean(gaps)),

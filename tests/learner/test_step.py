@@ -11,10 +11,9 @@ from rounding import close_in_norm
 from tiny_policy import GROUPED
 
 from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
-from calibadv_jax.learner.batching import Rows, Sample, pack
+from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, init_params, on_policy_only
 from calibadv_jax.learner.losses import TOKEN_METRICS, policy_gradient
-from calibadv_jax.learner.packing import RowShape
 from calibadv_jax.learner.step import learn, sample_logprobs
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
@@ -162,7 +161,7 @@ def test_the_ratio_divides_by_what_the_config_says(
     on_policy = on_policy_only(LossConfig(**changes), minibatch_size, epochs)
     assert on_policy is (denominator == "recompute" and minibatch_size == 0 and epochs == 1)
     every = samples(idle=())
-    before = sample_logprobs(learner, state["params"], Rows(every, [RowShape(ROW, 1)]))
+    before = sample_logprobs(learner, state["params"], every, config())
     passes = []
     logprobs = learner.logprobs
     monkeypatch.setattr(learner, "logprobs", lambda *given: (passes.append(1), logprobs(*given))[1])
