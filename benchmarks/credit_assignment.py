@@ -108,7 +108,7 @@ def measure(groups: list[Group], runs: int) -> dict[str, float]:
     """Median seconds of each part."""
     rng = np.random.default_rng(0)
     parts: dict[str, Callable[[], object]] = {
-        "scoring (F1, EM, cover-EM, format)": lambda: score_groups(groups, RewardConfig(), False, rng),
+        "scoring (F1, EM, cover-EM, format)": lambda: score_groups(groups, RewardConfig(), rng),
         "grpo": lambda: compute_advantages(groups, AdvantageConfig(name="grpo")),
         "calibadv": lambda: compute_advantages(groups, AdvantageConfig()),
     }
@@ -129,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     generator = Generator(options.seed, options.tokens, options.think_words)
     groups = [generator.group(number, options.group_size) for number in range(options.questions)]
     trajectories = options.questions * options.group_size
+    groups = score_groups(groups, RewardConfig(), np.random.default_rng(0))
     seconds = measure(groups, options.runs)
     metrics = compute_advantages(groups, AdvantageConfig()).metrics
     lines = [f"{'part':<36}{'seconds':>10}{'trajectories/s':>16}"]

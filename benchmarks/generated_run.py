@@ -105,7 +105,7 @@ def write_run(folder: Path, steps: list[list[Group]], config: Config, tokenizer:
     tokenizer.save(str(folder / "policy" / "tokenizer.json"))
     writer = RolloutWriter(folder, config, start_step=1)
     for step, groups in enumerate(steps, 1):
-        score_groups(groups, config.reward, False, np.random.default_rng(0))
+        groups = score_groups(groups, config.reward, np.random.default_rng(0))
         credits = compute_advantages(groups, config.advantage).credits
         learned = [[learner_logprobs(one) for one in group.trajectories] for group in groups]
         writer.write(step, groups, credits, learned, seed=0)

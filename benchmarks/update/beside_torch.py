@@ -49,12 +49,12 @@ from benchmarks.device import SHAPES
 from benchmarks.update.update_speed import drawn, seconds
 from calibadv_jax.config import Config, LearnerConfig, LossConfig, MeshConfig, OptimizerConfig, load_config
 from calibadv_jax.data.world import write_world
-from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights, unpack
+from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.learner.packing import place
-from calibadv_jax.learner.step import learn
+from calibadv_jax.learner.step import learn, sample_logprobs
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
@@ -170,14 +170,14 @@ def learner_calls(setting: Setting, policy: Policy, mesh: Any, params: Any) -> C
     loss = policy_gradient(LOSS, on_policy=True)
 
     def logprobs() -> list[np.ndarray]:
-        packed = pack(setting.samples, setting.learner.row_length)
-        lengths = [len(sample.tokens) for sample in setting.samples]
-        return unpack(learner.logprobs(holder[0]["params"], packed), lengths, setting.learner.row_length)
+        one_width = dataclasses.replace(setting.learner, row_widths=1)
+        return sample_logprobs(learner, holder[0]["params"], setting.samples, one_width)
 
     def update() -> tuple[float, float]:
         rng = np.random.default_rng(0)
-        holder[0], metrics = learn(learner, holder[0], setting.samples, setting.learner, LOSS, loss, rng)
-        return metrics["actor/loss"], metrics["actor/grad_norm"]
+        found = learn(learner, holder[0], setting.samples, setting.learner, loss, rng)
+        holder[0] = found.state
+        return found.metrics["actor/loss"], found.metrics["actor/grad_norm"]
 
     return logprobs, update
 

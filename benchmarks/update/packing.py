@@ -19,7 +19,7 @@ import optax
 from benchmarks.device import SHAPES
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.learner.learner import Learner
-from calibadv_jax.learner.packing import RowShape, plan, row_widths, rows_at
+from calibadv_jax.learner.packing import plan, row_shapes
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.attention import Kernel
 from calibadv_jax.policy.sharding import make_mesh
@@ -64,13 +64,7 @@ def measured(setting: tuple[str, Kernel, int, int], lengths: np.ndarray) -> list
     policy = Policy(architecture_from_hf(SHAPES[shape]), Numerics(kernel=kernel))
     learner = Learner(policy, optax.sgd(1.0), make_mesh(MeshConfig(data=-1, fsdp=1)), rows)
     plans = [
-        plan(
-            lengths.tolist(),
-            [
-                RowShape(width, rows_at(width, rows, row_length), learner.position_cost(width))
-                for width in row_widths(row_length, count)
-            ],
-        )
+        plan(lengths.tolist(), row_shapes(row_length, rows, count, learner.position_cost))
         for count in range(1, MOST + 1)
     ]
     tokens = float(lengths.sum())

@@ -113,8 +113,7 @@ def paper_step(config: Config, seed: int = 0) -> list[Group]:
                     pool.setdefault(one.id, passage(one))
                 turn.documents = tuple(pool[one.id] for one in turn.documents)
                 turn.observation_text = "\n".join(one.text for one in turn.documents)
-    score_groups(groups, config.reward, False, rng)
-    return groups
+    return score_groups(groups, config.reward, rng)
 
 
 def measure_paper(groups: list[Group], config: Config) -> dict[str, float]:

@@ -38,7 +38,7 @@ from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.learner.packing import place
-from calibadv_jax.learner.step import learn, with_old_logprobs
+from calibadv_jax.learner.step import learn
 from calibadv_jax.policy import transformer
 from calibadv_jax.run.model import Model, build_model
 
@@ -117,15 +117,13 @@ def step_arm(config: Config, model: Model, samples: list[Sample], name: str) -> 
     optimizer = make_optimizer(config.learner.optimizer, make_schedule(config.learner.optimizer, 1000))
     learner = Learner(model.policy, optimizer, model.mesh, rows, logprob_chunk=config.policy.logprob_chunk)
     holder = [learner.init(init_params(model.policy, model.mesh, 0))]
-    # An entropy bonus too small to matter keeps every trajectory, and costs the gradient of the entropy.
-    loss_config = dataclasses.replace(config.loss, entropy_coef=1e-9 if ":all" in name else 0.0)
     loss = policy_gradient(dataclasses.replace(config.loss, entropy_coef=0.0), on_policy=False)
+    loss = dataclasses.replace(loss, named=dataclasses.replace(loss.named, every_sample=":all" in name))
     settings: LearnerConfig = dataclasses.replace(config.learner, row_length=row_length)
 
     def call() -> None:
         rng = np.random.default_rng(0)
-        ready = with_old_logprobs(learner, holder[0]["params"], chosen, settings, loss_config)
-        holder[0], _ = learn(learner, holder[0], ready, settings, loss_config, loss, rng)
+        holder[0] = learn(learner, holder[0], chosen, settings, loss, rng).state
 
     return call
 

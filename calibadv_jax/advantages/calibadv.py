@@ -8,7 +8,8 @@ the same turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,48 +20,53 @@ from calibadv_jax.config import AdvantageConfig
 _ENOUGH = 1 / 3  # correctness from which `aggressive` forgives everything
 
 
-def judge(credit: GroupCredit, config: AdvantageConfig) -> None:
-    """Fills in the group's silver documents, and how correct each search is by them."""
-    credit.silver = silver_documents(credit.group, config.silver_threshold)
-    judged = [judge_turns(one, credit.silver, config.correctness) for one in credit.group.trajectories]
-    credit.correctness = [np.array([one.correctness for one in turns], np.float64) for turns in judged]
-    credit.repeated = [[one.repeated for one in turns] for turns in judged]
-    credit.found_silver = [[one.found_silver for one in turns] for turns in judged]
+def judge(credit: GroupCredit, config: AdvantageConfig) -> GroupCredit:
+    """The credit with the group's silver documents, and how correct each search is by them."""
+    silver = silver_documents(credit.group, config.silver_threshold)
+    judged = [judge_turns(one, silver, config.correctness) for one in credit.group.trajectories]
+    return replace(
+        credit,
+        silver=silver,
+        correctness=[np.array([one.correctness for one in turns], np.float64) for turns in judged],
+        repeated=[[one.repeated for one in turns] for turns in judged],
+        found_silver=[[one.found_silver for one in turns] for turns in judged],
+    )
 
 
-def calibrate(credits: Sequence[GroupCredit], config: AdvantageConfig) -> None:
-    """The steps that are switched on, for the judged credit of a step."""
-    if config.soft_penalty:
-        for credit in credits:
-            _soften(credit, config)
-    if config.rebalance:
-        for places in _balanced_together(credits, config):
-            _rebalance(places, config)
+def calibrate(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[GroupCredit]:
+    """The judged credit of a step after the calibrations that are switched on."""
+    found = [_softened(credit, config) if config.soft_penalty else credit for credit in credits]
+    return _rebalanced(found, config) if config.rebalance else found
 
 
-def _soften(credit: GroupCredit, config: AdvantageConfig) -> None:
-    """Makes negative advantages of search turns smaller by their correctness; answer turns keep theirs."""
+def _softened(credit: GroupCredit, config: AdvantageConfig) -> GroupCredit:
+    """With smaller negative advantages of search turns by their correctness; answer turns keep theirs."""
     best = max((float(turns.max()) for turns in credit.before if len(turns)), default=0.0)
+    eased, softened = [], []
     for trajectory, turns, correctness in zip(
         credit.group.trajectories, credit.turns, credit.correctness, strict=True
     ):
-        searches = slice(last_sampled_turn(trajectory) or 0)  # correctness is 0 where the kind is another
-        found, given = turns[searches], correctness[searches]
-        softened = np.zeros(len(turns), bool)
-        softened[searches] = (found < 0) & (given > 0)
-        credit.softened.append(softened)
+        before_answer = np.arange(len(turns)) < (last_sampled_turn(trajectory) or 0)
+        forgiven = before_answer & (turns < 0) & (correctness > 0)  # which is 0 where the turn is no search
         if config.softening == "upper_limit":
-            found += (best - found) * given * (found < 0)
+            smaller = turns + (best - turns) * correctness
         else:
-            found *= 1 - given * (found < 0)
+            smaller = turns * (1 - correctness)
         if config.softening == "aggressive":
-            found[(found < 0) & (given >= _ENOUGH)] = 0
+            smaller[(smaller < 0) & (correctness >= _ENOUGH)] = 0
+        eased.append(np.where(forgiven, smaller, turns))
+        softened.append(forgiven)
     if config.softening == "reset":
-        _reset_what_all_can_do(credit)
+        for position, index in _what_all_can_do(credit):
+            eased[position][index] = min(0.0, eased[position][index])
+    return replace(credit, turns=eased, softened=softened)
 
 
-def _reset_what_all_can_do(credit: GroupCredit) -> None:
-    """The k-th searches that were judged are all wholly correct: nobody is praised for them."""
+def _what_all_can_do(credit: GroupCredit) -> Iterator[tuple[int, int]]:
+    """Trajectory and turn of the k-th searches that were judged, where all of them are wholly correct.
+
+    Nobody is praised for these.
+    """
     valid = [
         position for position, trajectory in enumerate(credit.group.trajectories) if trajectory.format_valid
     ]
@@ -70,20 +76,35 @@ def _reset_what_all_can_do(credit: GroupCredit) -> None:
             by_number.setdefault(number, []).append((position, index))
     for places in by_number.values():
         if all(credit.correctness[position][index] == 1 for position, index in places):
-            for position, index in places:
-                credit.turns[position][index] = min(0.0, credit.turns[position][index])
+            yield from places
 
 
-Place = tuple[
-    np.ndarray, int, int
-]  # the advantages of a trajectory's turns, a turn's index, its sampled tokens
+@dataclass(frozen=True)
+class _Place:
+    """A turn of a step."""
+
+    group: int
+    position: int  # of its trajectory in the group
+    index: int
+    tokens: int  # sampled
 
 
-def _balanced_together(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[list[Place]]:
+def _rebalanced(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[GroupCredit]:
+    """With each set of turns that are balanced together brought to the target ratio."""
+    turns = [[one.copy() for one in credit.turns] for credit in credits]
+    for places in _balanced_together(credits, config):
+        values = [float(turns[at.group][at.position][at.index]) for at in places]
+        balanced = _balanced(values, [at.tokens for at in places], config)
+        for at, value in zip(places, balanced, strict=True):
+            turns[at.group][at.position][at.index] = value
+    return [replace(credit, turns=of_group) for credit, of_group in zip(credits, turns, strict=True)]
+
+
+def _balanced_together(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[list[_Place]]:
     """The sets of turns of which each is brought to the target ratio."""
-    sets: dict[tuple[int, int], list[Place]] = {}
+    sets: dict[tuple[int, int], list[_Place]] = {}
     for group, credit in enumerate(credits):
-        for trajectory, turns in zip(credit.group.trajectories, credit.turns, strict=True):
+        for position, trajectory in enumerate(credit.group.trajectories):
             last = last_sampled_turn(trajectory)
             if last is None:
                 continue
@@ -94,43 +115,43 @@ def _balanced_together(credits: Sequence[GroupCredit], config: AdvantageConfig) 
             }[config.rebalance_over]
             for index, number in chosen.items():
                 key = (group if config.rebalance_within == "group" else 0, number)
-                sets.setdefault(key, []).append((turns, index, len(trajectory.turns[index].token_ids)))
+                tokens = len(trajectory.turns[index].token_ids)
+                sets.setdefault(key, []).append(_Place(group, position, index, tokens))
     return list(sets.values())
 
 
-def _rebalance(places: Sequence[Place], config: AdvantageConfig) -> None:
-    """Rescales one side so that |negative sum| / positive sum is the target over the places' tokens.
+def _balanced(values: Sequence[float], tokens: Sequence[int], config: AdvantageConfig) -> list[float]:
+    """The advantages of turns of so many tokens, one side rescaled: |negative| / positive sum is the target.
 
-    Where a side is empty nothing can balance it: all become 0, turns elsewhere stay. The factor is unbounded,
-    as upstream.
+    Where a side is empty nothing can balance it: all become 0. The factor is unbounded, as upstream.
     """
-    positive, negative = two_sides([float(turns[index]) * tokens for turns, index, tokens in places])
-    factors = {"positive": 1.0, "negative": 1.0}
+
+    def sides(each: Sequence[float]) -> tuple[float, float]:
+        return two_sides([value * count for value, count in zip(each, tokens, strict=True)])
+
+    positive, negative = sides(values)
     if config.adjust == "clip":
-        _clip(places, positive, config.target_ratio)
-        return
+        return _clipped(values, tokens, positive, config.target_ratio)
     if config.rebalance_excess and negative <= positive * config.target_ratio:
-        return
+        return list(values)
     if positive == 0 or negative == 0:
-        factors = {"positive": 0.0, "negative": 0.0}
+        factors = 0.0, 0.0
     else:
         if config.rebalance_by == "tokens":
-            signed = [float(np.sign(turns[index])) * tokens for turns, index, tokens in places]
-            positive, negative = two_sides(signed)
+            positive, negative = sides(np.sign(values).tolist())
         if config.adjust == "positive":
-            factors["positive"] = negative / (positive * config.target_ratio)
+            factors = negative / (positive * config.target_ratio), 1.0
         else:
-            factors["negative"] = config.target_ratio * positive / negative
-    for turns, index, _ in places:
-        turns[index] *= factors["positive" if turns[index] > 0 else "negative"]
+            factors = 1.0, config.target_ratio * positive / negative
+    return [value * factors[0 if value > 0 else 1] for value in values]
 
 
-def _clip(places: Sequence[Place], positive: float, target_ratio: float) -> None:
-    """Raises advantages below -target_ratio × the mean positive one; none where nobody is praised."""
-    praised = sum(tokens for turns, index, tokens in places if turns[index] > 0)
-    if praised:
-        for turns, index, _ in places:
-            turns[index] = max(turns[index], -target_ratio * positive / praised)
+def _clipped(
+    values: Sequence[float], tokens: Sequence[int], positive: float, target_ratio: float
+) -> list[float]:
+    """None below -target_ratio × the mean positive one; as they are where nobody is praised."""
+    praised = sum(count for value, count in zip(values, tokens, strict=True) if value > 0)
+    return [max(value, -target_ratio * positive / praised) if praised else value for value in values]
 
 
 _CORRECTNESS_WORDS = {

@@ -11,7 +11,7 @@ import numpy as np
 from calibadv_jax.core.trajectory import Group, Trajectory
 
 
-@dataclass
+@dataclass(frozen=True)
 class GroupCredit:
     """Credit of one group of G trajectories; trajectory i has K_i turns."""
 

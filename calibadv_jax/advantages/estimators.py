@@ -64,12 +64,9 @@ def _estimate(groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCre
         return []
     named = find(config)
     credits = _credits(named, groups, config)
-    if judges(config):
-        for credit in credits:
-            calibadv.judge(credit, config)
-    if config.is_calibrated:
-        calibadv.calibrate(credits, config)
-    return credits
+    if config.is_calibrated or named.judges:
+        credits = [calibadv.judge(credit, config) for credit in credits]
+    return calibadv.calibrate(credits, config) if config.is_calibrated else credits
 
 
 def _credits(named: Named, groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:

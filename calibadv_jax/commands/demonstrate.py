@@ -27,7 +27,7 @@ from calibadv_jax.data.annotated import (
 from calibadv_jax.data.demonstrations import Demonstration
 from calibadv_jax.data.questions import load_questions, question_row
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.rollout.observation import encode, neutralise_documents, render_observation
+from calibadv_jax.rollout.observation import Observations, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run.model import build_model
 from calibadv_jax.services.lookups import look_up_each
@@ -89,8 +89,8 @@ def run(config: Config) -> None:
 
 def _shown(config: Config, tokenizer: Any, documents: Sequence[Document]) -> str:
     """What the policy would see of the documents."""
-    longest, think = config.rollout.max_observation_length, config.prompt.prepend_think
-    return render_observation(neutralise_documents(documents, tokenizer), tokenizer, longest, think)[1]
+    shown = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
+    return shown.of_documents(neutralise_documents(documents, tokenizer))[1]
 
 
 def _fits(demonstration: Demonstration, config: Config, tokenizer: Any) -> bool:

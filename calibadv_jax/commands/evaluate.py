@@ -255,11 +255,11 @@ def answer(
     original = {id(one): question for one, question in zip(asked, questions, strict=True)}
 
     def complete(group: Group) -> None:
-        for trajectory in group.trajectories:
-            score_trajectory(trajectory, config.reward, config.prompt.prepend_think)
-            if METHODS[method].template is not None:
-                trajectory.metrics |= text_scores(trajectory)
-        keep(make_row(evaluation, temperature, original[id(group.question)], group, method))
+        scored = [score_trajectory(trajectory, config.reward) for trajectory in group.trajectories]
+        if METHODS[method].template is not None:
+            scored = [replace(one, metrics=one.metrics | text_scores(one)) for one in scored]
+        found = replace(group, trajectories=scored)
+        keep(make_row(evaluation, temperature, original[id(group.question)], found, method))
         for trajectory in group.attempts:  # `collect` holds the groups until all are there
             trajectory.turns.clear()
 

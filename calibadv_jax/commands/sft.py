@@ -22,7 +22,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_text
 from calibadv_jax.core.locking import locked_output, locked_run
 from calibadv_jax.core.stopping import Stop
-from calibadv_jax.core.tags import OPEN_THINK, neutralise
+from calibadv_jax.core.tags import neutralise
 from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
 from calibadv_jax.data.demonstrations import GENERATORS, Demonstration
 from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights
@@ -36,11 +36,10 @@ from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.observation import (
+    Observations,
     added_token_strings,
     encode,
     neutralise_documents,
-    render_information,
-    render_observation,
 )
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.prompts import build_prompt
@@ -360,17 +359,16 @@ def demonstration_length(demonstration: Demonstration, config: Config, tokenizer
 def _encoded(demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str) -> Sample:
     prompt = build_prompt(demonstration.question, tokenizer, config.prompt, config.rollout.max_prompt_length)
     parts: list[tuple[np.ndarray, bool]] = [(prompt, False)]
-    think = config.prompt.prepend_think
+    shown = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
     for turn in demonstration.turns:
-        text = turn.text.removeprefix(OPEN_THINK) if think else turn.text
+        text = turn.text.removeprefix(shown.opening)
         parts.append((np.asarray(encode(tokenizer, text), np.int32), turn.trained))
-        longest = config.rollout.max_observation_length
         if turn.documents:
             documents = neutralise_documents(turn.documents, tokenizer)
-            parts.append((render_observation(documents, tokenizer, longest, think)[0], False))
+            parts.append((shown.of_documents(documents)[0], False))
         elif turn.observation:
             body = neutralise(turn.observation, added_token_strings(tokenizer))
-            parts.append((render_information(body, tokenizer, longest, think)[0], False))
+            parts.append((shown.information(body)[0], False))
     tokens = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
     mask = np.concatenate([np.full(len(ids), learned or loss_on == "all") for ids, learned in parts])
     mask[0] = False  # nothing precedes the first token

@@ -126,7 +126,7 @@ def train(
                 groups = trainer.stream.take(begun, done)
             with phase("advantage", "rewards and advantages"):
                 rng = random_state(trainer.seed, begun, "reward")
-                score_groups(groups, config.reward, config.prompt.prepend_think, rng)
+                groups = score_groups(groups, config.reward, rng)
                 advantages = compute_advantages(groups, config.advantage)
             row = trajectory_metrics(groups, begun) | guard_metrics(groups) | advantages.metrics
             row |= rollouts.metrics() | {"rollout/overlong_prompts": float(left_out)}

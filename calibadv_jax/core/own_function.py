@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from calibadv_jax.core.errors import UserError
@@ -17,8 +18,9 @@ def is_address(name: str) -> bool:
     return ADDRESS.fullmatch(name) is not None
 
 
-def own_function(address: str, key: str, parameters: Sequence[str], expected: str) -> Callable[..., Any]:
-    """Imports the function.
+@functools.cache  # every step asks for it
+def own_function(address: str, key: str, parameters: tuple[str, ...], expected: str) -> Callable[..., Any]:
+    """Imports the function, once.
 
     Args:
         key: of the config, for messages.

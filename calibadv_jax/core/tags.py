@@ -47,7 +47,7 @@ class ParsedTurn:
     answer: str = ""
 
 
-def parse_turn(text: str, prepend_think: bool, stop_reason: StopReason) -> ParsedTurn:
+def parse_turn(text: str, stop_reason: StopReason) -> ParsedTurn:
     """Reads the first closed action of a segment, wherever it stands, as Search-R1 does.
 
     An action inside the thought is executed too: sampling stops at its closing tag, so no other one can
@@ -56,14 +56,12 @@ def parse_turn(text: str, prepend_think: bool, stop_reason: StopReason) -> Parse
     tag in its body are invalid; an empty answer is an answer.
 
     Args:
-        text: the decoded segment, without its end-of-text token.
-        prepend_think: the environment wrote the segment's opening <think>.
+        text: the decoded segment behind `Trajectory.opening`, without its end-of-text token.
         stop_reason: a segment without action that was cut from outside ("length", "abort") is unfinished
             rather than invalid.
     """
-    whole = OPEN_THINK + text if prepend_think else text
-    _, think = _first_closed(_OPEN_THINK, whole) or ("", "")
-    action = _first_closed(_OPEN_ACTION, whole)
+    _, think = _first_closed(_OPEN_THINK, text) or ("", "")
+    action = _first_closed(_OPEN_ACTION, text)
     if action is None:
         return ParsedTurn("unfinished" if stop_reason in ("length", "abort") else "invalid", think)
     kind, body = action

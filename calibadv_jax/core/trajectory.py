@@ -78,6 +78,7 @@ class Trajectory:
     format_valid: bool = False  # set by the reward stage
     answer_score: float = 0.0  # answer reward x format validity, set by the reward stage
     metrics: dict[str, float] = field(default_factory=dict)  # em, f1, cover_em, …
+    opening: str = ""  # what the environment wrote before the text of every turn: <think>, or nothing
 
     @property
     def response_ids(self) -> np.ndarray:

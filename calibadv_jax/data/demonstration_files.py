@@ -100,7 +100,7 @@ def _parse_turn(turn: object, where: str) -> DemoTurn:
 
 
 def _check_action(text: str, where: str) -> None:
-    if parse_turn(text, prepend_think=False, stop_reason="eos").kind == "invalid":
+    if parse_turn(text, stop_reason="eos").kind == "invalid":
         raise UserError(
             f"{where}: a turn must hold <search> query </search> or <answer> answer </answer>, got"
             f" {text[:80]!r}"
@@ -131,7 +131,7 @@ def _parse_chat(row: Mapping[str, Any], key: str, where: str) -> Demonstration:
             observed = f"{turns[-1].observation}\n{(found.group(1) if found else text).strip()}".strip()
             turns[-1] = replace(turns[-1], observation=observed)
     asked = _asked(row, messages[:begin], key, where)
-    action = parse_turn(turns[-1].text, prepend_think=False, stop_reason="eos")
+    action = parse_turn(turns[-1].text, stop_reason="eos")
     question = {
         "id": where if row.get("id") is None else row["id"],
         "question": asked,

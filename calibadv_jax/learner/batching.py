@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from calibadv_jax.config import Aggregation
-from calibadv_jax.learner.packing import Placement, place
+from calibadv_jax.learner.packing import RowShape, plan
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,82 @@ def token_weights(
     ]
 
 
-def weight_total(samples: Sequence[Sample], aggregation: Aggregation, length_norm: int = 1) -> float:
-    """What the weights of all samples come to: 1 for the means."""
+def weight_total(weights: Sequence[np.ndarray], aggregation: Aggregation) -> float:
+    """What `token_weights` come to: 1 for the means."""
     if aggregation in ("token_mean", "sequence_mean"):
         return 1.0
-    return float(sum(weights.sum() for weights in token_weights(samples, aggregation, length_norm)))
+    return float(sum(one.sum() for one in weights))
+
+
+class Rows:
+    """Samples laid end to end in packed rows: the way there, and back.
+
+    Args:
+        shapes: of the rows that may be used, widest first.
+        weights: float32 [T] of each sample; default: 0, for a pass that computes no loss.
+
+    Raises:
+        ValueError: a sample is longer than a row.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        shapes: Sequence[RowShape],
+        weights: Sequence[np.ndarray] | None = None,
+    ):
+        nothing = (np.zeros(len(sample.tokens), np.float32) for sample in samples)
+        self.samples, self.weights = samples, list(nothing if weights is None else weights)
+        self.plan = plan([len(sample.tokens) for sample in samples], shapes)
+
+    @property
+    def tokens(self) -> int:
+        """Columns that hold a token."""
+        return sum(len(sample.tokens) for sample in self.samples)
+
+    @property
+    def positions(self) -> int:
+        """Columns that are computed, those of empty rows of a microbatch included."""
+        return sum(self.plan.positions)
+
+    def batches(self, factors: Sequence[np.ndarray] | None = None) -> list[Batch]:
+        """The rows [R, L], a batch for each width L that is used.
+
+        Args:
+            factors: float32 [T] of each sample, for a loss that has a look at the mini-batch.
+        """
+        widths = [shape.length for shape in self.plan.shapes]
+        batches = [_empty(shape) for shape in zip(self.plan.num_rows, widths, strict=True)]
+        for batch in batches if factors is not None else ():
+            batch.factors = np.zeros_like(batch.weights)
+        for index, (sample, at) in enumerate(zip(self.samples, self.plan.placements, strict=True)):
+            batch = batches[at.batch]
+            here = slice(at.start, at.start + at.length)
+            before = slice(at.start, at.start + at.length - 1)
+            batch.tokens[at.row, here] = sample.tokens
+            batch.positions[at.row, here] = np.arange(at.length)
+            batch.segment_ids[at.row, here] = at.segment
+            batch.targets[at.row, before] = sample.tokens[1:]
+            batch.advantages[at.row, before] = sample.advantages[1:]
+            batch.sampler_logprobs[at.row, before] = sample.logprobs[1:]
+            old = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
+            batch.old_logprobs[at.row, before] = old[1:]
+            batch.weights[at.row, before] = self.weights[index][1:]
+            if factors is not None:
+                batch.factors[at.row, before] = factors[index][1:]
+        return batches
+
+    def taken(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Per-column values [R, L] of each batch, back as [T] a sample.
+
+        Entry t belongs to token t, entry 0 is 0.
+        """
+        return [
+            np.concatenate(
+                [np.zeros(1, values[p.batch].dtype), values[p.batch][p.row, p.start : p.start + p.length - 1]]
+            )
+            for p in self.plan.placements
+        ]
 
 
 def pack(
@@ -85,45 +156,8 @@ def pack(
     Args:
         weights: per-token weights instead of those of `aggregation`.
     """
-    placements, num_rows = place([len(sample.tokens) for sample in samples], row_length)
-    if weights is None:
-        weights = token_weights(samples, aggregation)
-    return lay(samples, weights, placements, [(num_rows, row_length)])[0]
-
-
-def lay(
-    samples: Sequence[Sample],
-    weights: Sequence[np.ndarray],
-    placements: Sequence[Placement],
-    shapes: Sequence[tuple[int, int]],
-    factors: Sequence[np.ndarray] | None = None,
-) -> list[Batch]:
-    """Batches of `shapes` with the samples at their placements.
-
-    Args:
-        weights: float32 [T] of each sample.
-        factors: float32 [T] of each sample, for a loss that has a look at the mini-batch.
-    """
-    batches = [_empty(shape) for shape in shapes]
-    if factors is not None:
-        for batch, shape in zip(batches, shapes, strict=True):
-            batch.factors = np.zeros(shape, np.float32)
-    for index, (sample, weight, at) in enumerate(zip(samples, weights, placements, strict=True)):
-        batch = batches[at.batch]
-        here = slice(at.start, at.start + at.length)
-        before = slice(at.start, at.start + at.length - 1)
-        batch.tokens[at.row, here] = sample.tokens
-        batch.positions[at.row, here] = np.arange(at.length)
-        batch.segment_ids[at.row, here] = at.segment
-        batch.targets[at.row, before] = sample.tokens[1:]
-        batch.weights[at.row, before] = weight[1:]
-        batch.advantages[at.row, before] = sample.advantages[1:]
-        batch.sampler_logprobs[at.row, before] = sample.logprobs[1:]
-        old = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
-        batch.old_logprobs[at.row, before] = old[1:]
-        if factors is not None:
-            batch.factors[at.row, before] = factors[index][1:]
-    return batches
+    weights = token_weights(samples, aggregation) if weights is None else weights
+    return Rows(samples, [RowShape(row_length, 1)], weights).batches()[0]
 
 
 def microbatches(batch: Batch, rows: int) -> Iterator[Batch]:
@@ -132,21 +166,6 @@ def microbatches(batch: Batch, rows: int) -> Iterator[Batch]:
         part = jax.tree.map(lambda array, at=start: array[at : at + rows], batch)
         padding = (0, rows - len(part.tokens)), (0, 0)
         yield jax.tree.map(lambda array, padding=padding: np.pad(array, padding), part)
-
-
-def unpack(values: np.ndarray, lengths: Sequence[int], row_length: int) -> list[np.ndarray]:
-    """Per-column values [R, L] back to one array [T] a sample; entry t belongs to token t, entry 0 is 0."""
-    return taken([values], place(lengths, row_length)[0])
-
-
-def taken(values: Sequence[np.ndarray], placements: Sequence[Placement]) -> list[np.ndarray]:
-    """The same from several batches' values."""
-    return [
-        np.concatenate(
-            [np.zeros(1, values[p.batch].dtype), values[p.batch][p.row, p.start : p.start + p.length - 1]]
-        )
-        for p in placements
-    ]
 
 
 def abstract_batch(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Batch:

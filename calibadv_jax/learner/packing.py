@@ -6,7 +6,7 @@ the rows have one of a few widths, each compiled once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import combinations
@@ -69,6 +69,20 @@ def rows_at(length: int, rows: int, row_length: int) -> int:
 def row_widths(row_length: int, count: int) -> list[int]:
     """`row_length` and the `count` - 1 most useful narrower widths, widest first."""
     return sorted({int(row_length * share) for share in WIDTHS[:count]} - {0}, reverse=True)
+
+
+def row_shapes(row_length: int, rows: int, count: int, cost: Callable[[int], float]) -> list[RowShape]:
+    """The rows of `count` widths that a learner computes, for `plan`.
+
+    Args:
+        row_length: of the widest rows.
+        rows: of a microbatch of those.
+        cost: of a position in a row of so many tokens.
+    """
+    return [
+        RowShape(width, rows_at(width, rows, row_length), cost(width))
+        for width in row_widths(row_length, count)
+    ]
 
 
 def place(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int]:

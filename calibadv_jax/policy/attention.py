@@ -1,4 +1,4 @@
-"""Attention: packed rows for the learner by one of several kernels, cached rows for the sampler."""
+"""Attention within packed rows, by one of several kernels. That of the sampler to its cache: `cache`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from calibadv_jax.policy.sharding import RULES, axis_size
 
 Kernel = Literal["xla", "splash", "triton", "cudnn"]
 KERNELS: dict[str, Kernel] = {"tpu": "splash", "gpu": "triton"}  # of a backend; "xla" where none is named
-SCORE_BYTES = 2**28  # of float32 scores at once, on each device, in attention to a KV cache
 Local = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -108,40 +107,3 @@ def _packed_mask(segment_ids: jax.Array) -> jax.Array:
     columns = jnp.arange(segment_ids.shape[1])
     causal = columns[:, None] >= columns
     return (causal & (segment_ids[:, :, None] == segment_ids[:, None, :]))[:, None]
-
-
-def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
-    """Attention of new tokens to a KV cache whose column is the position.
-
-    Takes only as many rows at a time as have SCORE_BYTES of scores together, at least one.
-
-    Args:
-        q: [B, n, N, H] at `positions` int32 [B, n].
-        k, v: [B, K, T, H], the new tokens already written.
-
-    Returns:
-        [B, n, N, H].
-    """
-    batch, num_new, num_heads, _ = q.shape
-    at_once = max(1, SCORE_BYTES // (4 * num_new * num_heads * k.shape[2]))
-    if batch <= at_once:
-        return _cached_rows(q, k, v, positions)
-
-    def one_row(row: tuple[jax.Array, ...]) -> jax.Array:
-        return _cached_rows(*(x[None] for x in row))[0]
-
-    return jax.lax.map(one_row, (q, k, v, positions), batch_size=at_once)
-
-
-def _cached_rows(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
-    batch, num_new, num_heads, head_dim = q.shape
-    num_kv = k.shape[1]
-    grouped = q.reshape(batch, num_new, num_kv, num_heads // num_kv, head_dim)
-    grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(batch, num_kv, -1, head_dim)  # [B, K, n*G, H]
-    scores = jnp.einsum("bkqh,bkth->bkqt", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores * (1.0 / math.sqrt(head_dim))
-    visible = jnp.arange(k.shape[2]) <= jnp.repeat(positions, num_heads // num_kv, axis=1)[:, :, None]
-    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, MASKED), axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkqt,bkth->bkqh", weights, v)
-    out = out.reshape(batch, num_kv, num_new, num_heads // num_kv, head_dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(batch, num_new, num_heads, head_dim)

@@ -6,9 +6,8 @@ Layers are stacked on a leading axis. Parameters are passed around as a plain ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,15 +17,14 @@ from flax import nnx
 from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy import attention, rotary
 from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.policy.cache import Cache, CacheView, Stack, Window
+from calibadv_jax.policy.kernels.cpu_products import rows_product
 from calibadv_jax.policy.kernels.elementwise import RMSNorm, gated
-from calibadv_jax.policy.kernels.products import rows_product
 from calibadv_jax.policy.sharding import constrain, pin_rows
 from calibadv_jax.policy.vocabulary import look_up
 
 Params = dict[str, Any]
-Stack = tuple[jax.Array, jax.Array]  # keys and values of successive layers [L, S, K, T, H]
-Window = tuple[Sequence[int], jax.Array | int]  # widths that may be read of a cache, and which one is
-Cache = list[Stack]  # all layers in one stack; few layers, which are unrolled, in a stack each
+Rope = tuple[jax.Array, jax.Array]  # cosines and sines of each token's angles [B, T, H/2]
 
 UNROLLED_LAYERS = 4  # so few layers are unrolled: faster, and they compile as fast as a loop
 
@@ -83,13 +81,13 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
             self.k_norm = RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
 
-    def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, D] -> q [B, T, N, H], k and v [B, T, K, H], rotated."""
         heads = (*x.shape[:2], -1, self.architecture.head_dim)
         q, k, v = self.q(x).reshape(heads), self.k(x).reshape(heads), self.v(x).reshape(heads)
         if self.architecture.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotary.rotate(q, cos, sin), rotary.rotate(k, cos, sin), v
+        return rotary.rotate(q, *rope), rotary.rotate(k, *rope), v
 
     def output(self, x: jax.Array) -> jax.Array:
         """[B, T, N, H] -> [B, T, D]."""
@@ -132,48 +130,23 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(a.hidden_size, **norm)
         self.mlp = Mlp(a, numerics, rngs)
 
-    def packed(self, x: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        q, k, v = self.attn.project(self.attn_norm(x), cos, sin)
+    def packed(self, x: jax.Array, rope: Rope, segment_ids: jax.Array) -> jax.Array:
+        """Rows [B, T, D] of the learner, each with several sequences."""
+        q, k, v = self.attn.project(self.attn_norm(x), rope)
         numerics = self.attn.numerics
         mixed = attention.packed_attention(q, k, v, segment_ids, numerics.kernel, numerics.attention_chunk)
         x = x + self.attn.output(mixed)
         return constrain(x + self.mlp(self.mlp_norm(x)), "batch", "length", "activation")
 
     def cached(
-        self,
-        x: jax.Array,
-        cos: jax.Array,
-        sin: jax.Array,
-        positions: jax.Array,
-        stack: Stack,
-        layer: jax.Array,
-        slots: jax.Array | None,
-        columns: jax.Array,
-        window: Window,
+        self, x: jax.Array, rope: Rope, view: CacheView, stack: Stack, layer: jax.Array
     ) -> tuple[jax.Array, Stack]:
-        q, k, v = self.attn.project(self.attn_norm(x), cos, sin)
-        rows = jnp.arange(x.shape[0]) if slots is None else slots
-        # One head a write: the cache then keeps its layout, and no layer of it is copied for the products.
-        # And each by itself, so that the devices that have the head need nothing of the others.
-        write = jax.vmap(
-            lambda held, new: held.at[layer, rows[:, None], columns].set(new.astype(held.dtype), mode="drop"),
-            in_axes=2,
-            out_axes=2,
-        )
-        keys, values = (write(held, new) for held, new in zip(stack, (k, v), strict=True))
-
-        def mixed(width: int) -> jax.Array:
-            # Of the layer within the branch: what a branch is given is copied, all columns of it.
-            sizes = 1, *keys.shape[1:3], width, keys.shape[4]
-            near = (jax.lax.dynamic_slice(held, (layer, 0, 0, 0, 0), sizes)[0] for held in (keys, values))
-            near_k, near_v = (x if slots is None else x[slots] for x in near)
-            return attention.cached_attention(q, near_k, near_v, positions)
-
-        widths, number = window
-        branches = [partial(mixed, width) for width in widths]
-        found = branches[0]() if len(widths) == 1 else jax.lax.switch(number, branches)
-        x = pin_rows(x + self.attn.output(found.astype(x.dtype)))
-        return pin_rows(x + self.mlp(self.mlp_norm(x))), (keys, values)
+        """New tokens [B, n, D] of the sampler, beside those that the cache holds of their sequences."""
+        q, k, v = self.attn.project(self.attn_norm(x), rope)
+        stack = view.written(stack, layer, k, v)
+        mixed = view.attended(stack, layer, q)
+        x = pin_rows(x + self.attn.output(mixed.astype(x.dtype)))
+        return pin_rows(x + self.mlp(self.mlp_norm(x))), stack
 
 
 class Decoder(nnx.Module):
@@ -204,11 +177,11 @@ class Decoder(nnx.Module):
         """
         x = look_up(self.embed.embedding[...], tokens, self.numerics.compute_dtype)
         x = constrain(x, "batch", "length", "activation")
-        cos, sin = self._rotary(positions)
+        rope = self._rotary(positions)
         graph, stack = nnx.split(self.layers)
 
         def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, params).packed(x, cos, sin, segment_ids), None
+            return nnx.merge(graph, params).packed(x, rope, segment_ids), None
 
         if self.numerics.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.numerics.remat])
@@ -234,18 +207,18 @@ class Decoder(nnx.Module):
             window: columns that are read; every valid position is below them. None: all.
         """
         length = cache[0][0].shape[3]
-        window = window or ([length], 0)
         columns = jnp.where(valid, positions, length)  # out of range: the write is dropped
+        view = CacheView(positions, columns, slots, window or ([length], 0))
         x = self.embed(tokens).astype(self.numerics.compute_dtype) if embedded is None else embedded
         x = pin_rows(x)
-        cos, sin = self._rotary(positions)
+        rope = self._rotary(positions)
         graph, params = nnx.split(self.layers)
 
         # A stack is carried whole and written in place; a scan over its layers would copy each of them.
         def layer(carry: tuple[jax.Array, Stack], inputs: Any) -> tuple[tuple[jax.Array, Stack], None]:
             (x, stack), (params, index) = carry, inputs
             block = nnx.merge(graph, params)
-            return block.cached(x, cos, sin, positions, stack, index, slots, columns, window), None
+            return block.cached(x, rope, view, stack, index), None
 
         updated: Cache = []
         first = 0
@@ -281,7 +254,7 @@ class Decoder(nnx.Module):
             return self.embed.embedding[...], True
         return self.lm_head.kernel[...], False
 
-    def _rotary(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _rotary(self, positions: jax.Array) -> Rope:
         angles = positions[..., None].astype(jnp.float32) * rotary.inverse_frequencies(self.architecture)
         return jnp.cos(angles), jnp.sin(angles)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from calibadv_jax.advantages.credit import GroupCredit
+from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group
 from calibadv_jax.record.rows import Logprobs, from_rows
@@ -51,9 +53,10 @@ def read_step(path: Path) -> KeptStep:
         UserError: the file is missing, damaged or of another version.
     """
     table = read_columns(path)
-    rows = table.to_pylist(maps_as_pydicts="strict")
-    groups, credits, logprobs = from_rows(rows)
-    metadata = _text(table.schema.metadata)
+    rows, metadata = table.to_pylist(maps_as_pydicts="strict"), _text(table.schema.metadata)
+    prompt = json.loads(metadata["config"])["prompt"]
+    opening = PromptConfig(prepend_think=prompt["prepend_think"]).opening
+    groups, credits, logprobs = from_rows(rows, opening)
     return KeptStep(rows[0]["step"] if rows else 0, groups, credits, logprobs, metadata)
 
 

@@ -106,17 +106,18 @@ def _add_logprobs(turns: list[Row], logprobs: np.ndarray) -> None:
         start += len(turn["token_ids"]) + len(turn["observation_ids"])
 
 
-def from_rows(rows: Sequence[Row]) -> tuple[list[Group], list[GroupCredit], Logprobs]:
+def from_rows(rows: Sequence[Row], opening: str) -> tuple[list[Group], list[GroupCredit], Logprobs]:
     """The groups of a step, their credit and the learner's log-probabilities.
 
     Args:
         rows: as `pyarrow.Table.to_pylist` gives them with maps as dictionaries, arrays or lists.
+        opening: of every turn, see `Trajectory`.
     """
     groups, credits, logprobs = [], [], []
     for _, chosen in groupby(rows, lambda row: row["group"]):
         members = list(chosen)
         question = _question(members[0])
-        group = Group.of(question, [_trajectory(row, question) for row in members])
+        group = Group.of(question, [_trajectory(row, question, opening) for row in members])
         finished = [row for row in members if row["error"] is None]
         groups.append(group)
         credits.append(_credit(group, finished, dict(members[0]["silver"])))
@@ -134,7 +135,7 @@ def _question(row: Row) -> Question:
     )
 
 
-def _trajectory(row: Row, question: Question) -> Trajectory:
+def _trajectory(row: Row, question: Question, opening: str) -> Trajectory:
     return Trajectory(
         question,
         np.asarray(row["prompt_ids"], np.int32),
@@ -145,6 +146,7 @@ def _trajectory(row: Row, question: Question) -> Trajectory:
         row["format_valid"],
         row["answer_score"],
         dict(row["metrics"]),
+        opening,
     )
 
 

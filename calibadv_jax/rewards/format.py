@@ -6,7 +6,7 @@ forged observation can change the verdict.
 
 from __future__ import annotations
 
-from calibadv_jax.core.tags import OPEN_THINK, split_at_tags
+from calibadv_jax.core.tags import split_at_tags
 from calibadv_jax.core.trajectory import Trajectory
 
 _SEARCH_TURN = ("think", "search")
@@ -27,25 +27,23 @@ def _elements(text: str) -> tuple[str, ...] | None:
     return names if closed else None
 
 
-def is_trajectory_valid(trajectory: Trajectory, prepend_think: bool) -> bool:
+def is_trajectory_valid(trajectory: Trajectory) -> bool:
     """Whether every turn is what the protocol asks for, judged by sampled text and turn structure.
 
     Valid: one or more search turns that each sampled exactly think + search and got an observation,
     then one answer turn that sampled exactly think + answer. A protocol tag inside a body (a forged
-    observation, a second action) is invalid. With `prepend_think` the environment wrote the opening
-    think tag of every turn.
+    observation, a second action) is invalid. The opening that the environment wrote counts as sampled.
     """
-    opening = OPEN_THINK if prepend_think else ""
     if len(trajectory.turns) < 2:
         return False
     *searches, last = trajectory.turns
     return (
         last.kind == "answer"
-        and _elements(opening + last.text) == _ANSWER_TURN
+        and _elements(trajectory.opening + last.text) == _ANSWER_TURN
         and all(
             turn.kind == "search"
             and len(turn.observation_ids) > 0
-            and _elements(opening + turn.text) == _SEARCH_TURN
+            and _elements(trajectory.opening + turn.text) == _SEARCH_TURN
             for turn in searches
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,8 +13,8 @@ from calibadv_jax.rewards.answer import ANSWER_REWARDS
 from calibadv_jax.rewards.format import is_trajectory_valid
 
 
-def score_trajectory(trajectory: Trajectory, config: RewardConfig, prepend_think: bool) -> Trajectory:
-    """Sets `format_valid`, `answer_score` and the metrics of ANSWER_REWARDS and format; returns the argument.
+def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
+    """The trajectory with `format_valid`, `answer_score` and the metrics of ANSWER_REWARDS and format.
 
     Metrics are the raw scores, not multiplied by format validity. A trajectory without an answer turn
     scores 0 everywhere.
@@ -29,11 +30,13 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig, prepend_think
         name: 0.0 if answer is None else reward(answer, golden_answers)
         for name, reward in ANSWER_REWARDS.items()
     }
-    trajectory.format_valid = is_trajectory_valid(trajectory, prepend_think)
-    is_paid = trajectory.format_valid or not config.format
-    trajectory.answer_score = scores[config.answer] if is_paid else 0.0
-    trajectory.metrics |= scores | {"format": float(trajectory.format_valid)}
-    return trajectory
+    is_valid = is_trajectory_valid(trajectory)
+    return replace(
+        trajectory,
+        format_valid=is_valid,
+        answer_score=scores[config.answer] if is_valid or not config.format else 0.0,
+        metrics=trajectory.metrics | scores | {"format": float(is_valid)},
+    )
 
 
 def text_scores(trajectory: Trajectory) -> dict[str, float]:
@@ -43,10 +46,8 @@ def text_scores(trajectory: Trajectory) -> dict[str, float]:
     return {f"text_{name}": ANSWER_REWARDS[name](text, trajectory.question.golden_answers) for name in names}
 
 
-def score_groups(
-    groups: Sequence[Group], config: RewardConfig, prepend_think: bool, rng: np.random.Generator
-) -> None:
-    """Scores every trajectory in place, but not those that failed.
+def score_groups(groups: Sequence[Group], config: RewardConfig, rng: np.random.Generator) -> list[Group]:
+    """The groups with every trajectory scored, but not those that failed.
 
     With `config.shuffle`, a control experiment, the pairs (answer_score, format_valid) are then
     permuted with `rng` over all trajectories of the step; the metrics stay true. Otherwise `rng` is
@@ -55,11 +56,12 @@ def score_groups(
     Raises:
         ValueError: a question has no golden answers.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    for trajectory in trajectories:
-        score_trajectory(trajectory, config, prepend_think)
-    if not config.shuffle:
-        return
-    earned = [(trajectory.answer_score, trajectory.format_valid) for trajectory in trajectories]
-    for trajectory, source in zip(trajectories, rng.permutation(len(earned)), strict=True):
-        trajectory.answer_score, trajectory.format_valid = earned[source]
+    scored = [score_trajectory(one, config) for group in groups for one in group.trajectories]
+    if config.shuffle:
+        sources = [scored[source] for source in rng.permutation(len(scored))]
+        scored = [
+            replace(one, answer_score=source.answer_score, format_valid=source.format_valid)
+            for one, source in zip(scored, sources, strict=True)
+        ]
+    remaining = iter(scored)
+    return [replace(group, trajectories=[next(remaining) for _ in group.trajectories]) for group in groups]

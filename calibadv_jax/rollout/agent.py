@@ -17,22 +17,9 @@ import numpy as np
 from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.core.errors import QueryRefused, RequestFailed
 from calibadv_jax.core.interfaces import Completion, Retriever, Sampler, SamplingParams
-from calibadv_jax.core.tags import (
-    INVALID_ACTION,
-    OPEN_THINK,
-    QUERY_REFUSED,
-    STOP_STRINGS,
-    ParsedTurn,
-    parse_turn,
-)
+from calibadv_jax.core.tags import QUERY_REFUSED, STOP_STRINGS, parse_turn
 from calibadv_jax.core.trajectory import Document, Question, Trajectory, Turn
-from calibadv_jax.rollout.observation import (
-    decode,
-    encode,
-    neutralise_documents,
-    render_information,
-    render_observation,
-)
+from calibadv_jax.rollout.observation import Observations, decode, neutralise_documents
 from calibadv_jax.rollout.prompts import build_prompt
 
 
@@ -45,6 +32,10 @@ class RolloutContext:
     tokenizer: Any
     rollout: RolloutConfig
     prompt: PromptConfig
+
+    @property
+    def observations(self) -> Observations:
+        return Observations(self.tokenizer, self.rollout.max_observation_length, self.prompt.opening)
 
 
 async def run_trajectory(
@@ -64,12 +55,12 @@ async def run_trajectory(
         session: name of the trajectory at the sampler, unique among those in flight; always released.
 
     Raises:
-        UserError: see `build_prompt` and `render_observation`; those of sampler and retriever that are no
+        UserError: see `build_prompt` and `Observations`; those of sampler and retriever that are no
             `RequestFailed` pass.
     """
     rollout = context.rollout
     prompt_ids = build_prompt(question, context.tokenizer, context.prompt, rollout.max_prompt_length)
-    trajectory = Trajectory(question, prompt_ids, index=index)
+    trajectory = Trajectory(question, prompt_ids, index=index, opening=context.prompt.opening)
     begun = time.monotonic()
     limit = asyncio.timeout(rollout.time_limit or None)
     try:
@@ -101,7 +92,7 @@ async def _write(trajectory: Trajectory, context: RolloutContext, seed: int, ses
             stop=STOP_STRINGS,
         )
         completion = await context.sampler.generate(tokens, sampling, session)
-        turn = _read(completion, context.tokenizer, context.prompt.prepend_think)
+        turn = _read(completion, context.tokenizer, trajectory.opening)
         trajectory.turns.append(turn)
         tokens += completion.token_ids
         if number == rollout.max_searches or not _goes_on(turn, rollout):
@@ -117,12 +108,12 @@ def turn_seed(seed: int, question_id: str, index: int, turn: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def _read(completion: Completion, tokenizer: Any, prepend_think: bool) -> Turn:
+def _read(completion: Completion, tokenizer: Any, opening: str) -> Turn:
     ids = completion.token_ids
     # A policy may know several end-of-text tokens; the sampler says "eos" for each of them.
     ended = completion.stop_reason == "eos"
     text = decode(tokenizer, ids[:-1] if ended else ids)
-    parsed: ParsedTurn = parse_turn(text, prepend_think, completion.stop_reason)
+    parsed = parse_turn(opening + text, completion.stop_reason)
     return Turn(
         kind=parsed.kind,
         token_ids=np.asarray(ids, np.int32),
@@ -144,21 +135,19 @@ async def _observe(turn: Turn, context: RolloutContext, room: int) -> bool:
     """Appends the environment's reply to the turn; False where it has more than `room` tokens."""
     if room < 1:
         return False
-    tokenizer, prepend_think = context.tokenizer, context.prompt.prepend_think
+    shown = context.observations
     documents: tuple[Document, ...] = ()
     if turn.kind == "search":
-        longest = context.rollout.max_observation_length
         try:
             (found,) = await context.retriever.search([turn.query])
         except QueryRefused:
             turn.is_refused = True
-            ids, text = render_information(QUERY_REFUSED, tokenizer, longest, prepend_think)
+            ids, text = shown.information(QUERY_REFUSED)
         else:
-            documents = neutralise_documents(found, tokenizer)
-            ids, text = render_observation(documents, tokenizer, longest, prepend_think)
+            documents = neutralise_documents(found, context.tokenizer)
+            ids, text = shown.of_documents(documents)
     else:
-        text = INVALID_ACTION + (OPEN_THINK if prepend_think else "")
-        ids = np.asarray(encode(tokenizer, text), np.int32)
+        ids, text = shown.invalid()
     if len(ids) > room:
         return False
     turn.documents, turn.observation_ids, turn.observation_text = documents, ids, text

@@ -1,15 +1,15 @@
-"""What the environment shows after a search."""
+"""What the environment shows after a turn."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import CLOSE_INFORMATION, OPEN_INFORMATION, OPEN_THINK, neutralise
+from calibadv_jax.core.tags import CLOSE_INFORMATION, INVALID_ACTION, OPEN_INFORMATION, neutralise
 from calibadv_jax.core.trajectory import Document
 
 _MARKUP = frozenset("<>[]{}|｜")
@@ -45,45 +45,51 @@ def neutralise_documents(documents: Sequence[Document], tokenizer: Any) -> tuple
     )
 
 
-def render_observation(
-    documents: Sequence[Document], tokenizer: Any, max_length: int, prepend_think: bool
-) -> tuple[np.ndarray, str]:
-    """`render_information` of neutralised documents, best first; the last one loses the space at its end."""
-    body = "\n".join(
-        f'Doc {number}(Title: "{document.title}") {document.text}'
-        for number, document in enumerate(documents, 1)
-    )
-    return render_information(body.strip(), tokenizer, max_length, prepend_think)
+@dataclass(frozen=True)
+class Observations:
+    """Writes what the environment replies to a turn, tokenised on its own: int32 [M] ids and their text."""
 
+    tokenizer: Any
+    max_length: int  # tokens; a longer information block loses the end of its body, never its closing tag
+    opening: str  # of the turn that follows, see `PromptConfig.opening`
 
-def render_information(
-    body: str, tokenizer: Any, max_length: int, prepend_think: bool
-) -> tuple[np.ndarray, str]:
-    """The information block, tokenised on its own.
+    def of_documents(self, documents: Sequence[Document]) -> tuple[np.ndarray, str]:
+        """The block of neutralised documents, best first; the last one loses the space at its end.
 
-    Args:
-        body: neutralised.
-        max_length: tokens; a longer block loses the end of its body, never its closing tag.
-
-    Returns:
-        int32 [M] ids and their text.
-
-    Raises:
-        UserError: not even the tags fit.
-    """
-    ending = CLOSE_INFORMATION + (OPEN_THINK if prepend_think else "")
-    begun = cut_early(OPEN_INFORMATION + body, tokenizer, max_length)
-    whole = encode(tokenizer, begun + ending)
-    if len(whole) <= max_length:
-        return np.asarray(whole, np.int32), begun + ending
-    closing = encode(tokenizer, ending)
-    opening = encode(tokenizer, begun)[: max(0, max_length - len(closing))]
-    if len(encode(tokenizer, OPEN_INFORMATION)) > len(opening):
-        raise UserError(
-            f"rollout.max_observation_length is {max_length}, but the tags alone need"
-            f" {len(encode(tokenizer, OPEN_INFORMATION)) + len(closing)} tokens: raise it"
+        Raises:
+            UserError: see `information`.
+        """
+        body = "\n".join(
+            f'Doc {number}(Title: "{document.title}") {document.text}'
+            for number, document in enumerate(documents, 1)
         )
-    return np.asarray([*opening, *closing], np.int32), decode(tokenizer, opening) + ending
+        return self.information(body.strip())
+
+    def information(self, body: str) -> tuple[np.ndarray, str]:
+        """The information block of a neutralised body.
+
+        Raises:
+            UserError: not even the tags fit.
+        """
+        ending = CLOSE_INFORMATION + self.opening
+        begun = cut_early(OPEN_INFORMATION + body, self.tokenizer, self.max_length)
+        whole = encode(self.tokenizer, begun + ending)
+        if len(whole) <= self.max_length:
+            return np.asarray(whole, np.int32), begun + ending
+        closing = encode(self.tokenizer, ending)
+        opening = encode(self.tokenizer, begun)[: max(0, self.max_length - len(closing))]
+        tags = len(encode(self.tokenizer, OPEN_INFORMATION))
+        if tags > len(opening):
+            raise UserError(
+                f"rollout.max_observation_length is {self.max_length}, but the tags alone need"
+                f" {tags + len(closing)} tokens: raise it"
+            )
+        return np.asarray([*opening, *closing], np.int32), decode(self.tokenizer, opening) + ending
+
+    def invalid(self) -> tuple[np.ndarray, str]:
+        """The notice after a turn that asks for nothing; it is never cut."""
+        text = INVALID_ACTION + self.opening
+        return np.asarray(encode(self.tokenizer, text), np.int32), text
 
 
 def cut_early(text: str, tokenizer: Any, max_length: int) -> str:

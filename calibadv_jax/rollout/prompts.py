@@ -9,7 +9,7 @@ import numpy as np
 
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import OPEN_THINK, TAGS, neutralise, split_at_tags
+from calibadv_jax.core.tags import TAGS, neutralise, split_at_tags
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.rollout.observation import added_token_strings, encode
 
@@ -95,7 +95,7 @@ def prompt_text(question: Question, tokenizer: Any, config: PromptConfig, extra:
             f"question {question.id!r}: its prompt has {len(messages)} messages, which need a chat template:"
             " choose a tokenizer that has one and prompt.chat=auto, or another prompt.template"
         )
-    return str(text) + (OPEN_THINK if config.prepend_think else "")
+    return str(text) + config.opening
 
 
 def _carried(question: Question, extra: Collection[str]) -> list[tuple[str, str]]:

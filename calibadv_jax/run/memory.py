@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from calibadv_jax.config import Config
 from calibadv_jax.learner.offload import most_at_once
 from calibadv_jax.policy.architecture import Architecture
-from calibadv_jax.policy.attention import SCORE_BYTES
+from calibadv_jax.policy.cache import SCORE_BYTES
 from calibadv_jax.policy.sharding import MESH_AXES, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import flatten

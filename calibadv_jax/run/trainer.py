@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -15,11 +15,11 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.seeds import attempt_seed, random_state
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
-from calibadv_jax.learner.batching import Sample, pack, unpack
+from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner, on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
-from calibadv_jax.learner.step import learn, make_samples, old_logprobs, with_old_logprobs
+from calibadv_jax.learner.step import learn, make_sample, sample_logprobs
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.record.rows import Logprobs
@@ -151,25 +151,28 @@ class Trainer:
 
     def update(self, groups: list[Group], advantages: AdvantageResult) -> Updated:
         """One learner step on the groups' trajectories; ends the step."""
-        config = self.config
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         per_token = [values for group in advantages.advantages for values in group]
-        samples, skipped = make_samples(trajectories, per_token)
-        samples = with_old_logprobs(self.learner, self.state["params"], samples, config.learner, config.loss)
-        known = iter(old_logprobs(trajectories, samples))
-        logprobs = [[next(known) for _ in group.trajectories] for group in groups]
-        untrained = skipped + sum(len(group.failed) for group in groups)
+        samples = [make_sample(one, values) for one, values in zip(trajectories, per_token, strict=True)]
         rate = float(self.schedule(int(self.state["updates"])))
-        metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(untrained)}
-        if samples:
-            rng = random_state(self.seed, self.step, "minibatches")
-            self.state, learned = learn(
-                self.learner, self.state, samples, config.learner, config.loss, self.loss, rng, self.reference
-            )
-            metrics |= learned | {"actor/finite": float(self.learner.is_finite(self.state["params"]))}
+        rng = random_state(self.seed, self.step, "minibatches")
+        learned = learn(
+            self.learner, self.state, samples, self.config.learner, self.loss, rng, self.reference
+        )
+        self.state = learned.state
+        trained = [sample for sample in samples if sample.mask.any()]
+        untrained = sum(len(group.attempts) for group in groups) - len(trained)
+        metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(untrained)} | learned.metrics
+        if trained:
+            metrics["actor/finite"] = float(self.learner.is_finite(self.state["params"]))
         self.step += 1
         self.stream.commit()
-        return Updated(metrics, logprobs, sum(len(sample.tokens) for sample in samples))
+        old = iter(
+            None if sample.old_logprobs is None else sample.old_logprobs[len(one.prompt_ids) :]
+            for one, sample in zip(trajectories, learned.samples, strict=True)
+        )
+        logprobs = [[next(old) for _ in group.trajectories] for group in groups]
+        return Updated(metrics, logprobs, sum(len(sample.tokens) for sample in trained))
 
     def publish(self) -> dict[str, float]:
         """Hands the policy to the sampler as version `step`.
@@ -184,8 +187,9 @@ class Trainer:
         if not theirs:
             return {}
         nothing = np.zeros(length, np.float32)
-        batch = pack([Sample(tokens, nothing == 0, nothing, nothing)], self.config.learner.row_length)
-        (ours,) = unpack(self.learner.logprobs(self.state["params"], batch), [length], batch.tokens.shape[1])
+        probe = Sample(tokens, nothing == 0, nothing, nothing)
+        one_width = replace(self.config.learner, row_widths=1)
+        (ours,) = sample_logprobs(self.learner, self.state["params"], [probe], one_width)
         gaps = [np.abs(values - ours[1:]) for values in theirs.values()]
         return {
             "rollout/probe_logprob_diff_mean": float(np.mean(gaps)),

@@ -1,4 +1,26 @@
-"""The KV cache of the embedded sampler and the programs that fill it and decode from it."""
+"""The KV cache of the embedded sampler and the programs that fill it and decode from it.
+
+A layer of a cache with six slots, on two devices:
+
+               column  0         10        20        30     max_length
+                       |         |         |         |         |
+    group 0:   slot 0  ########################................|     # holds the keys and values of a token
+    device 0   slot 1  ##############==========................|     . is empty
+               slot 2  ######################==................|     = a segment of a tile
+    group 1:   slot 3  ##########==========....................|
+    device 1   slot 4  ........................................|
+               slot 5  #################.......................|
+                       |<------- a window ------->|
+
+Slot: the tokens of one session, a trajectory that is being written. What its next turn begins with stays.
+Group: the slots that one device holds and works on.
+Tile: what prefill computes at once, here two segments of at most ten new tokens in each group. A longer
+context is several segments of its slot, in tiles one after the other. All tiles have one shape, so that
+prefill is one program; what a tile has no tokens for is computed and not written.
+Window: the columns that a call reads, the narrowest of a few widths that holds the longest row. Platforms in
+BRANCHING choose it within one program, others have a program for each.
+Decoding works on all slots at once, a column of each at a time, until all have paused or made a whole chunk.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +34,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from calibadv_jax.policy.cache import Cache, Window
 from calibadv_jax.policy.sharding import (
     RULES,
     axis_size,
@@ -21,9 +44,9 @@ from calibadv_jax.policy.sharding import (
     replicated,
     spec,
 )
-from calibadv_jax.policy.transformer import Cache, Decoder, Params, Policy, Window
+from calibadv_jax.policy.transformer import Decoder, Params, Policy
 from calibadv_jax.sampler.sampling import sample_tokens
-from calibadv_jax.sampler.tiles import Segment, TileShape
+from calibadv_jax.sampler.tiles import Segment, Tiles, TileShape
 
 MIN_WINDOW = 1024  # columns; every window is a program to compile, so that short rows have one
 BRANCHING = {"cpu"}  # platforms on which one program has all widths: a branch costs next to nothing there
@@ -81,7 +104,7 @@ class CacheEngine:
             ),
             out_shardings=param_shardings(policy.abstract_params, mesh),
         )
-        self._prefill = jax.jit(self._prefill_tiles, donate_argnums=1, static_argnums=8)
+        self._prefill = jax.jit(self._prefill_tiles, donate_argnums=1, static_argnums=3)
         self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
 
     def load(self, params: Params) -> None:
@@ -116,14 +139,8 @@ class CacheEngine:
             pending[slot // self._rows] += self._tile.segments(slot % self._rows, kept, new)
         with jax.set_mesh(self.mesh):
             for call in self._tile.calls(pending):
-                used = np.asarray(call.used, np.int32)
-                self._cache = self._prefill(
-                    self._params,
-                    self._cache,
-                    *self._put(call.tokens, call.starts, call.counts, call.columns, used),
-                    None if call.slots is None else self._put(call.slots)[0],
-                    self._window(call.columns),
-                )
+                tiles = jax.device_put(call, replicated(self.mesh))
+                self._cache = self._prefill(self._params, self._cache, tiles, self._window(call.columns))
 
     def decode(
         self, rows: tuple[np.ndarray, ...], pause: jax.Array, filtered: bool
@@ -141,9 +158,10 @@ class CacheEngine:
         """
         _, positions, remaining, *_ = rows
         window = self._window(positions + np.minimum(remaining, self.decode_chunk))
+        whole = replicated(self.mesh)
         with jax.set_mesh(self.mesh):
             self._cache, *made = self._decode(
-                self._params, self._cache, self._put(*rows), pause, filtered, window
+                self._params, self._cache, jax.device_put(rows, whole), pause, filtered, window
             )
         return tuple(jax.device_get(made))
 
@@ -164,19 +182,15 @@ class CacheEngine:
         counts = of(np.int32, tile.at_once, self._groups, tile.rows)
         tokens = of(np.int32, *counts.shape, tile.width)
         columns, chosen = of(np.int32, tile.at_once), None if tile.is_whole else counts
+        tiles = Tiles(tokens, counts, counts, columns, of(np.int32), chosen)
         dtypes = (np.int32, np.int32, np.int32, np.uint32, np.float32, np.float32, np.int32)
         rows = tuple(of(dtype, slots) for dtype in dtypes)
         pause = of(np.bool_, policy.architecture.vocab_size)
         with jax.set_mesh(self.mesh):
             return {
-                "prefill": self._prefill.lower(
-                    params, cache, tokens, counts, counts, columns, of(np.int32), chosen, self.max_length
-                ),
+                "prefill": self._prefill.lower(params, cache, tiles, self.max_length),
                 "decode": self._decode.lower(params, cache, rows, pause, False, self.max_length),
             }
-
-    def _put(self, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
-        return jax.device_put(arrays, replicated(self.mesh))
 
     def _cache_sharding(self) -> NamedSharding:
         return NamedSharding(self.mesh, spec(self._slot_axis, None, None, self._head_axis))
@@ -189,33 +203,24 @@ class CacheEngine:
         """The narrowest window over the cache that holds the most columns of a row."""
         return next(window for window in self._windows if window >= columns.max())
 
-    def _prefill_tiles(
-        self,
-        params: Params,
-        cache: Cache,
-        tokens: jax.Array,
-        starts: jax.Array,
-        counts: jax.Array,
-        columns: jax.Array,
-        used: jax.Array,
-        slots: jax.Array | None,
-        window: int,
-    ) -> Cache:
-        """Arrays as in `Tiles`: the first counts of a row are written from column starts on."""
-        offsets = jnp.arange(tokens.shape[-1])
+    def _prefill_tiles(self, params: Params, cache: Cache, tiles: Tiles, window: int) -> Cache:
+        """The first counts of a row are written from column starts on."""
+        offsets = jnp.arange(tiles.tokens.shape[-1])
         decoder = self.policy.merge(params)
 
         def one_tile(number: Any, cache: Cache) -> Cache:
-            positions = starts[number][..., None] + offsets
-            valid = offsets < counts[number][..., None]
-            rows = None if slots is None else slots[number]
-            seen = self._seen(columns[number], window)
-            embedded = decoder.embed_groups(tokens[number])
-            return self._append(decoder, cache, tokens[number], positions, valid, rows, embedded, seen)[1]
+            positions = tiles.starts[number][..., None] + offsets
+            valid = offsets < tiles.counts[number][..., None]
+            rows = None if tiles.slots is None else tiles.slots[number]
+            seen = self._seen(tiles.columns[number], window)
+            embedded = decoder.embed_groups(tiles.tokens[number])
+            return self._append(decoder, cache, tiles.tokens[number], positions, valid, rows, embedded, seen)[
+                1
+            ]
 
-        if len(tokens) == 1:
+        if len(tiles.tokens) == 1:
             return one_tile(0, cache)
-        return jax.lax.fori_loop(0, used, one_tile, cache)
+        return jax.lax.fori_loop(0, tiles.used, one_tile, cache)
 
     def _seen(self, columns: jax.Array, window: int) -> Window:
         """What is read of the cache where no row has more than `columns`."""

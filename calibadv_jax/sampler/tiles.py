@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
 
 TILE_TOKENS = {"cpu": 256}  # of one tile on each device, by its platform; a CPU gains nothing from more
@@ -20,24 +22,17 @@ class Segment:
     tokens: list[int]  # at most as many as a tile is wide
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tiles:
-    """Work of one prefill call. Unused rows have no tokens.
+    """Work of one prefill call. Unused rows have no tokens."""
 
-    Attributes:
-        tokens: int32 [tiles, groups, rows, width].
-        starts, counts: int32 [tiles, groups, rows], column of the first token and number of tokens.
-        slots: int32 [tiles, groups, rows], slot within the group; None: row b is slot b.
-        columns: int32 [tiles], of the longest row of a tile.
-        used: tiles with any tokens; they come first.
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    counts: np.ndarray
-    slots: np.ndarray | None
-    columns: np.ndarray
-    used: int
+    tokens: Any  # int32 [tiles, groups, rows, width]
+    starts: Any  # int32 [tiles, groups, rows], column of the first token
+    counts: Any  # int32 [tiles, groups, rows], number of tokens
+    columns: Any  # int32 [tiles], of the longest row of a tile
+    used: Any  # int32 [], tiles with any tokens; they come first
+    slots: Any  # int32 [tiles, groups, rows], slot within the group; None: row b is slot b
 
 
 @dataclass(frozen=True)
@@ -107,6 +102,6 @@ class TileShape:
                     at = number, group, row
                     tokens[(*at, slice(len(segment.tokens)))] = segment.tokens
                     starts[at], counts[at], slots[at] = segment.start, len(segment.tokens), segment.row
-        used = max(map(len, groups))
+        used = np.asarray(max(map(len, groups)), np.int32)
         columns = np.where(counts > 0, starts + counts, 0).max((1, 2))
-        return Tiles(tokens, starts, counts, None if self.is_whole else slots, columns, used)
+        return Tiles(tokens, starts, counts, columns, used, None if self.is_whole else slots)

@@ -161,7 +161,7 @@ def typed_questions() -> Iterator[str]:
 def show_turns(rollouts: Rollouts, say: Say) -> None:
     """From now on each turn and each observation is said when it is there."""
     context = rollouts.context
-    sampler = _SaidTurns(context.sampler, context.tokenizer, context.prompt.prepend_think, say)
+    sampler = _SaidTurns(context.sampler, context.tokenizer, context.prompt.opening, say)
     rollouts.context = dataclasses.replace(
         context, sampler=sampler, retriever=_SaidDocuments(context.retriever, say)
     )
@@ -170,19 +170,14 @@ def show_turns(rollouts: Rollouts, say: Say) -> None:
 class _SaidTurns:
     """A sampler that says what it samples."""
 
-    def __init__(self, sampler: Sampler, tokenizer: Any, prepend_think: bool, say: Say):
-        self._sampler, self._tokenizer, self._prepend_think, self._say = (
-            sampler,
-            tokenizer,
-            prepend_think,
-            say,
-        )
+    def __init__(self, sampler: Sampler, tokenizer: Any, opening: str, say: Say):
+        self._sampler, self._tokenizer, self._opening, self._say = sampler, tokenizer, opening, say
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
         completion = await self._sampler.generate(token_ids, sampling, session)
         ids = completion.token_ids[:-1] if completion.stop_reason == "eos" else completion.token_ids
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        turn = parse_turn(text, self._prepend_think, completion.stop_reason)
+        turn = parse_turn(self._opening + text, completion.stop_reason)
         for line in turn_lines(turn.kind, turn.think, turn.query, text):
             self._say(line)
         return completion

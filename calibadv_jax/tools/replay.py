@@ -27,7 +27,7 @@ from calibadv_jax.core.trajectory import Group
 from calibadv_jax.learner.batching import Batch, Sample
 from calibadv_jax.learner.learner import State, on_policy_only
 from calibadv_jax.learner.losses import LossFunction, policy_gradient
-from calibadv_jax.learner.step import learn, make_samples
+from calibadv_jax.learner.step import learn, make_sample
 from calibadv_jax.metrics.console import Console, number, table
 from calibadv_jax.metrics.summary import trajectory_metrics
 from calibadv_jax.metrics.writer import read_metrics
@@ -110,32 +110,21 @@ def replay(kept: KeptStep, config: Config) -> Replay:
     groups, advantages = score_again(kept, config, random_state(seed, begun, "reward"))
     metrics = trajectory_metrics(groups, begun) | advantages.metrics
     samples = kept_samples(groups, advantages, kept)
-    if samples:
-        on_policy = on_policy_only(config.loss, config.learner.minibatch_size, config.learner.epochs)
-        loss = policy_gradient(config.loss, on_policy)
-        rng = random_state(seed, begun, "minibatches")
-        _, learned = learn(KeptPolicy(), {"params": {}}, samples, config.learner, config.loss, loss, rng)
-        metrics |= learned
-    return Replay(groups, advantages, metrics)
+    on_policy = on_policy_only(config.loss, config.learner.minibatch_size, config.learner.epochs)
+    loss, rng = policy_gradient(config.loss, on_policy), random_state(seed, begun, "minibatches")
+    learned = learn(KeptPolicy(), {"params": {}}, samples, config.learner, loss, rng)
+    return Replay(groups, advantages, metrics | learned.metrics)
 
 
 def score_again(
     kept: KeptStep, config: Config, rng: np.random.Generator
 ) -> tuple[list[Group], AdvantageResult]:
-    """Copies of a kept step's groups with rewards under a config, and their advantages.
+    """A kept step's groups with rewards under a config, and their advantages; the step stays as it is.
 
     Args:
         rng: of `reward.shuffle`.
     """
-    groups = [
-        Group(
-            group.question,
-            [dataclasses.replace(one, metrics=dict(one.metrics)) for one in group.trajectories],
-            group.failed,
-        )
-        for group in kept.groups
-    ]
-    score_groups(groups, config.reward, config.prompt.prepend_think, rng)
+    groups = score_groups(kept.groups, config.reward, rng)
     return groups, compute_advantages(groups, config.advantage)
 
 
@@ -144,11 +133,11 @@ def kept_samples(groups: Sequence[Group], advantages: AdvantageResult, kept: Kep
     samples = []
     for group, values, known in zip(groups, advantages.advantages, kept.learner_logprobs, strict=True):
         for one, advantage, logprobs in zip(group.trajectories, values, known, strict=True):
-            for sample in make_samples([one], [advantage])[0]:
-                old = sample.logprobs
-                if logprobs is not None:
-                    old = np.concatenate([np.zeros(len(one.prompt_ids), np.float32), logprobs])
-                samples.append(dataclasses.replace(sample, old_logprobs=old))
+            sample = make_sample(one, advantage)
+            old = sample.logprobs
+            if logprobs is not None:
+                old = np.concatenate([np.zeros(len(one.prompt_ids), np.float32), logprobs])
+            samples.append(dataclasses.replace(sample, old_logprobs=old))
     return samples
 
 

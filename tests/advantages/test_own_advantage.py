@@ -10,6 +10,7 @@ import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages, describe
 from calibadv_jax.config import parse_config
+from calibadv_jax.core import own_function
 from calibadv_jax.core.errors import UserError
 
 EXAMPLE = "examples.own_advantage:by_rank"
@@ -50,6 +51,16 @@ def test_the_example_through_the_config(group):
     np.testing.assert_allclose(credit.raw, [2 / 3, 0, -2 / 3])
     assert "a function of your own" in describe(config)[0]
     assert "The share of the group that a trajectory beats" in describe(config)[1]
+
+
+def test_it_is_looked_up_and_checked_once_in_all_steps(group, own, monkeypatch):
+    config = advantage_config(own("def mine(groups, config):\n    return [[1.0, 2.0, 3.0]]\n"))
+    looked_up, real = [], own_function.inspect.signature
+    monkeypatch.setattr(own_function.inspect, "signature", lambda one: looked_up.append(one) or real(one))
+    describe(config)
+    for _ in range(3):
+        compute_advantages([group], config)
+    assert [one.__name__ for one in looked_up] == ["mine"]
 
 
 def test_the_example_calibrated(group):

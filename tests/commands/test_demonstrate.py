@@ -54,7 +54,7 @@ def test_what_is_written_is_what_the_cold_start_reads(config, capsys):
     assert made[0].question.supporting_ids == ("p0", "p1")
     assert [[d.id for d in turn.documents] for turn in made[0].turns] == [["p0"], ["p1"], []]
     # The service refuses the fifth question as a query: its passage's title finds it.
-    assert parse_turn(made[2].turns[0].text, prepend_think=False, stop_reason="stop").query == "Bo Dorn"
+    assert parse_turn(made[2].turns[0].text, stop_reason="stop").query == "Bo Dorn"
     said = capsys.readouterr().out
     header, _, *rows = said.splitlines()[:5]
     columns = ["no passage named", "not found", "written, 1 search", "written, 2 search"]

@@ -75,6 +75,7 @@ def noisy_rewards(monkeypatch):
                 trajectory.format_valid = True
                 trajectory.answer_score = float(trajectory.response_ids.sum() % 7) / 7
                 trajectory.metrics |= {"f1": 0.0, "em": 0.0, "cover_em": 0.0, "format": 0.0}
+        return groups
 
     monkeypatch.setattr(train, "score_groups", score_groups)
 

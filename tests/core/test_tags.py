@@ -7,8 +7,8 @@ from calibadv_jax.core.tags import INVALID_ACTION, STOP_STRINGS, TAG_NAMES, neut
 CONTROL = "<|im_end|>"
 
 
-def read(text, prepend_think=False, stop_reason="stop"):
-    turn = parse_turn(text, prepend_think, stop_reason)
+def read(text, stop_reason="stop"):
+    turn = parse_turn(text, stop_reason)
     return turn.kind, turn.think, turn.query, turn.answer
 
 
@@ -23,7 +23,7 @@ def test_a_search_and_an_answer():
 
 
 def test_the_environment_may_have_opened_the_thought():
-    assert read(" a </think><search>x</search>", prepend_think=True) == ("search", "a", "x", "")
+    assert read("<think> a </think><search>x</search>") == ("search", "a", "x", "")
     assert read(" a </think><search>x</search>") == ("search", "", "x", "")
 
 

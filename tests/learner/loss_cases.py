@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from calibadv_jax.learner.batching import Sample, lay, taken, token_weights
+from calibadv_jax.learner.batching import Rows, Sample, microbatches, token_weights
 from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.packing import place
-from calibadv_jax.learner.step import look
+from calibadv_jax.learner.packing import RowShape
 
 ROW, ROWS = 40, 8  # one shape for all cases: compiled once
 
@@ -30,25 +29,24 @@ def sample(new, old, advantages, mask, sampler=None):
     return made, after(new)
 
 
-def packed(rows, config, rng=None, on_policy=False, order=None, row_length=ROW):
-    """Loss, gradient [T] of each row in the order in which they came, and metrics, of rows from `sample`."""
-    order = list(range(len(rows))) if order is None else order
-    samples, new = [rows[index][0] for index in order], [rows[index][1] for index in order]
+def packed(cases, config, rng=None, on_policy=False, order=None, row_length=ROW):
+    """Loss, gradient [T] of each case as they came, and metrics, of cases from `sample`."""
+    order = list(range(len(cases))) if order is None else order
+    samples, new = [cases[index][0] for index in order], [cases[index][1] for index in order]
     weights = token_weights(samples, config.aggregation, config.length_norm)
     rng = rng or np.random.default_rng(0)
-    factors = look(samples, weights, new, on_policy, config, rng)
-    placements, count = place([len(one.tokens) for one in samples], row_length)
-    assert count <= ROWS
-    (batch,) = lay(samples, weights, placements, [(ROWS, row_length)], factors)
-    columns = np.zeros((ROWS, row_length), np.float32)
-    for at, values in zip(placements, new, strict=True):
-        columns[at.row, at.start : at.start + at.length - 1] = values[1:]
     loss = policy_gradient(config, on_policy)
+    rows = Rows(samples, [RowShape(row_length, ROWS)], weights)
+    (laid,) = rows.batches(loss.factors(samples, weights, new, rng))
+    (batch,) = microbatches(laid, ROWS)
+    columns = np.zeros((ROWS, row_length), np.float32)
+    for at, values in zip(rows.plan.placements, new, strict=True):
+        columns[at.row, at.start : at.start + at.length - 1] = values[1:]
 
     def objective(logprobs):
         return loss(logprobs, jnp.zeros_like(logprobs), batch, None)
 
     (value, metrics), gradient = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(columns))
-    gradients = taken([np.asarray(gradient)], placements)
-    back = [gradients[order.index(index)][1:] for index in range(len(rows))]
+    gradients = rows.taken([np.asarray(gradient)])
+    back = [gradients[order.index(index)][1:] for index in range(len(cases))]
     return float(value), back, {name: float(number) for name, number in metrics.items()}

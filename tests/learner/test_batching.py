@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from calibadv_jax.learner.batching import Sample, microbatches, pack, token_weights, unpack
-from calibadv_jax.learner.packing import place
+from calibadv_jax.learner.batching import Rows, Sample, microbatches, pack, token_weights
+from calibadv_jax.learner.packing import RowShape, place
 
 
 def make(length, trained, start=0):
@@ -45,10 +45,13 @@ def test_sequence_mean_weights_every_trained_trajectory_alike():
     np.testing.assert_allclose([w.sum() for w in weights], [0.5, 0.5, 0.0])
 
 
-def test_unpack_inverts_pack():
+def test_what_lies_in_rows_is_taken_back():
     samples = [make(n, 2, 10 * i) for i, n in enumerate([5, 9, 3])]
-    batch = pack(samples, 12)
-    back = unpack(batch.sampler_logprobs, [5, 9, 3], 12)
+    rows = Rows(samples, [RowShape(12, 1)])
+    (batch,) = rows.batches()
+    assert not batch.weights.any() and rows.tokens == np.count_nonzero(batch.segment_ids) == 17
+    assert rows.positions == batch.tokens.size == 24
+    back = rows.taken([batch.sampler_logprobs])
     for sample, values in zip(samples, back, strict=True):
         np.testing.assert_array_equal(values[1:], sample.logprobs[1:])
 

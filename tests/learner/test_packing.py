@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from calibadv_jax.learner import packing
-from calibadv_jax.learner.batching import Sample, lay, pack, taken, token_weights
-from calibadv_jax.learner.packing import RowShape, place, plan, row_widths, rows_at
+from calibadv_jax.learner.batching import Rows, Sample, pack, token_weights
+from calibadv_jax.learner.packing import RowShape, place, plan, row_shapes, row_widths, rows_at
 
 
 def shapes(*widths, rows=2, cost=lambda width: 1.0):
@@ -110,18 +110,18 @@ def test_samples_in_rows_of_two_widths_are_found_again():
         tokens = rng.integers(0, 99, length).astype(np.int32)
         samples.append(Sample(tokens, mask, rng.normal(size=length).astype(np.float32), -tokens / 7 * mask))
     weights = token_weights(samples, "token_mean")
-    found = plan([len(sample.tokens) for sample in samples], shapes(32, 16, rows=1, cost=lambda w: w**2))
-    assert len(found.shapes) == 2
-    sizes = [(n, shape.length) for n, shape in zip(found.num_rows, found.shapes, strict=True)]
-    batches = lay(samples, weights, found.placements, sizes)
-    assert [batch.tokens.shape for batch in batches] == sizes
+    rows = Rows(samples, shapes(32, 16, rows=1, cost=lambda w: w**2), weights)
+    batches = rows.batches()
+    widths = [shape.length for shape in rows.plan.shapes]
+    assert len(widths) == 2
+    assert [batch.tokens.shape for batch in batches] == list(zip(rows.plan.num_rows, widths, strict=True))
     for field in ("tokens", "weights", "advantages", "sampler_logprobs"):
         pairs = zip(samples, weights, strict=True)
         apart = [pack([sample], 32, weights=[weight]) for sample, weight in pairs]
         kept = itertools.chain(*(getattr(batch, field)[batch.segment_ids > 0] for batch in batches))
         expected = itertools.chain(*(getattr(batch, field)[batch.segment_ids > 0] for batch in apart))
         assert sorted(kept) == sorted(expected)
-    back = taken([batch.sampler_logprobs for batch in batches], found.placements)
+    back = rows.taken([batch.sampler_logprobs for batch in batches])
     for sample, values in zip(samples, back, strict=True):
         np.testing.assert_allclose(values[1:], sample.logprobs[1:], rtol=1e-6)
 
@@ -147,9 +147,7 @@ def test_many_samples_are_laid_in_few_ways(monkeypatch):
     laid, real = [], packing._laid
     monkeypatch.setattr(packing, "_laid", lambda *a: laid.append(1) or real(*a))
     lengths = np.random.default_rng(0).integers(100, 16_384, 2_560).tolist()
-    shapes = [
-        RowShape(width, rows_at(width, 8, 16_384), 1.0 + width / 65_536) for width in row_widths(16_384, 3)
-    ]
+    shapes = row_shapes(16_384, 8, 3, lambda width: 1.0 + width / 65_536)
     found = plan(lengths, shapes)
     assert len(laid) <= 7  # choices of three widths, one way each
     assert found.cost <= plan(lengths, shapes[:1]).cost

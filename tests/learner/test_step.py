@@ -1,6 +1,7 @@
 """A step of the learner: which samples are computed, and which log-probabilities the ratio divides by."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -10,16 +11,21 @@ from rounding import close_in_norm
 from tiny_policy import GROUPED
 
 from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
-from calibadv_jax.learner.batching import Sample, pack, unpack
+from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, init_params, on_policy_only
 from calibadv_jax.learner.losses import TOKEN_METRICS, policy_gradient
-from calibadv_jax.learner.step import learn, with_old_logprobs
+from calibadv_jax.learner.step import learn, sample_logprobs
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 
 VOCAB, ROW = 40, 32
-PLAIN = {on_policy: policy_gradient(LossConfig(), on_policy) for on_policy in (False, True)}
+
+
+@functools.cache
+def policy_loss(on_policy, **changes):
+    """One object for all tests: compiled once."""
+    return policy_gradient(LossConfig(**changes), on_policy)
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +74,13 @@ def rows_of(learner, monkeypatch):
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_samples_without_advantage_are_left_out_and_change_nothing(learner, state, aggregation, monkeypatch):
-    loss_config = LossConfig(aggregation=aggregation)
-    loss, every = PLAIN[True], samples()
+    loss, every = policy_loss(True, aggregation=aggregation), samples()
     whole = jax.tree.map(np.array, state)  # the update takes the state over
     expected, direct = learner.update(whole, [pack(every, ROW, aggregation)], loss)
     seen = rows_of(learner, monkeypatch)
-    found, metrics = learn(learner, state, every, config(), loss_config, loss, rng())
-    close_in_norm(jax.device_get(found), jax.device_get(expected))
+    found = learn(learner, state, every, config(), loss, rng())
+    metrics = found.metrics
+    close_in_norm(jax.device_get(found.state), jax.device_get(expected))
     assert int((seen[0].segment_ids > 0).sum()) == sum(
         len(sample.tokens) for index, sample in enumerate(every) if index not in (1, 2, 6)
     )
@@ -89,27 +95,28 @@ def test_samples_without_advantage_are_left_out_and_change_nothing(learner, stat
 @pytest.mark.medium
 @pytest.mark.parametrize("change", [{"entropy_coef": 0.1}, {"kl_coef": 0.1}])
 def test_other_terms_of_the_loss_keep_every_sample(learner, state, change, monkeypatch):
-    loss_config = LossConfig(**change)
+    loss = policy_loss(True, **change)
     seen = rows_of(learner, monkeypatch)
-    reference = init_params(learner.policy, learner.mesh, 1) if loss_config.kl_coef else None
-    loss = policy_gradient(loss_config, on_policy=True)
-    _, metrics = learn(learner, state, samples(), config(), loss_config, loss, rng(), reference)
+    reference = init_params(learner.policy, learner.mesh, 1) if loss.config.kl_coef else None
+    metrics = learn(learner, state, samples(), config(), loss, rng(), reference).metrics
     assert int((seen[0].segment_ids > 0).sum()) == sum(len(sample.tokens) for sample in samples())
     assert metrics["actor/computed_share"] == pytest.approx(1.0)
 
 
 def test_a_step_without_any_advantage_moves_by_momentum_only(learner, state):
-    loss_config, loss = LossConfig(), PLAIN[True]
-    state, direct = learn(learner, state, samples(), config(), loss_config, loss, rng())
+    loss = policy_loss(True)
+    direct = learn(learner, state, samples(), config(), loss, rng())
+    state = direct.state
     none = samples(idle=range(8))
     expected, _ = learner.update(jax.tree.map(np.array, state), [pack(none, ROW)], loss)
     before = jax.device_get(state["params"])
-    found, metrics = learn(learner, state, none, config(), loss_config, loss, rng())
-    close_in_norm(jax.device_get(found), jax.device_get(expected))
+    found = learn(learner, state, none, config(), loss, rng())
+    metrics = found.metrics
+    close_in_norm(jax.device_get(found.state), jax.device_get(expected))
     assert metrics["actor/grad_norm"] == metrics["actor/computed_share"] == metrics["actor/row_fill"] == 0.0
-    nothing = TOKEN_METRICS & direct.keys() | {"actor/loss", "actor/pg_loss", "perf/packing"}
+    nothing = TOKEN_METRICS & direct.metrics.keys() | {"actor/loss", "actor/pg_loss", "perf/packing"}
     assert len(nothing) == 7 and not nothing & metrics.keys()
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, jax.device_get(found["params"]))
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, jax.device_get(found.state["params"]))
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
@@ -118,15 +125,15 @@ def test_a_step_without_any_advantage_moves_by_momentum_only(learner, state):
 )
 def test_the_entropy_of_a_step_is_that_of_the_tokens_that_were_computed(learner, state, aggregation):
     """Mini-batches of one sample, some of which compute nothing."""
-    loss_config, every, still = LossConfig(aggregation=aggregation), samples(), optax.sgd(0.0)
-    frozen = Learner(learner.policy, still, learner.mesh, 2)
+    loss, every = policy_loss(True, aggregation=aggregation), samples()
+    frozen = Learner(learner.policy, optax.sgd(0.0), learner.mesh, 2)
 
     def start():
         return frozen.init(init_params(learner.policy, learner.mesh, 0))
 
     computed = [sample for index, sample in enumerate(every) if index not in (1, 2, 6)]
-    _, direct = frozen.update(start(), [pack(computed, ROW)], PLAIN[True])
-    _, metrics = learn(frozen, start(), every, config(minibatch_size=1), loss_config, PLAIN[True], rng())
+    _, direct = frozen.update(start(), [pack(computed, ROW)], loss)
+    metrics = learn(frozen, start(), every, config(minibatch_size=1), loss, rng()).metrics
     assert metrics["actor/updates"] == 8
     for name in TOKEN_METRICS & direct.keys():
         mean = direct[name] / sum(int(sample.mask.sum()) for sample in computed)
@@ -150,19 +157,17 @@ def test_the_entropy_of_a_step_is_that_of_the_tokens_that_were_computed(learner,
 def test_the_ratio_divides_by_what_the_config_says(
     learner, state, minibatch_size, epochs, denominator, monkeypatch
 ):
-    loss_config = LossConfig(old_logprobs=denominator)
-    on_policy = on_policy_only(loss_config, minibatch_size, epochs)
+    changes = {"old_logprobs": denominator}
+    on_policy = on_policy_only(LossConfig(**changes), minibatch_size, epochs)
     assert on_policy is (denominator == "recompute" and minibatch_size == 0 and epochs == 1)
     every = samples(idle=())
-    lengths = [len(sample.tokens) for sample in every]
-    before = unpack(learner.logprobs(state["params"], pack(every, ROW)), lengths, ROW)
+    before = sample_logprobs(learner, state["params"], every, config())
     passes = []
     logprobs = learner.logprobs
     monkeypatch.setattr(learner, "logprobs", lambda *given: (passes.append(1), logprobs(*given))[1])
     seen = rows_of(learner, monkeypatch)
     chosen = config(minibatch_size, epochs)
-    every = with_old_logprobs(learner, state["params"], every, chosen, loss_config)
-    learn(learner, state, every, chosen, loss_config, PLAIN[on_policy], rng())
+    every = learn(learner, state, every, chosen, policy_loss(on_policy, **changes), rng()).samples
     assert len(passes) == (denominator == "recompute" and not on_policy)
     assert len(seen) == epochs * (3 if minibatch_size else 1)
     if on_policy:
@@ -178,21 +183,20 @@ def test_the_ratio_divides_by_what_the_config_says(
 @pytest.mark.medium
 def test_rows_of_several_widths_make_the_same_step(learner, state, monkeypatch):
     """The log-probabilities before it too, and the positions are counted as they are computed."""
-    every, loss_config, loss = samples(idle=()), LossConfig(), PLAIN[False]
+    every, loss = samples(idle=()), policy_loss(False)
     wide = dataclasses.replace(config(minibatch_size=4), microbatch_rows=1)
     narrow = dataclasses.replace(wide, row_widths=4)
     before = jax.tree.map(np.array, state)
-    known = with_old_logprobs(learner, state["params"], every, wide, loss_config)
-    expected, told = learn(learner, state, known, wide, loss_config, loss, rng())
+    expected = learn(learner, state, every, wide, loss, rng())
     seen = rows_of(learner, monkeypatch)
-    again = with_old_logprobs(learner, before["params"], every, narrow, loss_config)
-    for one, other in zip(known, again, strict=True):
+    found = learn(learner, before, every, narrow, loss, rng())
+    for one, other in zip(expected.samples, found.samples, strict=True):
         np.testing.assert_allclose(one.old_logprobs, other.old_logprobs, atol=1e-5)
-    found, metrics = learn(learner, before, again, narrow, loss_config, loss, rng())
     widths = {batch.tokens.shape[1] for batch in seen}
     assert len(widths) > 1 and widths <= {32, 24, 16, 8}
-    close_in_norm(jax.device_get(found), jax.device_get(expected))
-    assert metrics["actor/grad_norm"] == pytest.approx(told["actor/grad_norm"], rel=1e-4)
+    close_in_norm(jax.device_get(found.state), jax.device_get(expected.state))
+    norms = [one.metrics["actor/grad_norm"] for one in (found, expected)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     rows_per_microbatch = {32: 1, 24: 1, 16: 2, 8: 4}
     positions = sum(
         -(-len(batch.tokens) // rows_per_microbatch[width]) * rows_per_microbatch[width] * width
@@ -200,4 +204,4 @@ def test_rows_of_several_widths_make_the_same_step(learner, state, monkeypatch):
         for width in [batch.tokens.shape[1]]
     )
     tokens = sum(len(sample.tokens) for sample in every)
-    assert metrics["perf/packing"] == pytest.approx(positions / tokens)
+    assert found.metrics["perf/packing"] == pytest.approx(positions / tokens)

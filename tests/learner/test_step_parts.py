@@ -9,8 +9,9 @@ from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import on_policy_only
+from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.packing import place
-from calibadv_jax.learner.step import learn, make_samples, old_logprobs, with_old_logprobs
+from calibadv_jax.learner.step import learn, make_sample
 
 QUESTION = Question("q", "?", ("x",), "test")
 ROW = 8
@@ -32,8 +33,8 @@ def test_prompt_and_response_end_to_end():
     trained = Trajectory(QUESTION, ints(1, 2, 3), turns)
     silent = Trajectory(QUESTION, ints(1), [Turn("unfinished", ints(), floats(), observation_ids=ints(4))])
     advantages = [floats(0), floats(1.5, 1.5, 0, -2)]
-    (sample,), skipped = make_samples([silent, trained], advantages)
-    assert skipped == 1
+    untrained, sample = map(make_sample, [silent, trained], advantages)
+    assert untrained.tokens.tolist() == [1, 4] and not untrained.mask.any()
     assert sample.tokens.tolist() == [1, 2, 3, 5, 6, 7, 8] and sample.tokens.dtype == np.int32
     assert sample.mask.tolist() == [False, False, False, True, True, False, True]
     assert sample.advantages.tolist() == [0, 0, 0, 1.5, 1.5, 0, -2]
@@ -41,21 +42,36 @@ def test_prompt_and_response_end_to_end():
     assert sample.old_logprobs is None
 
 
-def test_the_learners_logprobs_find_back_to_their_trajectories():
+def trajectory(*sampled):
+    return Trajectory(QUESTION, ints(1, 2, 3), [Turn("answer", ints(*sampled), floats(*sampled))])
+
+
+def test_the_samples_come_back_in_their_order_with_the_learners_logprobs():
     """Past one without a sampled token and one whose advantage is 0, of which none are computed."""
-
-    def one(*sampled):
-        return Trajectory(QUESTION, ints(1, 2, 3), [Turn("answer", ints(*sampled), floats(*sampled))])
-
-    trajectories = [one(5, 6), one(), one(7), one(8, 9)]
+    trajectories = [trajectory(5, 6), trajectory(), trajectory(7), trajectory(8, 9)]
     advantages = [floats(1, 1), floats(), floats(0), floats(-1, -1)]
-    made, _ = make_samples(trajectories, advantages)
-    config, loss = LearnerConfig(minibatch_size=2, row_length=ROW, row_widths=1), LossConfig()
-    assert old_logprobs(trajectories, made) == [None] * 4
-    known = old_logprobs(trajectories, with_old_logprobs(Notebook(), 1, made, config, loss))
-    assert known[1] is known[2] is None
-    np.testing.assert_allclose(known[0], [-1.05, -1.06], rtol=1e-6)
-    np.testing.assert_allclose(known[3], [-1.08, -1.09], rtol=1e-6)
+    made = list(map(make_sample, trajectories, advantages))
+    for size, known in ((0, []), (2, [0, 3])):
+        config = LearnerConfig(minibatch_size=size, row_length=ROW, row_widths=1)
+        back = learned(Notebook(), made, config, LossConfig()).samples
+        assert [one.tokens is other.tokens for one, other in zip(back, made, strict=True)] == [True] * 4
+        assert [index for index, one in enumerate(back) if one.old_logprobs is not None] == known
+    np.testing.assert_allclose(back[0].old_logprobs[3:], [-1.05, -1.06], rtol=1e-6)
+    np.testing.assert_allclose(back[3].old_logprobs[3:], [-1.08, -1.09], rtol=1e-6)
+
+
+def test_what_has_no_token_of_its_own_is_not_trained():
+    trajectories = [trajectory(4, 5), trajectory(), trajectory(6)]
+    made = [make_sample(one, np.ones(len(one.response_ids), np.float32)) for one in trajectories]
+    config = LearnerConfig(minibatch_size=1, epochs=2, row_length=ROW, row_widths=1)
+    for loss in (LossConfig(), LossConfig(kl_coef=0.1)):
+        notebook = Notebook()
+        found = learned(notebook, made, config, loss)
+        assert found.metrics["actor/updates"] == len(notebook.updates) == 4
+        taught = sorted(tuple(batch.targets[batch.weights > 0]) for batch, *_ in notebook.updates)
+        assert taught == [(4, 5), (4, 5), (6,), (6,)]
+    nothing = learned(Notebook(), made[1:2], config, LossConfig())
+    assert (nothing.state, nothing.metrics, len(nothing.samples)) == ({"params": 1}, {}, 1)
 
 
 class Notebook:
@@ -89,19 +105,15 @@ def samples(count=5):
     return made
 
 
+def learned(learner, samples, config, loss, seed=0, reference=None):
+    loss = policy_gradient(loss, on_policy_only(loss, config.minibatch_size, config.epochs))
+    return learn(learner, {"params": 1}, samples, config, loss, np.random.default_rng(seed), reference)
+
+
 def go_over(config, loss=None, seed=0, count=5, reference=None):
     notebook = Notebook()
-    loss = loss or LossConfig()
-    state, metrics = learn(
-        notebook,
-        {"params": 1},
-        with_old_logprobs(notebook, 1, samples(count), config, loss),
-        config,
-        loss,
-        "the loss",
-        np.random.default_rng(seed),
-        reference,
-    )
+    found = learned(notebook, samples(count), config, loss or LossConfig(), seed, reference)
+    state, metrics = found.state, found.metrics
     batches = [sorted({int(first) // 10 for first in b.tokens[b.weights > 0]}) for b, *_ in notebook.updates]
     return notebook, state, metrics, batches
 
@@ -139,8 +151,7 @@ def test_a_metric_is_a_mean_over_what_was_computed_and_none_over_nothing(idle, e
     for index in idle:
         every[index].advantages[:] = 0
     config = LearnerConfig(minibatch_size=1, row_length=ROW, row_widths=1)
-    rng = np.random.default_rng(0)
-    _, metrics = learn(Counting(), {"params": 1}, every, config, LossConfig(), "the loss", rng)
+    metrics = learned(Counting(), every, config, LossConfig()).metrics
     assert (metrics["actor/updates"], metrics["actor/grad_norm"]) == (4, 2)
     assert metrics["actor/computed_share"] == pytest.approx(1 - len(idle) / 4)
     assert metrics.get("actor/entropy") == (entropy and pytest.approx(entropy))
@@ -157,8 +168,7 @@ def test_what_has_no_advantage_is_computed_where_another_term_of_the_loss_moves_
     for index in (1, 3):
         every[index].advantages[:] = 0
     notebook, config = Notebook(), LearnerConfig(epochs=2, row_length=ROW, row_widths=1)
-    every = with_old_logprobs(notebook, 1, every, config, loss)
-    learn(notebook, {"params": 1}, every, config, loss, "the loss", np.random.default_rng(0))
+    learned(notebook, every, config, loss)
     for batch, *_ in notebook.updates:
         trained = batch.weights > 0
         assert sorted({int(first) // 10 for first in batch.tokens[trained]}) == computed
@@ -199,8 +209,10 @@ def test_only_one_update_of_everything_is_on_policy():
 def test_every_update_gets_the_loss_and_the_reference():
     reference = {"the": "initial policy"}
     config = LearnerConfig(minibatch_size=2, row_length=ROW, row_widths=1)
-    for _, loss, given in go_over(config, reference=reference)[0].updates:
-        assert loss == "the loss" and given is reference
+    updates = go_over(config, LossConfig(clip_high=0.3), reference=reference)[0].updates
+    assert len({loss for _, loss, _ in updates}) == 1
+    for _, loss, given in updates:
+        assert loss.config.clip_high == 0.3 and given is reference
 
 
 def test_the_aggregation_of_the_loss_is_used():
@@ -209,8 +221,7 @@ def test_the_aggregation_of_the_loss_is_used():
     for aggregation, expected in (("token_mean", [1 / 3] * 3), ("sequence_mean", [1 / 4, 1 / 4, 1 / 2])):
         notebook = Notebook()
         config, loss = LearnerConfig(row_length=ROW, row_widths=1), LossConfig(aggregation=aggregation)
-        rng = np.random.default_rng(0)
-        learn(notebook, {"params": 1}, [samples(1)[0], short], config, loss, "the loss", rng)
+        learned(notebook, [samples(1)[0], short], config, loss)
         ((batch, *_),) = notebook.updates
         assert batch.tokens.shape == (1, ROW)
         assert sorted(batch.weights[batch.weights > 0]) == pytest.approx(expected)

@@ -92,7 +92,7 @@ def rollout_metrics() -> set[str]:
     turn = Turn("answer", ids, np.zeros(1, np.float32), answer="Ada")
     question = Question("q", "Who?", ("Ada",), "toy")
     groups = [Group(question, [Trajectory(question, ids, [turn])])]
-    score_groups(groups, RewardConfig(), prepend_think=False, rng=np.random.default_rng(0))
+    groups = score_groups(groups, RewardConfig(), rng=np.random.default_rng(0))
     return set(trajectory_metrics(groups))
 
 

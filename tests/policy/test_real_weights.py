@@ -18,7 +18,7 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.rollout.observation import encode, neutralise_documents, render_observation
+from calibadv_jax.rollout.observation import Observations, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run.model import load_tokenizer
 from calibadv_jax.sampler.jax_sampler import JaxSampler
@@ -179,7 +179,7 @@ def test_nothing_untrusted_becomes_a_control_token_or_a_tag(tokenizer):
     for tag in TAGS:
         assert tokenizer.decode(asked).count(tag) == tokenizer.decode(plain).count(tag)
     shown = neutralise_documents([Document("1", hostile, hostile)], tokenizer)
-    ids, _ = render_observation(shown, tokenizer, 4096, False)
+    ids, _ = Observations(tokenizer, 4096, "").of_documents(shown)
     assert not control & set(ids.tolist())
     text = tokenizer.decode(ids)
     assert [text.count(tag) for tag in TAGS] == [tag.endswith("information>") for tag in TAGS]

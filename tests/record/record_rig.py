@@ -82,7 +82,7 @@ def make_config(**log):
 def scored(config):
     """The groups after the reward stage, and their credit."""
     groups = make_groups()
-    score_groups(groups, config.reward, config.prompt.prepend_think, np.random.default_rng(0))
+    groups = score_groups(groups, config.reward, np.random.default_rng(0))
     return groups, compute_advantages(groups, config.advantage)
 
 

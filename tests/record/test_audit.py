@@ -141,7 +141,7 @@ def test_a_run_with_shuffled_rewards_is_shuffled_as_it_was(tmp_path, capsys):
     config = make_config()
     config = replace(config, reward=replace(config.reward, shuffle=True))
     groups = make_groups()
-    score_groups(groups, config.reward, False, random_state(14, 6, "reward"))
+    groups = score_groups(groups, config.reward, random_state(14, 6, "reward"))
     credits = compute_advantages(groups, config.advantage).credits
     RolloutWriter(tmp_path, config, 7).write(7, groups, credits, unknown(groups), 14)
     status, _, err = call(tmp_path, capsys=capsys)

@@ -44,6 +44,13 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     assert found.step == 7
 
 
+def test_what_the_environment_opened_is_known_by_the_config_of_the_file(tmp_path):
+    prompt = dataclasses.replace(make_config().prompt, prepend_think=True)
+    keep(tmp_path, dataclasses.replace(make_config(), prompt=prompt))
+    found = read_step(find_step(tmp_path, 7)).groups
+    assert {one.opening for group in found for one in group.attempts} == {"<think>"}
+
+
 def test_a_row_says_what_credit_assignment_knew(tmp_path):
     groups, result, _ = keep(tmp_path, make_config())
     rows = read_columns(find_step(tmp_path, 7)).to_pylist(maps_as_pydicts="strict")

@@ -118,8 +118,8 @@ def test_rewards_are_shuffled_as_they_were(tmp_path):
         return [t.answer_score for group in groups for t in group.trajectories]
 
     groups, of_the_run = make_groups(), make_groups()
-    score_groups(groups, config.reward, False, random_state(14, 6, "reward"))
-    score_groups(of_the_run, config.reward, False, random_state(config.run.seed, 6, "reward"))
+    groups = score_groups(groups, config.reward, random_state(14, 6, "reward"))
+    of_the_run = score_groups(of_the_run, config.reward, random_state(config.run.seed, 6, "reward"))
     assert scores(groups) != scores(of_the_run)
     result = compute_advantages(groups, config.advantage)
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 14)

@@ -25,7 +25,7 @@ def replay(response: str, golden_answers: Sequence[str]) -> Trajectory:
         segment = SEGMENT.match(rest)
         text = rest if segment is None else segment.group()
         rest = rest[len(text) :]
-        parsed = parse_turn(text, prepend_think=False, stop_reason="eos" if segment is None else "stop")
+        parsed = parse_turn(text, stop_reason="eos" if segment is None else "stop")
         shown = OBSERVATION.match(rest) if parsed.kind == "search" else None
         num_observed = 0 if shown is None else shown.end()
         rest = rest[num_observed:]

@@ -30,7 +30,7 @@ DIFFERENT = {
 
 def scores(row: dict) -> tuple[float, float, float, bool]:
     """em, cover_em, f1 and format validity, through the functions that training uses."""
-    trajectory = score_trajectory(replay(row["response"], row["golden_answers"]), RewardConfig(), False)
+    trajectory = score_trajectory(replay(row["response"], row["golden_answers"]), RewardConfig())
     metrics = trajectory.metrics
     assert trajectory.answer_score == (metrics["f1"] if trajectory.format_valid else 0.0)
     return metrics["em"], metrics["cover_em"], metrics["f1"], trajectory.format_valid

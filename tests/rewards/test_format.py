@@ -26,9 +26,9 @@ def turn(kind, text, num_observed=0, **fields):
     )
 
 
-def is_valid(*turns, prepend_think=False):
+def is_valid(*turns, opening=""):
     question = Question("q", "?", ("Rome",), "test")
-    return is_trajectory_valid(Trajectory(question, np.zeros(1, np.int32), list(turns)), prepend_think)
+    return is_trajectory_valid(Trajectory(question, np.zeros(1, np.int32), list(turns), opening=opening))
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ def is_valid(*turns, prepend_think=False):
     ],
 )
 def test_a_whole_response(response, expected):
-    assert is_trajectory_valid(replay(response, ["Rome"]), prepend_think=False) is expected
+    assert is_trajectory_valid(replay(response, ["Rome"])) is expected
 
 
 @pytest.mark.medium
 @pytest.mark.timeout(60)  # quadratic time would be hours
 def test_time_is_linear_in_hostile_text():
     assert not is_valid(turn("search", "<think>" * 1_000_000, 4), turn("answer", ANSWER))
-    assert parse_turn("<answer>" * 1_000_000, False, "stop").kind == "invalid"
+    assert parse_turn("<answer>" * 1_000_000, "stop").kind == "invalid"
 
 
 def test_trajectory():
@@ -65,9 +65,9 @@ def test_trajectory():
 
 def test_prepended_think_is_the_environments():
     search, answer = SEARCH.removeprefix("<think>"), ANSWER.removeprefix("<think>")
-    assert is_valid(turn("search", search, 4), turn("answer", answer), prepend_think=True)
+    assert is_valid(turn("search", search, 4), turn("answer", answer), opening="<think>")
     assert not is_valid(turn("search", search, 4), turn("answer", answer))
-    assert not is_valid(turn("search", SEARCH, 4), turn("answer", ANSWER), prepend_think=True)
+    assert not is_valid(turn("search", SEARCH, 4), turn("answer", ANSWER), opening="<think>")
 
 
 @pytest.mark.parametrize(

@@ -37,24 +37,24 @@ def attempt(answer=None, has_search=True, question=ROME):
     ],
 )
 def test_score(config, trajectory, score, metrics):
-    assert score_trajectory(trajectory, config, prepend_think=False) is trajectory
-    assert trajectory.answer_score == score
-    assert trajectory.metrics == dict(zip(("em", "f1", "cover_em", "format"), metrics, strict=True))
-    assert trajectory.format_valid == bool(metrics[3])
+    scored = score_trajectory(trajectory, config)
+    assert scored.answer_score == score
+    assert scored.metrics == dict(zip(("em", "f1", "cover_em", "format"), metrics, strict=True))
+    assert scored.format_valid == bool(metrics[3])
+    assert (trajectory.answer_score, trajectory.metrics) == (0, {}) and not trajectory.format_valid
 
 
 def test_the_structured_answer_counts_not_the_text():
     trajectory = attempt("Milan")
     trajectory.turns[0].text += "<answer>Rome</answer>"
     trajectory.turns[0].observation_text = "<answer>Rome</answer>"
-    score_trajectory(trajectory, RewardConfig(format=False), prepend_think=False)
-    assert trajectory.answer_score == 0
+    assert score_trajectory(trajectory, RewardConfig(format=False)).answer_score == 0
 
 
 @pytest.mark.parametrize("answer", [None, "Rome"])
 def test_question_without_golden_answers(answer):
     with pytest.raises(ValueError, match="'empty' has no golden answers"):
-        score_trajectory(attempt(answer, question=Question("empty", "?", (), "test")), RewardConfig(), False)
+        score_trajectory(attempt(answer, question=Question("empty", "?", (), "test")), RewardConfig())
 
 
 def step():
@@ -70,9 +70,9 @@ def rewards(groups):
 
 
 def test_shuffled_rewards_are_the_same_pairs_elsewhere():
-    true, shuffled = step(), step()
-    score_groups(true, RewardConfig(), False, np.random.default_rng(0))
-    score_groups(shuffled, RewardConfig(shuffle=True), False, np.random.default_rng(0))
+    groups = step()
+    true = score_groups(groups, RewardConfig(), np.random.default_rng(0))
+    shuffled = score_groups(groups, RewardConfig(shuffle=True), np.random.default_rng(0))
     assert rewards(shuffled) != rewards(true)
     assert sorted(rewards(shuffled)) == sorted(rewards(true))
     assert any(trajectory.answer_score > 0 for trajectory in shuffled[1].trajectories), "stays in its group"
@@ -81,12 +81,12 @@ def test_shuffled_rewards_are_the_same_pairs_elsewhere():
 
 
 def test_shuffling_is_repeatable_and_otherwise_draws_nothing():
-    first, second = step(), step()
-    score_groups(first, RewardConfig(shuffle=True), False, np.random.default_rng(3))
-    score_groups(second, RewardConfig(shuffle=True), False, np.random.default_rng(3))
+    groups = step()
+    first = score_groups(groups, RewardConfig(shuffle=True), np.random.default_rng(3))
+    second = score_groups(groups, RewardConfig(shuffle=True), np.random.default_rng(3))
     assert rewards(first) == rewards(second)
     used, unused = np.random.default_rng(0), np.random.default_rng(0)
-    score_groups(first, RewardConfig(), False, used)
+    score_groups(groups, RewardConfig(), used)
     assert used.random() == unused.random()
 
 
@@ -94,10 +94,10 @@ def test_a_trajectory_that_failed_takes_no_part_in_the_shuffle():
     groups = step()
     for group in groups:
         group.failed.append(group.trajectories.pop(3))  # without an answer: 0
-    score_groups(groups, RewardConfig(), False, np.random.default_rng(0))
+    groups = score_groups(groups, RewardConfig(), np.random.default_rng(0))
     before = sorted((t.answer_score, t.format_valid) for g in groups for t in g.trajectories)
     for seed in range(5):
-        score_groups(groups, RewardConfig(shuffle=True), False, np.random.default_rng(seed))
+        groups = score_groups(groups, RewardConfig(shuffle=True), np.random.default_rng(seed))
         after = sorted((t.answer_score, t.format_valid) for g in groups for t in g.trajectories)
         assert after == before
         assert all(group.failed[0].answer_score == 0 for group in groups)

@@ -23,7 +23,7 @@ def is_valid(search, answer):
 
     turns = [turn("search", search, 2), turn("answer", answer, 0)]
     trajectory = Trajectory(Question("q", "?", ("x",), "test"), np.zeros(1, np.int32), turns)
-    return is_trajectory_valid(trajectory, prepend_think=False)
+    return is_trajectory_valid(trajectory)
 
 
 @pytest.mark.parametrize("kind", ["search", "answer"])

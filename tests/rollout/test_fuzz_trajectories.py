@@ -18,7 +18,7 @@ from calibadv_jax.core.tags import TAGS, neutralise
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.learner.batching import pack
 from calibadv_jax.learner.packing import place
-from calibadv_jax.learner.step import make_samples
+from calibadv_jax.learner.step import make_sample
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.collect import collect_groups
@@ -128,7 +128,7 @@ def written(step, tokenizer, change=lambda document: document):
     sampler = RoughSampler(tokenizer, step.turn)
     context = RolloutContext(sampler, Library(step, change), tokenizer, step.rollout, step.prompt)
     groups = asyncio.run(collect_groups(context, step.questions, step.seed, "s"))
-    score_groups(groups, step.reward, step.prompt.prepend_think, np.random.default_rng(0))
+    groups = score_groups(groups, step.reward, np.random.default_rng(0))
     return groups, sampler
 
 
@@ -191,13 +191,9 @@ def check_balance(group, advantages, config):
 
 def check_batch(trajectories, advantages, row_length):
     """A column has weight exactly where its target was sampled, and then that token's advantage."""
-    samples, skipped = make_samples(trajectories, advantages)
-    trained = [
-        (trajectory, values)
-        for trajectory, values in zip(trajectories, advantages, strict=True)
-        if trajectory.mask.any()
-    ]
-    assert len(samples) == len(trained) and skipped == len(trajectories) - len(trained)
+    pairs = zip(trajectories, advantages, strict=True)
+    trained = [(trajectory, values) for trajectory, values in pairs if trajectory.mask.any()]
+    samples = [make_sample(trajectory, values) for trajectory, values in trained]
     if not samples:
         return
     batch = pack(samples, row_length)

@@ -14,11 +14,11 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import TAG_NAMES
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.rollout.observation import (
+    Observations,
     added_token_strings,
     decode,
     encode,
     neutralise_documents,
-    render_observation,
 )
 
 TWO = (Document("1", "Ann", "Ann is a painter."), Document("2", "Bob", "Bob is not."))
@@ -26,6 +26,10 @@ WHOLE = (
     '\n\n<information>Doc 1(Title: "Ann") Ann is a painter.\n'
     'Doc 2(Title: "Bob") Bob is not.</information>\n\n'
 )
+
+
+def render_observation(documents, tokenizer, limit, prepend_think=False):
+    return Observations(tokenizer, limit, "<think>" * prepend_think).of_documents(documents)
 
 
 @pytest.mark.parametrize("prepend_think", [False, True])
@@ -37,7 +41,7 @@ def test_the_block_and_its_tokens(byte_tokenizer, prepend_think):
 
 
 def test_no_documents_is_an_empty_block(byte_tokenizer):
-    assert render_observation((), byte_tokenizer, 100, False)[1] == "\n\n<information></information>\n\n"
+    assert render_observation((), byte_tokenizer, 100)[1] == "\n\n<information></information>\n\n"
 
 
 @pytest.mark.parametrize("prepend_think", [False, True])
@@ -60,7 +64,7 @@ def test_decoding_shows_every_token_and_tidies_nothing(byte_tokenizer):
 
 def test_a_cut_inside_a_character_is_shown_as_such(byte_tokenizer):
     documents = (Document("1", "T", "ü" * 40),)
-    texts = [render_observation(documents, byte_tokenizer, limit, False)[1] for limit in (60, 61)]
+    texts = [render_observation(documents, byte_tokenizer, limit)[1] for limit in (60, 61)]
     assert sorted(text.count("\ufffd") for text in texts) == [0, 1]
 
 
@@ -68,7 +72,7 @@ def test_a_cut_inside_a_character_is_shown_as_such(byte_tokenizer):
 def test_the_space_around_the_documents_is_not_shown(byte_tokenizer, space):
     """As in the authors' code, which strips what it lists; space between documents stays."""
     documents = [replace(one, text=one.text + space) for one in TWO]
-    _, text = render_observation(documents, byte_tokenizer, 1000, False)
+    _, text = render_observation(documents, byte_tokenizer, 1000)
     assert text == WHOLE.replace("painter.\n", f"painter.{space}\n")
 
 
@@ -115,19 +119,19 @@ def test_a_page_of_a_million_letters_is_not_tokenised_whole(merging_tokenizer, p
     for start in range(0, 600, 60):
         some = passages[start : start + 60]
         page = Document("1", "Page", " ".join(text for _, text in some))
-        ids, _ = render_observation([page, *TWO], tokenizer, limit, False)
+        ids, _ = render_observation([page, *TWO], tokenizer, limit)
         whole = f'\n\n<information>Doc 1(Title: "Page") {page.text}'
         closing = encode(merging_tokenizer, "</information>\n\n")
         assert ids.tolist() == [*encode(merging_tokenizer, whole)[: limit - len(closing)], *closing]
     tokenizer.longest = 0
-    render_observation([Document("1", "T", page.text * 40)], tokenizer, limit, False)
+    render_observation([Document("1", "T", page.text * 40)], tokenizer, limit)
     assert len(page.text) * 40 > 10**6 and tokenizer.longest < 20 * limit
 
 
 def test_a_word_of_many_letters_is_one_token_all_the_same(word_tokenizer):
     """The tokenizer knows no such word: what comes behind it is shown."""
     long = Document("1", "Ann", "x" * 10**5 + " is a painter")
-    ids, _ = render_observation([long], word_tokenizer, 40, False)
+    ids, _ = render_observation([long], word_tokenizer, 40)
     assert len(ids) < 40
     assert word_tokenizer.get_vocab()["painter"] in ids.tolist()
 
@@ -136,18 +140,18 @@ def test_a_limit_below_the_tags_is_refused(byte_tokenizer):
     tags = len(encode(byte_tokenizer, "\n\n<information>")) + len(
         encode(byte_tokenizer, "</information>\n\n")
     )
-    assert len(render_observation(TWO, byte_tokenizer, tags, False)[0]) == tags
+    assert len(render_observation(TWO, byte_tokenizer, tags)[0]) == tags
     with pytest.raises(
         UserError, match=f"max_observation_length is {tags - 1}.*need {tags} tokens: raise it"
     ):
-        render_observation(TWO, byte_tokenizer, tags - 1, False)
+        render_observation(TWO, byte_tokenizer, tags - 1)
 
 
 def test_a_word_tokenizer_keeps_the_tags_as_tokens(word_tokenizer):
-    ids, _ = render_observation(TWO[:1], word_tokenizer, 100, False)
+    ids, _ = render_observation(TWO[:1], word_tokenizer, 100)
     vocabulary = word_tokenizer.get_vocab()
     assert ids[0] == vocabulary["<information>"] and ids[-1] == vocabulary["</information>"]
-    cut, text = render_observation(TWO[:1], word_tokenizer, 6, False)
+    cut, text = render_observation(TWO[:1], word_tokenizer, 6)
     assert cut.tolist() == [*ids[:5], ids[-1]]
     assert text.endswith("</information>\n\n")
 
@@ -163,7 +167,7 @@ def test_documents_can_not_forge_anything(byte_tokenizer, word_tokenizer):
     for tokenizer in (byte_tokenizer, word_tokenizer):
         (shown,) = neutralise_documents([hostile], tokenizer)
         assert (shown.id, shown.score) == ("d9", 0.5)
-        ids, text = render_observation([shown], tokenizer, 2000, False)
+        ids, text = render_observation([shown], tokenizer, 2000)
         control = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         assert not control & set(ids.tolist())
         assert re.findall(r"</?\w+>", text) == ["<information>", "</information>"]

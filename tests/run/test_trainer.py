@@ -28,6 +28,7 @@ from trainer_rig import (
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.commands.train import services
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.learner.step import Learned
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.rewards.score import score_groups
@@ -37,7 +38,7 @@ from calibadv_jax.tools.replay import equal_turns, kept_config, replay
 
 def scored(config, numbers):
     groups = [write_group(number, QUESTIONS[number % len(QUESTIONS)]) for number in numbers]
-    score_groups(groups, config.reward, False, np.random.default_rng(0))
+    groups = score_groups(groups, config.reward, np.random.default_rng(0))
     return groups, compute_advantages(groups, config.advantage)
 
 
@@ -217,9 +218,9 @@ def test_a_step_without_a_sampled_token_changes_nothing(tmp_path):
 def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monkeypatch):
     orders = []
 
-    def note(learner, state, samples, config, loss_config, loss, rng, reference):
+    def note(learner, state, samples, config, loss, rng, reference):
         orders.append(tuple(rng.permutation(20).tolist()))
-        return state, {}
+        return Learned(state, {}, samples)
 
     monkeypatch.setattr("calibadv_jax.run.trainer.learn", note)
     for seed in (0, 0, 1):

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark
+from calibadv_jax.core.tags import OPEN_THINK
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -46,6 +47,11 @@ class PromptConfig:
     date_string: str = "26 Jul 2024"
     """Date for chat templates that show a date. Without it Llama 3.2's template would take today's date, and
     the prompt of a run over midnight would change."""
+
+    @property
+    def opening(self) -> str:
+        """What the environment writes before every turn."""
+        return OPEN_THINK if self.prepend_think else ""
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -5,6 +5,7 @@ from calibadv_jax.learner.losses.objective import (
     TOKEN_METRICS,
     LossFunction,
     Metrics,
+    PolicyLoss,
     negative_log_likelihood,
     policy_gradient,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "Loss",
     "LossFunction",
     "Metrics",
+    "PolicyLoss",
     "Tokens",
     "check_loss",
     "find_loss",
