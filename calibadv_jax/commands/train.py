@@ -123,13 +123,16 @@ def train(
         while trainer.step < total:
             phase, begun = Phases(console, stop), trainer.step
             with phase("rollout"), trajectory_bar(console, config.rollout) as done:
-                groups = trainer.stream.take(begun, done)
+                groups, probed = trainer.stream.take(begun, done), {}
+            if config.advantage.probed:
+                with phase("probe", "golden answers"):
+                    groups, probed = trainer.probe(groups)
             with phase("advantage", "rewards and advantages"):
                 rng = random_state(trainer.seed, begun, "reward")
                 score_groups(groups, config.reward, config.prompt.prepend_think, rng)
                 advantages = compute_advantages(groups, config.advantage)
             row = trajectory_metrics(groups, begun) | guard_metrics(groups) | advantages.metrics
-            row |= rollouts.metrics() | {"rollout/overlong_prompts": float(left_out)}
+            row |= probed | rollouts.metrics() | {"rollout/overlong_prompts": float(left_out)}
             with written(writer, trainer, row, phase):
                 with phase.held():  # what is trained is also kept and judged
                     with phase("update", "update, compiling" if begun + 1 == first else "update"):

@@ -63,6 +63,8 @@ class Turn:
     observation_text: str = ""
     stop_reason: StopReason = "stop"
     policy_versions: tuple[int, ...] = ()
+    # By policy, "current" or "initial": the golden answer's mean token log-probability before this turn.
+    golden_logprobs: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

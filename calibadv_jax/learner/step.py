@@ -64,6 +64,20 @@ def with_old_logprobs(
     return _with_recomputed(learner, params, samples, config, loss_config)
 
 
+def sample_logprobs(
+    learner: Learner, params: Params, samples: Sequence[Sample], config: LearnerConfig
+) -> list[np.ndarray]:
+    """Log-probability of every token, float32 [T] a sample, 0 at its first: one forward pass, packed.
+
+    Raises:
+        ValueError: a sample is longer than `config.row_length`.
+    """
+    found = _planned(samples, learner, config)
+    nothing = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+    batches = _batches(samples, nothing, found)
+    return list(taken([learner.logprobs(params, batch) for batch in batches], found.placements))
+
+
 def old_logprobs(trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> list[np.ndarray | None]:
     """Float32 [T] of each trajectory's response, 0 where not sampled; None where they were not computed.
 
@@ -248,10 +262,7 @@ def _with_recomputed(
     """The samples, those that matter with the log-probabilities of the policy that is about to change."""
     kept = [index for index, sample in enumerate(samples) if _matters(sample, loss_config)]
     chosen = [samples[index] for index in kept]
-    found = _planned(chosen, learner, config)
-    weights = token_weights(chosen, loss_config.aggregation, loss_config.length_norm)
-    batches = _batches(chosen, weights, found)
-    recomputed = taken([learner.logprobs(params, batch) for batch in batches], found.placements)
+    recomputed = sample_logprobs(learner, params, chosen, config)
     changed = list(samples)
     for index, sample, new in zip(kept, chosen, recomputed, strict=True):
         old = np.where(sample.mask, new, 0.0).astype(np.float32)

@@ -165,6 +165,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "tokens of answer turns, by sign of advantage",
         ),
         Metric("advantage/skipped_trajectories", "trajectories", "without any sampled token"),
+        Metric(
+            "advantage/golden/<policy>/{first,last}",
+            "probability",
+            "of a golden answer's tokens before the first turn and before the last one; policy: current or"
+            " initial",
+        ),
+        Metric("advantage/golden/tokens", "tokens", "computed for that by each policy"),
     ),
     "actor": (
         Metric("actor/loss", "-", "loss of the policy over all trained tokens, all terms"),
@@ -214,6 +221,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "time": (
         Metric("timing_s/step", "s", "the whole step"),
         Metric("timing_s/rollout", "s", "waiting for trajectories"),
+        Metric("timing_s/probe", "s", "the golden answers' probabilities, if advantage.name or probes asks"),
         Metric("timing_s/advantage", "s", "rewards, advantages and the metrics of the trajectories"),
         Metric("timing_s/update", "s", "the learner"),
         Metric("timing_s/record", "s", "writing the step's trajectories to disk"),

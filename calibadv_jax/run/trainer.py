@@ -19,6 +19,7 @@ from calibadv_jax.learner.batching import Sample, pack, unpack
 from calibadv_jax.learner.learner import Learner, on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
+from calibadv_jax.learner.probe import with_golden_logprobs
 from calibadv_jax.learner.step import learn, make_samples, old_logprobs, with_old_logprobs
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
@@ -82,7 +83,9 @@ class Trainer:
         on_policy = on_policy_only(config.loss, learner.minibatch_size, learner.epochs)
         self.loss = policy_gradient(config.loss, on_policy)
         params = initial_params(config, model, config.policy.path)
-        self.reference = initial_params(config, model, config.policy.path) if config.loss.kl_coef else None
+        self.reference = (
+            initial_params(config, model, config.policy.path) if config.keeps_initial_policy else None
+        )
         self.state = self.learner.init(params)
         self.step = 0
         self.checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
@@ -149,6 +152,15 @@ class Trainer:
             rollout.max_failed_share,
         )
 
+    def probe(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
+        """The groups with the golden answers' log-probabilities that the section `advantage` asks for."""
+        params = {"current": self.state["params"], "initial": self.reference}
+        policies = {name: params[name] for name in self.config.advantage.probed}
+        prepend_think = self.config.prompt.prepend_think
+        return with_golden_logprobs(
+            self.learner, policies, groups, self.config.learner, self.model.tokenizer, prepend_think
+        )
+
     def update(self, groups: list[Group], advantages: AdvantageResult) -> Updated:
         """One learner step on the groups' trajectories; ends the step."""
         config = self.config
@@ -163,8 +175,9 @@ class Trainer:
         metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(untrained)}
         if samples:
             rng = random_state(self.seed, self.step, "minibatches")
+            reference = self.reference if config.loss.kl_coef else None
             self.state, learned = learn(
-                self.learner, self.state, samples, config.learner, config.loss, self.loss, rng, self.reference
+                self.learner, self.state, samples, config.learner, config.loss, self.loss, rng, reference
             )
             metrics |= learned | {"actor/finite": float(self.learner.is_finite(self.state["params"]))}
         self.step += 1

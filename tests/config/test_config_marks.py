@@ -14,7 +14,7 @@ EXPECTED = {
         "policy.logprob_chunk", "policy.remat", "rollout.max_concurrency", "rollout.max_failed_share",
         "rollout.time_limit", "sampler", "retriever", "learner.microbatch_rows", "learner.row_length",
         "learner.row_widths", "learner.optimizer.offload", "sft", "checkpoint", "evaluate", "guards",
-        "export", "log",
+        "export", "log", "advantage.probes",
     ),
     Mark.LEARNED: (
         "sampler.name", "retriever.encoder", "retriever.topk", "retriever.retrieval_topk",

@@ -87,6 +87,7 @@ def training(tmp_path_factory):
         evaluate={"every": 1, "temperatures": [1.0]},
         data={"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl")},
         checkpoint={"every": 0},
+        advantage={"probes": ["current", "initial"]},
     )
     rollouts = EventfulRollouts()
     console = Console(progress=False)
