@@ -45,6 +45,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "reward/f1", "score", "token F1 of the answers with the best golden answer, whatever the format"
         ),
+        Metric("reward/overlong_penalty", "score", "what reward.overlong_penalty takes from a trajectory"),
         Metric("reward/cover_em", "share", "answers that contain a golden answer, whatever the format"),
     ),
     "group": (
@@ -70,6 +71,16 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "rollout/overlong_prompts",
             "questions",
             "questions of data.train that data.overlong_prompts leaves out",
+        ),
+        Metric(
+            "rollout/replaced_groups",
+            "groups",
+            "tied groups in whose place rollout.replace_tied asked other questions",
+        ),
+        Metric(
+            "rollout/resting_questions",
+            "questions",
+            "questions that data.rest_below and rest_above leave out the next time",
         ),
         Metric(f"rollout/prompt_length/{SPREAD}", "tokens", "prompt of a trajectory"),
         Metric(f"rollout/response_length/{SPREAD}", "tokens", "sampled and observed tokens of a trajectory"),

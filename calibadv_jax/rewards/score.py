@@ -1,4 +1,4 @@
-"""Scores of trajectories: answer reward times format validity."""
+"""Scores of trajectories: answer reward times format validity, less a penalty on length."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from calibadv_jax.rewards.format import is_trajectory_valid
 def score_trajectory(trajectory: Trajectory, config: RewardConfig, prepend_think: bool) -> Trajectory:
     """Sets `format_valid`, `answer_score` and the metrics of ANSWER_REWARDS and format; returns the argument.
 
-    Metrics are the raw scores, not multiplied by format validity. A trajectory without an answer turn
-    scores 0 everywhere.
+    With `config.overlong_penalty` the score is less by what the metric of that name says. The other metrics
+    are the raw scores, not multiplied by format validity. A trajectory without an answer turn scores 0
+    everywhere.
 
     Raises:
         ValueError: the question has no golden answers.
@@ -33,7 +34,22 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig, prepend_think
     is_paid = trajectory.format_valid or not config.format
     trajectory.answer_score = scores[config.answer] if is_paid else 0.0
     trajectory.metrics |= scores | {"format": float(trajectory.format_valid)}
+    if config.overlong_penalty:
+        penalty = overlong_penalty(int(trajectory.mask.sum()), config)
+        trajectory.answer_score -= penalty
+        trajectory.metrics["overlong_penalty"] = penalty
     return trajectory
+
+
+def overlong_penalty(sampled: int, config: RewardConfig) -> float:
+    """What a trajectory of so many sampled tokens loses: 0 up to one length, all from another one on."""
+    share = (sampled - config.overlong_from) / (config.overlong_until - config.overlong_from)
+    return config.overlong_penalty * min(1.0, max(0.0, share))
+
+
+def trajectory_scores(group: Group, config: RewardConfig, prepend_think: bool) -> list[float]:
+    """The score of each trajectory of a group by itself, before `config.shuffle`."""
+    return [score_trajectory(one, config, prepend_think).answer_score for one in group.trajectories]
 
 
 def score_groups(

@@ -24,6 +24,7 @@ from calibadv_jax.learner.step import learn, make_samples, old_logprobs, with_ol
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.record.rows import Logprobs
+from calibadv_jax.rewards.score import trajectory_scores
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout.stream import RolloutStream
 from calibadv_jax.run.model import Model, initial_params
@@ -63,7 +64,12 @@ class Trainer:
         self.config, self.model, self.rollouts, self.console = config, model, rollouts, console
         self.by_id = {question.id: question for question in questions}
         self.questions = QuestionIterator(
-            questions, config.run.seed, config.data.shuffle, config.data.weights
+            questions,
+            config.run.seed,
+            config.data.shuffle,
+            config.data.weights,
+            config.data.rest_below,
+            config.data.rest_above,
         )
         self.stream = self._make_stream()
         self.guards = Guards(config.guards)
@@ -150,7 +156,12 @@ class Trainer:
             rollout.questions_per_step,
             rollout.max_staleness,
             rollout.max_failed_share,
+            rollout.replace_tied,
+            lambda group: len(set(self._scores(group))) < 2,
         )
+
+    def _scores(self, group: Group) -> list[float]:
+        return trajectory_scores(group, self.config.reward, self.config.prompt.prepend_think)
 
     def probe(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
         """The groups with the golden answers' log-probabilities that the section `advantage` asks for."""
@@ -180,9 +191,23 @@ class Trainer:
                 self.learner, self.state, samples, config.learner, config.loss, self.loss, rng, reference
             )
             metrics |= learned | {"actor/finite": float(self.learner.is_finite(self.state["params"]))}
+        metrics |= self._note(groups)
         self.step += 1
         self.stream.commit()
         return Updated(metrics, logprobs, sum(len(sample.tokens) for sample in samples))
+
+    def _note(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Tells the questions' order what the step's groups scored, those that were replaced too."""
+        metrics, replaced = {}, self.stream.replaced
+        for group in groups:
+            self.questions.note(group.question.id, [one.answer_score for one in group.trajectories])
+        for group in replaced:
+            self.questions.note(group.question.id, self._scores(group))
+        if self.config.rollout.replace_tied:
+            metrics["rollout/replaced_groups"] = float(len(replaced))
+        if self.config.data.has_curriculum:
+            metrics["rollout/resting_questions"] = float(self.questions.resting)
+        return metrics
 
     def publish(self) -> dict[str, float]:
         """Hands the policy to the sampler as version `step`.

@@ -36,7 +36,9 @@ def known(folder, step, policy):
     return [t.golden_logprobs[policy] for group in groups for one in group.trajectories for t in one.turns]
 
 
-@pytest.mark.parametrize(("name", "policy"), [("igpo", "current"), ("tips", "initial")])
+@pytest.mark.parametrize(
+    ("name", "policy"), [("igpo", "current"), pytest.param("tips", "initial", marks=pytest.mark.slow)]
+)
 def test_a_run_that_is_resumed_asks_the_same_and_is_replayed(tmp_path, name, policy):
     whole = run(probed_config(tmp_path / "a", name), ScriptedRollouts(), tmp_path / "a")
     config = probed_config(tmp_path / "b", name)
@@ -60,19 +62,17 @@ def test_a_run_that_is_resumed_asks_the_same_and_is_replayed(tmp_path, name, pol
 def test_each_policy_is_the_one_that_it_is_named_after(tmp_path):
     """The initial one stays, whatever is trained; a step's own is the one before its update."""
     probes = {"name": "grpo", "probes": ["initial", "current"]}
-    same = probed_config(tmp_path, probes, data={"train": "x", "shuffle": False})
 
     class Again(ScriptedRollouts):
         def begin(self, number, question):
             return super().begin(number % 2, QUESTIONS[number % 2])
 
-    run(same, Again(), tmp_path)
-    first = known(tmp_path, 1, "initial")
-    assert first == known(tmp_path, 1, "current") == known(tmp_path, 4, "initial")
-    assert first != known(tmp_path, 4, "current")
-    plain = run(probed_config(tmp_path / "plain", "grpo"), Again(), tmp_path / "plain")
-    probed = run(probed_config(tmp_path / "probed", probes), Again(), tmp_path / "probed")
+    plain = run(probed_config(tmp_path / "a", "grpo"), Again(), tmp_path / "a")
+    probed = run(probed_config(tmp_path / "b", probes), Again(), tmp_path / "b")
     np.testing.assert_equal(plain.loaded[-1][1], probed.loaded[-1][1])
+    first = known(tmp_path / "b", 1, "initial")
+    assert first == known(tmp_path / "b", 1, "current") == known(tmp_path / "b", 4, "initial")
+    assert first != known(tmp_path / "b", 4, "current")
 
 
 def test_after_a_rollback(tmp_path):

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationInfo, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark
@@ -17,8 +25,29 @@ class RewardConfig:
     """How the answer is compared with the golden answers; the best match counts."""
     format: bool = True
     """Multiply the answer reward by format validity (0 or 1)."""
+    overlong_penalty: NonNegativeFloat = 0.0
+    """What a trajectory with overlong_until sampled tokens or more loses (DAPO's soft punishment: 1);
+    0: off."""
+    overlong_from: NonNegativeInt = 0
+    """Sampled tokens from which a trajectory loses a part of overlong_penalty, which grows evenly."""
+    overlong_until: NonNegativeInt = 0
+    """Sampled tokens at which it loses all of it; above overlong_from."""
     shuffle: bool = False
     """Control experiment: permute the rewards of the step's trajectories, so that they carry no signal."""
+
+    @model_validator(mode="after")
+    def _penalty_has_a_range(self) -> RewardConfig:
+        if self.overlong_penalty and self.overlong_until <= self.overlong_from:
+            raise ValueError(
+                f"overlong_penalty is {self.overlong_penalty:g}, but overlong_until ({self.overlong_until})"
+                f" is not above overlong_from ({self.overlong_from}): set both, in tokens"
+            )
+        if not self.overlong_penalty and (self.overlong_from or self.overlong_until):
+            raise ValueError(
+                "overlong_from and overlong_until do nothing without overlong_penalty: set it, or leave them"
+                " out"
+            )
+        return self
 
 
 ESTIMATORS = (
