@@ -123,7 +123,8 @@ def train(
         while trainer.step < total:
             phase, begun = Phases(console, stop), trainer.step
             with phase("rollout"), trajectory_bar(console, config.rollout) as done:
-                groups, probed = trainer.stream.take(begun, done), {}
+                groups = trainer.stream.take(begun, done)
+            probed: dict[str, float] = {}
             if config.advantage.probed:
                 with phase("probe", "golden answers"):
                     groups, probed = trainer.probe(groups)
