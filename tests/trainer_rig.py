@@ -35,6 +35,9 @@ class Vocabulary:
     def __len__(self):
         return HF_CONFIG["vocab_size"]
 
+    def encode(self, text, add_special_tokens):
+        return [ord(letter) % len(self) for letter in text]
+
 
 def make_model(num_devices=1):
     mesh = make_mesh(MeshConfig(fsdp=-1), devices=jax.devices()[:num_devices])

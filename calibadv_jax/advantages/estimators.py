@@ -95,16 +95,23 @@ def describe(config: AdvantageConfig) -> list[str]:
     """
     named = find(config)
     formula = f"advantage = {named.formula(config)}"
+    probed = [
+        "golden answers: a forward pass over every trajectory up to every turn computes, in every step, their"
+        f" log-probabilities under the {one} policy"
+        for one in config.probed
+    ]
     if config.is_calibrated:
         base = "GRPO" if config.base == "grpo" else config.base
-        first = f"advantage calibadv: {base} calibrated by turn"
-        return [first, formula, *calibadv.describe(config)]
-    what = "every sampled token of a trajectory carries the trajectory's advantage"
-    if named.judges:
-        what = "searches are compared with each other, the other turns carry their trajectory's advantage"
+        return [
+            f"advantage calibadv: {base} calibrated by turn",
+            formula,
+            *calibadv.describe(config),
+            *probed,
+        ]
     return [
-        f"advantage {config.name}: {'a function of your own' if named.is_own else what}",
+        f"advantage {config.name}: {named.carried}",
         formula,
         "soft penalty OFF, rebalance OFF: no CalibAdv calibration; its keys have no effect under"
         f" {config.name} (advantage.name=calibadv advantage.base={config.name} calibrates it)",
+        *probed,
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from calibadv_jax.advantages import steps
+from calibadv_jax.advantages import rivals, steps
 from calibadv_jax.advantages.querygroup import querygroup
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.own_function import own_function
@@ -26,8 +26,9 @@ class Named:
 
     estimate: steps.Estimator
     formula: Formula  # right of "advantage = "
-    judges: bool = False  # whether it looks at silver documents
+    judges: bool = False  # whether searches get a correctness by silver documents
     is_own: bool = False  # the user's
+    carried: str = "every sampled token of a trajectory carries the trajectory's advantage"
 
 
 def _over_std(centred: str, more: str = "") -> Formula:
@@ -51,6 +52,11 @@ def _of_losers(what: str) -> Formula:
 
 def _fixed(text: str) -> Formula:
     return lambda config: text
+
+
+def _beside(part: str) -> Formula:
+    plain = _over_std("score - mean")
+    return lambda config: f"{plain(config)}, + {config.turn_weight:g} × of each turn: {part}"
 
 
 ESTIMATORS: dict[str, Named] = {
@@ -86,6 +92,52 @@ ESTIMATORS: dict[str, Named] = {
             "; a judged search: 0.7 × its correctness, standardised in the group, + 0.3 × that",
         ),
         judges=True,
+        carried="searches are compared with each other, the other turns carry their trajectory's advantage",
+    ),
+    "gigpo": Named(
+        rivals.gigpo,
+        _beside("the score × discount^(turns to the end), compared where the last observation is the same"),
+        carried="turns before which the environment showed the same are compared with each other too",
+    ),
+    "mt_grpo": Named(
+        rivals.mt_grpo,
+        _beside("whether the turn shows a golden answer, compared among turns of one number"),
+        carried="turns that show a golden answer are praised besides",
+    ),
+    "stepsearch": Named(
+        rivals.stepsearch,
+        _beside(
+            "the wanted documents that it and later turns newly show, less those seen before, compared among"
+            " turns of one number"
+        ),
+        carried="searches that show new wanted documents are praised besides: the passages that the question"
+        " names, or else the silver documents",
+    ),
+    "igpo": Named(
+        rivals.igpo,
+        _over_std(
+            "gain - mean",
+            ", summed over the turns from it on; the last turn's gain is the score, another's by how much it"
+            " raises the golden answer's probability; mean and std are over all turns of the group",
+        ),
+        carried="turns are paid by how much they raise the golden answer's probability",
+    ),
+    "a2tgpo": Named(
+        rivals.a2tgpo,
+        _beside(
+            "by how much it raises the golden answer's probability, compared among turns of one number,"
+            " summed over the turns from it on / root of their number"
+        ),
+        carried="turns that raise the golden answer's probability are praised besides",
+    ),
+    "tips": Named(
+        rivals.tips,
+        _beside(
+            "by how much it and later turns raise the golden answer's log-probability under the initial"
+            " policy, compared among turns of one number"
+        ),
+        carried="turns that raise the initial policy's log-probability of the golden answer are praised"
+        " besides",
     ),
 }
 
@@ -101,4 +153,9 @@ def find(config: AdvantageConfig) -> Named:
     key = "advantage.base" if config.is_calibrated else "advantage.name"
     function = own_function(config.estimator, key, OWN_PARAMETERS, OWN_EXPECTED)
     said = (function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
-    return Named(function, _fixed(said or "what that function gives"), is_own=True)
+    return Named(
+        function,
+        _fixed(said or "what that function gives"),
+        is_own=True,
+        carried="a function of your own",
+    )

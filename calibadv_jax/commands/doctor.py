@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from calibadv_jax.advantages.estimators import describe
 from calibadv_jax.commands.coverage import coverage_lines
 from calibadv_jax.commands.offline_checks import OFFLINE_CHECKS
 from calibadv_jax.config import Config
@@ -26,11 +25,11 @@ from calibadv_jax.core.tags import TAGS
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.fit import cpu_lines, memory_lines
 from calibadv_jax.run.memory import estimate_memory, heads_warnings
 from calibadv_jax.run.model import build_model
@@ -200,7 +199,7 @@ async def _search_once(retriever: RetrieverClient, query: str) -> list[list[Docu
 
 Check = Callable[[Config], list[str]]
 CHECKS: list[tuple[str, Check]] = [
-    ("calibration", lambda config: [*describe(config.advantage), *check_loss(config.loss)]),
+    ("calibration", describe_choices),
     ("questions", check_questions),
     ("policy", check_policy),
     ("sampler", check_sampler),

@@ -12,14 +12,13 @@ from typing import Any
 
 import jax
 
-from calibadv_jax.advantages.estimators import describe
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.policy import REST
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.rollout.prompts import FROM_DATA, template_text
+from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.fit import cpu_lines, memory_lines
 from calibadv_jax.run.memory import estimate_memory, heads_warnings
 from calibadv_jax.snapshots.huggingface import read_hf_config
@@ -130,7 +129,7 @@ def _architecture(config: Config) -> Architecture | None:
 
 
 OFFLINE_CHECKS: list[tuple[str, Callable[[Config], list[str]]]] = [
-    ("calibration", lambda config: [*describe(config.advantage), *check_loss(config.loss)]),
+    ("calibration", describe_choices),
     ("prompt", check_prompt),
     ("questions", check_question_files),
     ("policy", check_shape),

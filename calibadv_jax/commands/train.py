@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from calibadv_jax.advantages.estimators import compute_advantages, describe
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.commands.doctor import check_inputs
 from calibadv_jax.commands.evaluate import validate, validation_questions
 from calibadv_jax.config import Config, RolloutConfig
@@ -19,7 +19,6 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Verdict, guard_metrics
@@ -31,6 +30,7 @@ from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.folder import enter_run_folder
 from calibadv_jax.run.model import build_model
 from calibadv_jax.run.service import check_service
@@ -51,7 +51,7 @@ def run(config: Config, kept: Config | None = None) -> None:
 
 
 def _run(config: Config, kept: Config, console: Console) -> None:
-    for line in [*describe(config.advantage), *check_loss(config.loss)]:
+    for line in describe_choices(config):
         console.say(line)
     questions = load_questions(config.data.train)
     check_questions(questions, config.data.weights, config.prompt.template)
@@ -124,12 +124,16 @@ def train(
             phase, begun = Phases(console, stop), trainer.step
             with phase("rollout"), trajectory_bar(console, config.rollout) as done:
                 groups = trainer.stream.take(begun, done)
+            probed: dict[str, float] = {}
+            if config.advantage.probed:
+                with phase("probe", "golden answers"):
+                    groups, probed = trainer.probe(groups)
             with phase("advantage", "rewards and advantages"):
                 rng = random_state(trainer.seed, begun, "reward")
                 groups = score_groups(groups, config.reward, rng)
                 advantages = compute_advantages(groups, config.advantage)
             row = trajectory_metrics(groups, begun) | guard_metrics(groups) | advantages.metrics
-            row |= rollouts.metrics() | {"rollout/overlong_prompts": float(left_out)}
+            row |= probed | rollouts.metrics() | {"rollout/overlong_prompts": float(left_out)}
             with written(writer, trainer, row, phase):
                 with phase.held():  # what is trained is also kept and judged
                     with phase("update", "update, compiling" if begun + 1 == first else "update"):

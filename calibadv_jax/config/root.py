@@ -56,6 +56,11 @@ class Config:
         """Precision in which trajectories are sampled."""
         return self.sampler.dtype or self.policy.compute_dtype
 
+    @property
+    def keeps_initial_policy(self) -> bool:
+        """Whether the parameters that the run begins with stay on the devices."""
+        return self.loss.kl_coef > 0 or "initial" in self.advantage.probed
+
     @model_validator(mode="after")
     def _trajectories_fit_rows(self) -> Config:
         if self.learner.row_length < self.rollout.max_length:

@@ -63,6 +63,8 @@ class Turn:
     observation_text: str = ""
     stop_reason: StopReason = "stop"
     policy_versions: tuple[int, ...] = ()
+    # By policy, "current" or "initial": the golden answer's mean token log-probability before this turn.
+    golden_logprobs: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,7 +78,7 @@ class Trajectory:
     seconds: float = 0.0  # from its first prompt to its end, searches and weight swaps included
     error: str | None = None  # one line, "who failed: why", if it could not be finished
     format_valid: bool = False  # set by the reward stage
-    answer_score: float = 0.0  # answer reward x format validity, set by the reward stage
+    answer_score: float = 0.0  # answer reward x format validity - penalty, set by the reward stage
     metrics: dict[str, float] = field(default_factory=dict)  # em, f1, cover_em, …
     opening: str = ""  # what the environment wrote before the text of every turn: <think>, or nothing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ class QuestionIterator:
     Args:
         weights: data_source -> its share of the questions, in any unit; empty: every question once an
             epoch. With weights every source has epochs of its own.
+        rest_below, rest_above: a question with a mean score outside, by `note`, is passed over once.
 
     Raises:
         UserError: a weight for a data source that no question has, or a data source without weight.
@@ -30,6 +32,8 @@ class QuestionIterator:
         seed: int,
         shuffle: bool,
         weights: Mapping[str, float] | None = None,
+        rest_below: float = 0.0,
+        rest_above: float = 1.0,
     ):
         self._questions = list(questions)
         if weights:
@@ -37,6 +41,8 @@ class QuestionIterator:
         else:
             self._indices = _endless(range(len(self._questions)), seed, shuffle)
         self._drawn = 0
+        self._rest_below, self._rest_above = rest_below, rest_above
+        self._resting: set[str] = set()
 
     def _mixture(self, weights: Mapping[str, float], seed: int, shuffle: bool) -> grain.MapDataset:
         by_source: dict[str, list[int]] = {}
@@ -52,17 +58,32 @@ class QuestionIterator:
         return self
 
     def __next__(self) -> Question:
-        index = int(self._indices[self._drawn])
-        self._drawn += 1
-        return self._questions[index]
+        while True:
+            question = self._questions[int(self._indices[self._drawn])]
+            self._drawn += 1
+            if question.id not in self._resting:
+                return question
+            self._resting.remove(question.id)
+
+    @property
+    def resting(self) -> int:
+        """Questions that will be passed over once."""
+        return len(self._resting)
+
+    def note(self, question_id: str, scores: Sequence[float]) -> None:
+        """A question was trained, and its trajectories had these scores; without any nothing is known."""
+        if scores:
+            mean = math.fsum(max(0.0, score) for score in scores) / len(scores)
+            if mean < self._rest_below or mean > self._rest_above:
+                self._resting.add(question_id)
 
     def get_state(self) -> dict[str, Any]:
-        """How many questions were drawn."""
-        return {"drawn": self._drawn}
+        """How many questions were drawn, and which ones will be passed over."""
+        return {"drawn": self._drawn} | ({"resting": sorted(self._resting)} if self._resting else {})
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues where `get_state` was called, whose questions must be the same ones."""
-        self._drawn = state["drawn"]
+        self._drawn, self._resting = state["drawn"], set(state.get("resting", []))
 
 
 def check_questions(questions: Sequence[Question], weights: Mapping[str, float], template: str = "") -> None:

@@ -45,6 +45,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "reward/f1", "score", "token F1 of the answers with the best golden answer, whatever the format"
         ),
+        Metric("reward/overlong_penalty", "score", "what reward.overlong_penalty takes from a trajectory"),
         Metric("reward/cover_em", "share", "answers that contain a golden answer, whatever the format"),
     ),
     "group": (
@@ -70,6 +71,16 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "rollout/overlong_prompts",
             "questions",
             "questions of data.train that data.overlong_prompts leaves out",
+        ),
+        Metric(
+            "rollout/replaced_groups",
+            "groups",
+            "tied groups in whose place rollout.replace_tied asked other questions",
+        ),
+        Metric(
+            "rollout/resting_questions",
+            "questions",
+            "questions that data.rest_below and rest_above leave out the next time",
         ),
         Metric(f"rollout/prompt_length/{SPREAD}", "tokens", "prompt of a trajectory"),
         Metric(f"rollout/response_length/{SPREAD}", "tokens", "sampled and observed tokens of a trajectory"),
@@ -165,6 +176,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "tokens of answer turns, by sign of advantage",
         ),
         Metric("advantage/skipped_trajectories", "trajectories", "without any sampled token"),
+        Metric(
+            "advantage/golden/<policy>/{first,last}",
+            "probability",
+            "of a golden answer's tokens before the first turn and before the last one; policy: current or"
+            " initial",
+        ),
+        Metric("advantage/golden/tokens", "tokens", "computed for that by each policy"),
     ),
     "actor": (
         Metric("actor/loss", "-", "loss of the policy over all trained tokens, all terms"),
@@ -214,6 +232,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "time": (
         Metric("timing_s/step", "s", "the whole step"),
         Metric("timing_s/rollout", "s", "waiting for trajectories"),
+        Metric("timing_s/probe", "s", "the golden answers' probabilities, if advantage.name or probes asks"),
         Metric("timing_s/advantage", "s", "rewards, advantages and the metrics of the trajectories"),
         Metric("timing_s/update", "s", "the learner"),
         Metric("timing_s/record", "s", "writing the step's trajectories to disk"),

@@ -84,6 +84,7 @@ def _turn_row(turn: Turn) -> Row:
         "softened": False,
         "repeated": None,
         "found_silver": (),
+        "golden_logprobs": turn.golden_logprobs,
     }
 
 
@@ -165,6 +166,7 @@ def _turn(row: Row) -> Turn:
         observation_text=row["observation_text"],
         stop_reason=row["stop_reason"],
         policy_versions=tuple(row["policy_versions"]),
+        golden_logprobs=dict(row.get("golden_logprobs") or {}),
     )
 
 

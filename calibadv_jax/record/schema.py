@@ -45,6 +45,7 @@ TURN = pa.struct(
         ("softened", pa.bool_()),
         ("repeated", pa.string()),  # why it counts as a repetition; null where it does not, or was not judged
         ("found_silver", _TEXTS),
+        ("golden_logprobs", pa.map_(pa.string(), pa.float64())),  # older files of this version lack it
     ]
 )
 SCHEMA = pa.schema(

@@ -114,7 +114,7 @@ def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
         corner = {"textcoords": "offset points", "color": MUTED, "fontsize": SMALL_TEXT}
         column[0].annotate(chart.figure.unit, (0, 1), (4 - LEFT, 8), "axes fraction", **corner)
         column[-1].annotate("step", (0, 0), (4 - LEFT, -15), "axes fraction", **corner)
-        _limits(column, chart)
+        _limits(list(column), chart)
     tops = [TOP + index * (axes_height + GAP) for index in range(len(panels))]
     return figure, [Place(LEFT, right, top, top + axes_height, *span) for top in tops]
 

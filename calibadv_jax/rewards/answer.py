@@ -1,23 +1,11 @@
-"""Answer scores against several golden answers: exact match, token F1, cover exact match.
-
-Normalisation is the one customary in open-domain question answering (SQuAD): lower case, no ASCII
-punctuation, no English articles, single spaces. There is no special rule for yes/no answers.
-"""
+"""Answer scores against several golden answers: exact match, token F1, cover exact match."""
 
 from __future__ import annotations
 
-import re
-import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-
-
-def normalise_answer(text: str) -> str:
-    """Lower case, ASCII punctuation and articles dropped, runs of whitespace squeezed to one space."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+from calibadv_jax.core.answers import normalise_answer
 
 
 def _normalised_golden(golden_answers: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Scores of trajectories: answer reward times format validity."""
+"""Scores of trajectories: answer reward times format validity, less a penalty on length."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from calibadv_jax.rewards.format import is_trajectory_valid
 def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
     """The trajectory with `format_valid`, `answer_score` and the metrics of ANSWER_REWARDS and format.
 
-    Metrics are the raw scores, not multiplied by format validity. A trajectory without an answer turn
-    scores 0 everywhere.
+    With `config.overlong_penalty` the score is less by what the metric of that name says. The other metrics
+    are the raw scores, not multiplied by format validity. A trajectory without an answer turn scores 0
+    everywhere.
 
     Raises:
         ValueError: the question has no golden answers.
@@ -31,12 +32,18 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
         for name, reward in ANSWER_REWARDS.items()
     }
     is_valid = is_trajectory_valid(trajectory)
-    return replace(
-        trajectory,
-        format_valid=is_valid,
-        answer_score=scores[config.answer] if is_valid or not config.format else 0.0,
-        metrics=trajectory.metrics | scores | {"format": float(is_valid)},
-    )
+    score = scores[config.answer] if is_valid or not config.format else 0.0
+    if config.overlong_penalty:
+        scores["overlong_penalty"] = overlong_penalty(int(trajectory.mask.sum()), config)
+        score -= scores["overlong_penalty"]
+    metrics = trajectory.metrics | scores | {"format": float(is_valid)}
+    return replace(trajectory, format_valid=is_valid, answer_score=score, metrics=metrics)
+
+
+def overlong_penalty(sampled: int, config: RewardConfig) -> float:
+    """What a trajectory of so many sampled tokens loses: 0 up to one length, all from another one on."""
+    share = (sampled - config.overlong_from) / (config.overlong_until - config.overlong_from)
+    return config.overlong_penalty * min(1.0, max(0.0, share))
 
 
 def text_scores(trajectory: Trajectory) -> dict[str, float]:
@@ -44,6 +51,11 @@ def text_scores(trajectory: Trajectory) -> dict[str, float]:
     text = trajectory.answer or " ".join(turn.text for turn in trajectory.turns)
     names = ("f1", "cover_em")
     return {f"text_{name}": ANSWER_REWARDS[name](text, trajectory.question.golden_answers) for name in names}
+
+
+def trajectory_scores(group: Group, config: RewardConfig) -> list[float]:
+    """The score of each trajectory of a group by itself, before `config.shuffle`."""
+    return [score_trajectory(one, config).answer_score for one in group.trajectories]
 
 
 def score_groups(groups: Sequence[Group], config: RewardConfig, rng: np.random.Generator) -> list[Group]:

@@ -34,6 +34,8 @@ class RolloutStream:
         begin: starts the rollout of (number, question) in the background.
         questions: endless; the next one is drawn when its group may begin.
         max_failed_share: of the trajectories of a step; above it `take` raises an error.
+        max_replaced: groups of a step in whose place others are asked for.
+        is_tied: says of a complete group whether it is one of these.
     """
 
     def __init__(
@@ -43,17 +45,26 @@ class RolloutStream:
         per_step: int,
         max_staleness: int,
         max_failed_share: float,
+        max_replaced: int = 0,
+        is_tied: Callable[[Group], bool] = lambda _: False,
     ):
         self._begin, self._questions = begin, questions
         self.per_step, self.max_staleness, self.max_failed_share = per_step, max_staleness, max_failed_share
-        self._begun, self._trained = 0, 0  # groups, over the whole run
+        self._max_replaced, self._is_tied = max_replaced, is_tied
+        self._begun, self._trained = 0, 0  # groups, over the whole run; replaced ones count as trained
         self._pending: deque[tuple[int, Question]] = deque()  # of a resumed run: to begin before others
         self._running: dict[int, _Asked] = {}
         self._taken: list[_Asked] = []
+        self._replaced: list[_Asked] = []  # since the last `commit`
+
+    @property
+    def replaced(self) -> list[Group]:
+        """Groups of the last `take` in whose place others are trained; none after `commit`."""
+        return [one.future.result() for one in self._replaced]
 
     def state(self) -> dict[str, Any]:
         """What a resumed stream needs: groups that are not trained yet are asked for again."""
-        open_groups = [*self._taken, *self._running.values()]
+        open_groups = [*self._taken, *self._replaced, *self._running.values()]
         pending = {one.number: one.question.id for one in open_groups}
         pending |= {number: question.id for number, question in self._pending}
         return {"asked": self._begun + len(self._pending), "pending": sorted(pending.items())}
@@ -79,8 +90,9 @@ class RolloutStream:
     def take(self, step: int, progress: Callable[[int], object] = lambda _: None) -> list[Group]:
         """Waits for the groups that step `step` trains, and begins as many others as may run meanwhile.
 
-        The oldest of those that are complete, as soon as no other one must be waited for. They count as
-        trained when `commit` is called.
+        The oldest of those that are complete, as soon as no other one must be waited for. Of these, tied ones
+        give way to groups that begin now, up to `max_replaced`: which ones does not depend on who is first.
+        What is taken counts as trained when `commit` is called.
 
         Args:
             progress: told how many groups are complete, whenever that has changed.
@@ -96,7 +108,10 @@ class RolloutStream:
             self._check_failures(ready[: self.per_step])
             progress(min(len(ready), self.per_step))
             if len(ready) >= self.per_step and self._is_in_time(ready, step):
-                break
+                if not self._replace(ready[: self.per_step]):
+                    break
+                self._begin_allowed(step)
+                continue
             wait(
                 [one.future for one in self._running.values() if not one.future.done()], None, FIRST_COMPLETED
             )
@@ -112,10 +127,19 @@ class RolloutStream:
             for due in range(step, step + self.max_staleness + 1)
         )
 
+    def _replace(self, numbers: Sequence[int]) -> bool:
+        """Takes out as many tied groups as may be replaced; whether there was one."""
+        room = self._max_replaced - len(self._replaced)
+        if room <= 0:
+            return False
+        tied = [number for number in numbers if self._is_tied(self._running[number].future.result())][:room]
+        self._replaced += [self._running.pop(number) for number in tied]
+        return bool(tied)
+
     def commit(self) -> None:
         """The groups of the last `take` are trained."""
-        self._trained += len(self._taken)
-        self._taken = []
+        self._trained += len(self._taken) + len(self._replaced)
+        self._taken, self._replaced = [], []
 
     def close(self) -> None:
         """Cancels what is running."""
@@ -124,7 +148,8 @@ class RolloutStream:
 
     def _begin_allowed(self, step: int) -> None:
         # Counted in groups, not in steps: a resumed run may have another number of them a step.
-        while self._begun < self._trained + (1 + self.max_staleness) * self.per_step:
+        done = self._trained + len(self._replaced)
+        while self._begun < done + (1 + self.max_staleness) * self.per_step:
             if not self._pending:
                 self._pending.append((self._begun, next(self._questions)))
             number, question = self._pending[0]  # stays until its group runs: a stop in between loses nothing

@@ -31,7 +31,7 @@ UNLEARNED, LEARNED, TUNED = marked(Mark.UNLEARNED), marked(Mark.LEARNED), marked
 COLD_START_KEYS = marked(Mark.COLD_START)
 SERVICE = "retriever.content"  # which index is searched: known when the service answers (run_service.py)
 COLD_START = "sft.yaml"  # the config of the cold start
-REFERENCE = "policy.weights"  # only of a run with a KL term
+REFERENCE = "policy.weights"  # only of a run that keeps the policy it began with
 IDENTITY = ("data.content", "policy.config", "policy.vocabulary", REFERENCE)
 
 
@@ -74,7 +74,7 @@ def _identity(config: Config, model: Model, questions: Sequence[Question]) -> di
         "policy.config": content_hash(model.hf_config),
         "policy.vocabulary": model.tokenizer_hash,
     }
-    if config.loss.kl_coef and config.policy.path:  # the weights that the run begins with stay its reference
+    if config.keeps_initial_policy and config.policy.path:
         weights, _ = find_folder(config, config.policy.path, with_weights=True, known=model.pins)
         identity[REFERENCE] = weights_hash(weights)
     return identity

@@ -49,7 +49,7 @@ def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[st
     if config.learner.optimizer.offload == "host":
         at_work = 2 * most_at_once(moments.values())  # old and new
         estimate |= {"moments": at_work * stored, "optimizer": 0.0}
-    if config.loss.kl_coef:
+    if config.keeps_initial_policy:
         estimate["reference policy"] = count * stored
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
         estimate["sampler weights"] = count * computed

@@ -19,10 +19,12 @@ from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner, on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
+from calibadv_jax.learner.probe import with_golden_logprobs
 from calibadv_jax.learner.step import learn, make_sample, sample_logprobs
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.record.rows import Logprobs
+from calibadv_jax.rewards.score import trajectory_scores
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout.stream import RolloutStream
 from calibadv_jax.run.model import Model, initial_params
@@ -62,7 +64,12 @@ class Trainer:
         self.config, self.model, self.rollouts, self.console = config, model, rollouts, console
         self.by_id = {question.id: question for question in questions}
         self.questions = QuestionIterator(
-            questions, config.run.seed, config.data.shuffle, config.data.weights
+            questions,
+            config.run.seed,
+            config.data.shuffle,
+            config.data.weights,
+            config.data.rest_below,
+            config.data.rest_above,
         )
         self.stream = self._make_stream()
         self.guards = Guards(config.guards)
@@ -82,7 +89,9 @@ class Trainer:
         on_policy = on_policy_only(config.loss, learner.minibatch_size, learner.epochs)
         self.loss = policy_gradient(config.loss, on_policy)
         params = initial_params(config, model, config.policy.path)
-        self.reference = initial_params(config, model, config.policy.path) if config.loss.kl_coef else None
+        self.reference = (
+            initial_params(config, model, config.policy.path) if config.keeps_initial_policy else None
+        )
         self.state = self.learner.init(params)
         self.step = 0
         self.checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
@@ -147,7 +156,18 @@ class Trainer:
             rollout.questions_per_step,
             rollout.max_staleness,
             rollout.max_failed_share,
+            rollout.replace_tied,
+            lambda group: len(set(self._scores(group))) < 2,
         )
+
+    def _scores(self, group: Group) -> list[float]:
+        return trajectory_scores(group, self.config.reward)
+
+    def probe(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
+        """The groups with the golden answers' log-probabilities that the section `advantage` asks for."""
+        params = {"current": self.state["params"], "initial": self.reference}
+        policies = {name: params[name] for name in self.config.advantage.probed}
+        return with_golden_logprobs(self.learner, policies, groups, self.config.learner, self.model.tokenizer)
 
     def update(self, groups: list[Group], advantages: AdvantageResult) -> Updated:
         """One learner step on the groups' trajectories; ends the step."""
@@ -165,6 +185,7 @@ class Trainer:
         metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(untrained)} | learned.metrics
         if trained:
             metrics["actor/finite"] = float(self.learner.is_finite(self.state["params"]))
+        metrics |= self._note(groups)
         self.step += 1
         self.stream.commit()
         old = iter(
@@ -173,6 +194,19 @@ class Trainer:
         )
         logprobs = [[next(old) for _ in group.trajectories] for group in groups]
         return Updated(metrics, logprobs, sum(len(sample.tokens) for sample in trained))
+
+    def _note(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Tells the questions' order what the step's groups scored, those that were replaced too."""
+        metrics, replaced = {}, self.stream.replaced
+        for group in groups:
+            self.questions.note(group.question.id, [one.answer_score for one in group.trajectories])
+        for group in replaced:
+            self.questions.note(group.question.id, self._scores(group))
+        if self.config.rollout.replace_tied:
+            metrics["rollout/replaced_groups"] = float(len(replaced))
+        if self.config.data.has_curriculum:
+            metrics["rollout/resting_questions"] = float(self.questions.resting)
+        return metrics
 
     def publish(self) -> dict[str, float]:
         """Hands the policy to the sampler as version `step`.

@@ -11,7 +11,7 @@ from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 
 
-def make_turn(kind="search", think="", documents=(), num_tokens=1, num_observed=0) -> Turn:
+def make_turn(kind="search", think="", documents=(), num_tokens=1, num_observed=0, golden=-1.0) -> Turn:
     return Turn(
         kind=kind,
         token_ids=np.arange(num_tokens, dtype=np.int32),
@@ -19,6 +19,7 @@ def make_turn(kind="search", think="", documents=(), num_tokens=1, num_observed=
         think=think,
         documents=tuple(Document(id=document, title="", text="") for document in documents),
         observation_ids=np.full(num_observed, 7, np.int32),
+        golden_logprobs={"current": golden, "initial": golden / 2},
     )
 
 

@@ -22,6 +22,8 @@ CONFIGS = st.builds(
     normalize_std=st.booleans(),
     std_over=st.sampled_from(["group", "step"]),
     score_threshold=st.sampled_from([0.2, 0.5, 0.7]),
+    turn_weight=st.sampled_from([0.0, 0.5, 1.0]),
+    discount=st.sampled_from([0.5, 0.95, 1.0]),
     soft_penalty=st.booleans(),
     silver_threshold=st.sampled_from([0.0, 0.5, 0.7, 1.0]),
     correctness=st.sampled_from(["fraction", "max", "mean"]),
@@ -36,6 +38,7 @@ TURNS = st.fixed_dictionaries(
         "documents": st.lists(st.sampled_from("stuvwxyz"), max_size=3),
         "num_tokens": st.integers(0, 4),
         "num_observed": st.integers(0, 3),
+        "golden": st.sampled_from([-3.0, -1.0, -0.5, 0.0]),
     }
 )
 MEMBERS = st.tuples(SCORES, st.booleans(), st.lists(TURNS, max_size=5))

@@ -14,7 +14,7 @@ EXPECTED = {
         "policy.logprob_chunk", "policy.remat", "rollout.max_concurrency", "rollout.max_failed_share",
         "rollout.time_limit", "sampler", "retriever", "learner.microbatch_rows", "learner.row_length",
         "learner.row_widths", "learner.optimizer.offload", "sft", "checkpoint", "evaluate", "guards",
-        "export", "log",
+        "export", "log", "advantage.probes",
     ),
     Mark.LEARNED: (
         "sampler.name", "retriever.encoder", "retriever.topk", "retriever.retrieval_topk",
@@ -29,8 +29,8 @@ EXPECTED = {
     Mark.NO_ANSWER: (
         "rollout.questions_per_step", "rollout.group_size", "rollout.temperature",
         "rollout.max_concurrency", "rollout.max_failed_share", "rollout.time_limit",
-        "rollout.max_staleness", "retriever.url", "retriever.index", "retriever.timeout",
-        "retriever.patience", "retriever.start_timeout", "retriever.threads",
+        "rollout.max_staleness", "rollout.replace_tied", "retriever.url", "retriever.index",
+        "retriever.timeout", "retriever.patience", "retriever.start_timeout", "retriever.threads",
     ),
     Mark.PLACE: ("data", "policy.path", "policy.tokenizer", "run"),
 }  # fmt: skip

@@ -82,11 +82,14 @@ def training(tmp_path_factory):
             "max_prompt_length": 12,
             "max_length": 16,
             "max_failed_share": 0.5,
+            "replace_tied": 1,
         },
         prompt={"template": "{question}"},
         evaluate={"every": 1, "temperatures": [1.0]},
-        data={"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl")},
+        data={"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl"), "rest_above": 0.9},
+        reward={"overlong_penalty": 0.5, "overlong_until": 1000},
         checkpoint={"every": 0},
+        advantage={"probes": ["current", "initial"]},
     )
     rollouts = EventfulRollouts()
     console = Console(progress=False)

@@ -35,6 +35,7 @@ def search(think, *documents, **more):
         observation_ids=tokens(9, 9),
         observation_text=INFORMATION,
         policy_versions=(6,),
+        golden_logprobs={"current": -2.0 - len(think) / 7, "initial": -2.5},
         **more,
     )
 
@@ -49,6 +50,7 @@ def answer(text):
         answer=text,
         stop_reason="eos",
         policy_versions=(6, 7),
+        golden_logprobs={"current": -1 / 3, "initial": -2.0},
     )
 
 

@@ -166,7 +166,7 @@ def test_several_runs_and_their_mean(tmp_path, capsys):
 def test_whom_estimators_praise_and_blame(tmp_path, capsys):
     """Of the six searches two are good: the best trajectory's first, and the wrong one's, half forgiven."""
     keep(tmp_path, make_config())
-    names = "grpo,calibadv+rloo,querygroup,reinforce_plus_plus"
+    names = "grpo,calibadv+rloo,querygroup,reinforce_plus_plus,gigpo,mt_grpo,stepsearch,igpo,a2tgpo,tips"
     status, out, _ = call(tmp_path, "--estimators", names, capsys=capsys)
     assert status == 0
     lines = out.partition("whom estimators praise and blame\n")[2].splitlines()

@@ -7,6 +7,7 @@ import json
 import os
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from record_rig import keep, make_config, scored, unknown
@@ -204,6 +205,20 @@ def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
     keep(tmp_path, make_config())
     with pytest.raises(UserError, match="its schema_version is 2, this program reads 1"):
         read_step(find_step(tmp_path, 7))
+
+
+def test_an_older_file_knows_nothing_of_golden_answers(tmp_path):
+    groups, _, _ = keep(tmp_path, make_config())
+    path = find_step(tmp_path, 7)
+    table = pq.read_table(path)
+    rows = table.to_pylist(maps_as_pydicts="strict")
+    turn = SCHEMA.field("turns").type.value_type
+    older = pa.struct([field for field in turn if field.name != "golden_logprobs"])
+    schema = table.schema.set(table.schema.get_field_index("turns"), pa.field("turns", pa.list_(older)))
+    pq.write_table(pa.Table.from_pylist(rows, schema), path)
+    for group in read_step(path).groups:
+        assert all(one.golden_logprobs == {} for many in group.attempts for one in many.turns)
+    assert groups[0].trajectories[0].turns[0].golden_logprobs
 
 
 def test_a_step_that_is_not_kept_says_which_are(tmp_path):

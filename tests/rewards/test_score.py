@@ -51,6 +51,31 @@ def test_the_structured_answer_counts_not_the_text():
     assert score_trajectory(trajectory, RewardConfig(format=False)).answer_score == 0
 
 
+@pytest.mark.parametrize(("tokens", "penalty"), [(2, 0), (3, 0), (4, 0.1), (8, 0.5), (9, 0.5)])
+def test_a_long_trajectory_loses_evenly_more(tokens, penalty):
+    """Only what it sampled counts, not the two observed tokens; a wrong answer loses as much."""
+    config = RewardConfig(overlong_penalty=0.5, overlong_from=3, overlong_until=8)
+    for answer, score in (("Rome", 1), ("Milan", 0)):
+        one = attempt(answer)
+        one.turns[1].token_ids = np.arange(tokens - 2, dtype=np.int32)
+        score_trajectory(one, config, prepend_think=False)
+        assert one.answer_score == pytest.approx(score - penalty)
+        assert one.metrics["overlong_penalty"] == pytest.approx(penalty) and one.metrics["f1"] == score
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"overlong_penalty": 1},
+        {"overlong_penalty": 1, "overlong_from": 5, "overlong_until": 5},
+        {"overlong_until": 5},
+    ],
+)
+def test_a_penalty_without_a_range_is_refused(keys):
+    with pytest.raises(ValueError, match="overlong_from"):
+        RewardConfig(**keys)
+
+
 @pytest.mark.parametrize("answer", [None, "Rome"])
 def test_question_without_golden_answers(answer):
     with pytest.raises(ValueError, match="'empty' has no golden answers"):

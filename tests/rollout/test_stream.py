@@ -36,9 +36,18 @@ def question(number):
     return Question(f"q{number}", "?", ("x",), "test")
 
 
-def stream(background, staleness=0, per_step=PER_STEP, state=None):
+def stream(background, staleness=0, per_step=PER_STEP, state=None, tied=(), max_replaced=0):
+    """Groups of the numbers `tied` are."""
     drawn = 0 if state is None else state["asked"]
-    made = RolloutStream(background.begin, map(question, count(drawn)), per_step, staleness, 0.25)
+    made = RolloutStream(
+        background.begin,
+        map(question, count(drawn)),
+        per_step,
+        staleness,
+        0.25,
+        max_replaced,
+        lambda group: int(group.question.id[1:]) in tied,
+    )
     if state is not None:
         made.restore(state, {f"q{number}": question(number) for number in range(100)})
     return made
@@ -215,3 +224,66 @@ def test_a_question_whose_group_could_not_begin_is_not_lost():
     state = json.loads(json.dumps(first.state()))
     assert state == {"asked": 2, "pending": [[0, "q0"], [1, "q1"]]}
     assert ids(stream(Background(), state=state).take(0)) == ["q0", "q1", "q2"]
+
+
+@pytest.mark.parametrize(
+    ("max_replaced", "steps", "replaced"),
+    [
+        (0, [[0, 1, 2], [3, 4, 5]], [[], []]),
+        (1, [[1, 2, 3], [5, 6, 7]], [[0], [4]]),
+        (2, [[1, 3, 4], [6, 7, 8]], [[0, 2], [5]]),
+        (9, [[1, 3, 6], [7, 8, 9]], [[0, 2, 4, 5], []]),  # those that come instead are tied too
+    ],
+)
+def test_tied_groups_give_way_whatever_the_order(monkeypatch, max_replaced, steps, replaced):
+    for seed in range(5):
+        background = Background(finish_at_once=False)
+        rollouts = stream(background, tied={0, 2, 4, 5}, max_replaced=max_replaced)
+        rng = random.Random(seed)
+
+        def finish_one(*_, background=background, rng=rng):
+            waiting = [number for number, future in background.futures.items() if not future.done()]
+            background.finish(rng.choice(waiting))
+
+        monkeypatch.setattr("calibadv_jax.rollout.stream.wait", finish_one)
+        for step, (numbers, gone) in enumerate(zip(steps, replaced, strict=True)):
+            assert ids(rollouts.take(step)) == [f"q{number}" for number in numbers]
+            assert ids(rollouts.replaced) == [f"q{number}" for number in gone]
+            rollouts.commit()
+            assert rollouts.replaced == []
+        assert sorted(background.futures) == list(range(len(background.futures)))
+
+
+def test_a_step_that_was_not_trained_replaces_the_same_groups_again():
+    tied = {0, 2, 4}
+    first = stream(Background(), tied=tied, max_replaced=9)
+    assert ids(first.take(0)) == ["q1", "q3", "q5"]
+    state = json.loads(json.dumps(first.state()))
+    assert state == {"asked": 6, "pending": [[number, f"q{number}"] for number in range(6)]}
+    again = stream(Background(), state=state, tied=tied, max_replaced=9)
+    assert ids(again.take(0)) == ["q1", "q3", "q5"]
+    again.commit()
+    assert again.state() == {"asked": 6, "pending": []}
+    assert ids(again.take(1)) == ["q6", "q7", "q8"]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_replaced_groups_make_no_other_one_too_stale(staleness, monkeypatch):
+    background, started, seen = Background(finish_at_once=False), {}, []
+    rollouts = stream(background, staleness, tied=set(range(0, 300, 3)), max_replaced=2)
+    rng = random.Random(staleness)
+
+    def finish_one(*_):
+        for number in background.futures:
+            started.setdefault(number, step)
+        background.finish(rng.choice([n for n, future in background.futures.items() if not future.done()]))
+
+    monkeypatch.setattr("calibadv_jax.rollout.stream.wait", finish_one)
+    for step in range(30):
+        numbers = [int(one.question.id[1:]) for one in rollouts.take(step)]
+        gone = [int(one.question.id[1:]) for one in rollouts.replaced]
+        rollouts.commit()
+        assert len(numbers) == PER_STEP and len(gone) <= 2
+        assert all(step - started[number] <= staleness for number in numbers)
+        seen += numbers + gone
+    assert len(seen) == len(set(seen))

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, ValidationInfo, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION
+from calibadv_jax.config.sections.section import SECTION, Mark
 from calibadv_jax.core.own_function import is_address
 
 
@@ -17,8 +25,29 @@ class RewardConfig:
     """How the answer is compared with the golden answers; the best match counts."""
     format: bool = True
     """Multiply the answer reward by format validity (0 or 1)."""
+    overlong_penalty: NonNegativeFloat = 0.0
+    """What a trajectory with overlong_until sampled tokens or more loses (DAPO's soft punishment: 1);
+    0: off."""
+    overlong_from: NonNegativeInt = 0
+    """Sampled tokens from which a trajectory loses a part of overlong_penalty, which grows evenly."""
+    overlong_until: NonNegativeInt = 0
+    """Sampled tokens at which it loses all of it; above overlong_from."""
     shuffle: bool = False
     """Control experiment: permute the rewards of the step's trajectories, so that they carry no signal."""
+
+    @model_validator(mode="after")
+    def _penalty_has_a_range(self) -> RewardConfig:
+        if self.overlong_penalty and self.overlong_until <= self.overlong_from:
+            raise ValueError(
+                f"overlong_penalty is {self.overlong_penalty:g}, but overlong_until ({self.overlong_until})"
+                f" is not above overlong_from ({self.overlong_from}): set both, in tokens"
+            )
+        if not self.overlong_penalty and (self.overlong_from or self.overlong_until):
+            raise ValueError(
+                "overlong_from and overlong_until do nothing without overlong_penalty: set it, or leave them"
+                " out"
+            )
+        return self
 
 
 ESTIMATORS = (
@@ -33,7 +62,14 @@ ESTIMATORS = (
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "querygroup",
+    "gigpo",
+    "mt_grpo",
+    "stepsearch",
+    "igpo",
+    "a2tgpo",
+    "tips",
 )
+PROBED_BY = {"igpo": "current", "a2tgpo": "current", "tips": "initial"}  # under which policy
 CALIBRATED = "calibadv"
 OWN = "my_package.my_module:function"
 
@@ -51,13 +87,24 @@ class AdvantageConfig:
     base: Annotated[str, _choices(*ESTIMATORS)] = "grpo"
     """calibadv: the estimator whose advantages are calibrated; what `name` takes, but for calibadv."""
     normalize_std: bool = True
-    """grpo, grpo_neutral, grpo_acceptable, grpo_passk, querygroup: divide by the standard deviation of the
-    scores; false: centre only (Dr. GRPO)."""
+    """grpo, grpo_neutral, grpo_acceptable, grpo_passk, querygroup and those that compare turns: divide by the
+    standard deviation; false: centre only (Dr. GRPO)."""
     std_over: Literal["group", "step"] = "group"
     """With normalize_std: the standard deviation of each group, or that of all scores of the step."""
     score_threshold: float = Field(default=0.7, ge=0, le=1)
     """grpo_neutral, grpo_acceptable: lowest score at which a trajectory below its group's mean counts as
     nearly right."""
+    turn_weight: NonNegativeFloat = 1.0
+    """gigpo, mt_grpo, stepsearch, a2tgpo, tips: weight of what turns earn by themselves, beside GRPO's
+    advantage of their trajectory."""
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """gigpo, stepsearch, igpo, a2tgpo, tips: weight of the next turn's reward in a turn's sum (GiGPO's
+    authors: 0.95)."""
+    probes: Annotated[list[Literal["current", "initial"]], Mark.UNLEARNED] = Field(default_factory=list)
+    """Policies under which the golden answer's log-probability after every turn is computed and kept, though
+    the estimator does not need it, so that `calibadv audit` can show igpo and a2tgpo (current) and tips
+    (initial). The first takes the policy before the step's update, the second the one that the run began
+    with."""
     soft_penalty: bool = True
     """calibadv: make a negative advantage of a search turn smaller by its correctness."""
     softening: Literal["plain", "aggressive", "upper_limit", "reset"] = "plain"
@@ -65,7 +112,7 @@ class AdvantageConfig:
     from a correctness of 1/3; upper_limit: moved towards the group's largest advantage, by the correctness;
     reset: plain, and a positive advantage becomes 0 where all search turns of that number are correct."""
     silver_threshold: float = Field(default=0.7, ge=0, le=1)
-    """calibadv, querygroup: lowest answer score of a trajectory whose documents are silver."""
+    """calibadv, querygroup, stepsearch: lowest answer score of a trajectory whose documents are silver."""
     correctness: Literal["fraction", "max", "mean"] = "fraction"
     """calibadv, querygroup: how the correctness of a search turn follows from the silver documents that it
     found."""
@@ -95,6 +142,11 @@ class AdvantageConfig:
     def estimator(self) -> str:
         """Who makes the advantages, before any calibration."""
         return self.base if self.is_calibrated else self.name
+
+    @property
+    def probed(self) -> tuple[str, ...]:
+        """The policies that are asked for the golden answer's log-probability after every turn."""
+        return tuple(sorted({*self.probes, *filter(None, [PROBED_BY.get(self.estimator)])}))
 
     @field_validator("name", "base")
     @classmethod

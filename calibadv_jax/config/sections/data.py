@@ -31,6 +31,23 @@ class DataConfig:
     without them and says how many (verl: data.filter_overlong_prompts)."""
     shuffle: bool = True
     """Shuffle the training questions anew in every epoch."""
+    rest_above: float = Field(default=1.0, ge=0, le=1)
+    """Curriculum: a question whose trajectories had a higher mean score when it was last trained is left out
+    once, and then asked again; 1: none. A negative score counts as 0."""
+    rest_below: float = Field(default=0.0, ge=0, le=1)
+    """The same for a lower mean score; 0: none."""
+
+    @property
+    def has_curriculum(self) -> bool:
+        return self.rest_below > 0 or self.rest_above < 1
+
+    @model_validator(mode="after")
+    def _some_question_is_asked(self) -> DataConfig:
+        if self.rest_below >= self.rest_above:
+            raise ValueError(
+                f"rest_below is {self.rest_below:g}, but must be below rest_above ({self.rest_above:g})"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -51,6 +51,11 @@ class RolloutConfig:
     (sampler.name=vllm) and the loss must correct for it: loss.importance_cap above 0, or
     loss.old_logprobs=sampler."""
 
+    replace_tied: Annotated[NonNegativeInt, Mark.NO_ANSWER] = 0
+    """Largest number of further questions that a step asks in place of those whose trajectories all have the
+    same score, which teach nothing (dynamic sampling of DAPO); 0: none. If that is not enough, tied groups
+    fill the step."""
+
     @model_validator(mode="after")
     def _prompt_fits(self) -> RolloutConfig:
         if self.max_prompt_length >= self.max_length:

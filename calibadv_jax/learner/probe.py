@@ -1,0 +1,121 @@
+"""How likely a policy finds the golden answer after every turn: one packed forward pass.
+
+A trajectory up to a turn, an answer's beginning and the golden answer are a sample of their own, so that
+nothing leaks from one into another. What several trajectories share, such as the prompt, is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from calibadv_jax.advantages.turns import sampled_turns
+from calibadv_jax.config import LearnerConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import OPEN_THINK, neutralise
+from calibadv_jax.core.trajectory import Group, Question, Trajectory
+from calibadv_jax.learner.batching import Sample
+from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.step import sample_logprobs
+from calibadv_jax.policy.transformer import Params
+from calibadv_jax.rollout.observation import encode
+
+PROBE_TOKENS = 64  # that stand after a turn at most; a longer golden answer is cut
+BEGINNING = f"{OPEN_THINK}</think>\n<answer>"
+
+
+def with_golden_logprobs(
+    learner: Learner,
+    policies: Mapping[str, Params],
+    groups: Sequence[Group],
+    config: LearnerConfig,
+    tokenizer: Any,
+) -> tuple[list[Group], dict[str, float]]:
+    """Copies of the groups whose turns have `golden_logprobs` under each of these policies, and metrics.
+
+    Raises:
+        UserError: the tokenizer makes nothing of a question's golden answers.
+    """
+    probes: dict[bytes, int] = {}  # tokens of a sample -> its place
+    samples: list[Sample] = []
+    places: list[list[list[int]]] = []  # by group, trajectory and turn
+    for group in groups:
+        opening = next((one.opening for one in group.trajectories), "")
+        beginning, answer = _asked(group.question, tokenizer, opening)
+        places.append([])
+        for trajectory in group.trajectories:
+            found = []
+            for prefix in prefixes(trajectory):
+                tokens = np.concatenate([prefix, beginning, answer])
+                key = tokens.tobytes() + bytes([len(answer)])
+                if key not in probes:
+                    probes[key] = len(samples)
+                    samples.append(_sample(tokens, len(answer)))
+                found.append(probes[key])
+            places[-1].append(found)
+    if any(len(sample.tokens) > config.row_length for sample in samples):
+        config = replace(config, row_length=config.row_length + PROBE_TOKENS)
+    means = {
+        policy: [
+            float(values[sample.mask].mean(dtype=np.float64))
+            for sample, values in zip(samples, sample_logprobs(learner, params, samples, config), strict=True)
+        ]
+        for policy, params in policies.items()
+    }
+    return [
+        replace(
+            group,
+            trajectories=[
+                _with(one, [{policy: values[at] for policy, values in means.items()} for at in chosen])
+                for one, chosen in zip(group.trajectories, of_group, strict=True)
+            ],
+        )
+        for group, of_group in zip(groups, places, strict=True)
+    ], _metrics(places, means) | {"advantage/golden/tokens": float(sum(len(one.tokens) for one in samples))}
+
+
+def prefixes(trajectory: Trajectory) -> list[np.ndarray]:
+    """What stands before each turn up to the last sampled one, int32 [P + …]: the prompt, then more."""
+    found, parts = [], [trajectory.prompt_ids]
+    for turn in sampled_turns(trajectory):
+        found.append(np.concatenate(parts).astype(np.int32))
+        parts += [turn.token_ids, turn.observation_ids]
+    return found
+
+
+def _asked(question: Question, tokenizer: Any, opening: str) -> tuple[np.ndarray, np.ndarray]:
+    """The beginning of an answer, and the first golden answer of which the tokenizer makes tokens; int32."""
+    beginning = encode(tokenizer, BEGINNING.removeprefix(opening))
+    for golden in question.golden_answers:
+        if answer := encode(tokenizer, f" {neutralise(golden)}")[: max(1, PROBE_TOKENS - len(beginning))]:
+            return np.asarray(beginning, np.int32), np.asarray(answer, np.int32)
+    raise UserError(
+        f"question {question.id!r}: the tokenizer makes no token of its golden answers"
+        f" {list(question.golden_answers)}: leave the question out, or choose another advantage.name"
+    )
+
+
+def _sample(tokens: np.ndarray, count: int) -> Sample:
+    nothing = np.zeros(len(tokens), np.float32)
+    return Sample(tokens, np.arange(len(tokens)) >= len(tokens) - count, nothing, nothing)
+
+
+def _with(trajectory: Trajectory, known: Sequence[dict[str, float]]) -> Trajectory:
+    changed = [replace(turn, golden_logprobs=one) for turn, one in zip(trajectory.turns, known, strict=False)]
+    return replace(trajectory, turns=[*changed, *trajectory.turns[len(known) :]])
+
+
+def _metrics(
+    places: Sequence[Sequence[Sequence[int]]], means: Mapping[str, Sequence[float]]
+) -> dict[str, float]:
+    """Mean probability before the first and before the last turn, by policy."""
+    turns = [chosen for of_group in places for chosen in of_group if chosen]
+    return {
+        f"advantage/golden/{policy}/{name}": float(np.mean([np.exp(values[chosen[at]]) for chosen in turns]))
+        for policy, values in means.items()
+        for name, at in (("first", 0), ("last", -1))
+        if turns
+    }

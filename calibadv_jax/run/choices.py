@@ -1,0 +1,36 @@
+"""What a config chooses of rewards, credit, loss and questions, in words."""
+
+from __future__ import annotations
+
+from calibadv_jax.advantages.estimators import describe
+from calibadv_jax.config import Config
+from calibadv_jax.learner.losses import check_loss
+
+
+def describe_choices(config: Config) -> list[str]:
+    """Lines for people; of what is off by default only what is switched on.
+
+    Raises:
+        UserError: a function of the user's cannot be loaded, or takes other parameters.
+    """
+    return [*describe(config.advantage), *check_loss(config.loss), *_switched_on(config)]
+
+
+def _switched_on(config: Config) -> list[str]:
+    reward, data, lines = config.reward, config.data, []
+    if reward.overlong_penalty:
+        lines.append(
+            f"overlong penalty ON: from {reward.overlong_from} sampled tokens the score falls evenly, by"
+            f" {reward.overlong_penalty:g} at {reward.overlong_until} and beyond"
+        )
+    if config.rollout.replace_tied:
+        lines.append(
+            f"dynamic sampling ON: a step asks up to {config.rollout.replace_tied} further questions in place"
+            " of those whose trajectories all have the same score"
+        )
+    if data.has_curriculum:
+        lines.append(
+            "curriculum ON: a question is left out once after its trajectories had a mean score below"
+            f" {data.rest_below:g} or above {data.rest_above:g}"
+        )
+    return lines

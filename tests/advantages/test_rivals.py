@@ -1,0 +1,173 @@
+"""Estimators that give turns credit of their own, by hand on small groups."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from calibadv_jax.advantages.estimators import compute_advantages, describe
+from calibadv_jax.advantages.turns import standardised, to_go
+from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Document, Group
+
+RIVALS = ("gigpo", "mt_grpo", "stepsearch", "igpo", "a2tgpo", "tips")
+HALF = 1 / math.sqrt(2)  # of two values x > y: (x - mean) / std
+
+
+def turns_of(name, group, **settings):
+    """Advantages of the turns of each trajectory; centred only, unless settings say otherwise."""
+    config = AdvantageConfig(**{"name": name, "normalize_std": False} | settings)
+    (credit,) = compute_advantages([group], config).credits
+    return [turns.tolist() for turns in credit.turns]
+
+
+def close(found, expected):
+    assert [len(one) for one in found] == [len(one) for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def searching(build):
+    """A group of (score, [document ids of each search]); then comes an answer turn."""
+
+    def searching(*members, golden=None, **question):
+        made = build.group(
+            *(
+                (score, True, [*(build.turn(documents=ids) for ids in searches), build.turn("answer")])
+                for score, searches in members
+            )
+        )
+        asked = made.question.__class__("q", "?", ("gold",), "test", **question)
+        for one in made.trajectories:
+            one.question = asked
+        for one, values in zip(made.trajectories, golden or [], strict=bool(golden)):
+            for turn, value in zip(one.turns, values, strict=True):
+                turn.golden_logprobs = {"current": math.log(value), "initial": value}
+        return Group(asked, made.trajectories)
+
+    return searching
+
+
+def test_gigpo_compares_turns_before_which_the_same_was_shown(searching):
+    group = searching((1.0, ["x"]), (0.0, ["x"]), (0.0, ["y"]))
+    for one, shown in zip(group.trajectories, (1, 1, 2), strict=True):
+        one.turns[0].observation_ids = np.array([shown], np.int32)
+    # Returns 1/2 and 0 after the prompt, 1 and 0 after the first observation; the other one is alone.
+    whole = [2 / 3, -1 / 3, -1 / 3]
+    expected = [[whole[0] + 1 / 3, whole[0] + 1 / 2], [whole[1] - 1 / 6, whole[1] - 1 / 2]]
+    expected.append([whole[2] - 1 / 6, whole[2]])
+    close(turns_of("gigpo", group, discount=0.5), expected)
+    spread = turns_of("gigpo", group, discount=0.5, normalize_std=True, turn_weight=2)
+    grpo = [2 / math.sqrt(3), -1 / math.sqrt(3), -1 / math.sqrt(3)]
+    close(
+        spread, [[3 * grpo[0], grpo[0] + 2 * HALF], [3 * grpo[1], grpo[1] - 2 * HALF], [3 * grpo[2], grpo[2]]]
+    )
+
+
+def test_the_first_state_is_no_empty_observation(searching):
+    """The second turn of the first trajectory saw nothing new; its peers are no first turns."""
+    group = searching((1.0, [[]]), (0.0, []))
+    close(turns_of("gigpo", group), [[1.0, 0.5], [-1.0]])
+
+
+def test_mt_grpo_praises_turns_that_show_a_golden_answer(searching):
+    group = searching((1.0, ["a", "b"]), (0.0, ["c", "d"]), (0.5, ["e"]))
+    first = group.trajectories[0].turns[0]
+    first.documents = (Document("a", "The Gold!", "of it"), Document("z", "", ""))
+    group.trajectories[1].turns[0].documents = (Document("c", "marigolds", "golden"),)  # other words
+    close(turns_of("mt_grpo", group), [[0.5 + 2 / 3, 0.5, 0.5], [-0.5 - 1 / 3] + [-0.5] * 2, [-1 / 3, 0.0]])
+
+
+def test_stepsearch_pays_new_wanted_documents_and_charges_those_seen(searching):
+    group = searching(
+        (1.0, [["s", "x"], ["t", "x"]]),  # 1/2, then 1/2 - 1/2
+        (0.0, [["x", "y"], ["x", "y"]]),  # 0, then -1
+        supporting_ids=("s", "t"),
+    )
+    sums = [[0.5, 0.0], [-1.0, -1.0]]
+    expected = [[0.5 + (sums[0][k] - sums[1][k]) / 2 for k in (0, 1)] + [0.5]]
+    expected.append([-0.5 + (sums[1][k] - sums[0][k]) / 2 for k in (0, 1)] + [-0.5])
+    close(turns_of("stepsearch", group), expected)
+    # Where the question names none, the winner's documents are wanted: s, x, t.
+    bare = searching((1.0, [["s", "x"], ["t", "x"]]), (0.0, [["x", "y"], ["x", "y"]]))
+    sums = [[2 / 3 + 1 / 3 - 1 / 2, 1 / 3 - 1 / 2], [1 / 3 - 1, -1.0]]
+    expected = [[0.5 + (sums[0][k] - sums[1][k]) / 2 for k in (0, 1)] + [0.5]]
+    expected.append([-0.5 + (sums[1][k] - sums[0][k]) / 2 for k in (0, 1)] + [-0.5])
+    close(turns_of("stepsearch", bare), expected)
+
+
+def test_igpo_standardises_gains_and_scores_together(searching):
+    group = searching((1.0, [[], []]), (0.0, [[]]), golden=[[0.25, 0.75, 0.5], [0.25, 0.5]])
+    rewards = np.array([0.5, -0.25, 1.0, 0.25, 0.0])
+    spread = (rewards - rewards.mean()) / rewards.std(ddof=1)
+    for discount in (1.0, 0.5):
+        one = [spread[0] + discount * (spread[1] + discount * spread[2]), spread[1] + discount * spread[2]]
+        expected = [[*one, spread[2]], [spread[3] + discount * spread[4], spread[4]]]
+        close(turns_of("igpo", group, discount=discount, normalize_std=True), expected)
+
+
+def test_a2tgpo_compares_gains_of_one_number_and_divides_by_the_root_of_the_terms(searching):
+    group = searching((1.0, [[], []]), (0.0, [[], []]), golden=[[0.25, 0.75, 0.5], [0.25, 0.5, 0.75]])
+    first, second = (0.5 - 0.25) / 2, (-0.25 - 0.25) / 2
+    part = [(first + second) / math.sqrt(2), second, 0.0]
+    close(turns_of("a2tgpo", group), [[0.5 + one for one in part], [-0.5 - one for one in part]])
+
+
+def test_tips_sums_the_initial_policys_gains(searching):
+    group = searching((1.0, [[], []]), (0.0, [[], []]), golden=[[0.1, 0.2, 0.9], [0.1, 0.4, 0.3]])
+    sums = [[0.1 + 0.5 * 0.7, 0.7], [0.3 - 0.5 * 0.1, -0.1]]
+    part = [(sums[0][k] - sums[1][k]) / 2 for k in (0, 1)] + [0.0]
+    close(
+        turns_of("tips", group, discount=0.5),
+        [[0.5 + one for one in part], [-0.5 - one for one in part]],
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in RIVALS if name != "igpo"])
+def test_without_weight_it_is_grpo(searching, name):
+    group = searching(
+        (1.0, [["a"], []]), (0.2, [["b"]]), (0.0, []), golden=[[0.1, 0.3, 0.2], [0.1, 0.4], [1]]
+    )
+    close(turns_of(name, group, turn_weight=0), turns_of("grpo", group))
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_equal_trajectories_get_exactly_nothing(searching, name):
+    golden = [[0.3, 0.7, 0.7]] * 3 if name != "igpo" else [[0.3, 0.3, 0.3]] * 3
+    score = 0.0 if name == "igpo" else 2 / 3
+    group = searching(*[(score, [["a", "b"], ["a"]])] * 3, golden=golden)
+    assert turns_of(name, group, normalize_std=True) == [[0.0] * 3] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), [("igpo", "current"), ("a2tgpo", "current"), ("tips", "initial")]
+)
+def test_what_was_not_kept_is_one_line(searching, name, policy):
+    group = searching((1.0, [["a"]]), (0.0, []))
+    group.trajectories[0].turns[1].golden_logprobs.pop(policy)
+    with pytest.raises(
+        UserError, match=rf"^question 'q': .*{name}.* train with advantage.probes='\[{policy}\]'"
+    ):
+        turns_of(name, group)
+    assert turns_of("mt_grpo", group)
+
+
+def test_what_is_probed_follows_the_estimator():
+    assert AdvantageConfig().probed == ()
+    assert AdvantageConfig(name="igpo").probed == AdvantageConfig(base="a2tgpo").probed == ("current",)
+    assert AdvantageConfig(name="tips", probes=["current"]).probed == ("current", "initial")
+    assert AdvantageConfig(name="grpo", base="igpo").probed == ()
+    assert "under the initial policy" in describe(AdvantageConfig(name="tips"))[-1]
+    assert not any("golden answers:" in line for line in describe(AdvantageConfig(name="mt_grpo")))
+
+
+def test_the_steps():
+    assert to_go(np.array([1.0, 2.0, 4.0]), 0.5).tolist() == [3.0, 4.0, 4.0]
+    assert to_go(np.zeros(0), 0.5).tolist() == []
+    values = [np.array([1.0, 5.0]), np.array([3.0])]
+    config = AdvantageConfig(normalize_std=False)
+    assert [one.tolist() for one in standardised(values, ["ab", "a"], config)] == [[-1, 0], [1]]

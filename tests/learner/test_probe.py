@@ -1,0 +1,130 @@
+"""The golden answer's probability after every turn, against one forward pass for each prefix by itself."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny_policy import GROUPED, Letters
+
+from calibadv_jax.config import LearnerConfig, MeshConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
+from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.probe import BEGINNING, PROBE_TOKENS, prefixes, with_golden_logprobs
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+
+VOCAB = 128
+TEMPERATURE = 0.5
+
+
+@pytest.fixture(scope="module")
+def learner():
+    policy = Policy(architecture_from_hf(GROUPED | {"vocab_size": VOCAB}), Numerics())
+    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    return Learner(policy, optax.sgd(0.1), mesh, 2, TEMPERATURE)
+
+
+@pytest.fixture(scope="module")
+def policies(learner):
+    return {name: init_params(learner.policy, learner.mesh, seed) for seed, name in enumerate("ab")}
+
+
+def make_group(number, golden=("Ann", "Bo"), turns=(2, 1, 0), seed=0):
+    """Trajectories of one prompt with so many searches and an answer; a turn without tokens comes last."""
+    rng = np.random.default_rng(seed + number)
+    question = Question(f"q{number}", "?", golden, "toy")
+
+    def ids(count):
+        return rng.integers(0, VOCAB, count).astype(np.int32)
+
+    prompt = ids(5)
+    trajectories = [
+        Trajectory(
+            question,
+            prompt,
+            [
+                *(Turn("search", ids(3), np.zeros(3), observation_ids=ids(4)) for _ in range(searches)),
+                Turn("answer", ids(2), np.zeros(2)),
+                Turn("unfinished", ids(0), np.zeros(0)),
+            ],
+            index,
+        )
+        for index, searches in enumerate(turns)
+    ]
+    return Group(question, trajectories)
+
+
+def alone(learner, params, prefix, answer, beginning=BEGINNING):
+    """Mean log-probability of the answer's tokens, computed by itself."""
+    asked = [ord(letter) for letter in beginning]
+    tokens = np.array([[*prefix, *asked, *(ord(letter) for letter in answer)]], np.int32)
+    decoder = learner.policy.merge(params)
+    hidden = decoder(tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], jnp.ones_like(tokens))
+    table = np.asarray(jax.nn.log_softmax(decoder.logits(hidden) / TEMPERATURE))[0]
+    places = np.arange(tokens.shape[1] - len(answer), tokens.shape[1])
+    return float(np.mean(table[places - 1, tokens[0, places]], dtype=np.float64))
+
+
+def known(group, policy):
+    return [[turn.golden_logprobs.get(policy) for turn in one.turns] for one in group.trajectories]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("row_length", "prepend_think"), [(128, False), (40, True)])
+def test_every_turn_has_the_answers_probability_and_nothing_leaks(
+    learner, policies, row_length, prepend_think
+):
+    """Rows that hold several prefixes, and rows that are too short for the longest ones."""
+    groups = [make_group(0), make_group(1, golden=("Cy",), turns=(1,))]
+    config = LearnerConfig(row_length=row_length, row_widths=2)
+    found, metrics = with_golden_logprobs(learner, policies, groups, config, Letters(), prepend_think)
+    beginning = BEGINNING.removeprefix("<think>") if prepend_think else BEGINNING
+    first, last = [], []
+    for group, answer in zip(found, (" Ann", " Cy"), strict=True):
+        for one in group.trajectories:
+            for policy, params in policies.items():
+                values = [turn.golden_logprobs.get(policy) for turn in one.turns]
+                assert values.pop() is None  # nothing was sampled in it
+                expected = [alone(learner, params, prefix, answer, beginning) for prefix in prefixes(one)]
+                np.testing.assert_allclose(values, expected, rtol=1e-4)
+                if policy == "a":
+                    first.append(np.exp(values[0]))
+                    last.append(np.exp(values[-1]))
+    assert metrics["advantage/golden/a/first"] == pytest.approx(np.mean(first))
+    assert metrics["advantage/golden/a/last"] == pytest.approx(np.mean(last))
+    # Of the first group 1 prompt, 3 longer prefixes; of the second a prompt and one more.
+    tokens = sum(len(beginning) + extra for extra in (5 + 4, 12 + 4, 19 + 4, 12 + 4, 5 + 3, 12 + 3))
+    assert metrics["advantage/golden/tokens"] == tokens
+    assert not any(
+        turn.golden_logprobs for group in groups for one in group.trajectories for turn in one.turns
+    )
+
+
+@pytest.mark.medium
+def test_a_long_answer_is_cut_and_one_without_tokens_gives_way(learner, policies):
+    class Deaf(Letters):
+        def encode(self, text, add_special_tokens):
+            return [] if "mute" in text else super().encode(text, add_special_tokens)
+
+    group, params = make_group(0, ("mute", "x" * 200), (0,)), policies["a"]
+    config = LearnerConfig(row_length=80)
+    (found,), metrics = with_golden_logprobs(learner, {"a": params}, [group], config, Deaf(), False)
+    kept = PROBE_TOKENS - len(BEGINNING)
+    expected = alone(learner, params, group.trajectories[0].prompt_ids, " " + "x" * (kept - 1))
+    assert known(found, "a")[0] == [pytest.approx(expected, rel=1e-4), None]
+    assert metrics["advantage/golden/tokens"] == 5 + PROBE_TOKENS
+    with pytest.raises(UserError, match="question 'q0': the tokenizer makes no token of its golden answers"):
+        with_golden_logprobs(learner, {}, [make_group(0, ("mute",))], config, Deaf(), False)
+
+
+def test_a_step_of_which_nothing_was_sampled(learner, policies):
+    group = make_group(0, turns=(0,))
+    group.trajectories[0].turns = []
+    config = LearnerConfig(row_length=80)
+    (found,), metrics = with_golden_logprobs(learner, policies, [group], config, Letters(), False)
+    assert found.trajectories[0].turns == [] and metrics == {"advantage/golden/tokens": 0}

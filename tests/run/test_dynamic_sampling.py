@@ -1,0 +1,79 @@
+"""Training with tied groups replaced, and with a curriculum: the same questions, resumed or not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from trainer_rig import (
+    ScriptedRollouts,
+    make_config,
+    rows,
+    run,
+    shared_programs,  # noqa: F401
+)
+
+from calibadv_jax.core.trajectory import Turn
+from calibadv_jax.record.reader import find_step, read_step
+
+pytestmark = pytest.mark.medium
+
+
+class SomeTied(ScriptedRollouts):
+    """Groups 0, 3, 4 and 9 are wrong throughout; group 2 is right throughout."""
+
+    answers = dict.fromkeys((0, 3, 4, 9), "no") | {2: "yes"}
+
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        if number in self.answers and not future.exception():
+            for one in future.result().trajectories:
+                one.turns[-1] = said(one.turns[-1], self.answers[number])
+        return future
+
+
+def said(turn, answer):
+    text = f"<think>t</think><answer>{answer}</answer>"
+    return Turn("answer", turn.token_ids, turn.logprobs, text=text, answer=answer)
+
+
+def config_of(folder, **data):
+    return make_config(folder, rollout={"replace_tied": 2}, data=data)
+
+
+def asked(folder, step):
+    return [group.question.id for group in read_step(find_step(folder, step)).groups]
+
+
+def test_tied_groups_are_replaced_and_a_resumed_run_replaces_the_same(tmp_path):
+    whole = run(config_of(tmp_path / "a"), SomeTied(), tmp_path / "a")
+    assert [number for number, _ in whole.begun] == list(range(12))
+    # Step 1: 0 gives way to 2, and that to 3, which is tied too, but then two were replaced.
+    found = rows(tmp_path / "a")
+    assert [row["rollout/replaced_groups"] for row in found] == [2, 1, 0, 1]
+    assert [row["group/tied"] for row in found] == [0.5, 0, 0, 0]
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        run(config_of(tmp_path / "b"), SomeTied(fails_at=10), tmp_path / "b")
+    second = run(config_of(tmp_path / "b"), SomeTied(), tmp_path / "b")
+    assert rows(tmp_path / "b") == found
+    assert second.begun == whole.begun[9:]
+    np.testing.assert_equal(second.loaded[-1][1], whole.loaded[-1][1])
+
+
+def test_questions_of_the_curriculum_rest_and_a_resumed_run_knows_them(tmp_path):
+    data = {"shuffle": False, "rest_below": 0.2, "rest_above": 0.9}
+    whole = run(config_of(tmp_path / "a", **data), SomeTied(), tmp_path / "a")
+    # Of seven questions q0, q2, q3 and q4 were wrong or right throughout and rest in the second epoch.
+    assert [name for _, name in whole.begun] == [f"q{number}" for number in (*range(7), 1, 5, 6, 0, 1)]
+    assert [row["rollout/resting_questions"] for row in rows(tmp_path / "a")] == [3, 4, 0, 1]
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        run(config_of(tmp_path / "b", **data), SomeTied(fails_at=8), tmp_path / "b")
+    run(config_of(tmp_path / "b", **data), SomeTied(), tmp_path / "b")
+    assert rows(tmp_path / "b") == rows(tmp_path / "a")
+    for step in range(1, 5):
+        assert asked(tmp_path / "a", step) == asked(tmp_path / "b", step)
+
+
+def test_both_are_off_by_default(tmp_path):
+    rollouts = run(make_config(tmp_path), SomeTied(), tmp_path)
+    assert [number for number, _ in rollouts.begun] == list(range(8))
+    assert not {"rollout/replaced_groups", "rollout/resting_questions"} & rows(tmp_path)[0].keys()
