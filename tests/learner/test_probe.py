@@ -75,15 +75,15 @@ def known(group, policy):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("row_length", "prepend_think"), [(128, False), (40, True)])
-def test_every_turn_has_the_answers_probability_and_nothing_leaks(
-    learner, policies, row_length, prepend_think
-):
+@pytest.mark.parametrize(("row_length", "opening"), [(128, ""), (40, "<think>")])
+def test_every_turn_has_the_answers_probability_and_nothing_leaks(learner, policies, row_length, opening):
     """Rows that hold several prefixes, and rows that are too short for the longest ones."""
     groups = [make_group(0), make_group(1, golden=("Cy",), turns=(1,))]
+    for one in (trajectory for group in groups for trajectory in group.trajectories):
+        one.opening = opening
     config = LearnerConfig(row_length=row_length, row_widths=2)
-    found, metrics = with_golden_logprobs(learner, policies, groups, config, Letters(), prepend_think)
-    beginning = BEGINNING.removeprefix("<think>") if prepend_think else BEGINNING
+    found, metrics = with_golden_logprobs(learner, policies, groups, config, Letters())
+    beginning = BEGINNING.removeprefix(opening)
     first, last = [], []
     for group, answer in zip(found, (" Ann", " Cy"), strict=True):
         for one in group.trajectories:
@@ -113,18 +113,18 @@ def test_a_long_answer_is_cut_and_one_without_tokens_gives_way(learner, policies
 
     group, params = make_group(0, ("mute", "x" * 200), (0,)), policies["a"]
     config = LearnerConfig(row_length=80)
-    (found,), metrics = with_golden_logprobs(learner, {"a": params}, [group], config, Deaf(), False)
+    (found,), metrics = with_golden_logprobs(learner, {"a": params}, [group], config, Deaf())
     kept = PROBE_TOKENS - len(BEGINNING)
     expected = alone(learner, params, group.trajectories[0].prompt_ids, " " + "x" * (kept - 1))
     assert known(found, "a")[0] == [pytest.approx(expected, rel=1e-4), None]
     assert metrics["advantage/golden/tokens"] == 5 + PROBE_TOKENS
     with pytest.raises(UserError, match="question 'q0': the tokenizer makes no token of its golden answers"):
-        with_golden_logprobs(learner, {}, [make_group(0, ("mute",))], config, Deaf(), False)
+        with_golden_logprobs(learner, {}, [make_group(0, ("mute",))], config, Deaf())
 
 
 def test_a_step_of_which_nothing_was_sampled(learner, policies):
     group = make_group(0, turns=(0,))
     group.trajectories[0].turns = []
     config = LearnerConfig(row_length=80)
-    (found,), metrics = with_golden_logprobs(learner, policies, [group], config, Letters(), False)
+    (found,), metrics = with_golden_logprobs(learner, policies, [group], config, Letters())
     assert found.trajectories[0].turns == [] and metrics == {"advantage/golden/tokens": 0}

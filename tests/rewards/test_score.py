@@ -58,7 +58,7 @@ def test_a_long_trajectory_loses_evenly_more(tokens, penalty):
     for answer, score in (("Rome", 1), ("Milan", 0)):
         one = attempt(answer)
         one.turns[1].token_ids = np.arange(tokens - 2, dtype=np.int32)
-        score_trajectory(one, config, prepend_think=False)
+        one = score_trajectory(one, config)
         assert one.answer_score == pytest.approx(score - penalty)
         assert one.metrics["overlong_penalty"] == pytest.approx(penalty) and one.metrics["f1"] == score
 
