@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from retriever.errors import RetrieverError, require
+from retriever.errors import require, status_of
 from retriever.options import BUILT, INSTALL, add_build, add_source, given_build
 
 
@@ -20,26 +20,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(argv)
-    try:
-        require("scipy", INSTALL)
-        # Not above: --help answers at once, and where nothing but the base packages is installed.
-        from retriever.corpus.passages import load_corpus
-        from retriever.indexing.builder import build_index
-        from retriever.indexing.options import BuildOptions
+def run(arguments: argparse.Namespace) -> None:
+    require("scipy", INSTALL)
+    # Not above: --help answers at once, and where nothing but the base packages is installed.
+    from retriever.corpus.passages import load_corpus
+    from retriever.indexing.builder import build_index
+    from retriever.indexing.options import BuildOptions
 
-        corpus = load_corpus(arguments.corpus_path)
-        build_index(
-            corpus,
-            arguments.index_path,
-            BuildOptions(arguments.retriever_name, arguments.retriever_model, **given_build(arguments)),
-        )
-    except RetrieverError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    corpus = load_corpus(arguments.corpus_path)
+    options = BuildOptions(arguments.retriever_name, arguments.retriever_model, **given_build(arguments))
+    build_index(corpus, arguments.index_path, options)
     sys.stdout.write(f"{len(corpus)} passages indexed in {arguments.index_path}\n")
-    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return status_of(lambda: run(parse(argv)))
 
 
 if __name__ == "__main__":

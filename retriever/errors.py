@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable
 from typing import Any
 
 REASON_LENGTH = 160  # characters shown of another library's message
@@ -14,6 +16,16 @@ class RetrieverError(Exception):
 
 class Unavailable(RetrieverError):
     """Another service does not answer now; the same call may succeed later."""
+
+
+def status_of(work: Callable[[], object]) -> int:
+    """Does a command's work: 0, or 2 after an error, which is said in one line."""
+    try:
+        work()
+    except RetrieverError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
 
 
 def require(module: str, advice: str) -> Any:

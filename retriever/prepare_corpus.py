@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from retriever.errors import RetrieverError
+from retriever.errors import status_of
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -28,23 +28,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(argv)
-    try:
-        # Not above: --help answers at once, and where nothing is installed.
-        from retriever.corpus.prepare import prepare_corpus
+def run(arguments: argparse.Namespace) -> None:
+    # Not above: --help answers at once, and where nothing is installed.
+    from retriever.corpus.prepare import prepare_corpus
 
-        report = prepare_corpus(
-            arguments.inputs, arguments.output, arguments.number_ids, arguments.drop_duplicates
-        )
-    except RetrieverError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    report = prepare_corpus(
+        arguments.inputs, arguments.output, arguments.number_ids, arguments.drop_duplicates
+    )
     dropped = "".join(f", {count} dropped ({why})" for why, count in sorted(report.dropped.items()))
     sys.stdout.write(
         f"{report.read} passages read{dropped}, {report.written} written to {arguments.output}\n"
     )
-    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return status_of(lambda: run(parse(argv)))
 
 
 if __name__ == "__main__":

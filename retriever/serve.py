@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 import sys
 
-from retriever.errors import RetrieverError, require
+from retriever.errors import require, status_of
 from retriever.options import INSTALL, parse
 
 
-def main(argv: list[str] | None = None) -> int:
-    try:
-        arguments = parse(argv)
-        _one_thread_an_operation(is_asked=arguments.threads > 0)
-        for package in ("fastapi", "uvicorn", "prometheus_client", "scipy"):
-            require(package, INSTALL)
-        from retriever.service.web.server import run
+def run(argv: list[str] | None) -> None:
+    arguments = parse(argv)
+    _one_thread_an_operation(is_asked=arguments.threads > 0)
+    for package in ("fastapi", "uvicorn", "prometheus_client", "scipy"):
+        require(package, INSTALL)
+    from retriever.service.web import server
 
-        run(arguments)
-    except RetrieverError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+    server.run(arguments)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return status_of(lambda: run(argv))
 
 
 def _one_thread_an_operation(is_asked: bool) -> None:

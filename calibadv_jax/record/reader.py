@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,13 +71,8 @@ def read_columns(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         UserError: the file is missing, damaged or of another version.
     """
     _check(path)
-    try:
-        with pq.ParquetFile(path) as file:
-            return file.read(columns=None if columns is None else list(columns))
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(
-            f"{path}: cannot be read ({' '.join(str(error).split())}); remove the file"
-        ) from error
+    with _readable(path), pq.ParquetFile(path) as file:
+        return file.read(columns=None if columns is None else list(columns))
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -88,8 +84,14 @@ def read_metadata(path: Path) -> dict[str, str]:
     Raises:
         UserError: as `read_step`.
     """
-    try:
+    with _readable(path):
         return _text(pq.read_schema(path).metadata)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError as error:
         raise UserError(
             f"{path}: no such file of trajectories; a run with log.rollouts keeps them"
