@@ -108,7 +108,7 @@ def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
         figure.subplots_adjust(
             LEFT / WIDTH, BOTTOM / height, right / WIDTH, 1 - TOP / height, 0, GAP / axes_height
         )
-        column = figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0]
+        column: list[Axes] = list(figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0])
         for axes, panel in zip(column, panels, strict=True):
             _panel(axes, panel, chart, names, span)
         corner = {"textcoords": "offset points", "color": MUTED, "fontsize": SMALL_TEXT}
