@@ -16,7 +16,7 @@ from calibadv_jax.advantages.turns import sampled_turns
 from calibadv_jax.config import LearnerConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import OPEN_THINK, neutralise
-from calibadv_jax.core.trajectory import Group, Question, Trajectory
+from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.step import sample_logprobs
@@ -43,10 +43,9 @@ def with_golden_logprobs(
     samples: list[Sample] = []
     places: list[list[list[int]]] = []  # by group, trajectory and turn
     for group in groups:
-        opening = next((one.opening for one in group.trajectories), "")
-        beginning, answer = _asked(group.question, tokenizer, opening)
         places.append([])
         for trajectory in group.trajectories:
+            beginning, answer = _asked(trajectory, tokenizer)
             found = []
             for prefix in prefixes(trajectory):
                 tokens = np.concatenate([prefix, beginning, answer])
@@ -86,9 +85,10 @@ def prefixes(trajectory: Trajectory) -> list[np.ndarray]:
     return found
 
 
-def _asked(question: Question, tokenizer: Any, opening: str) -> tuple[np.ndarray, np.ndarray]:
+def _asked(trajectory: Trajectory, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
     """The beginning of an answer, and the first golden answer of which the tokenizer makes tokens; int32."""
-    beginning = encode(tokenizer, BEGINNING.removeprefix(opening))
+    question = trajectory.question
+    beginning = encode(tokenizer, BEGINNING.removeprefix(trajectory.opening))
     for golden in question.golden_answers:
         if answer := encode(tokenizer, f" {neutralise(golden)}")[: max(1, PROBE_TOKENS - len(beginning))]:
             return np.asarray(beginning, np.int32), np.asarray(answer, np.int32)

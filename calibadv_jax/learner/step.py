@@ -105,7 +105,11 @@ def learn(
 def sample_logprobs(
     learner: Updater, params: Params, samples: Sequence[Sample], config: LearnerConfig
 ) -> list[np.ndarray]:
-    """A policy's log-probabilities: float32 [T] of each sample."""
+    """A policy's log-probability of every token, float32 [T] of each sample, 0 at its first.
+
+    Raises:
+        ValueError: a sample is longer than `config.row_length`.
+    """
     return _computed(learner, params, Rows(samples, _shapes(learner, config)))
 
 

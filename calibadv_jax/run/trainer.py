@@ -176,9 +176,8 @@ class Trainer:
         samples = [make_sample(one, values) for one, values in zip(trajectories, per_token, strict=True)]
         rate = float(self.schedule(int(self.state["updates"])))
         rng = random_state(self.seed, self.step, "minibatches")
-        learned = learn(
-            self.learner, self.state, samples, self.config.learner, self.loss, rng, self.reference
-        )
+        reference = self.reference if self.config.loss.kl_coef else None
+        learned = learn(self.learner, self.state, samples, self.config.learner, self.loss, rng, reference)
         self.state = learned.state
         trained = [sample for sample in samples if sample.mask.any()]
         untrained = sum(len(group.attempts) for group in groups) - len(trained)

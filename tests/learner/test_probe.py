@@ -34,7 +34,7 @@ def policies(learner):
     return {name: init_params(learner.policy, learner.mesh, seed) for seed, name in enumerate("ab")}
 
 
-def make_group(number, golden=("Ann", "Bo"), turns=(2, 1, 0), seed=0):
+def make_group(number, golden=("Ann", "Bo"), turns=(2, 1, 0), seed=0, opening=""):
     """Trajectories of one prompt with so many searches and an answer; a turn without tokens comes last."""
     rng = np.random.default_rng(seed + number)
     question = Question(f"q{number}", "?", golden, "toy")
@@ -53,6 +53,7 @@ def make_group(number, golden=("Ann", "Bo"), turns=(2, 1, 0), seed=0):
                 Turn("unfinished", ids(0), np.zeros(0)),
             ],
             index,
+            opening=opening,
         )
         for index, searches in enumerate(turns)
     ]
@@ -78,9 +79,7 @@ def known(group, policy):
 @pytest.mark.parametrize(("row_length", "opening"), [(128, ""), (40, "<think>")])
 def test_every_turn_has_the_answers_probability_and_nothing_leaks(learner, policies, row_length, opening):
     """Rows that hold several prefixes, and rows that are too short for the longest ones."""
-    groups = [make_group(0), make_group(1, golden=("Cy",), turns=(1,))]
-    for one in (trajectory for group in groups for trajectory in group.trajectories):
-        one.opening = opening
+    groups = [make_group(0, opening=opening), make_group(1, golden=("Cy",), turns=(1,), opening=opening)]
     config = LearnerConfig(row_length=row_length, row_widths=2)
     found, metrics = with_golden_logprobs(learner, policies, groups, config, Letters())
     beginning = BEGINNING.removeprefix(opening)
