@@ -111,7 +111,7 @@ def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
         column: list[Axes] = list(figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0])
         for axes, panel in zip(column, panels, strict=True):
             _panel(axes, panel, chart, names, span)
-        corner = {"textcoords": "offset points", "color": MUTED, "fontsize": SMALL_TEXT}
+        corner: dict[str, Any] = {"textcoords": "offset points", "color": MUTED, "fontsize": SMALL_TEXT}
         column[0].annotate(chart.figure.unit, (0, 1), (4 - LEFT, 8), "axes fraction", **corner)
         column[-1].annotate("step", (0, 0), (4 - LEFT, -15), "axes fraction", **corner)
         _limits(column, chart)
