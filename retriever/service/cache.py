@@ -45,7 +45,7 @@ class ResultCache:
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._store = sqlite3.connect(path, WAIT, check_same_thread=False, isolation_level=None)
+            self._store = sqlite3.connect(path, timeout=WAIT, check_same_thread=False, isolation_level=None)
             self._set_up()
         except sqlite3.DatabaseError as error:
             raise RetrieverError(

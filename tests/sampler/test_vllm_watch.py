@@ -104,8 +104,11 @@ def test_a_stopped_server_does_not_hold_up_a_swap(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.05)
     monkeypatch.setattr(vllm_worker, "ASK_SECONDS", 0.2)
 
+    async def silent(reader, writer):  # holds both: a writer that nobody has closes the connection
+        await asyncio.sleep(600)
+
     async def work():
-        stopped = await asyncio.start_server(lambda *_: asyncio.sleep(600), "127.0.0.1", 0)
+        stopped = await asyncio.start_server(silent, "127.0.0.1", 0)
         async with serving(Gated()) as url:
             urls = [f"http://127.0.0.1:{stopped.sockets[0].getsockname()[1]}", url]
             sampler = VllmSampler(urls, SamplerConfig(), RULE, "a tokenizer")
