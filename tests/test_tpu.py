@@ -39,7 +39,8 @@ def compile_all() -> None:
         for line in compiled["prefill"].as_text().splitlines()
         if re.search(r" all-reduce(-start)?\(", line)
     ]
-    assert sums and all(re.search(r"replica_groups=(\[4,2\]<=\[8\]|\{\{0,1\},)", line) for line in sums), sums
+    pairs = r"replica_groups=(\[4,2\]<=\[8\]|\{\{0,1\},|mesh\['data'=1,'fsdp'=4,'tensor'=2\] \{'tensor'\})"
+    assert sums and all(re.search(pairs, line) for line in sums), sums
     assert "all-gather" in compiled["prefill"].as_text()
     # float32 parameters, two moments and the sum of gradients, an eighth of them on each device, and padding.
     held = compiled["update"].memory_analysis().argument_size_in_bytes

@@ -31,6 +31,7 @@ TINY = [
     *("rollout.group_size=4", "rollout.max_turn_length=8", "rollout.max_length=64", "sampler.slots=16"),
     *("sampler.decode_chunk=8", "learner.row_length=64", "learner.microbatch_rows=8", "learner.steps=2"),
     *("sft.rows=8", "sft.phases=[{steps: 2, kind: lookups}]", "evaluate.resamples=100", "log.backends=[]"),
+    "advantage.probes=[current,initial]",
 ]
 RUNS = ("quickstart-calibadv/seed-0", "quickstart-calibadv/seed-4", "quickstart-grpo/seed-0")
 RUNS += ("a", "b", "grpo", "paper", "seed-0")  # names that the pages use, below runs/
