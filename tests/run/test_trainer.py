@@ -78,7 +78,6 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "parts/rollouts").iterdir()) == steps
 
 
-@pytest.mark.medium
 def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
     """In mini-batches, so that the learner's log-probabilities are computed apart and kept."""
     learner = {"steps": 2, "minibatch_size": 4, "row_length": 16, "microbatch_rows": 8}

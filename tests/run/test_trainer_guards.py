@@ -136,7 +136,6 @@ def test_a_run_whose_parameters_diverge_ends_and_keeps_none_of_them(tmp_path, ac
 BREAKING = {"loss": {"importance_cap": 2.0}, "learner": {"steps": 7, "row_length": 16, "microbatch_rows": 8}}
 
 
-@pytest.mark.medium
 def test_a_run_without_a_finite_update_ends_after_a_few_steps(tmp_path, capsys):
     config = make_config(tmp_path, checkpoint={"every": 1, "keep": 9}, **BREAKING)
     with pytest.raises(UserError, match="step 5 diverged .* the newest checkpoint is that of step 2"):

@@ -5,7 +5,6 @@ import asyncio
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from test_jax_sampler import CharTokenizer, make_sampler
 
 from calibadv_jax.core.interfaces import SamplingParams
@@ -24,7 +23,6 @@ HF_CONFIG = {
 }
 
 
-@pytest.mark.medium
 def test_nothing_of_the_old_weights_is_left():
     policy = Policy(architecture_from_hf(HF_CONFIG), Numerics())
     old, new = (jax.jit(policy.init)(jax.random.key(seed)) for seed in (0, 1))

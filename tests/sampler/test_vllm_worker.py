@@ -127,7 +127,6 @@ def test_restarts_come_to_an_end(launch):
     assert "(0 restarts left after this one)" in lines[2] and "restart" not in lines[3]
 
 
-@pytest.mark.medium
 def test_a_launcher_that_is_killed_leaves_neither_server_nor_engine(launch, tmp_path):
     process, _ = launch("stays")
     deadline = time.monotonic() + 60
