@@ -31,8 +31,17 @@ class CacheView:
     def written(self, stack: Stack, layer: jax.Array, keys: jax.Array, values: jax.Array) -> Stack:
         """The stack with a layer's keys and values [B, n, K, H] of the tokens."""
         rows = jnp.arange(self.columns.shape[0]) if self.slots is None else self.slots
-        # One head a write: the cache then keeps its layout, and no layer of it is copied for the products.
-        # And each by itself, so that the devices that have the head need nothing of the others.
+        mesh = jax.sharding.get_abstract_mesh()
+        if keys.shape[1] == 1 or mesh.empty or mesh.shape["tensor"] == 1:
+            # One head a write: so the cache keeps its layout, and no layer of it is copied for the products.
+            heads = jnp.arange(keys.shape[2])
+            at = layer, rows[:, None, None], heads, self.columns[:, :, None]
+            first, second = (
+                held.at[at].set(new.astype(held.dtype), mode="drop")
+                for held, new in zip(stack, (keys, values), strict=True)
+            )
+            return first, second
+        # Each head by itself, so that the devices that have it need nothing of the others.
         write = jax.vmap(
             lambda held, new: held.at[layer, rows[:, None], self.columns].set(
                 new.astype(held.dtype), mode="drop"
