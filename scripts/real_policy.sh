@@ -67,8 +67,8 @@ if [[ -z "$python" ]]; then
 fi
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$output/jax_cache}"
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0}"
-# Learner and sampler take turns here: each may have all cores. vLLM's server would leave one free otherwise.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN)}"
+# On a CPU learner and sampler take turns: each may have all cores. vLLM's server would leave one free otherwise.
+[[ "$size" == gpu ]] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN)}"
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 
 stage() { # NAME FILE: true where the file, which the stage writes last, is not there yet

@@ -146,6 +146,13 @@ def run(config, rollouts, tmp_path, console=None):
     return rollouts
 
 
+def resumed(config, folder, fails_at, kind=ScriptedRollouts):
+    """The rollouts of a second start, after one that ended where the group `fails_at` was waited for."""
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        run(config, kind(fails_at=fails_at), folder)
+    return run(config, kind(), folder)
+
+
 def rows(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [

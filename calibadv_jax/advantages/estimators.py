@@ -62,9 +62,8 @@ def _estimate(groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCre
     """Credit of groups of which each has something to be compared with."""
     if not groups:
         return []
-    named = find(config)
-    credits = _credits(named, groups, config)
-    if config.is_calibrated or named.judges:
+    credits = _credits(find(config), groups, config)
+    if judges(config):
         credits = [calibadv.judge(credit, config) for credit in credits]
     return calibadv.calibrate(credits, config) if config.is_calibrated else credits
 

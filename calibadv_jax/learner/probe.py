@@ -44,8 +44,9 @@ def with_golden_logprobs(
     places: list[list[list[int]]] = []  # by group, trajectory and turn
     for group in groups:
         places.append([])
+        if group.trajectories:  # what they are asked is the same
+            beginning, answer = _asked(group.trajectories[0], tokenizer)
         for trajectory in group.trajectories:
-            beginning, answer = _asked(trajectory, tokenizer)
             found = []
             for prefix in prefixes(trajectory):
                 tokens = np.concatenate([prefix, beginning, answer])

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from calibadv_jax.policy.kernels.blockwise import MASKED
+from calibadv_jax.policy.sharding import RULES, axis_size
 
 Stack = tuple[jax.Array, jax.Array]  # keys and values of successive layers [L, S, K, T, H]
 Cache = list[Stack]  # all layers in one stack; few layers, which are unrolled, in a stack each
@@ -32,7 +33,7 @@ class CacheView:
         """The stack with a layer's keys and values [B, n, K, H] of the tokens."""
         rows = jnp.arange(self.columns.shape[0]) if self.slots is None else self.slots
         mesh = jax.sharding.get_abstract_mesh()
-        if keys.shape[1] == 1 or mesh.empty or mesh.shape["tensor"] == 1:
+        if keys.shape[1] == 1 or mesh.empty or axis_size(mesh, RULES["kv_heads"]) == 1:
             # One head a write: so the cache keeps its layout, and no layer of it is copied for the products.
             heads = jnp.arange(keys.shape[2])
             at = layer, rows[:, None, None], heads, self.columns[:, :, None]

@@ -240,8 +240,9 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for name, value in above.items():
         old = merged.get(name)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[name] = _over(dict(old or {}), value) if both else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _over(old, value)
+        merged[name] = value
     return merged
 
 

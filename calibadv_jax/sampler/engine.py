@@ -213,10 +213,10 @@ class CacheEngine:
             valid = offsets < tiles.counts[number][..., None]
             rows = None if tiles.slots is None else tiles.slots[number]
             seen = self._seen(tiles.columns[number], window)
-            embedded = decoder.embed_groups(tiles.tokens[number])
-            return self._append(decoder, cache, tiles.tokens[number], positions, valid, rows, embedded, seen)[
-                1
-            ]
+            tokens = tiles.tokens[number]
+            embedded = decoder.embed_groups(tokens)
+            _, cache = self._append(decoder, cache, tokens, positions, valid, rows, embedded, seen)
+            return cache
 
         if len(tiles.tokens) == 1:
             return one_tile(0, cache)

@@ -12,7 +12,6 @@ from calibadv_jax.services.http_client import AWAY, Reply, Unreachable
 
 TOKEN_VARIABLE = "RETRIEVER_TOKEN"  # the service's own; a config would be written to the run folder
 
-
 _REFUSALS = (400, 413, 422)  # of the query; asking again changes nothing
 _WRONG_ADDRESS = (403, 404, 405)
 

@@ -7,6 +7,7 @@ import pytest
 from trainer_rig import (
     ScriptedRollouts,
     make_config,
+    resumed,
     rows,
     run,
     shared_programs,  # noqa: F401
@@ -51,9 +52,7 @@ def test_tied_groups_are_replaced_and_a_resumed_run_replaces_the_same(tmp_path):
     found = rows(tmp_path / "a")
     assert [row["rollout/replaced_groups"] for row in found] == [2, 1, 0, 1]
     assert [row["group/tied"] for row in found] == [0.5, 0, 0, 0]
-    with pytest.raises(RuntimeError, match="the machine is gone"):
-        run(config_of(tmp_path / "b"), SomeTied(fails_at=10), tmp_path / "b")
-    second = run(config_of(tmp_path / "b"), SomeTied(), tmp_path / "b")
+    second = resumed(config_of(tmp_path / "b"), tmp_path / "b", 10, SomeTied)
     assert rows(tmp_path / "b") == found
     assert second.begun == whole.begun[9:]
     np.testing.assert_equal(second.loaded[-1][1], whole.loaded[-1][1])
@@ -65,9 +64,7 @@ def test_questions_of_the_curriculum_rest_and_a_resumed_run_knows_them(tmp_path)
     # Of seven questions q0, q2, q3 and q4 were wrong or right throughout and rest in the second epoch.
     assert [name for _, name in whole.begun] == [f"q{number}" for number in (*range(7), 1, 5, 6, 0, 1)]
     assert [row["rollout/resting_questions"] for row in rows(tmp_path / "a")] == [3, 4, 0, 1]
-    with pytest.raises(RuntimeError, match="the machine is gone"):
-        run(config_of(tmp_path / "b", **data), SomeTied(fails_at=8), tmp_path / "b")
-    run(config_of(tmp_path / "b", **data), SomeTied(), tmp_path / "b")
+    resumed(config_of(tmp_path / "b", **data), tmp_path / "b", 8, SomeTied)
     assert rows(tmp_path / "b") == rows(tmp_path / "a")
     for step in range(1, 5):
         assert asked(tmp_path / "a", step) == asked(tmp_path / "b", step)

@@ -12,6 +12,7 @@ from trainer_rig import (
     QUESTIONS,
     ScriptedRollouts,
     make_config,
+    resumed,
     rows,
     run,
     shared_programs,  # noqa: F401
@@ -41,10 +42,7 @@ def known(folder, step, policy):
 )
 def test_a_run_that_is_resumed_asks_the_same_and_is_replayed(tmp_path, name, policy):
     whole = run(probed_config(tmp_path / "a", name), ScriptedRollouts(), tmp_path / "a")
-    config = probed_config(tmp_path / "b", name)
-    with pytest.raises(RuntimeError, match="the machine is gone"):
-        run(config, ScriptedRollouts(fails_at=5), tmp_path / "b")
-    second = run(config, ScriptedRollouts(), tmp_path / "b")
+    second = resumed(probed_config(tmp_path / "b", name), tmp_path / "b", 5)
     np.testing.assert_equal(second.loaded[-1][1], whole.loaded[-1][1])
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
     row = json.loads((tmp_path / "a/metrics.jsonl").read_text().splitlines()[-1])
