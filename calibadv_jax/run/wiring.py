@@ -87,7 +87,8 @@ def _make_sampler(config: Config, model: Model, workers: list[str], snapshots: P
     tokenizer_hash = model.tokenizer_hash
 
     def publish(version: int, params: Params) -> Path:
-        return store.publish(version, params, hf_config=model.hf_config, tokenizer_hash=tokenizer_hash)
+        whole = model.policy.merged(params, jnp.dtype(dtype)) if model.policy.adapters else params
+        return store.publish(version, whole, hf_config=model.hf_config, tokenizer_hash=tokenizer_hash)
 
     vocab_size = model.policy.architecture.vocab_size
     return VllmSampler(workers, config.sampler, stops, tokenizer_hash, publish, vocab_size)

@@ -109,13 +109,13 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
     snapshot = snapshot.absolute()
     tensors = read_manifest(snapshot)["tensors"]
     shapes = {path: tuple(entry["shape"]) for path, entry in tensors.items()}
-    problems = shape_problems(shapes, tensor_shapes(policy.abstract_params))
+    problems = shape_problems(shapes, tensor_shapes(policy.abstract_base))
     if problems:
         raise UserError(
             f"{snapshot}: snapshot of another policy; {len(problems)} tensor(s) do not fit:"
             f" {summary(problems)}"
         )
-    targets = flatten(placed_params(policy.abstract_params, mesh, policy.numerics.compute_dtype))
+    targets = flatten(placed_params(policy.abstract_base, mesh, policy.numerics.compute_dtype))
     stored = unflatten(  # in the stored precision, so that the hashes can be compared
         {
             path: jax.ShapeDtypeStruct(target.shape, tensors[path]["dtype"], sharding=target.sharding)
