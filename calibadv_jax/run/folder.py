@@ -77,7 +77,7 @@ def _identity(config: Config, model: Model, questions: Sequence[Question]) -> di
         "policy.config": content_hash(model.hf_config),
         "policy.vocabulary": model.tokenizer_hash,
     }
-    if config.policy.path and (config.keeps_initial_policy or model.policy.adapters):
+    if config.policy.path and (config.keeps_initial_policy or config.policy.lora.rank):
         weights, _ = find_folder(config, config.policy.path, with_weights=True, known=model.pins)
         identity[REFERENCE] = weights_hash(weights)
     if config.keeps_initial_policy and config.policy.lora.init_from:

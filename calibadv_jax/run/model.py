@@ -187,13 +187,14 @@ def initial_params(config: Config, model: Model, path: str) -> Params:
 
 def base_of(config: Config, model: Model, path: str) -> Base | None:
     """What a run's adapters belong to: the HuggingFace folder or repository `path`; None without them."""
-    if model.policy.adapters is None:
+    adapters = Adapters.from_config(config.policy.lora)
+    if adapters is None:
         return None
     folder, sha256 = "", ""
     if path:
         found, _ = find_folder(config, path, with_weights=True, known=model.pins)
         folder, sha256 = str(found.absolute()), weights_hash(found)
-    return Base(path, folder, sha256, config.run.seed, model.policy.adapters)
+    return Base(path, folder, sha256, config.run.seed, adapters)
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,11 @@ COMMON = {
 }
 LAYOUTS = {
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": False, "head_dim": 16}),
-    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True, "rope_scaling": LLAMA3}),
+    "qwen3": (
+        transformers.Qwen3Config,
+        {"tie_word_embeddings": False, "head_dim": 16, "num_hidden_layers": 1},
+    ),
+    "llama": (transformers.LlamaConfig, {"num_hidden_layers": 1, "rope_scaling": LLAMA3}),
 }
 TARGETS = {"qwen2": "q k v o gate up down", "qwen3": "q v down", "llama": "q k v o gate up down"}
 RANK, ALPHA, UPDATES = 4, 12.0, 3
@@ -116,7 +119,7 @@ def trained(request, tmp_path_factory):
     model.save_pretrained(folder / "adapter")
     adapters = Adapters(RANK, ALPHA, tuple(sorted(targets)), "float32")
     hf_config = read_hf_config(folder / "base")
-    policy = Policy(architecture_from_hf(hf_config), Numerics(remat="full"), adapters)
+    policy = Policy(architecture_from_hf(hf_config), Numerics(), adapters)
 
     def params(mesh):
         base = load_params(folder / "base", policy, mesh)
