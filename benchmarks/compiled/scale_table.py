@@ -37,23 +37,7 @@ from calibadv_jax.run.memory import GIB, shares_base
 TPUS = {"v5e": 16e9, "v5p": 95e9, "v6e": 32e9}  # bytes of a chip
 HEADINGS = {"apply": "optimizer's step"}  # of programs that have another name in the table
 COMMON = "--length 16384 --tensor"
-TPU_  # What one GPU and a small slice train with adapters, beside the same with every parameter.
-ADAPTED = " --lora 16"
-LORA_POINTS = (
-    *(
-        f"--platform cuda --gpu h100 --topology {topology} --shape {shape} --fsdp {devices} --slots {slots}{lora}"
-        for shape in ("qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
-        for topology, devices, slots in (("1x1x1", 1, 4), ("1x1x8", 8, 64))
-        for lora in ("", ADAPTED)
-        if lora or shape == "qwen2.5-1.5b"
-    ),
-    *(
-        f"--topology {topology} --shape {shape} --fsdp 8 --slots 64{ADAPTED}"
-        for topology in ("v5e:2x4", "v6e:2x4")
-        for shape in ("qwen2.5-3b", "qwen2.5-7b")
-    ),
-)
-POINTS = (
+TPU_POINTS = (
     "--topology v5e:4x4 --shape qwen2.5-3b --fsdp 16 --slots 64",
     "--topology v5p:2x2x1 --shape qwen2.5-3b --fsdp 4 --slots 64",
     "--topology v6e:2x4 --shape qwen2.5-3b --fsdp 8 --slots 64",
@@ -68,6 +52,23 @@ GPU_POINTS = tuple(
     for shape in ("qwen2.5-3b", "qwen2.5-7b", "llama-3.2-3b")
     for topology, devices, slots in (("1x1x8", 8, 64), ("1x2x8", 16, 128), ("1x1x1", 1, 4))
     for gpu in GPUS
+)
+# What one GPU and a small slice train with adapters, beside the same with every parameter.
+ADAPTED = " --lora 16"
+LORA_POINTS = (
+    *(
+        f"--platform cuda --gpu h100 --topology {topology} --shape {shape} --fsdp {devices} --slots {slots}"
+        + lora
+        for shape in ("qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
+        for topology, devices, slots in (("1x1x1", 1, 4), ("1x1x8", 8, 64))
+        for lora in ("", ADAPTED)
+        if lora or shape == "qwen2.5-1.5b"
+    ),
+    *(
+        f"--topology {topology} --shape {shape} --fsdp 8 --slots 64{ADAPTED}"
+        for topology in ("v5e:2x4", "v6e:2x4")
+        for shape in ("qwen2.5-3b", "qwen2.5-7b")
+    ),
 )
 POINTS = (
     *(f"{point} {COMMON} 1" for point in (*TPU_POINTS, *GPU_POINTS, *LORA_POINTS)),

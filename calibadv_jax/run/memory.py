@@ -121,8 +121,8 @@ def adapter_lines(config: Config, architecture: Architecture) -> list[str]:
     trained = count(Policy(architecture, Numerics(), adapters).abstract_trained)
     return [
         f"adapters of rank {adapters.rank}, alpha {adapters.alpha:g}, on {', '.join(adapters.targets)}:"
-        f" {trained / 1e6:.2f}M trained parameters, {trained / architecture.num_parameters:.1%} of the base's,"
-        f" which stay in {adapters.base_dtype}"
+        f" {trained / 1e6:.2f}M trained parameters, {trained / architecture.num_parameters:.1%} of what the"
+        f" base has in {adapters.base_dtype}"
     ]
 
 
