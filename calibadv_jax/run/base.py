@@ -49,13 +49,23 @@ class Base:
             )
         return load_params(folder, policy, mesh)
 
+    def shared(self) -> dict[str, Any] | None:
+        """What a snapshot of the adapters alone says of it; None for random parameters, which lie nowhere."""
+        if not self.folder:
+            return None
+        about = {"folder": self.folder, "sha256": self.sha256}
+        return about | {"base_dtype": self.adapters.base_dtype, "scale": self.adapters.scale}
+
     def said(self) -> dict[str, str]:
         """What a checkpoint says of it."""
         return {"name": self.name, "sha256": self.sha256}
 
     def write(self, folder: Path) -> None:
-        """Into a folder with config.json and tokenizer."""
-        write_json(folder / FILE, asdict(self) | {"adapters": self.adapters.as_dict()})
+        """Into a run's folder with config.json and tokenizer; a base inside the run moves with it."""
+        at, run = self.folder, folder.absolute().parent
+        if at and Path(at).is_relative_to(run):
+            at = str(Path("..") / Path(at).relative_to(run))
+        write_json(folder / FILE, asdict(self) | {"folder": at, "adapters": self.adapters.as_dict()})
 
 
 def read_base(folder: Path) -> Base | None:
@@ -69,7 +79,8 @@ def read_base(folder: Path) -> Base | None:
         return None
     values: dict[str, Any] = read_json(path)
     try:
-        return Base(**values | {"adapters": Adapters.from_dict(values["adapters"])})
+        at = values["folder"] and str((folder / values["folder"]).resolve())
+        return Base(**values | {"folder": at, "adapters": Adapters.from_dict(values["adapters"])})
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{path}: damaged ({error}); train on for a step, which writes it again, or copy it from a backup"

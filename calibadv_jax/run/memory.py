@@ -119,10 +119,10 @@ def adapter_lines(config: Config, architecture: Architecture) -> list[str]:
     if adapters is None:
         return []
     trained = count(Policy(architecture, Numerics(), adapters).abstract_trained)
+    share = trained / architecture.num_parameters
     return [
         f"adapters of rank {adapters.rank}, alpha {adapters.alpha:g}, on {', '.join(adapters.targets)}:"
-        f" {trained / 1e6:.2f}M trained parameters, {trained / architecture.num_parameters:.1%} of what the"
-        f" base has in {adapters.base_dtype}"
+        f" {trained / 1e6:.2f}M trained parameters, {share:.1%} of the base's ({adapters.base_dtype}, frozen)"
     ]
 
 

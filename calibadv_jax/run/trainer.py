@@ -146,12 +146,11 @@ class Trainer:
 
     def _restore(self, step: int, with_guards: bool = False) -> None:
         state, extra = self.checkpoints.restore(step, self.learner.abstract_state())
-        said = self.base.said() if self.base else None
-        if extra.get("base") != said:
+        said, ours = extra.get("base"), self.base.said() if self.base else None
+        if (said or {}).get("sha256") != (ours or {}).get("sha256"):
             raise UserError(
-                f"{self.checkpoints.folder / str(step)}: its adapters belong to another base"
-                f" ({extra.get('base')} instead of {said}); set policy.path to that one, or choose another"
-                " run.dir"
+                f"{self.checkpoints.folder / str(step)}: its adapters belong to another base ({said} instead"
+                f" of {ours}); set policy.path to that one, or choose another run.dir"
             )
         try:
             self.questions.set_state(extra["questions"])

@@ -71,6 +71,19 @@ def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
         return weights.placed(policy.abstract_base, policy.architecture.num_layers, mesh)
 
 
+def read_base_tensors(folder: Path, policy: Policy, dtype: Any) -> dict[str, Any]:
+    """As `load_params`, host arrays of `dtype`."""
+    with open_weights(_weight_files(folder)) as weights:
+        _check(weights, policy, str(folder))
+        layers = policy.architecture.num_layers
+        return unflatten(
+            {
+                path: from_hf(path, weights.read, layers, (slice(None),) * len(leaf.shape), dtype)
+                for path, leaf in flatten(policy.abstract_base).items()
+            }
+        )
+
+
 def weights_hash(folder: Path) -> str:
     """Tells one folder's weights from others, at a price that does not grow with their size.
 

@@ -28,6 +28,7 @@ from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.run.model import base_of, find_policy
 from calibadv_jax.snapshots.huggingface import load_params, save_folder
 from calibadv_jax.snapshots.peft import load_adapters
+from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest, read_tensors
 
 pytestmark = pytest.mark.medium
 
@@ -143,6 +144,28 @@ def test_exports_are_the_merged_policy_and_the_adapters(whole, base, tmp_path):
         (folder / "checkpoints/4x").rename(folder / "checkpoints/4")
 
 
+def test_a_snapshot_of_adapters_alone_is_read_as_the_merged_policy(whole, base, tmp_path):
+    """By a worker and by the program, bit for bit; a worker that does not find the base refuses it."""
+    folder, loaded = whole
+    params = jax.tree.map(jnp.asarray, loaded[-1][1])
+    store = SnapshotStore(tmp_path / "snapshots", keep=2, dtype=jnp.bfloat16)
+    about = {"hf_config": HF_CONFIG, "tokenizer_hash": ""}
+    merged = store.publish(1, MODEL.policy.merged(params, jnp.bfloat16), **about)
+    shared = find_policy(folder).base.shared()
+    alone = store.publish(2, split(params)[1], base=shared, **about)
+    assert len(read_manifest(alone)["tensors"]) == 2 * len(LORA.targets)
+    whole_tensors, found = read_tensors(merged), read_tensors(alone)
+    assert found.keys() == whole_tensors.keys()
+    assert all(found[path].dtype == array.dtype for path, array in whole_tensors.items())
+    jax.tree.map(np.testing.assert_array_equal, found, whole_tensors)
+    first, second = (load_snapshot(one, MODEL.policy, MODEL.mesh) for one in (merged, alone))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    for change, words in (({"folder": "/none"}, "is not there"), ({"sha256": "0"}, "another model than")):
+        version = 3 + len(words)
+        with pytest.raises(UserError, match=f"{words}.*policy.lora.snapshots=merged"):
+            read_tensors(store.publish(version, split(params)[1], base=shared | change, **about))
+
+
 def test_a_base_that_is_gone_or_another_model_is_refused(whole, base, tmp_path):
     folder, _ = whole
     moved = shutil.copytree(folder, tmp_path / "run")
@@ -167,11 +190,12 @@ def test_adapters_to_begin_with_are_those_of_the_folder(whole, base, tmp_path):
     outputs = ExportConfig(adapter_output=str(tmp_path / "adapter"))
     config = replace(make_config(tmp_path), run=RunConfig(dir=str(folder)), export=outputs)
     adapter = export(config, adapter=True)
-    begun = config_of(tmp_path, base, learner={"steps": 1})
+    begun = config_of(tmp_path, base)
     policy = replace(begun.policy, lora=replace(LORA, init_from=str(adapter)))
-    rollouts = run(replace(begun, policy=policy), ScriptedRollouts(), tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, rollouts.loaded[0][1], loaded[-1][1])
-    assert rows(tmp_path)[0]["actor/kl_loss"] == 0
+    begun = trainer_rig.make_trainer(replace(begun, policy=policy), tmp_path)
+    for params in (begun.state["params"], begun.reference):
+        whole_policy = begun.learner.whole(params)
+        jax.tree.map(np.testing.assert_array_equal, whole_policy, loaded[-1][1])
 
     def refused(change, words, **fields):
         path = adapter / "adapter_config.json"

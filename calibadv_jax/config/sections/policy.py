@@ -33,6 +33,10 @@ class LoraConfig:
     """PEFT folder (adapter_config.json, adapter_model.safetensors) with the adapters to begin with; empty:
     new ones, which change nothing at first."""
 
+    snapshots: Annotated[Literal["merged", "adapters"], Mark.UNLEARNED] = "merged"
+    """What vLLM workers load. merged: the whole policy. adapters: these alone, megabytes instead of
+    gigabytes; the worker adds them to the base, which it reads from the folder that the trainer read."""
+
     @field_validator("targets")
     @classmethod
     def _has_targets(cls, targets: list[LoraTarget]) -> list[LoraTarget]:
@@ -77,6 +81,15 @@ class PolicyConfig:
     """Tokens per row whose logits exist at the same time; all logits of a row never do."""
     lora: Annotated[LoraConfig, Mark.COLD_START] = Field(default_factory=LoraConfig)
     """Adapters that are trained in place of the policy's own parameters (docs/lora.md)."""
+
+    @model_validator(mode="after")
+    def _workers_can_read_the_base(self) -> PolicyConfig:
+        if self.lora.snapshots == "adapters" and not (self.path and self.lora.rank):
+            raise ValueError(
+                "policy.lora.snapshots=adapters needs adapters (policy.lora.rank above 0) and a base that a"
+                " worker can read (policy.path): set both, or policy.lora.snapshots=merged"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=SECTION)
