@@ -34,6 +34,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.cache import Cache, Window
 from calibadv_jax.policy.sharding import (
     RULES,
@@ -45,6 +46,7 @@ from calibadv_jax.policy.sharding import (
     spec,
 )
 from calibadv_jax.policy.transformer import Decoder, Params, Policy
+from calibadv_jax.policy.weights import flatten, unflatten
 from calibadv_jax.sampler.prefixes import Copy, Prefixes
 from calibadv_jax.sampler.sampling import sample_tokens
 from calibadv_jax.sampler.tiles import Tiles, TileShape
@@ -102,17 +104,27 @@ class CacheEngine:
         # A copy even where the precision is the same: the learner donates its parameters at the next update.
         self._cast = jax.jit(
             lambda params: jax.tree.map(
-                lambda leaf: jnp.array(leaf, policy.numerics.compute_dtype, copy=True), params
-            ),
-            out_shardings=param_shardings(policy.abstract_params, mesh),
+                lambda leaf, at: jax.lax.with_sharding_constraint(
+                    jnp.array(leaf, policy.numerics.compute_dtype, copy=True), at
+                ),
+                params,
+                param_shardings(params, mesh),
+            )
         )
         self._prefill = jax.jit(self._prefill_tiles, donate_argnums=1, static_argnums=3)
         self._copy = jax.jit(self._copy_columns, donate_argnums=0, static_argnums=3)
         self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
 
     def load(self, params: Params) -> None:
-        """Takes a copy of the parameters in the policy's `compute_dtype`; what the cache holds is void."""
-        self._params = self._cast(params)
+        """Takes a copy of the parameters in the policy's `compute_dtype`; what the cache holds is void.
+
+        Of a frozen base that has this precision there is no copy: nobody donates it.
+        """
+        base, trained = self.policy.split(params)
+        dtype = self.policy.numerics.compute_dtype
+        shared = {path: leaf for path, leaf in flatten(base).items() if leaf.dtype == dtype}
+        rest = {path: leaf for path, leaf in flatten(joined(base, trained)).items() if path not in shared}
+        self._params = joined(unflatten(shared), self._cast(unflatten(rest)))
         self.forget()
 
     @property
