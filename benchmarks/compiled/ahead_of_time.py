@@ -62,7 +62,7 @@ KERNELS: dict[str, Kernel] = {
     "cuda": "triton",
 }  # "auto" would ask for this machine's backend
 NO_ROOM = re.compile(r"RESOURCE_EXHAUSTED|Ran out of memory|out of memory", re.IGNORECASE)
-PROGRAMS = ("update", "apply", "log-probabilities", "prefill", "decode")
+PROGRAMS = ("update", "apply", "log-probabilities", "prefill", "copy", "decode")
 
 
 def mesh_sizes(arguments: argparse.Namespace) -> dict[str, int]:
@@ -140,7 +140,7 @@ def lowered_programs(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, jax
         lowered["apply"] = learner.lower_apply()
     if "log-probabilities" in names:
         lowered["log-probabilities"] = learner.lower_logprobs(arguments.length)
-    if names & {"prefill", "decode"}:
+    if names & {"prefill", "copy", "decode"}:
         sampler = JaxSampler(policy, NEVER_STOPS, config.sampler, mesh, arguments.length)
         lowered |= {name: program for name, program in sampler.lower().items() if name in names}
     return lowered
