@@ -118,7 +118,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         store = SnapshotStore(Path(name) / "snapshots", keep=2 * arguments.swaps + 2, dtype=dtype)
-        snapshots, published = [], {kind: [] for kind in KINDS}
+        snapshots: list[tuple[str, Path]] = []
+        published: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for number in range(arguments.swaps + 1):
             new = moved(policy, number)
             for kind in KINDS:
