@@ -36,6 +36,7 @@ from calibadv_jax.run.memory import GIB, shares_base
 
 TPUS = {"v5e": 16e9, "v5p": 95e9, "v6e": 32e9}  # bytes of a chip
 HEADINGS = {"apply": "optimizer's step"}  # of programs that have another name in the table
+TABLED = tuple(name for name in PROGRAMS if name != "copy")  # which never decides
 COMMON = "--length 16384 --tensor"
 TPU_POINTS = (
     "--topology v5e:4x4 --shape qwen2.5-3b --fsdp 16 --slots 64",
@@ -122,7 +123,7 @@ def row(point: str, found: dict[str, dict[str, Any]]) -> str:
         f"{math.prod(mesh_sizes(a).values())} {kind}",
         f"{limit:.1f}",
     ]
-    for program in PROGRAMS:
+    for program in TABLED:
         figures = found.get(program, {})
         if "needed" in figures:
             needed, peak = (f"{figures[name]:.1f}" for name in ("needed", "peak"))
@@ -162,7 +163,7 @@ def table(folder: Path, points: list[str]) -> str:
         "model",
         "devices",
         "limit GiB",
-        *(HEADINGS.get(name, name) for name in PROGRAMS),
+        *(HEADINGS.get(name, name) for name in TABLED),
         "with embedded sampler",
         "`doctor`: update, step, sampler",
         "arguments of `python -m benchmarks.compiled.ahead_of_time`",
@@ -178,7 +179,7 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, required=True, help="folder of the figures")
     parser.add_argument("--match", default="", help="compile only points whose arguments contain this text")
-    parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=PROGRAMS, metavar="PROGRAM")
+    parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=TABLED, metavar="PROGRAM")
     parser.add_argument("--print", action="store_true", help="print the table and compile nothing")
     parser.add_argument("--libtpu", type=Path, default=Path(sys.prefix) / "libtpu")
     parser.add_argument("--cuda", type=Path, default=Path(sys.prefix) / "cuda_compiler")

@@ -16,7 +16,7 @@ from flax import nnx
 
 from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy import attention, rotary
-from calibadv_jax.policy.adapters import Adapters, Linear, Params, merged, split
+from calibadv_jax.policy.adapters import Adapters, Linear, merged, split
 from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.cache import Cache, CacheView, Stack, Window
 from calibadv_jax.policy.kernels.cpu_products import rows_product
@@ -24,6 +24,7 @@ from calibadv_jax.policy.kernels.elementwise import RMSNorm, gated
 from calibadv_jax.policy.sharding import constrain, pin_rows
 from calibadv_jax.policy.vocabulary import look_up
 
+Params = dict[str, Any]
 Rope = tuple[jax.Array, jax.Array]  # cosines and sines of each token's angles [B, T, H/2]
 
 UNROLLED_LAYERS = 4  # so few layers are unrolled: faster, and they compile as fast as a loop

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks.compiled.ahead_of_time import PROGRAMS, compiled_figures, expected_bytes, parse
-from benchmarks.compiled.scale_table import POINTS, compile_point, file_of, table
+from benchmarks.compiled.ahead_of_time import compiled_figures, expected_bytes, parse
+from benchmarks.compiled.scale_table import POINTS, TABLED, compile_point, file_of, table
 from calibadv_jax.config import load_config
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.run.memory import GIB, estimate_memory, peak_memory
@@ -30,7 +30,7 @@ FIGURE = re.compile(r"(\*\*)?([\d.]+)(?: \(([\d.]+)\))? in (\d+) s(\*\*)?")
 def peaks(row):
     """Program -> GiB in use at once, of those that were compiled."""
     found = {
-        name: FIGURE.fullmatch(cell) for name, cell in zip(PROGRAMS, row[3 : 3 + len(PROGRAMS)], strict=True)
+        name: FIGURE.fullmatch(cell) for name, cell in zip(TABLED, row[3 : 3 + len(TABLED)], strict=True)
     }
     return {name: float(match[3] or match[2]) for name, match in found.items() if match}
 
@@ -59,7 +59,7 @@ def test_a_row_is_a_point_whose_memory_the_doctor_knows(row):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[-1].strip("`"))
 def test_what_does_not_fit_is_marked(row):
     limit = float(row[2])
-    for cell in row[3 : 3 + len(PROGRAMS)]:
+    for cell in row[3 : 3 + len(TABLED)]:
         match = FIGURE.fullmatch(cell)
         if match:
             assert bool(match[1]) == (float(match[2]) > limit)
