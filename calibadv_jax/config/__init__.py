@@ -17,6 +17,7 @@ from calibadv_jax.config.sections.retriever import RetrieverConfig
 from calibadv_jax.config.sections.rollout import RolloutConfig, SamplerConfig
 from calibadv_jax.config.sections.run import CheckpointConfig, ExportConfig, LogConfig, RunConfig
 from calibadv_jax.config.sections.sft import SftConfig, SftPhase
+from calibadv_jax.config.sections.tools import McpConfig, ToolConfig
 
 __all__ = [
     "AdvantageConfig",
@@ -30,6 +31,7 @@ __all__ = [
     "LearnerConfig",
     "LogConfig",
     "LossConfig",
+    "McpConfig",
     "MeshConfig",
     "OptimizerConfig",
     "PolicyConfig",
@@ -41,6 +43,7 @@ __all__ = [
     "SamplerConfig",
     "SftConfig",
     "SftPhase",
+    "ToolConfig",
     "WorldConfig",
     "dump_config",
     "known_keys",
