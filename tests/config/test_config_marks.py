@@ -18,7 +18,7 @@ EXPECTED = {
     ),
     Mark.LEARNED: (
         "sampler.name", "retriever.encoder", "retriever.topk", "retriever.retrieval_topk",
-        "retriever.rerank_topk", "retriever.reranker",
+        "retriever.rerank_topk", "retriever.reranker", "retriever.page_address",
     ),
     Mark.TUNED: ("learner", "loss", "rollout", "sampler", "retriever", "data.weights"),
     Mark.COLD_START: ("run.seed", "policy.init", "world", "prompt", "sft"),

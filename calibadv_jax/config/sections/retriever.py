@@ -25,7 +25,7 @@ class RetrieverConfig:
     """Corpus of the child service: JSONL (or .jsonl.gz) of {"id", "contents"} rows."""
     index: Annotated[str, Mark.NO_ANSWER] = ""
     """Folder of the child service's index; it is built if it is missing."""
-    pages: Annotated[str, Mark.LEARNED] = ""
+    pages: str = ""
     """Pages of the child service, which the action `access` reads: JSONL of {"url", "contents"} rows."""
     page_address: Annotated[str, Mark.LEARNED] = "{}"
     """How the action `access` makes a page's url of what the policy writes, which stands for {}: a policy
