@@ -7,7 +7,7 @@ and `parse_config` reads that again.
 from calibadv_jax.config.keys import known_keys
 from calibadv_jax.config.load import dump_config, load_config, parse_config
 from calibadv_jax.config.root import Config
-from calibadv_jax.config.sections.credit import AdvantageConfig, RewardConfig
+from calibadv_jax.config.sections.credit import AdvantageConfig, JudgeConfig, RewardConfig
 from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldConfig
 from calibadv_jax.config.sections.evaluate import EvaluateConfig
 from calibadv_jax.config.sections.guards import GuardsConfig
@@ -28,6 +28,7 @@ __all__ = [
     "EvaluateConfig",
     "ExportConfig",
     "GuardsConfig",
+    "JudgeConfig",
     "LearnerConfig",
     "LogConfig",
     "LossConfig",

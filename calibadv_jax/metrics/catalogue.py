@@ -46,6 +46,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "reward/f1", "score", "token F1 of the answers with the best golden answer, whatever the format"
         ),
         Metric("reward/overlong_penalty", "score", "what reward.overlong_penalty takes from a trajectory"),
+        Metric("reward/judge", "score", "verdict of reward.judge on the answers, whatever the format"),
+        Metric("reward/judge_agreement", "share", "answers on which reward.judge and reward/em say the same"),
         Metric("reward/cover_em", "share", "answers that contain a golden answer, whatever the format"),
     ),
     "group": (

@@ -18,7 +18,7 @@ import numpy as np
 from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.core.errors import ActionRefused, QueryRefused, RequestFailed
 from calibadv_jax.core.interfaces import Action, Completion, Judge, Reply, Retriever, Sampler, SamplingParams
-from calibadv_jax.core.tags import QUERY_REFUSED, Grammar, neutralise, parse_turn, refusal
+from calibadv_jax.core.tags import QUERY_REFUSED, Grammar, neutralise, parse_turn, refusal, well_formed
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rollout.actions import OfRetriever, Search, grammar_of, invalid_notice
 from calibadv_jax.rollout.observation import (
@@ -201,5 +201,5 @@ def _refusal(name: str, error: Exception, context: RolloutContext) -> str:
     if isinstance(error, QueryRefused):
         return QUERY_REFUSED
     extra = added_token_strings(context.tokenizer)
-    reason = cut_early(str(error), context.tokenizer, context.rollout.max_observation_length)
+    reason = cut_early(well_formed(str(error)), context.tokenizer, context.rollout.max_observation_length)
     return refusal(name, neutralise(reason, extra, context.grammar))

@@ -73,13 +73,13 @@ def neutralise_reply(
             replace(
                 d,
                 id=well_formed(d.id),
-                title=cut_early(d.title, tokenizer, max_length),
-                text=cut_early(d.text, tokenizer, max_length),
+                title=cut_early(well_formed(d.title), tokenizer, max_length),
+                text=cut_early(well_formed(d.text), tokenizer, max_length),
             )
             for d in documents
         )
     documents = neutralise_documents(documents, tokenizer, grammar)
-    text = cut_early(reply.text, tokenizer, max_length)
+    text = cut_early(well_formed(reply.text), tokenizer, max_length)
     return Reply(documents, neutralise(text, added_token_strings(tokenizer), grammar) if text else "")
 
 

@@ -23,6 +23,7 @@ from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import open_workers
+from calibadv_jax.services.judge import JudgeClient
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import open_retriever
 from calibadv_jax.snapshots.publish import SnapshotStore
@@ -81,6 +82,7 @@ def open_rollouts(
             rollout=config.rollout,
             prompt=config.prompt,
             actions=actions,
+            judge=JudgeClient(config.reward.judge) if config.reward.judge.url else None,
         )
         with Rollouts(context, config.run.seed) as rollouts:
             yield rollouts
