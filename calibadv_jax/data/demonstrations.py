@@ -59,7 +59,7 @@ class Flaws:
 
     guess: float = 0.4  # one_hop: answers with a random entity of the right kind, without any search
     wrong_name: float = 0.1  # one_hop: looks up a similar name first
-    unread: float = 0.6  # with pages, one_hop: answers with such an entity after the search, without reading
+    unread: float = 0.5  # with pages, one_hop: answers with such an entity after the search, without reading
     hasty_bridge: float = 0.4  # two_hop: answers with the bridge
     second_half: float = 0.3  # two_hop: only how the last look-up is read; the rest: cut after two searches
     credulous: float = 0.5  # rumour: answers with what is rumoured; the rest: a whole way
