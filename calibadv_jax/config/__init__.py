@@ -12,7 +12,7 @@ from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldCon
 from calibadv_jax.config.sections.evaluate import EvaluateConfig
 from calibadv_jax.config.sections.guards import GuardsConfig
 from calibadv_jax.config.sections.learner import Aggregation, LearnerConfig, LossConfig, OptimizerConfig
-from calibadv_jax.config.sections.policy import MeshConfig, PolicyConfig
+from calibadv_jax.config.sections.policy import LoraConfig, MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
 from calibadv_jax.config.sections.rollout import RolloutConfig, SamplerConfig
 from calibadv_jax.config.sections.run import CheckpointConfig, ExportConfig, LogConfig, RunConfig
@@ -31,6 +31,7 @@ __all__ = [
     "JudgeConfig",
     "LearnerConfig",
     "LogConfig",
+    "LoraConfig",
     "LossConfig",
     "McpConfig",
     "MeshConfig",
