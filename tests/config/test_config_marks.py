@@ -15,7 +15,8 @@ EXPECTED = {
         "rollout.max_concurrency", "rollout.max_failed_share",
         "rollout.time_limit", "sampler", "retriever", "learner.microbatch_rows", "learner.row_length",
         "learner.row_widths", "learner.optimizer.offload", "sft", "checkpoint", "evaluate", "guards",
-        "export", "log", "advantage.probes",
+        "export", "log", "advantage.probes", "reward.judge.url", "reward.judge.timeout",
+        "reward.judge.patience", "reward.judge.max_concurrency",
     ),
     Mark.LEARNED: (
         "sampler.name", "retriever.encoder", "retriever.topk", "retriever.retrieval_topk",
