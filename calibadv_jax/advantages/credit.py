@@ -80,9 +80,9 @@ def last_filled(token_ids: Sequence[Sequence[int] | np.ndarray]) -> int | None:
 
 
 def search_turns(trajectory: Trajectory) -> list[int]:
-    """Indices of the searches before the last sampled turn."""
+    """Indices of the searches, and of other actions, before the last sampled turn."""
     last = last_sampled_turn(trajectory) or 0
-    return [index for index in range(last) if trajectory.turns[index].kind == "search"]
+    return [index for index in range(last) if trajectory.turns[index].is_action]
 
 
 def spread(turn_advantages: np.ndarray, trajectory: Trajectory) -> np.ndarray:

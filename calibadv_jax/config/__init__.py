@@ -7,7 +7,7 @@ and `parse_config` reads that again.
 from calibadv_jax.config.keys import known_keys
 from calibadv_jax.config.load import dump_config, load_config, parse_config
 from calibadv_jax.config.root import Config
-from calibadv_jax.config.sections.credit import AdvantageConfig, RewardConfig
+from calibadv_jax.config.sections.credit import AdvantageConfig, JudgeConfig, RewardConfig
 from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldConfig
 from calibadv_jax.config.sections.evaluate import EvaluateConfig
 from calibadv_jax.config.sections.guards import GuardsConfig
@@ -17,6 +17,7 @@ from calibadv_jax.config.sections.retriever import RetrieverConfig
 from calibadv_jax.config.sections.rollout import RolloutConfig, SamplerConfig
 from calibadv_jax.config.sections.run import CheckpointConfig, ExportConfig, LogConfig, RunConfig
 from calibadv_jax.config.sections.sft import SftConfig, SftPhase
+from calibadv_jax.config.sections.tools import McpConfig, ToolConfig
 
 __all__ = [
     "AdvantageConfig",
@@ -27,10 +28,12 @@ __all__ = [
     "EvaluateConfig",
     "ExportConfig",
     "GuardsConfig",
+    "JudgeConfig",
     "LearnerConfig",
     "LogConfig",
     "LoraConfig",
     "LossConfig",
+    "McpConfig",
     "MeshConfig",
     "OptimizerConfig",
     "PolicyConfig",
@@ -42,6 +45,7 @@ __all__ = [
     "SamplerConfig",
     "SftConfig",
     "SftPhase",
+    "ToolConfig",
     "WorldConfig",
     "dump_config",
     "known_keys",

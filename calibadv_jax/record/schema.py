@@ -25,7 +25,7 @@ DOCUMENT = pa.struct(
 )
 TURN = pa.struct(
     [
-        ("kind", pa.string()),  # search, answer, invalid, unfinished
+        ("kind", pa.string()),  # answer, invalid, unfinished, or the name of an action: search
         ("text", pa.string()),
         ("think", pa.string()),
         ("query", pa.string()),

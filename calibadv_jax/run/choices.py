@@ -5,6 +5,8 @@ from __future__ import annotations
 from calibadv_jax.advantages.estimators import describe
 from calibadv_jax.config import Config
 from calibadv_jax.learner.losses import check_loss
+from calibadv_jax.rewards.score import check_reward
+from calibadv_jax.run.actions import describe_actions
 
 
 def describe_choices(config: Config) -> list[str]:
@@ -13,7 +15,13 @@ def describe_choices(config: Config) -> list[str]:
     Raises:
         UserError: a function of the user's cannot be loaded, or takes other parameters.
     """
-    return [*describe(config.advantage), *check_loss(config.loss), *_switched_on(config)]
+    return [
+        *describe(config.advantage),
+        *check_loss(config.loss),
+        *describe_actions(config),
+        *check_reward(config.reward),
+        *_switched_on(config),
+    ]
 
 
 def _switched_on(config: Config) -> list[str]:
