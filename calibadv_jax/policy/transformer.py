@@ -259,15 +259,41 @@ class Decoder(nnx.Module):
         return jnp.cos(angles), jnp.sin(angles)
 
 
+class Critic(Decoder):
+    """A decoder with a head of one number in place of the logits: what a trajectory will be worth.
+
+    The head is zero at first, so that nothing is expected before anything was learned.
+    """
+
+    def __init__(self, architecture: Architecture, numerics: Numerics, rngs: nnx.Rngs):
+        super().__init__(architecture, numerics, rngs)
+        self.value_head = nnx.Linear(
+            architecture.hidden_size,
+            1,
+            use_bias=False,
+            kernel_init=nnx.initializers.zeros,
+            param_dtype=numerics.param_dtype,
+            rngs=rngs,
+        )
+
+    def values(self, hidden: jax.Array) -> jax.Array:
+        """[B, T, D] -> float32 [B, T], of the state after each token."""
+        kernel = self.value_head.kernel[...][:, 0].astype(hidden.dtype)
+        return jnp.einsum("btd,d->bt", hidden, kernel, preferred_element_type=jnp.float32)
+
+
 class Policy:
     """A decoder without its parameters: what jitted functions close over.
 
     `policy.merge(params)` gives the `Decoder`; `policy.init(key)` draws parameters.
+
+    Args:
+        kind: of decoder, for a critic.
     """
 
-    def __init__(self, architecture: Architecture, numerics: Numerics):
-        self.architecture, self.numerics = architecture, numerics
-        abstract = nnx.eval_shape(lambda: Decoder(architecture, numerics, nnx.Rngs(0)))
+    def __init__(self, architecture: Architecture, numerics: Numerics, kind: type[Decoder] = Decoder):
+        self.architecture, self.numerics, self.kind = architecture, numerics, kind
+        abstract = nnx.eval_shape(lambda: kind(architecture, numerics, nnx.Rngs(0)))
         self.graph, state = nnx.split(abstract)
         self.abstract_params: Params = nnx.to_pure_dict(state)  # leaves: ShapeDtypeStruct
 
@@ -276,7 +302,7 @@ class Policy:
 
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters; jit it with `out_shardings` so that they are created sharded."""
-        return nnx.to_pure_dict(nnx.state(Decoder(self.architecture, self.numerics, nnx.Rngs(key))))
+        return nnx.to_pure_dict(nnx.state(self.kind(self.architecture, self.numerics, nnx.Rngs(key))))
 
     def empty_cache(self, slots: int, length: int) -> Cache:
         """Zeroed keys and values for `slots` rows of `length` tokens."""

@@ -227,3 +227,14 @@ class LearnerConfig:
     tokens."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer of the training steps."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class CriticConfig:
+    clip: NonNegativeFloat = 0.5
+    """A value counts with what it was before the step plus or minus this, where its error is then larger;
+    0: no such clip."""
+    warmup_steps: NonNegativeInt = 0
+    """Number of first steps that train the critic only. The policy stays as it is until then."""
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="constant"))
+    """Optimizer of the critic."""
