@@ -102,8 +102,9 @@ def explained(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     return {
-        f"{name}/{what}": float(of(values))
-        for what, of in (("mean", np.mean), ("max", np.max), ("min", np.min))
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
     }
 
 

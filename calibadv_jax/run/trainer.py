@@ -179,7 +179,7 @@ class Trainer:
         return with_golden_logprobs(self.learner, policies, groups, self.config.learner, self.model.tokenizer)
 
     def update(self, groups: list[Group], advantages: AdvantageResult) -> Updated:
-        """One learner step on the groups' trajectories, and the critic's where there is one; ends the step."""
+        """One learner step on the groups' trajectories, the critic's too if there is one; ends the step."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         per_token = [values for group in advantages.advantages for values in group]
         samples = [make_sample(one, values) for one, values in zip(trajectories, per_token, strict=True)]
