@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, OptimizerConfig
+from calibadv_jax.learner.critic import critic_of
 from calibadv_jax.learner.offload import most_at_once
 from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.cache import SCORE_BYTES
@@ -37,9 +38,9 @@ def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[st
     """
     stored = jnp.dtype(config.policy.param_dtype).itemsize
     computed = jnp.dtype(config.policy.compute_dtype).itemsize
-    counts = _held_parameters(architecture, mesh)
+    counts = _held_parameters(Policy(architecture, Numerics()), mesh)
     count = sum(counts.values())
-    moments = _moments(config, counts)
+    moments = _moments(config.learner.optimizer, counts)
     estimate = {
         "parameters": count * stored,
         "optimizer": sum(moments.values()) * stored,
@@ -49,12 +50,29 @@ def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[st
     if config.learner.optimizer.offload == "host":
         at_work = 2 * most_at_once(moments.values())  # old and new
         estimate |= {"moments": at_work * stored, "optimizer": 0.0}
+    if config.advantage.has_critic:
+        _add_critic(estimate, config, architecture, mesh)
     if config.keeps_initial_policy:
         estimate["reference policy"] = count * stored
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
         estimate["sampler weights"] = count * computed
         estimate |= _sampler(config, architecture, mesh)
     return estimate
+
+
+def _add_critic(
+    estimate: dict[str, float], config: Config, architecture: Architecture, mesh: Mapping[str, int]
+) -> None:
+    """The critic's parameters and moments. It is trained after the policy, and its update needs no more."""
+    stored, rule = jnp.dtype(config.policy.param_dtype).itemsize, config.critic.optimizer
+    counts = _held_parameters(critic_of(Policy(architecture, Numerics())), mesh)
+    moments = _moments(rule, counts)
+    estimate["critic"] = sum(counts.values()) * stored
+    if rule.offload == "host":
+        at_work = 2 * most_at_once(moments.values()) * stored
+        estimate["moments"] = max(at_work, estimate.get("moments", 0.0))
+    else:
+        estimate["critic's optimizer"] = sum(moments.values()) * stored
 
 
 def peak_memory(estimate: Mapping[str, float]) -> float:
@@ -123,17 +141,17 @@ def _divisors(number: int, most: int) -> str:
     return " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
 
-def _held_parameters(architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, int]:
+def _held_parameters(policy: Policy, mesh: Mapping[str, int]) -> dict[str, int]:
     """Parameter path -> elements of it on one device; an axis that the mesh does not divide is whole."""
-    abstract = Policy(architecture, Numerics()).abstract_params
+    abstract = policy.abstract_params
     axes = AbstractMesh(tuple(mesh[name] for name in MESH_AXES), MESH_AXES)
     shardings = param_shardings(abstract, axes)
     return flatten(jax.tree.map(lambda leaf, at: math.prod(at.shard_shape(leaf.shape)), abstract, shardings))
 
 
-def _moments(config: Config, counts: Mapping[str, int]) -> dict[str, int]:
+def _moments(rule: OptimizerConfig, counts: Mapping[str, int]) -> dict[str, int]:
     """Elements of a parameter's moments on one device: two each, one of what Muon orthogonalises."""
-    is_muon = config.learner.optimizer.name == "muon"
+    is_muon = rule.name == "muon"
     return {
         path: count * (1 if is_muon and path.startswith("layers.") and path.endswith("kernel") else 2)
         for path, count in counts.items()

@@ -94,7 +94,9 @@ def test_the_calibration_moves_all_tokens_of_a_turn_alike(build):
 
 def test_without_a_critics_values_it_says_so_in_one_line(build):
     group = build.group((1.0, True, [replace(build.turn(), values=None)]))
-    with pytest.raises(UserError, match="no values of a critic were kept, and gae cannot do without") as error:
+    with pytest.raises(
+        UserError, match="no values of a critic were kept, and gae cannot do without"
+    ) as error:
         compute_advantages([group], PLAIN)
     assert "\n" not in str(error.value)
 

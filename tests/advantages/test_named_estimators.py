@@ -75,7 +75,9 @@ def test_nobody_has_a_sampled_token(build, name):
 def test_groups_of_one(of_scores, name):
     """They keep their score, as upstream. pass@k, which raises there, gives 0; others need two values."""
     ((alone,),) = raw(name, of_scores(0.6))
-    assert alone == pytest.approx(0.0 if name in {"grpo_passk", "igpo", "gae", *OVER_THE_STEP} else 0.6, abs=1e-6)
+    assert alone == pytest.approx(
+        0.0 if name in {"grpo_passk", "igpo", "gae", *OVER_THE_STEP} else 0.6, abs=1e-6
+    )
     same = [of_scores(0.6, question_id=one) for one in "abc"]
     for value in raw(name, *same, std_over="step"):
         assert abs(value[0]) <= 0.6  # no division by the standard deviation of equal scores

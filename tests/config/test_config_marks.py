@@ -13,14 +13,14 @@ EXPECTED = {
         "policy.path", "policy.tokenizer", "policy.attention", "policy.attention_chunk",
         "policy.logprob_chunk", "policy.remat", "rollout.max_concurrency", "rollout.max_failed_share",
         "rollout.time_limit", "sampler", "retriever", "learner.microbatch_rows", "learner.row_length",
-        "learner.row_widths", "learner.optimizer.offload", "sft", "checkpoint", "evaluate", "guards",
-        "export", "log", "advantage.probes",
+        "learner.row_widths", "learner.optimizer.offload", "critic.optimizer.offload", "sft", "checkpoint",
+        "evaluate", "guards", "export", "log", "advantage.probes",
     ),
     Mark.LEARNED: (
         "sampler.name", "retriever.encoder", "retriever.topk", "retriever.retrieval_topk",
         "retriever.rerank_topk", "retriever.reranker",
     ),
-    Mark.TUNED: ("learner", "loss", "rollout", "sampler", "retriever", "data.weights"),
+    Mark.TUNED: ("learner", "critic", "loss", "rollout", "sampler", "retriever", "data.weights"),
     Mark.COLD_START: ("run.seed", "policy.init", "world", "prompt", "sft"),
     Mark.PER_RUN: (
         "run", "world.dir", "world.seed", "mesh", "data.eval", "data.eval_limit", "retriever.url",

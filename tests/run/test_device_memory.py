@@ -127,6 +127,19 @@ def test_memory_by_purpose():
     assert not {"kv cache", "sampler weights", *SAMPLING} & without.keys()
 
 
+def test_a_critic_is_counted_with_its_optimizer():
+    """Without the output head, and with a head of one number."""
+    count = ARCHITECTURE.num_parameters - 402 * 32 + 32
+    plain, critic = estimate(), estimate(advantage={"name": "gae"})
+    assert critic["critic"] == 4 * count
+    assert critic["critic's optimizer"] == 2 * 4 * count
+    assert peak_memory(critic) == peak_memory(plain) + 3 * 4 * count
+    assert estimate(advantage={"base": "gae"}) == critic
+    rule = replace(Config().critic.optimizer, offload="host")
+    moved = estimate(advantage={"name": "gae"}, critic={"optimizer": rule})
+    assert "critic's optimizer" not in moved and moved["moments"] > 0
+
+
 @pytest.mark.medium
 def test_what_is_kept_for_the_backward_pass_follows_remat():
     full, dots, none = (estimate(policy={"remat": name})["activations"] for name in ("full", "dots", "none"))
