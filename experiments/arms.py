@@ -25,12 +25,14 @@ _PLAIN = {
     "loss.clip_low": "0.2",
     "loss.clip_high": "0.2",
     "loss.kl_coef": "0.0",
+    "critic.optimizer.lr": "1e-05",
 }
 _CALIBADV = {"advantage.name": "calibadv"}
 LAMBDAS = ("0.5", "0.75", "1.5", "2")  # besides 1, which is the method calibadv
 _WIDTHS = {  # of losses whose clip is another one than PPO's: their papers'
     "gspo": {"loss.clip_low": "0.0003", "loss.clip_high": "0.0004"},
     "gmpo": {"loss.clip_low": "0.4", "loss.clip_high": "0.4"},
+    "dppo_kl": {"loss.clip_low": "0.05", "loss.clip_high": "0.05"},
     "balance": {"loss.balance_ratio": "1.75"},  # at 1 nothing moves
 }
 METHODS: dict[str, dict[str, str]] = {
@@ -43,6 +45,7 @@ METHODS: dict[str, dict[str, str]] = {
     "grpo-kl0.001": {"loss.kl_coef": "0.001"},  # Search-R1's
     "drgrpo": {"advantage.normalize_std": "false"},
     **{name: {"advantage.name": name} for name in ESTIMATORS if name not in ("grpo", "dr_grpo")},
+    "gae": {"advantage.name": "gae", "critic.optimizer.lr": "1e-3"},  # the policy's
     **{
         f"loss-{name}": {
             "loss.name": name,

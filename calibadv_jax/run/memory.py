@@ -90,6 +90,10 @@ def program_memory(estimate: Mapping[str, float]) -> dict[str, float]:
         "update": held + sum(estimate[name] for name in UPDATE),
         "apply": held + _step(estimate),
     }
+    if "critic" in estimate:
+        held = estimate["critic"] + estimate.get("critic's optimizer", 0.0)
+        programs["critic's update"] = held + sum(estimate[name] for name in UPDATE)
+        programs["critic's apply"] = held + _step(estimate)
     if "kv cache" in estimate:
         cache = estimate["sampler weights"] + estimate["kv cache"]
         programs |= {name: cache + estimate[name] for name in SAMPLING}

@@ -27,7 +27,7 @@ EXTRA = {
     "balance_detached": {"balance_ratio": 1.75, "aggregation": "sequence_mean"},
     "sapo": {"tau_positive": 2.0, "aggregation": "sequence_mean"},
     "dppo_tv": {"clip_low": 0.05, "clip_high": 0.05, "ratio_cap": 3.0},
-    "dppo_kl": {"clip_low": 0.05, "clip_high": 0.05, "reject_by": "k3", "reject_above": 1.0},
+    "dppo_kl": {"clip_low": 0.05, "clip_high": 0.05},
     "dro": {"aggregation": "sequence_sum"},
 }
 CONFIGS = {name: LossConfig(name=name, **keys) for name, keys in EXTRA.items()}
