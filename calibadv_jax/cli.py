@@ -42,6 +42,9 @@ COMMANDS = {
 
 # Flags of a command, handed to its run() by name.
 OPTIONS = {
+    "export": {
+        "adapter": "write the adapters of policy.lora alone, as a PEFT folder (export.adapter_output)"
+    },
     "doctor": {"offline": "check what needs no network, no services and no model or data files"},
 }
 

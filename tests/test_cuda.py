@@ -24,10 +24,13 @@ def test_update_logprobs_and_sampler_compile_for_a_sharded_mesh_of_gpus():
 def compile_all() -> None:
     from benchmarks.compiled.ahead_of_time import lowered_programs, make_topology_mesh, parse
 
-    options = ["--platform", "cuda", "--gpu", "h100", "--topology", "1x1x8", "--slots", "8"]
+    options = ["--platform", "cuda", "--gpu", "h100", "--topology", "1x1x8", "--slots", "32"]
     arguments = parse([*options, "--length", str(LENGTH)])
     lowered = lowered_programs(arguments, make_topology_mesh(arguments))
-    assert sorted(lowered) == ["apply", "decode", "log-probabilities", "prefill", "update"]
+    assert sorted(lowered) == ["apply", "copy", "decode", "log-probabilities", "prefill", "update"]
+    copied = lowered.pop("copy").compile()  # within a device, and in place
+    assert not re.search("all-(reduce|gather|to-all)|collective-permute", copied.as_text())
+    assert copied.memory_analysis().temp_size_in_bytes < copied.memory_analysis().argument_size_in_bytes / 2
     square = re.compile(rf"[\[<x,](?:{LENGTH}x{LENGTH}x|{LENGTH},{LENGTH}\])")
     compiled = {name: program.compile() for name, program in lowered.items()}
     for name, program in lowered.items():

@@ -24,10 +24,13 @@ def test_update_logprobs_and_sampler_compile_for_a_sharded_tpu_mesh():
 def compile_all() -> None:
     from benchmarks.compiled.ahead_of_time import lowered_programs, make_topology_mesh, parse
 
-    arguments = parse(["--topology", "v5e:2x4", "--length", str(LENGTH), "--slots", "8"])
+    arguments = parse(["--topology", "v5e:2x4", "--length", str(LENGTH), "--slots", "32"])
     lowered = lowered_programs(arguments, make_topology_mesh(arguments))
     compiled = {name: program.compile() for name, program in lowered.items()}
-    assert sorted(compiled) == ["apply", "decode", "log-probabilities", "prefill", "update"]
+    assert sorted(compiled) == ["apply", "copy", "decode", "log-probabilities", "prefill", "update"]
+    copied = compiled.pop("copy")  # within a device, and in place
+    assert not re.search("all-(reduce|gather|to-all)|collective-permute", copied.as_text())
+    assert copied.memory_analysis().temp_size_in_bytes < copied.memory_analysis().argument_size_in_bytes / 2
     for name, program in compiled.items():
         assert "all-reduce" in program.as_text(), f"{name} is not sharded"
     for name in ("update", "log-probabilities"):

@@ -38,6 +38,7 @@ from calibadv_jax.config import (
     AdvantageConfig,
     Config,
     LearnerConfig,
+    LoraConfig,
     LossConfig,
     MeshConfig,
     OptimizerConfig,
@@ -49,11 +50,12 @@ from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.attention import Kernel
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.run.memory import GIB, estimate_memory, program_memory
+from calibadv_jax.run.memory import GIB, estimate_memory, program_memory, shares_base
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 
 GPU_SHARE = 0.75
@@ -62,7 +64,7 @@ KERNELS: dict[str, Kernel] = {
     "cuda": "triton",
 }  # "auto" would ask for this machine's backend
 NO_ROOM = re.compile(r"RESOURCE_EXHAUSTED|Ran out of memory|out of memory", re.IGNORECASE)
-PROGRAMS = ("update", "apply", "log-probabilities", "prefill", "decode")
+PROGRAMS = ("update", "apply", "log-probabilities", "prefill", "copy", "decode")
 
 
 def mesh_sizes(arguments: argparse.Namespace) -> dict[str, int]:
@@ -77,7 +79,12 @@ def run_config(arguments: argparse.Namespace) -> Config:
     mesh = mesh_sizes(arguments)
     attention = arguments.attention or KERNELS[arguments.platform]
     return Config(
-        policy=PolicyConfig(compute_dtype="bfloat16", remat=arguments.remat, attention=attention),
+        policy=PolicyConfig(
+            compute_dtype="bfloat16",
+            remat=arguments.remat,
+            attention=attention,
+            lora=LoraConfig(rank=arguments.lora),
+        ),
         mesh=MeshConfig(**mesh),
         learner=LearnerConfig(
             row_length=arguments.length, microbatch_rows=arguments.rows * mesh["data"] * mesh["fsdp"]
@@ -90,11 +97,16 @@ def run_config(arguments: argparse.Namespace) -> Config:
 
 def expected_bytes(arguments: argparse.Namespace) -> dict[str, float]:
     """Bytes on a device that `doctor` expects of the programs that decide; log-probabilities never do."""
-    architecture = architecture_from_hf(SHAPES[arguments.shape])
-    found = program_memory(estimate_memory(run_config(arguments), architecture, mesh_sizes(arguments)))
+    found = program_memory(expected_parts(arguments), shares_base(run_config(arguments)))
     if arguments.critic:
         found |= {name: found[f"critic's {name}"] for name in ("update", "apply")}
     return found
+
+
+def expected_parts(arguments: argparse.Namespace) -> dict[str, float]:
+    """Bytes on a device by purpose, as `doctor` counts them."""
+    architecture = architecture_from_hf(SHAPES[arguments.shape])
+    return estimate_memory(run_config(arguments), architecture, mesh_sizes(arguments))
 
 
 def make_topology_mesh(arguments: argparse.Namespace) -> Mesh:
@@ -112,7 +124,11 @@ def make_topology_mesh(arguments: argparse.Namespace) -> Mesh:
 def lowered_programs(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, jax.stages.Lowered]:
     """The programs that the arguments ask for, for the mesh's devices."""
     config, names = run_config(arguments), set(arguments.only)
-    policy = Policy(architecture_from_hf(SHAPES[arguments.shape]), Numerics.from_config(config.policy))
+    architecture, numerics = (
+        architecture_from_hf(SHAPES[arguments.shape]),
+        Numerics.from_config(config.policy),
+    )
+    policy = Policy(architecture, numerics, Adapters.from_config(config.policy.lora))
     optimizer = make_optimizer(OptimizerConfig(lr=1e-6), make_schedule(OptimizerConfig(), 100))
     learner = (CriticLearner if arguments.critic else Learner)(
         critic_of(policy) if arguments.critic else policy,
@@ -130,17 +146,20 @@ def lowered_programs(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, jax
         lowered["apply"] = learner.lower_apply()
     if "log-probabilities" in names:
         lowered["log-probabilities"] = learner.lower_logprobs(arguments.length)
-    if names & {"prefill", "decode"}:
+    if names & {"prefill", "copy", "decode"}:
         sampler = JaxSampler(policy, NEVER_STOPS, config.sampler, mesh, arguments.length)
         lowered |= {name: program for name, program in sampler.lower().items() if name in names}
     return lowered
 
 
-def compiled_figures(program: jax.stages.Lowered) -> dict[str, Any]:
+def compiled_figures(program: jax.stages.Lowered, beside: float = 0.0) -> dict[str, Any]:
     """Seconds of compiling, and GiB on a device by the compiler's plan; or why the compiler refuses.
 
     *peak* is what lives at once; *needed* is what the program takes: temporary memory is one block, and lies
     there with its gaps.
+
+    Args:
+        beside: bytes on a device that the program does not take, and that lie there meanwhile.
     """
     begun = time.perf_counter()
     try:
@@ -157,8 +176,8 @@ def compiled_figures(program: jax.stages.Lowered) -> dict[str, Any]:
         "arguments": held,
         "results": made,
         "temporary": memory.temp_size_in_bytes,
-        "peak": memory.peak_memory_in_bytes,
-        "needed": held + made - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
+        "peak": memory.peak_memory_in_bytes + beside,
+        "needed": held + made - memory.alias_size_in_bytes + memory.temp_size_in_bytes + beside,
     }
     return {"compile_s": round(seconds, 1)} | {name: size / GIB for name, size in sizes.items()}
 
@@ -190,6 +209,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--slots", type=int, default=64, help="slots of the embedded sampler on all devices together"
     )
+    parser.add_argument(
+        "--lora", type=int, default=0, help="rank of adapters on every product; 0: all parameters are trained"
+    )
     parser.add_argument("--remat", choices=["none", "dots", "full"], default="full")
     parser.add_argument(
         "--critic", action="store_true", help="PPO's critic of this shape in place of the policy"
@@ -210,8 +232,10 @@ def main() -> None:
     )
     out(f"{'':20}{'compile s':>10}{'arguments GiB':>15}{'GiB':>8}{'doctor GiB':>12}\n")
     expected, figures = expected_bytes(arguments), written(arguments.json)
+    base = expected_parts(arguments).get("base", 0.0)
     for name, program in lowered_programs(arguments, mesh).items():
-        figures[name] = found = compiled_figures(program)
+        beside = base if name == "apply" else 0.0
+        figures[name] = found = compiled_figures(program, beside)
         if "refused" in found:
             out(f"{name:20}{found['refused']}")
         else:

@@ -21,9 +21,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compiled.ahead_of_time import GPU_SHARE, PROGRAMS, expected_bytes, mesh_sizes, parse, written
+from benchmarks.compiled.ahead_of_time import (
+    GPU_SHARE,
+    PROGRAMS,
+    expected_bytes,
+    expected_parts,
+    mesh_sizes,
+    parse,
+    run_config,
+    written,
+)
 from benchmarks.compiled.gpu_targets import GPUS
-from calibadv_jax.run.memory import GIB
+from calibadv_jax.run.memory import GIB, shares_base
 
 TPUS = {"v5e": 16e9, "v5p": 95e9, "v6e": 32e9}  # bytes of a chip
 HEADINGS = {"apply": "optimizer's step"}  # of programs that have another name in the table
@@ -44,8 +53,25 @@ GPU_POINTS = tuple(
     for topology, devices, slots in (("1x1x8", 8, 64), ("1x2x8", 16, 128), ("1x1x1", 1, 4))
     for gpu in GPUS
 )
+# What one GPU and a small slice train with adapters, beside the same with every parameter.
+ADAPTED = " --lora 16"
+LORA_POINTS = (
+    *(
+        f"--platform cuda --gpu h100 --topology {topology} --shape {shape} --fsdp {devices} --slots {slots}"
+        + lora
+        for shape in ("qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
+        for topology, devices, slots in (("1x1x1", 1, 4), ("1x1x8", 8, 64))
+        for lora in ("", ADAPTED)
+        if lora or shape == "qwen2.5-1.5b"
+    ),
+    *(
+        f"--topology {topology} --shape {shape} --fsdp 8 --slots 64{ADAPTED}"
+        for topology in ("v5e:2x4", "v6e:2x4")
+        for shape in ("qwen2.5-3b", "qwen2.5-7b")
+    ),
+)
 POINTS = (
-    *(f"{point} {COMMON} 1" for point in (*TPU_POINTS, *GPU_POINTS)),
+    *(f"{point} {COMMON} 1" for point in (*TPU_POINTS, *GPU_POINTS, *LORA_POINTS)),
     f"--topology v5e:4x8 --shape qwen2.5-7b --fsdp 16 --slots 64 {COMMON} 2",  # too large where tensor is 1
 )
 
@@ -91,7 +117,11 @@ def row(point: str, found: dict[str, dict[str, Any]]) -> str:
     else:
         kind = a.gpu.upper()
         limit = GPU_SHARE * GPUS[a.gpu].memory / GIB
-    cells = [a.shape, f"{math.prod(mesh_sizes(a).values())} {kind}", f"{limit:.1f}"]
+    cells = [
+        a.shape + (f", LoRA {a.lora}" if a.lora else ""),
+        f"{math.prod(mesh_sizes(a).values())} {kind}",
+        f"{limit:.1f}",
+    ]
     for program in PROGRAMS:
         figures = found.get(program, {})
         if "needed" in figures:
@@ -101,21 +131,26 @@ def row(point: str, found: dict[str, dict[str, Any]]) -> str:
             cells.append(text if figures["needed"] <= limit else f"**{text}**")
         else:
             cells.append("refused" if "refused" in figures else "")
-    cells.append(with_sampler(found, limit))
+    base = expected_parts(a)["base"] if shares_base(run_config(a)) else 0.0
+    cells.append(with_sampler(found, limit, base / GIB))
     expected = expected_bytes(a)
     sampling = max(expected["prefill"], expected["decode"])
     cells.append(", ".join(f"{size / GIB:.1f}" for size in (expected["update"], expected["apply"], sampling)))
     return "| " + " | ".join([*cells, f"`{point}`"]) + " |"
 
 
-def with_sampler(found: dict[str, dict[str, Any]], limit: float) -> str:
-    """The most that a device holds where the embedded sampler stays beside the trainer."""
+def with_sampler(found: dict[str, dict[str, Any]], limit: float, shared: float) -> str:
+    """The most that a device holds where the embedded sampler stays beside the trainer.
+
+    Args:
+        shared: GiB of parameters that both compute with.
+    """
     programs = [found.get(name, {}) for name in ("update", "apply", "prefill", "decode")]
     if any("refused" in figures for figures in programs):
         return "refused"
     if not all(programs):
         return ""
-    state, cache = found["apply"]["results"], found["prefill"]["arguments"]
+    state, cache = found["apply"]["results"], found["prefill"]["arguments"] - shared
     training = max(found["update"]["needed"], found["apply"]["needed"])
     sampling = max(found["prefill"]["needed"], found["decode"]["needed"])
     most = max(training + cache, state + sampling)

@@ -26,12 +26,13 @@ from calibadv_jax.core.trajectory import Document
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.metrics.console import Console
+from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.fit import cpu_lines, memory_lines
-from calibadv_jax.run.memory import estimate_memory, heads_warnings
+from calibadv_jax.run.memory import adapter_lines, estimate_memory, heads_warnings
 from calibadv_jax.run.model import build_model
 from calibadv_jax.sampler.vllm_worker import find_workers, require_vllm
 from calibadv_jax.services.retriever_client import RetrieverClient
@@ -122,12 +123,13 @@ def check_questions(config: Config) -> list[str]:
 
 def check_policy(config: Config) -> list[str]:
     """Tokenizer, prompt lengths of every question, mesh and memory."""
-    model = build_model(config, config.policy.path)
+    model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
     pieces = {tag: len(encode(model.tokenizer, tag)) for tag in TAGS}
     architecture = model.policy.architecture
     return [
         f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters, mesh"
         f" {dict(model.mesh.shape)}",
+        *adapter_lines(config, architecture),
         "tokens of each tag: " + ", ".join(f"{tag} {count}" for tag, count in pieces.items()),
         *prompt_lines(config, model.tokenizer),
         *memory_lines(estimate_memory(config, architecture, model.mesh.shape), model.mesh.size),

@@ -113,7 +113,7 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
 def _evaluate(config: Config, source: PolicySource, console: Console) -> Report:
     output = Path(config.evaluate.output)
     source = at_step(source)
-    model = build_model(method_config(config), str(source.model_folder))
+    model = build_model(method_config(config), str(source.model_folder), source.adapters)
     questions, overlong = evaluation_questions(config, model.tokenizer)
     if overlong:
         console.warn(overlong)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from calibadv_jax.commands.evaluate import at_step, describe_policy
 from calibadv_jax.config import Config, MeshConfig
@@ -22,33 +23,42 @@ from calibadv_jax.core.locking import locked_output
 from calibadv_jax.evaluation.report import Report, markdown_table
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.prompts import TEMPLATES
 from calibadv_jax.run.folder import differences, is_binding, with_defaults
 from calibadv_jax.run.model import PolicySource, find_policy
 from calibadv_jax.snapshots.card import generation_config, model_card
+from calibadv_jax.snapshots.checkpoint import restore_params
 from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, save_folder
+from calibadv_jax.snapshots.peft import save_adapters
 
 GENERATION = "generation_config.json"
 PACKAGES = ("calibadv-jax", "jax", "flax", "transformers")
 PLACES = marked(Mark.PLACE)  # the card names their last part, or nothing
 
 
-def run(config: Config) -> None:
-    """Exports and prints the folder."""
+def run(config: Config, adapter: bool = False) -> None:
+    """Exports and prints the folder.
+
+    Args:
+        adapter: as `export`.
+    """
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be in use
-    Console(config.log.progress).say(f"written to {export(config)}")
+    Console(config.log.progress).say(f"written to {export(config, adapter)}")
 
 
-def export(config: Config) -> Path:
+def export(config: Config, adapter: bool = False) -> Path:
     """Writes export.source (default: the newest checkpoint of run.dir) to export.output.
 
     `export.source` is a snapshot, a checkpoint or a folder of checkpoints, of this run or another run.
     Works on one device. As a program it uses the host, since a training run may fill the accelerators.
 
+    Args:
+        adapter: write the adapters alone, to export.adapter_output; else a policy with them in its weights.
+
     Returns:
-        The folder; transformers' from_pretrained loads it.
+        The folder; transformers' from_pretrained loads it, that of the adapters PEFT's.
 
     Raises:
         UserError: the source is missing, incomplete, damaged, or not inside a run's folder; or another
@@ -57,12 +67,15 @@ def export(config: Config) -> Path:
     source = at_step(find_policy(Path(config.export.source or Path(config.run.dir) / "checkpoints")))
     if source.kind == "huggingface":
         raise UserError(f"{source.path}: no complete checkpoint there; train first, or set export.source")
+    if adapter:
+        return _export_adapter(config, source)
     hf_config = read_hf_config(source.model_folder)
     architecture = architecture_from_hf(hf_config, f"{source.model_folder}/config.json")
     dtype = jnp.dtype(config.export.dtype)
-    policy = Policy(architecture, Numerics(compute_dtype=dtype, param_dtype=dtype))
-    mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
-    params = source.params(policy, mesh)
+    # Adapters in float32, so that their sum with the base is rounded once.
+    numerics = Numerics(compute_dtype=dtype, param_dtype=jnp.float32 if source.adapters else dtype)
+    policy = Policy(architecture, numerics, source.adapters)
+    params = policy.merged(source.params(policy, _one_device()), dtype)
     before = source.model_folder / GENERATION
     trained = training_config(config, source)
     texts = {
@@ -82,6 +95,27 @@ def export(config: Config) -> Path:
             int(config.export.max_shard_gib * 2**30),
             texts,
         )
+
+
+def _export_adapter(config: Config, source: PolicySource) -> Path:
+    """Only what was trained; the base is not read."""
+    base = source.base
+    if base is None:
+        raise UserError(
+            f"{source.path}: no checkpoint with adapters (policy.lora.rank is 0 in its run, or it is a"
+            " snapshot); leave --adapter out, which writes the whole policy"
+        )
+    architecture = architecture_from_hf(read_hf_config(source.model_folder))
+    policy = Policy(architecture, Numerics(), base.adapters)
+    targets = placed_params(policy.abstract_trained, _one_device())
+    params, _ = restore_params(source.path, targets, source.step)
+    output = Path(config.export.adapter_output)
+    with locked_output(output, "export.adapter_output", Console(config.log.progress).warn):
+        return save_adapters(params, base.adapters, base.name, output, source.model_folder)
+
+
+def _one_device() -> Mesh:
+    return make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
 
 
 def training_config(config: Config, source: PolicySource) -> dict[str, Any]:

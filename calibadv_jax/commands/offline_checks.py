@@ -20,7 +20,7 @@ from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.rollout.prompts import FROM_DATA, template_text
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.fit import cpu_lines, memory_lines
-from calibadv_jax.run.memory import estimate_memory, heads_warnings
+from calibadv_jax.run.memory import adapter_lines, estimate_memory, heads_warnings
 from calibadv_jax.snapshots.huggingface import read_hf_config
 
 
@@ -76,7 +76,14 @@ def check_shape(config: Config) -> list[str]:
         for line in memory_lines(estimate_memory(config, architecture, mesh), math.prod(mesh.values()))
     ]
     on_cpu = cpu_lines(config) if math.prod(mesh.values()) <= jax.device_count() else []
-    return [name, *lines, *memory, *heads_warnings(architecture, mesh), *on_cpu]
+    return [
+        name,
+        *adapter_lines(config, architecture),
+        *lines,
+        *memory,
+        *heads_warnings(architecture, mesh),
+        *on_cpu,
+    ]
 
 
 def check_updates(config: Config) -> list[str]:

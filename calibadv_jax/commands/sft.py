@@ -34,6 +34,7 @@ from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.metrics.writer import MetricsWriter
+from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.observation import (
     Observations,
@@ -44,7 +45,7 @@ from calibadv_jax.rollout.observation import (
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run.folder import COLD_START, content_hash
-from calibadv_jax.run.model import build_model, initial_params
+from calibadv_jax.run.model import base_of, build_model, initial_params
 from calibadv_jax.run.sft_state import SftState
 from calibadv_jax.snapshots.huggingface import save_folder
 
@@ -66,7 +67,7 @@ def run(config: Config) -> None:
 
 def _run(config: Config, console: Console) -> None:
     sft, folder = config.sft, Path(config.run.dir)
-    model = build_model(config, sft.init_from)
+    model = build_model(config, sft.init_from, Adapters.from_config(config.policy.lora))
     training, held_out = _own_demonstrations(config, model.tokenizer, console.warn)
     updates = [
         count_updates(config, phase, training, model.tokenizer, config.run.seed + number)
@@ -88,6 +89,8 @@ def _run(config: Config, console: Console) -> None:
         "policy.config": content_hash(model.hf_config),
         "policy.vocabulary": model.tokenizer_hash,
     }
+    if base := base_of(config, model, sft.init_from):
+        identity["policy.weights"] = base.sha256
     params = initial_params(config, model, sft.init_from)
     with Stop() as stop, SftState(config, identity, learner, params, console) as kept:
         batches = _all_batches(config, updates, training, model.tokenizer, kept.step)
@@ -95,7 +98,8 @@ def _run(config: Config, console: Console) -> None:
         write_text(folder / COLD_START, dump_config(config))
         hub.write_pins(folder, model.pins)
         dtype, tokenizer = config.policy.param_dtype, model.tokenizer_folder
-        save_folder(kept.state["params"], model.hf_config, Path(sft.output), dtype, tokenizer)
+        trained = model.policy.merged(learner.whole(kept.state["params"]), dtype)
+        save_folder(trained, model.hf_config, Path(sft.output), dtype, tokenizer)
         kept.finish()
 
 

@@ -26,6 +26,7 @@ from calibadv_jax.metrics.shown_steps import ShownSteps
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
 from calibadv_jax.metrics.timing import Phases
 from calibadv_jax.metrics.writer import MetricsWriter
+from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
@@ -57,7 +58,7 @@ def _run(config: Config, kept: Config, console: Console) -> None:
     check_questions(questions, config.data.weights, config.prompt.template)
     check_inputs(config, console.warn)
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
-        model = build_model(config, config.policy.path)
+        model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
         questions, left_out = fitting_questions(config, questions, model.tokenizer, console)
     folder = enter_run_folder(kept, model, questions, console.say)
     with Stop() as stop, ExitStack() as stack:

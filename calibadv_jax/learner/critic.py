@@ -18,6 +18,7 @@ from calibadv_jax.learner.batching import Batch, Rows, Sample, token_weights
 from calibadv_jax.learner.learner import Learner, State
 from calibadv_jax.learner.losses import Metrics
 from calibadv_jax.learner.step import make_sample, mini_batches, widths
+from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.sharding import param_shardings
 from calibadv_jax.policy.transformer import Critic, Params, Policy
 
@@ -27,16 +28,17 @@ class CriticLearner(Learner):
 
     metrics_of = "critic"
 
-    def _values(self, params: Params, one: Batch) -> tuple[jax.Array, jax.Array]:
-        critic = self.policy.merge(params)
+    def _values(self, base: Params, params: Params, one: Batch) -> tuple[jax.Array, jax.Array]:
+        critic = self.policy.merge(joined(base, params))
         assert isinstance(critic, Critic)
         values = critic.values(critic(one.tokens, one.positions, one.segment_ids))
         return values, jnp.zeros_like(values)
 
 
 def critic_of(policy: Policy) -> Policy:
-    """A critic of the policy's shape: without its output head."""
-    return Policy(replace(policy.architecture, tie_word_embeddings=True), policy.numerics, Critic)
+    """A critic of the policy's shape, without its output head. Of a policy with adapters: with such ones."""
+    architecture = replace(policy.architecture, tie_word_embeddings=True)
+    return Policy(architecture, policy.numerics, policy.adapters, Critic)
 
 
 def critic_params(critic: Policy, params: Params, mesh: Mesh) -> Params:

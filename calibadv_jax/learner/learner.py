@@ -19,6 +19,7 @@ from calibadv_jax.learner.losses import LossFunction, Metrics
 from calibadv_jax.learner.offload import SplitStep
 from calibadv_jax.learner.packing import rows_at
 from calibadv_jax.policy import attention
+from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import batch_sharding, param_shardings, placed_params, replicated
 from calibadv_jax.policy.transformer import Params, Policy
@@ -31,6 +32,9 @@ HOST = "pinned_host"  # JAX's name of host memory from which devices copy
 class Learner:
     """Owns the compiled functions; the state is passed to its methods and donated by `update`.
 
+    The state's parameters are those that are trained. Where a policy has adapters, the others are `base`,
+    which is never donated: samplers may share it. Parameters that a method is given complete the base.
+
     Args:
         rows: packed rows of one microbatch; a multiple of data x fsdp devices.
         temperature: of the sampler; the learner's log-probabilities divide by it, too.
@@ -39,6 +43,9 @@ class Learner:
         entropy_gradient: False where the loss does not contain the entropy, so that it is only reported.
         row_length: of the widest rows; a microbatch has more of the narrower ones. 0: `rows` of any width.
         offload: the optimizer's moments lie in host memory between the updates.
+
+    Attributes:
+        base: the frozen parameters, from `init`; empty where all are trained.
 
     Raises:
         UserError: the devices cannot share the rows.
@@ -68,24 +75,30 @@ class Learner:
         self.policy, self.optimizer, self.mesh = policy, optimizer, mesh
         self.rows, self.temperature, self.logprob_chunk = rows, temperature, logprob_chunk
         self.entropy_gradient, self.row_length, self.offload = entropy_gradient, row_length, offload
-        self._kept = self._shardings(jax.eval_shape(self._state_of, policy.abstract_params), offload)
+        self.base: Params = {}
+        self._kept = self._shardings(jax.eval_shape(self._state_of, policy.abstract_trained), offload)
         self._accumulate: dict[LossFunction, jax.stages.Wrapped] = {}
         self._apply = self._make_apply()
-        placed = param_shardings(policy.abstract_params, mesh)
+        placed = param_shardings(policy.abstract_trained, mesh)
         self._nothing = jax.jit(self._zeros, out_shardings=placed)
-        self._logprobs = jax.jit(lambda params, one: self._values(params, one)[0])
+        self._logprobs = jax.jit(lambda base, params, one: self._values(base, params, one)[0])
         self._norm = jax.jit(optax.tree.norm)
 
     def abstract_state(self) -> State:
         """ShapeDtypeStructs with shardings, for restoring a checkpoint."""
-        shapes = jax.eval_shape(self._state_of, self.policy.abstract_params)
+        shapes = jax.eval_shape(self._state_of, self.policy.abstract_trained)
         return jax.tree.map(
             lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, self._kept
         )
 
     def init(self, params: Params) -> State:
-        """State of the first step. `params` must be in their shardings; they are donated."""
-        return jax.jit(self._state_of, out_shardings=self._kept, donate_argnums=0)(params)
+        """State of the first step. `params` must be in their shardings; the trained ones are donated."""
+        self.base, trained = self.policy.split(params)
+        return jax.jit(self._state_of, out_shardings=self._kept, donate_argnums=0)(trained)
+
+    def whole(self, params: Params) -> Params:
+        """The base and these parameters; no array is copied."""
+        return joined(self.base, params)
 
     def update(
         self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
@@ -98,7 +111,7 @@ class Learner:
 
         Args:
             loss: from `losses`; the same object must be passed every time (one compilation each).
-            reference: parameters of the KL term's policy, or None.
+            reference: parameters of the KL term's policy; {} is the base without adapters. None: no term.
         """
         if loss not in self._accumulate:
             self._accumulate[loss] = self._compile(loss)
@@ -106,7 +119,7 @@ class Learner:
         with jax.set_mesh(self.mesh):
             gradients = self._nothing()
             for one in self._placed(batches):
-                gradients, metrics = self._accumulate[loss](state, gradients, one, reference)
+                gradients, metrics = self._accumulate[loss](self.base, state, gradients, one, reference)
                 parts.append(metrics)
             state, applied = self._apply(state, gradients)
         sums, applied = jax.device_get((parts, applied))
@@ -121,7 +134,7 @@ class Learner:
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
         """Log-probabilities of the targets of packed rows: float32 [R, L]."""
         with jax.set_mesh(self.mesh):
-            parts = [self._logprobs(params, one) for one in self._placed([batch])]
+            parts = [self._logprobs(self.base, params, one) for one in self._placed([batch])]
         return np.concatenate(jax.device_get(parts))[: batch.tokens.shape[0]]
 
     def position_cost(self, length: int) -> float:
@@ -137,8 +150,9 @@ class Learner:
         not be attached: they may be a topology's (``jax.experimental.topologies``).
         """
         with jax.set_mesh(self.mesh):
-            state, gradients = self.abstract_state(), self._abstract_gradients()
-            return self._compile(loss).lower(state, gradients, self._abstract_microbatch(length), None)
+            base, state, gradients = self._abstract_base(), self.abstract_state(), self._abstract_gradients()
+            one = self._abstract_microbatch(length)
+            return self._compile(loss).lower(base, state, gradients, one, None)
 
     def lower_apply(self) -> jax.stages.Lowered:
         """The optimizer's step with a sum of gradients, as `lower_update`."""
@@ -150,7 +164,8 @@ class Learner:
     def lower_logprobs(self, length: int) -> jax.stages.Lowered:
         """The log-probabilities of one microbatch, as `lower_update`."""
         with jax.set_mesh(self.mesh):
-            return self._logprobs.lower(self.abstract_state()["params"], self._abstract_microbatch(length))
+            params, one = self.abstract_state()["params"], self._abstract_microbatch(length)
+            return self._logprobs.lower(self._abstract_base(), params, one)
 
     def _placed(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """Every microbatch, on the devices."""
@@ -160,21 +175,25 @@ class Learner:
                 yield jax.device_put(one, batch_sharding(self.mesh))
 
     def _compile(self, loss: LossFunction) -> jax.stages.Wrapped:
-        def objective(params: Params, one: Batch, reference: Params | None) -> tuple[jax.Array, Metrics]:
-            logprobs, entropies = self._values(params, one)
-            known = None if reference is None else jax.lax.stop_gradient(self._values(reference, one)[0])
+        def objective(
+            params: Params, base: Params, one: Batch, reference: Params | None
+        ) -> tuple[jax.Array, Metrics]:
+            logprobs, entropies = self._values(base, params, one)
+            known = None
+            if reference is not None:
+                known = jax.lax.stop_gradient(self._values(base, reference, one)[0])
             total, metrics = loss(logprobs, entropies, one, known)
             return total, metrics | {f"{self.metrics_of}/loss": total}
 
         def accumulate(
-            state: State, gradients: Params, one: Batch, reference: Params | None
+            base: Params, state: State, gradients: Params, one: Batch, reference: Params | None
         ) -> tuple[Params, Metrics]:
-            more, metrics = jax.grad(objective, has_aux=True)(state["params"], one, reference)
+            more, metrics = jax.grad(objective, has_aux=True)(state["params"], base, one, reference)
             return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more), metrics
 
-        placed = param_shardings(self.policy.abstract_params, self.mesh)
+        placed = param_shardings(self.policy.abstract_trained, self.mesh)
         # Unused arguments stay, so that the compiler's plan of the memory counts the optimizer's state.
-        return jax.jit(accumulate, donate_argnums=1, keep_unused=True, out_shardings=(placed, None))
+        return jax.jit(accumulate, donate_argnums=2, keep_unused=True, out_shardings=(placed, None))
 
     def _make_apply(self) -> SplitStep | jax.stages.Wrapped:
         if not self.offload:
@@ -197,18 +216,21 @@ class Learner:
         return new, {f"{self.metrics_of}/grad_norm": norm, f"{self.metrics_of}/skipped": 1.0 - finite}
 
     def _zeros(self) -> Params:
-        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.policy.abstract_params)
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.policy.abstract_trained)
 
     def _abstract_gradients(self) -> Params:
-        return placed_params(self.policy.abstract_params, self.mesh, jnp.float32)
+        return placed_params(self.policy.abstract_trained, self.mesh, jnp.float32)
+
+    def _abstract_base(self) -> Params:
+        return placed_params(self.policy.split(self.policy.abstract_params)[0], self.mesh)
 
     def _abstract_microbatch(self, length: int) -> Batch:
         shape = rows_at(length, self.rows, self.row_length), length
         return abstract_batch(shape, batch_sharding(self.mesh))
 
-    def _values(self, params: Params, one: Batch) -> tuple[jax.Array, jax.Array]:
+    def _values(self, base: Params, params: Params, one: Batch) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities of the targets and entropies, both float32 [R, L]."""
-        decoder = self.policy.merge(params)
+        decoder = self.policy.merge(joined(base, params))
         hidden = decoder(one.tokens, one.positions, one.segment_ids)
         chunk = max(1, self.logprob_chunk * self.rows // len(one.tokens))  # more rows: as many logits at once
         return token_logprobs(decoder, hidden, one.targets, self.temperature, chunk, self.entropy_gradient)
@@ -222,7 +244,7 @@ class Learner:
 
     def _shardings(self, state: State, offload: bool) -> State:
         """Moments live where their parameter lives, or near it."""
-        placed = flatten(param_shardings(self.policy.abstract_params, self.mesh))
+        placed = flatten(param_shardings(self.policy.abstract_trained, self.mesh))
         moments = {name: at.with_memory_kind(HOST) if offload else at for name, at in placed.items()}
         for of in (placed, moments):
             of[""] = replicated(self.mesh)
@@ -233,7 +255,7 @@ class Learner:
 
     def _owners(self, state: State) -> State:
         """Of each leaf of the state the parameter that it belongs to; "" for what all parameters share."""
-        names = unflatten({name: name for name in flatten(self.policy.abstract_params)})
+        names = unflatten({name: name for name in flatten(self.policy.abstract_trained)})
         moments = optax.tree.map_params(
             self.optimizer,
             lambda leaf, name: leaf if _is_masked(leaf) else name,
@@ -250,15 +272,18 @@ def _is_masked(leaf: Any) -> bool:
     return isinstance(leaf, optax.MaskedNode)
 
 
-def init_params(policy: Policy, mesh: Mesh, seed: int) -> Params:
-    """Random parameters, created in their shardings."""
+def init_params(policy: Policy, mesh: Mesh, seed: int, only_trained: bool = False) -> Params:
+    """Random parameters, created in their shardings; all, or those that are trained."""
     with jax.set_mesh(mesh):
-        return _initializer(policy, mesh)(jax.random.key(seed))
+        return _initializer(policy, mesh, only_trained)(jax.random.key(seed))
 
 
 @functools.lru_cache(maxsize=4)
-def _initializer(policy: Policy, mesh: Mesh) -> Callable[[jax.Array], Params]:
+def _initializer(policy: Policy, mesh: Mesh, only_trained: bool) -> Callable[[jax.Array], Params]:
     """Kept: a policy and the reference of its KL term are drawn by one program."""
+    if only_trained:
+        trained = param_shardings(policy.abstract_trained, mesh)
+        return jax.jit(lambda key: policy.split(policy.init(key))[1], out_shardings=trained)
     return jax.jit(policy.init, out_shardings=param_shardings(policy.abstract_params, mesh))
 
 

@@ -9,7 +9,10 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from calibadv_jax.config import LearnerConfig, OptimizerConfig
+from calibadv_jax.policy.adapters import LORA_A, LORA_B
 from calibadv_jax.policy.sharding import constrain
+
+STACKED_MATRICES = ("kernel", LORA_A, LORA_B)  # last names of the layers' matrices
 
 
 def total_updates(learner: LearnerConfig, trajectories: int) -> int:
@@ -71,18 +74,18 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
 
 
 def _is_matrix(path: Any) -> bool:
-    return path[0].key == "layers" and path[-1].key == "kernel"
+    return path[0].key == "layers" and path[-1].key in STACKED_MATRICES
 
 
 def _by_layers(gradients: Any) -> Any:
-    """Stacked kernels are split by layers over the devices, which would all compute the same otherwise."""
+    """Stacked matrices are split by layers over the devices, which would all compute the same otherwise."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: constrain(leaf, "stack") if _is_matrix(path) else leaf, gradients
     )
 
 
 def _muon_dimensions(params: Any) -> Any:
-    """Stacked kernels [L, in, out] are L independent matrices; everything else is None (AdamW)."""
+    """Stacked matrices [L, in, out] are L independent matrices; everything else is None (AdamW)."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: MuonDimensionNumbers(1, 2) if _is_matrix(path) else None, params
     )
@@ -90,4 +93,6 @@ def _muon_dimensions(params: Any) -> Any:
 
 def _decayed(params: Any) -> Any:
     """Weight decay acts on matrices only."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key in (*STACKED_MATRICES, "embedding"), params
+    )

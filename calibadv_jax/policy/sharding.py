@@ -31,6 +31,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "norm": None,
+    "rank": None,  # of an adapter
 }
 
 
@@ -89,11 +90,12 @@ def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, abstract)
 
 
-def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any) -> Any:
+def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any = None) -> Any:
     """Parameters as ShapeDtypeStructs of `dtype` with shardings; no mesh: the first device.
 
     Args:
         abstract: nested dict of leaves with a shape, such as `Policy.abstract_params`.
+        dtype: None: each leaf's own.
     """
     if mesh is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
@@ -101,7 +103,9 @@ def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any) -> Any:
     else:
         shardings = param_shardings(abstract, mesh)
     return jax.tree.map(
-        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=at), abstract, shardings
+        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=at),
+        abstract,
+        shardings,
     )
 
 

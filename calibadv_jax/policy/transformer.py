@@ -7,7 +7,7 @@ Layers are stacked on a leading axis. Parameters are passed around as a plain ne
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flax import nnx
 
 from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy import attention, rotary
+from calibadv_jax.policy.adapters import Adapters, Linear, Params, merged, split
 from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.cache import Cache, CacheView, Stack, Window
 from calibadv_jax.policy.kernels.cpu_products import rows_product
@@ -23,7 +24,6 @@ from calibadv_jax.policy.kernels.elementwise import RMSNorm, gated
 from calibadv_jax.policy.sharding import constrain, pin_rows
 from calibadv_jax.policy.vocabulary import look_up
 
-Params = dict[str, Any]
 Rope = tuple[jax.Array, jax.Array]  # cosines and sines of each token's angles [B, T, H/2]
 
 UNROLLED_LAYERS = 4  # so few layers are unrolled: faster, and they compile as fast as a loop
@@ -65,21 +65,57 @@ class Numerics:
         )
 
 
+@dataclass(frozen=True)
+class Build:
+    """What the modules of a decoder are made of."""
+
+    architecture: Architecture
+    numerics: Numerics
+    adapters: Adapters | None
+    rngs: nnx.Rngs
+
+    @property
+    def base_dtype(self) -> Any:
+        """Of all parameters but the adapters'."""
+        return jnp.dtype(self.adapters.base_dtype) if self.adapters else self.numerics.param_dtype
+
+    def linear(self, target: str, size_in: int, size_out: int, use_bias: bool) -> Linear:
+        """A product, with the adapter that `target` has, if any."""
+        return Linear(
+            size_in,
+            size_out,
+            adapters=self.adapters,
+            target=target,
+            use_bias=use_bias,
+            dtype=self.numerics.compute_dtype,
+            param_dtype=self.numerics.param_dtype,
+            dot_general=self.numerics.product,
+            rngs=self.rngs,
+        )
+
+    def norm(self, size: int) -> RMSNorm:
+        return RMSNorm(
+            size,
+            epsilon=self.architecture.rms_norm_eps,
+            dtype=self.numerics.compute_dtype,
+            param_dtype=self.base_dtype,
+            rngs=self.rngs,
+        )
+
+
 class Attention(nnx.Module):
     """Grouped-query self-attention."""
 
-    def __init__(self, architecture: Architecture, numerics: Numerics, rngs: nnx.Rngs):
-        a = architecture
-        dtypes: Any = {"dtype": numerics.compute_dtype, "param_dtype": numerics.param_dtype, "rngs": rngs}
-        self.architecture, self.numerics = architecture, numerics
-        linear: Any = dtypes | {"dot_general": numerics.product}
-        self.q = nnx.Linear(a.hidden_size, a.num_heads * a.head_dim, use_bias=a.qkv_bias, **linear)
-        self.k = nnx.Linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias, **linear)
-        self.v = nnx.Linear(a.hidden_size, a.num_kv_heads * a.head_dim, use_bias=a.qkv_bias, **linear)
-        self.o = nnx.Linear(a.num_heads * a.head_dim, a.hidden_size, use_bias=a.out_bias, **linear)
+    def __init__(self, build: Build):
+        a = build.architecture
+        self.architecture, self.numerics = a, build.numerics
+        heads, kv_heads = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        self.q = build.linear("q", a.hidden_size, heads, a.qkv_bias)
+        self.k = build.linear("k", a.hidden_size, kv_heads, a.qkv_bias)
+        self.v = build.linear("v", a.hidden_size, kv_heads, a.qkv_bias)
+        self.o = build.linear("o", heads, a.hidden_size, a.out_bias)
         if a.qk_norm:
-            self.q_norm = RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
-            self.k_norm = RMSNorm(a.head_dim, epsilon=a.rms_norm_eps, **dtypes)
+            self.q_norm, self.k_norm = build.norm(a.head_dim), build.norm(a.head_dim)
 
     def project(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, D] -> q [B, T, N, H], k and v [B, T, K, H], rotated."""
@@ -97,18 +133,11 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """SwiGLU."""
 
-    def __init__(self, architecture: Architecture, numerics: Numerics, rngs: nnx.Rngs):
-        a = architecture
-        kwargs: Any = {
-            "use_bias": a.mlp_bias,
-            "dtype": numerics.compute_dtype,
-            "param_dtype": numerics.param_dtype,
-            "dot_general": numerics.product,
-            "rngs": rngs,
-        }
-        self.gate = nnx.Linear(a.hidden_size, a.intermediate_size, **kwargs)
-        self.up = nnx.Linear(a.hidden_size, a.intermediate_size, **kwargs)
-        self.down = nnx.Linear(a.intermediate_size, a.hidden_size, **kwargs)
+    def __init__(self, build: Build):
+        a = build.architecture
+        self.gate = build.linear("gate", a.hidden_size, a.intermediate_size, a.mlp_bias)
+        self.up = build.linear("up", a.hidden_size, a.intermediate_size, a.mlp_bias)
+        self.down = build.linear("down", a.intermediate_size, a.hidden_size, a.mlp_bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(gated(self.gate(x), self.up(x)))
@@ -117,18 +146,12 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm decoder layer."""
 
-    def __init__(self, architecture: Architecture, numerics: Numerics, rngs: nnx.Rngs):
-        a = architecture
-        norm: Any = {
-            "epsilon": a.rms_norm_eps,
-            "dtype": numerics.compute_dtype,
-            "param_dtype": numerics.param_dtype,
-            "rngs": rngs,
-        }
-        self.attn_norm = RMSNorm(a.hidden_size, **norm)
-        self.attn = Attention(a, numerics, rngs)
-        self.mlp_norm = RMSNorm(a.hidden_size, **norm)
-        self.mlp = Mlp(a, numerics, rngs)
+    def __init__(self, build: Build):
+        width = build.architecture.hidden_size
+        self.attn_norm = build.norm(width)
+        self.attn = Attention(build)
+        self.mlp_norm = build.norm(width)
+        self.mlp = Mlp(build)
 
     def packed(self, x: jax.Array, rope: Rope, segment_ids: jax.Array) -> jax.Array:
         """Rows [B, T, D] of the learner, each with several sequences."""
@@ -152,10 +175,10 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Token ids to hidden states; `logits` applies the (possibly tied) output head."""
 
-    def __init__(self, architecture: Architecture, numerics: Numerics, rngs: nnx.Rngs):
-        a = architecture
-        dtypes: Any = {"dtype": numerics.compute_dtype, "param_dtype": numerics.param_dtype, "rngs": rngs}
-        self.architecture, self.numerics = architecture, numerics
+    def __init__(self, build: Build):
+        a, numerics, rngs = build.architecture, build.numerics, build.rngs
+        dtypes: Any = {"dtype": numerics.compute_dtype, "param_dtype": build.base_dtype, "rngs": rngs}
+        self.architecture, self.numerics = a, numerics
         self.embed = nnx.Embed(
             a.vocab_size, a.hidden_size, embedding_init=nnx.initializers.normal(0.02), **dtypes
         )
@@ -163,10 +186,10 @@ class Decoder(nnx.Module):
         @nnx.split_rngs(splits=a.num_layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def stacked(rngs: nnx.Rngs) -> Block:
-            return Block(a, numerics, rngs)
+            return Block(replace(build, rngs=rngs))
 
         self.layers = stacked(rngs)
-        self.final_norm = RMSNorm(a.hidden_size, epsilon=a.rms_norm_eps, **dtypes)
+        self.final_norm = build.norm(a.hidden_size)
         if not a.tie_word_embeddings:
             self.lm_head = nnx.Linear(a.hidden_size, a.vocab_size, use_bias=False, **dtypes)
 
@@ -265,15 +288,15 @@ class Critic(Decoder):
     The head is zero at first, so that nothing is expected before anything was learned.
     """
 
-    def __init__(self, architecture: Architecture, numerics: Numerics, rngs: nnx.Rngs):
-        super().__init__(architecture, numerics, rngs)
+    def __init__(self, build: Build):
+        super().__init__(build)
         self.value_head = nnx.Linear(
-            architecture.hidden_size,
+            build.architecture.hidden_size,
             1,
             use_bias=False,
             kernel_init=nnx.initializers.zeros,
-            param_dtype=numerics.param_dtype,
-            rngs=rngs,
+            param_dtype=build.numerics.param_dtype,
+            rngs=build.rngs,
         )
 
     def values(self, hidden: jax.Array) -> jax.Array:
@@ -288,21 +311,56 @@ class Policy:
     `policy.merge(params)` gives the `Decoder`; `policy.init(key)` draws parameters.
 
     Args:
+        adapters: those that are trained, in the numerics' `param_dtype`; all other parameters are then frozen
+            and in their `base_dtype`. None: every parameter is trained.
         kind: of decoder, for a critic.
+
+    Attributes:
+        abstract_params: all parameters; leaves are ShapeDtypeStructs.
+        abstract_base: of these, all but the adapters.
+        abstract_trained: of these, what a learner trains.
     """
 
-    def __init__(self, architecture: Architecture, numerics: Numerics, kind: type[Decoder] = Decoder):
-        self.architecture, self.numerics, self.kind = architecture, numerics, kind
-        abstract = nnx.eval_shape(lambda: kind(architecture, numerics, nnx.Rngs(0)))
-        self.graph, state = nnx.split(abstract)
-        self.abstract_params: Params = nnx.to_pure_dict(state)  # leaves: ShapeDtypeStruct
+    def __init__(
+        self,
+        architecture: Architecture,
+        numerics: Numerics,
+        adapters: Adapters | None = None,
+        kind: type[Decoder] = Decoder,
+    ):
+        self.architecture, self.numerics, self.adapters, self.kind = architecture, numerics, adapters, kind
+        self.graph, self.abstract_params = self._abstract(adapters)
+        self.abstract_base, found = split(self.abstract_params)
+        self.abstract_trained: Params = found if adapters else self.abstract_params
+        self._plain = self._abstract(None)[0] if adapters else self.graph
 
     def merge(self, params: Params) -> Decoder:
-        return nnx.merge(self.graph, params)
+        """The decoder of all parameters, or of the base alone."""
+        return nnx.merge(self.graph if split(params)[1] else self._plain, params)
+
+    def split(self, params: Params) -> tuple[Params, Params]:
+        """The frozen and the trained ones of all parameters; no array is copied."""
+        return split(params) if self.adapters else ({}, params)
+
+    def merged(self, params: Params, dtype: Any) -> Params:
+        """Parameters without adapters that compute the same, in `dtype`."""
+        return merged(params, self.adapters.scale if self.adapters else 0.0, dtype)
 
     def init(self, key: jax.Array) -> Params:
-        """Fresh parameters; jit it with `out_shardings` so that they are created sharded."""
-        return nnx.to_pure_dict(nnx.state(self.kind(self.architecture, self.numerics, nnx.Rngs(key))))
+        """Fresh parameters; jit it with `out_shardings` so that they are created sharded.
+
+        The base is the one that is drawn without adapters.
+        """
+        rngs = nnx.Rngs(key, lora=jax.random.fold_in(key, 1))
+        return nnx.to_pure_dict(nnx.state(self._decoder(self.adapters, rngs)))
+
+    def _decoder(self, adapters: Adapters | None, rngs: nnx.Rngs) -> Decoder:
+        return self.kind(Build(self.architecture, self.numerics, adapters, rngs))
+
+    def _abstract(self, adapters: Adapters | None) -> tuple[Any, Params]:
+        abstract = nnx.eval_shape(lambda: self._decoder(adapters, nnx.Rngs(0)))
+        graph, state = nnx.split(abstract)
+        return graph, nnx.to_pure_dict(state)
 
     def empty_cache(self, slots: int, length: int) -> Cache:
         """Zeroed keys and values for `slots` rows of `length` tokens."""

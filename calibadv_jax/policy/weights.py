@@ -37,7 +37,21 @@ def _layer(name: str, *axes: str, transposed: bool = False) -> Weight:
     return Weight("model.layers.{layer}." + name, ("layers", *axes), transposed)
 
 
-WEIGHTS: dict[str, Weight] = {
+def _with_adapters(table: dict[str, Weight]) -> dict[str, Weight]:
+    """And the adapters that the stacked products may have, named as in PEFT's files."""
+    found = dict(table)
+    for path, weight in table.items():
+        if weight.stacked and weight.transposed:
+            layers, inner, outer = weight.axes
+            name = PEFT + weight.hf.removesuffix("weight")
+            module = path.removesuffix("kernel")
+            found[module + "lora_a"] = Weight(name + "lora_A.weight", (layers, inner, "rank"), True)
+            found[module + "lora_b"] = Weight(name + "lora_B.weight", (layers, "rank", outer), True)
+    return found
+
+
+PEFT = "base_model.model."  # what PEFT's names begin with
+_PLAIN: dict[str, Weight] = {
     "embed.embedding": Weight("model.embed_tokens.weight", ("vocab", "embed")),
     "layers.attn_norm.scale": _layer("input_layernorm.weight", "norm"),
     "layers.attn.q.kernel": _layer("self_attn.q_proj.weight", "embed", "heads", transposed=True),
@@ -61,6 +75,7 @@ WEIGHTS: dict[str, Weight] = {
     "lm_head.kernel": Weight("lm_head.weight", ("embed", "vocab"), transposed=True),
     "value_head.kernel": Weight("score.weight", ("norm", "norm"), transposed=True),  # of a critic
 }
+WEIGHTS = _with_adapters(_PLAIN)
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -29,7 +29,8 @@ class RunCritic:
     """A critic between the steps.
 
     Args:
-        params: of the policy that the run begins with, which the critic is a copy of; donated.
+        params: of the policy that the run begins with, which the critic is a copy of; those that are trained
+            are donated.
     """
 
     def __init__(self, config: Config, model: Model, params: Params):

@@ -23,16 +23,19 @@ from calibadv_jax.learner.optimizer import total_updates
 from calibadv_jax.metrics.console import table
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
-from calibadv_jax.run.model import Model, find_folder
+from calibadv_jax.run.base import Base
+from calibadv_jax.run.model import Model, base_of, find_folder
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
 from calibadv_jax.snapshots.huggingface import copy_tokenizer, weights_hash
+from calibadv_jax.snapshots.peft import adapters_hash
 
 UNLEARNED, LEARNED, TUNED = marked(Mark.UNLEARNED), marked(Mark.LEARNED), marked(Mark.TUNED)
 COLD_START_KEYS = marked(Mark.COLD_START)
 SERVICE = "retriever.content"  # which index is searched: known when the service answers (run_service.py)
 COLD_START = "sft.yaml"  # the config of the cold start
-REFERENCE = "policy.weights"  # only of a run that keeps the policy it began with
-IDENTITY = ("data.content", "policy.config", "policy.vocabulary", REFERENCE)
+REFERENCE = "policy.weights"  # only of a run that keeps the policy it began with, or the base of its adapters
+ADAPTERS = "policy.adapters"  # of policy.lora.init_from, only of a run that keeps the policy it began with
+IDENTITY = ("data.content", "policy.config", "policy.vocabulary", REFERENCE, ADAPTERS)
 
 
 def enter_run_folder(
@@ -58,7 +61,7 @@ def enter_run_folder(
         _say_history(folder, say)
     try:
         add_start(folder, dump_config(config), identity)
-        write_policy_folder(folder / "policy", model)
+        write_policy_folder(folder / "policy", model, base_of(config, model, config.policy.path))
         hub.write_pins(folder, model.pins)
     except OSError as error:
         raise UserError(
@@ -74,9 +77,11 @@ def _identity(config: Config, model: Model, questions: Sequence[Question]) -> di
         "policy.config": content_hash(model.hf_config),
         "policy.vocabulary": model.tokenizer_hash,
     }
-    if config.keeps_initial_policy and config.policy.path:
+    if config.policy.path and (config.keeps_initial_policy or config.policy.lora.rank):
         weights, _ = find_folder(config, config.policy.path, with_weights=True, known=model.pins)
         identity[REFERENCE] = weights_hash(weights)
+    if config.keeps_initial_policy and config.policy.lora.init_from:
+        identity[ADAPTERS] = adapters_hash(Path(config.policy.lora.init_from))
     return identity
 
 
@@ -138,16 +143,18 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
         )
 
 
-def write_policy_folder(folder: Path, model: Model) -> None:
-    """Writes config.json and tokenizer, which export and vLLM workers take."""
+def write_policy_folder(folder: Path, model: Model, base: Base | None = None) -> None:
+    """Writes config.json and tokenizer, which export and vLLM workers take, and which base adapters have."""
     folder.mkdir(parents=True, exist_ok=True)
+    if base:
+        base.write(folder)
     write_json(folder / "config.json", model.hf_config)
     copy_tokenizer(model.tokenizer_folder, folder)
 
 
 def _check_resume(config: Config, identity: Mapping[str, str], say: Callable[[str], None]) -> None:
     folder, allowed = Path(config.run.dir), config.checkpoint.allow_change
-    keys = known_keys().keys() | identity.keys() | {REFERENCE, SERVICE}
+    keys = known_keys().keys() | identity.keys() | {REFERENCE, ADAPTERS, SERVICE}
     unknown = [name for name in allowed if name not in keys]
     if unknown:
         raise UserError(
@@ -188,7 +195,9 @@ def _changes(
         yield name, old, new, is_binding(name, config) and not (is_length and same_decay)
     both = start.identity.keys() & identity.keys()
     for name, old, new in differences(start.identity, identity):
-        if name != REFERENCE or name in both:  # weights count between two starts that have a reference
+        if (
+            name not in (REFERENCE, ADAPTERS) or name in both
+        ):  # weights count between two starts that have a reference
             yield name, old, new, True
 
 

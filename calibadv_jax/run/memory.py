@@ -16,10 +16,12 @@ from jax.sharding import AbstractMesh
 from calibadv_jax.config import Config, OptimizerConfig
 from calibadv_jax.learner.critic import critic_of
 from calibadv_jax.learner.offload import most_at_once
+from calibadv_jax.learner.optimizer import STACKED_MATRICES
+from calibadv_jax.policy.adapters import Adapters, count
 from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.cache import SCORE_BYTES
 from calibadv_jax.policy.sharding import MESH_AXES, param_shardings
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.sampler.tiles import TileShape
 
@@ -38,34 +40,37 @@ def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[st
     """
     stored = jnp.dtype(config.policy.param_dtype).itemsize
     computed = jnp.dtype(config.policy.compute_dtype).itemsize
-    counts = _held_parameters(Policy(architecture, Numerics()), mesh)
-    count = sum(counts.values())
-    moments = _moments(config.learner.optimizer, counts)
+    lora = config.policy.lora
+    policy = Policy(architecture, Numerics(), Adapters.from_config(lora))
+    frozen, trained = (_held_elements(part, mesh) for part in policy.split(policy.abstract_params))
+    held, frozen_count = sum(trained.values()), sum(frozen.values())
+    moments = _moments(config.learner.optimizer, trained)
     estimate = {
-        "parameters": count * stored,
+        "parameters": held * stored,
         "optimizer": sum(moments.values()) * stored,
-        "gradients": count * 4 * 2,  # accumulated, and those of the microbatch
+        "gradients": held * 4 * 2,  # accumulated, and those of the microbatch
         **_update(config, architecture, mesh),
     }
+    if frozen:
+        estimate["base"] = frozen_count * jnp.dtype(lora.base_dtype).itemsize
     if config.learner.optimizer.offload == "host":
         at_work = 2 * most_at_once(moments.values())  # old and new
         estimate |= {"moments": at_work * stored, "optimizer": 0.0}
     if config.advantage.has_critic:
-        _add_critic(estimate, config, architecture, mesh)
-    if config.keeps_initial_policy:
-        estimate["reference policy"] = count * stored
+        _add_critic(estimate, config, policy, mesh)
+    if config.keeps_initial_policy and (not frozen or lora.init_from):  # new adapters: the base itself
+        estimate["reference policy"] = held * stored
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
-        estimate["sampler weights"] = count * computed
+        copied = 0 if shares_base(config) else frozen_count
+        estimate["sampler weights"] = (held + copied) * computed
         estimate |= _sampler(config, architecture, mesh)
     return estimate
 
 
-def _add_critic(
-    estimate: dict[str, float], config: Config, architecture: Architecture, mesh: Mapping[str, int]
-) -> None:
-    """The critic's parameters and moments. It is trained after the policy, and its update needs no more."""
+def _add_critic(estimate: dict[str, float], config: Config, policy: Policy, mesh: Mapping[str, int]) -> None:
+    """What a critic trains, and its moments. It is trained after the policy, and its update needs no more."""
     stored, rule = jnp.dtype(config.policy.param_dtype).itemsize, config.critic.optimizer
-    counts = _held_parameters(critic_of(Policy(architecture, Numerics())), mesh)
+    counts = _held_elements(critic_of(policy).abstract_trained, mesh)
     moments = _moments(rule, counts)
     estimate["critic"] = sum(counts.values()) * stored
     if rule.offload == "host":
@@ -73,6 +78,11 @@ def _add_critic(
         estimate["moments"] = max(at_work, estimate.get("moments", 0.0))
     else:
         estimate["critic's optimizer"] = sum(moments.values()) * stored
+
+
+def shares_base(config: Config) -> bool:
+    """Whether the embedded sampler computes with the learner's own frozen base."""
+    return bool(config.policy.lora.rank) and config.policy.lora.base_dtype == config.policy.compute_dtype
 
 
 def peak_memory(estimate: Mapping[str, float]) -> float:
@@ -83,19 +93,24 @@ def peak_memory(estimate: Mapping[str, float]) -> float:
     return held + max(update, _step(estimate), sampling)
 
 
-def program_memory(estimate: Mapping[str, float]) -> dict[str, float]:
-    """Bytes on a device of the trainer's programs by themselves, for comparison with a compiler's plan."""
-    held = estimate["parameters"] + estimate["optimizer"]
+def program_memory(estimate: Mapping[str, float], shares_base: bool = False) -> dict[str, float]:
+    """Bytes on a device of the trainer's programs by themselves, for comparison with a compiler's plan.
+
+    Args:
+        shares_base: as the function of this name says.
+    """
+    base = estimate.get("base", 0)
+    held = estimate["parameters"] + base + estimate["optimizer"]
     programs = {
         "update": held + sum(estimate[name] for name in UPDATE),
         "apply": held + _step(estimate),
     }
     if "critic" in estimate:
-        held = estimate["critic"] + estimate.get("critic's optimizer", 0.0)
+        held = estimate["critic"] + base + estimate.get("critic's optimizer", 0.0)
         programs["critic's update"] = held + sum(estimate[name] for name in UPDATE)
         programs["critic's apply"] = held + _step(estimate)
     if "kv cache" in estimate:
-        cache = estimate["sampler weights"] + estimate["kv cache"]
+        cache = estimate["sampler weights"] + (base if shares_base else 0) + estimate["kv cache"]
         programs |= {name: cache + estimate[name] for name in SAMPLING}
     return programs
 
@@ -116,6 +131,19 @@ def memory_line(estimate: Mapping[str, float]) -> str:
         if names
     )
     return f"estimated memory a device: {peak_memory(estimate) / GIB:.2f} GiB ({said})"
+
+
+def adapter_lines(config: Config, architecture: Architecture) -> list[str]:
+    """One line where adapters are trained: their shape, and how many parameters; else nothing."""
+    adapters = Adapters.from_config(config.policy.lora)
+    if adapters is None:
+        return []
+    trained = count(Policy(architecture, Numerics(), adapters).abstract_trained)
+    share = trained / architecture.num_parameters
+    return [
+        f"adapters of rank {adapters.rank}, alpha {adapters.alpha:g}, on {', '.join(adapters.targets)}:"
+        f" {trained / 1e6:.2f}M trained parameters, {share:.1%} of the base's ({adapters.base_dtype}, frozen)"
+    ]
 
 
 def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
@@ -145,9 +173,8 @@ def _divisors(number: int, most: int) -> str:
     return " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
 
-def _held_parameters(policy: Policy, mesh: Mapping[str, int]) -> dict[str, int]:
+def _held_elements(abstract: Params, mesh: Mapping[str, int]) -> dict[str, int]:
     """Parameter path -> elements of it on one device; an axis that the mesh does not divide is whole."""
-    abstract = policy.abstract_params
     axes = AbstractMesh(tuple(mesh[name] for name in MESH_AXES), MESH_AXES)
     shardings = param_shardings(abstract, axes)
     return flatten(jax.tree.map(lambda leaf, at: math.prod(at.shard_shape(leaf.shape)), abstract, shardings))
@@ -157,8 +184,8 @@ def _moments(rule: OptimizerConfig, counts: Mapping[str, int]) -> dict[str, int]
     """Elements of a parameter's moments on one device: two each, one of what Muon orthogonalises."""
     is_muon = rule.name == "muon"
     return {
-        path: count * (1 if is_muon and path.startswith("layers.") and path.endswith("kernel") else 2)
-        for path, count in counts.items()
+        path: size * (1 if is_muon and path.startswith("layers.") and path.endswith(STACKED_MATRICES) else 2)
+        for path, size in counts.items()
     }
 
 

@@ -19,12 +19,15 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
 from calibadv_jax.core.tags import TAGS
 from calibadv_jax.learner.learner import init_params
+from calibadv_jax.policy.adapters import Adapters, joined
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
+from calibadv_jax.run.base import Base, read_base
 from calibadv_jax.sampler.stopping import end_of_text_ids
 from calibadv_jax.snapshots.checkpoint import restore_params
-from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
+from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, weights_hash
+from calibadv_jax.snapshots.peft import load_adapters
 from calibadv_jax.snapshots.publish import load_snapshot
 
 
@@ -46,11 +49,12 @@ class Model:
         return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
-def build_model(config: Config, path: str) -> Model:
+def build_model(config: Config, path: str, adapters: Adapters | None = None) -> Model:
     """The policy's shape, tokenizer and mesh: from the HuggingFace folder `path`, or from policy.init.
 
     Args:
         path: a folder, or a repository of the hub: OWNER/NAME or OWNER/NAME@REVISION.
+        adapters: that the policy has: those of policy.lora where it is trained, else those of its run.
 
     Raises:
         UserError: neither is given, or one cannot be used.
@@ -73,7 +77,8 @@ def build_model(config: Config, path: str) -> Model:
     # Kept by snapshots and exports.
     hf_config["eos_token_id"] = end_of_text_ids(source if path else "", hf_config, tokenizer)
     origin = f"{source}/config.json" if path else "policy.init"
-    policy = Policy(architecture_from_hf(hf_config, origin), Numerics.from_config(config.policy))
+    architecture, numerics = architecture_from_hf(hf_config, origin), Numerics.from_config(config.policy)
+    policy = Policy(architecture, numerics, adapters)
     return Model(policy, hf_config, tokenizer, folder, make_mesh(config.mesh), tuple({*pins, *more_pins}))
 
 
@@ -163,11 +168,33 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def initial_params(config: Config, model: Model, path: str) -> Params:
-    """Parameters of the HuggingFace folder or repository `path`, or random parameters if it is empty."""
-    if path:
+    """Parameters of the HuggingFace folder or repository `path`, or random parameters if it is empty.
+
+    Where the policy has adapters, with those of policy.lora.init_from, or with new ones.
+    """
+    policy, mesh, init_from = model.policy, model.mesh, config.policy.lora.init_from
+    if not path:
+        params = init_params(policy, mesh, config.run.seed)
+    else:
         folder, _ = find_folder(config, path, with_weights=True, known=model.pins)
-        return load_params(folder, model.policy, model.mesh)
-    return init_params(model.policy, model.mesh, config.run.seed)
+        params = load_params(folder, policy, mesh)
+        if policy.adapters and not init_from:
+            params = joined(params, init_params(policy, mesh, config.run.seed, only_trained=True))
+    if policy.adapters and init_from:
+        params = joined(params, load_adapters(Path(init_from), policy, mesh))
+    return params
+
+
+def base_of(config: Config, model: Model, path: str) -> Base | None:
+    """What a run's adapters belong to: the HuggingFace folder or repository `path`; None without them."""
+    adapters = Adapters.from_config(config.policy.lora)
+    if adapters is None:
+        return None
+    folder, sha256 = "", ""
+    if path:
+        found, _ = find_folder(config, path, with_weights=True, known=model.pins)
+        folder, sha256 = str(found.absolute()), weights_hash(found)
+    return Base(path, folder, sha256, config.run.seed, adapters)
 
 
 @dataclass(frozen=True)
@@ -191,8 +218,22 @@ class PolicySource:
             return self.path
         return (self.path.parent.parent if self.kind == "snapshot" else self.path.parent) / "policy"
 
+    @property
+    def base(self) -> Base | None:
+        """What the adapters of a checkpoint belong to; None where it holds every parameter."""
+        return read_base(self.model_folder) if self.kind == "checkpoint" else None
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """That a policy needs to take its parameters."""
+        base = self.base
+        return base.adapters if base else None
+
     def params(self, policy: Policy, mesh: Mesh) -> Params:
-        """Its parameters in the policy's `param_dtype` (a snapshot's: `compute_dtype`) and shardings.
+        """All its parameters in the policy's precision (a snapshot's: `compute_dtype`) and shardings.
+
+        Args:
+            policy: with the source's `adapters`.
 
         Raises:
             UserError: missing, incomplete, damaged, or of another policy.
@@ -201,8 +242,10 @@ class PolicySource:
             return load_params(self.path, policy, mesh)
         if self.kind == "snapshot":
             return load_snapshot(self.path, policy, mesh, verify=True)
-        targets = placed_params(policy.abstract_params, mesh, policy.numerics.param_dtype)
-        return restore_params(self.path, targets, self.step)[0]
+        targets = placed_params(policy.abstract_trained, mesh)
+        trained = restore_params(self.path, targets, self.step)[0]
+        base = self.base
+        return joined(base.params(policy, mesh), trained) if base else trained
 
 
 def find_policy(path: Path) -> PolicySource:

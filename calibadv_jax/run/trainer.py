@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from calibadv_jax.advantages.estimators import AdvantageResult
@@ -23,12 +24,14 @@ from calibadv_jax.learner.probe import with_golden_logprobs
 from calibadv_jax.learner.step import Learned, learn, make_sample, sample_logprobs
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
+from calibadv_jax.policy.adapters import joined
+from calibadv_jax.policy.transformer import Params
 from calibadv_jax.record.rows import Logprobs
 from calibadv_jax.rewards.score import trajectory_scores
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout.stream import RolloutStream
 from calibadv_jax.run.critic import RunCritic
-from calibadv_jax.run.model import Model, initial_params
+from calibadv_jax.run.model import Model, base_of, initial_params
 from calibadv_jax.snapshots.checkpoint import EXTRA, CheckpointStore
 
 CRITIC = "critic"  # its part of a checkpoint's state
@@ -91,15 +94,28 @@ class Trainer:
         on_policy = on_policy_only(config.loss, learner.minibatch_size, learner.epochs)
         self.loss = policy_gradient(config.loss, on_policy)
         params = initial_params(config, model, config.policy.path)
-        self.reference = (
-            initial_params(config, model, config.policy.path) if config.keeps_initial_policy else None
-        )
+        self.base = base_of(config, model, config.policy.path)
+        self.reference = self._reference(params) if config.keeps_initial_policy else None
         self.critic = None
         if config.advantage.has_critic:
-            self.critic = RunCritic(config, model, initial_params(config, model, config.policy.path))
+            self.critic = RunCritic(config, model, self._copy(params))
         self.state = self.learner.init(params)
         self.step = 0
         self.checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
+
+    def _copy(self, params: Params) -> Params:
+        """The policy that the run begins with once more; a frozen base is not copied."""
+        base, trained = self.model.policy.split(params)
+        return joined(base, jax.tree.map(jnp.copy, trained))
+
+    def _reference(self, params: Params) -> Params:
+        """What makes the learner's base the policy that the run begins with: no second copy of a base."""
+        config, model = self.config, self.model
+        if model.policy.adapters is None:
+            return initial_params(config, model, config.policy.path)
+        if not config.policy.lora.init_from:
+            return {}  # new adapters change nothing
+        return jax.tree.map(jnp.copy, model.policy.split(params)[1])
 
     @property
     def seed(self) -> int:
@@ -142,6 +158,12 @@ class Trainer:
     def _restore(self, step: int, with_guards: bool = False) -> None:
         critic = {} if self.critic is None else {CRITIC: self.critic.learner.abstract_state()}
         state, extra = self.checkpoints.restore(step, self.learner.abstract_state() | critic)
+        said, ours = extra.get("base"), self.base.said() if self.base else None
+        if (said or {}).get("sha256") != (ours or {}).get("sha256"):
+            raise UserError(
+                f"{self.checkpoints.folder / str(step)}: its adapters belong to another base ({said} instead"
+                f" of {ours}); set policy.path to that one, or choose another run.dir"
+            )
         try:
             self.questions.set_state(extra["questions"])
             self.stream.restore(extra["stream"], self.by_id)
@@ -226,7 +248,7 @@ class Trainer:
         Returns:
             How far each vLLM worker's log-probabilities of a fixed text are from the learner's.
         """
-        self.rollouts.load(self.step, self.state["params"])
+        self.rollouts.load(self.step, self.learner.whole(self.state["params"]))
         length = min(PROBE_TOKENS, self.config.rollout.max_length - 1)  # a worker samples one more
         tokens = np.random.default_rng(0).integers(0, len(self.model.tokenizer), length).astype(np.int32)
         theirs = self.rollouts.prompt_logprobs(tokens.tolist())
@@ -257,7 +279,7 @@ class Trainer:
             "questions": self.questions.get_state(),
             "stream": self.stream.state(),
             "guards": self.guards.state(),
-        }
+        } | ({"base": self.base.said()} if self.base else {})
         with self.console.phase("saving a checkpoint"):
             self.checkpoints.save(self.step, self._whole_state(), extra)
         self.console.note(f"checkpoint saved at step {self.step}")

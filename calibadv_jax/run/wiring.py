@@ -16,6 +16,7 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.run.base import Base, read_base
 from calibadv_jax.run.model import Model
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
@@ -68,7 +69,7 @@ def open_rollouts(
         if urls != NO_RETRIEVER:
             check_service(retriever.health())  # what it gives from now on must be of this index
         context = RolloutContext(
-            sampler=_make_sampler(config, model, workers, snapshots),
+            sampler=_make_sampler(config, model, workers, snapshots, read_base(model_folder)),
             retriever=retriever,
             tokenizer=model.tokenizer,
             rollout=config.rollout,
@@ -78,7 +79,9 @@ def open_rollouts(
             yield rollouts
 
 
-def _make_sampler(config: Config, model: Model, workers: list[str], snapshots: Path) -> Sampler:
+def _make_sampler(
+    config: Config, model: Model, workers: list[str], snapshots: Path, base: Base | None
+) -> Sampler:
     stops = StopRule(model.tokenizer, model.hf_config["eos_token_id"])
     if config.sampler.name == "jax":
         return JaxSampler(model.policy, stops, config.sampler, model.mesh, config.rollout.max_length)
@@ -86,8 +89,16 @@ def _make_sampler(config: Config, model: Model, workers: list[str], snapshots: P
     store = SnapshotStore(snapshots, config.checkpoint.snapshots_kept, jnp.dtype(dtype))
     tokenizer_hash = model.tokenizer_hash
 
+    shared = base.shared() if base and config.policy.lora.snapshots == "adapters" else None
+
     def publish(version: int, params: Params) -> Path:
-        return store.publish(version, params, hf_config=model.hf_config, tokenizer_hash=tokenizer_hash)
+        if shared:
+            params = model.policy.split(params)[1]
+        elif model.policy.adapters:
+            params = model.policy.merged(params, jnp.dtype(dtype))
+        return store.publish(
+            version, params, hf_config=model.hf_config, tokenizer_hash=tokenizer_hash, base=shared
+        )
 
     vocab_size = model.policy.architecture.vocab_size
     return VllmSampler(workers, config.sampler, stops, tokenizer_hash, publish, vocab_size)

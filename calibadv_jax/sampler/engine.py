@@ -34,6 +34,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.cache import Cache, Window
 from calibadv_jax.policy.sharding import (
     RULES,
@@ -45,8 +46,10 @@ from calibadv_jax.policy.sharding import (
     spec,
 )
 from calibadv_jax.policy.transformer import Decoder, Params, Policy
+from calibadv_jax.policy.weights import flatten, unflatten
+from calibadv_jax.sampler.prefixes import Copy, Prefixes
 from calibadv_jax.sampler.sampling import sample_tokens
-from calibadv_jax.sampler.tiles import Segment, Tiles, TileShape
+from calibadv_jax.sampler.tiles import Tiles, TileShape
 
 MIN_WINDOW = 1024  # columns; every window is a program to compile, so that short rows have one
 BRANCHING = {"cpu"}  # platforms on which one program has all widths: a branch costs next to nothing there
@@ -88,6 +91,7 @@ class CacheEngine:
         self.slots = self._groups * self._rows
         platform = mesh.devices.flat[0].platform
         self._tile = TileShape.fitting(self._groups, self._rows, prefill_chunk, platform)
+        self._prefixes = Prefixes(self._tile)
         self.held: list[list[int]] = [[] for _ in range(self.slots)]
         self.in_turn = [
             row + first for row in range(self._rows) for first in range(0, self.slots, self._rows)
@@ -100,16 +104,27 @@ class CacheEngine:
         # A copy even where the precision is the same: the learner donates its parameters at the next update.
         self._cast = jax.jit(
             lambda params: jax.tree.map(
-                lambda leaf: jnp.array(leaf, policy.numerics.compute_dtype, copy=True), params
-            ),
-            out_shardings=param_shardings(policy.abstract_params, mesh),
+                lambda leaf, at: jax.lax.with_sharding_constraint(
+                    jnp.array(leaf, policy.numerics.compute_dtype, copy=True), at
+                ),
+                params,
+                param_shardings(params, mesh),
+            )
         )
         self._prefill = jax.jit(self._prefill_tiles, donate_argnums=1, static_argnums=3)
+        self._copy = jax.jit(self._copy_columns, donate_argnums=0, static_argnums=3)
         self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
 
     def load(self, params: Params) -> None:
-        """Takes a copy of the parameters in the policy's `compute_dtype`; what the cache holds is void."""
-        self._params = self._cast(params)
+        """Takes a copy of the parameters in the policy's `compute_dtype`; what the cache holds is void.
+
+        Of a frozen base that has this precision there is no copy: nobody donates it.
+        """
+        base, trained = self.policy.split(params)
+        dtype = self.policy.numerics.compute_dtype
+        shared = {path: leaf for path, leaf in flatten(base).items() if leaf.dtype == dtype}
+        rest = {path: leaf for path, leaf in flatten(joined(base, trained)).items() if path not in shared}
+        self._params = joined(unflatten(shared), self._cast(unflatten(rest)))
         self.forget()
 
     @property
@@ -126,21 +141,20 @@ class CacheEngine:
         self._cache = None
 
     def fill(self, contexts: dict[int, list[int]]) -> None:
-        """Brings all but the last token of the context of every slot into the cache; what is there stays."""
+        """Brings all but the last token of the context of every slot into the cache; what is there stays.
+
+        What another slot holds already is copied, not computed (`prefixes`).
+        """
         if self._cache is None:
             self._cache = jax.jit(self._empty_cache, out_shardings=self._cache_sharding())()
             self.forget()
-        pending: list[list[Segment]] = [[] for _ in range(self._groups)]
-        for slot, context in contexts.items():
-            held = self.held[slot]
-            kept = _common_prefix(held, context[:-1])
-            new = context[kept:-1]
-            held[kept:] = new
-            pending[slot // self._rows] += self._tile.segments(slot % self._rows, kept, new)
         with jax.set_mesh(self.mesh):
-            for call in self._tile.calls(pending):
-                tiles = jax.device_put(call, replicated(self.mesh))
-                self._cache = self._prefill(self._params, self._cache, tiles, self._window(call.columns))
+            for wave in self._prefixes.fill(contexts, self.held):
+                if any(wave.copies):
+                    self._cache = self._copy(self._cache, *self._copies(wave.copies))
+                for call in self._tile.calls(wave.segments):
+                    tiles = jax.device_put(call, replicated(self.mesh))
+                    self._cache = self._prefill(self._params, self._cache, tiles, self._window(call.columns))
 
     def decode(
         self, rows: tuple[np.ndarray, ...], pause: jax.Array, filtered: bool
@@ -189,6 +203,12 @@ class CacheEngine:
         with jax.set_mesh(self.mesh):
             return {
                 "prefill": self._prefill.lower(params, cache, tiles, self.max_length),
+                "copy": self._copy.lower(
+                    cache,
+                    of(np.int32, self._groups, 2, self._rows),
+                    of(np.int32, self._groups),
+                    self.max_length,
+                ),
                 "decode": self._decode.lower(params, cache, rows, pause, False, self.max_length),
             }
 
@@ -221,6 +241,46 @@ class CacheEngine:
         if len(tiles.tokens) == 1:
             return one_tile(0, cache)
         return jax.lax.fori_loop(0, tiles.used, one_tile, cache)
+
+    def _copies(self, groups: Sequence[Sequence[Copy]]) -> tuple[jax.Array, jax.Array, int]:
+        """Arguments of `_copy_columns` after the cache."""
+        slots = np.zeros((self._groups, 2, self._rows), np.int32)
+        for group, copies in enumerate(groups):
+            for number, one in enumerate(copies):
+                slots[group, :, number] = one.source, one.target
+        counts = np.array([len(copies) for copies in groups], np.int32)
+        columns = max(one.columns for copies in groups for one in copies)
+        width = next(width for width in self._widths or self._windows if width >= columns)
+        by_group = NamedSharding(self.mesh, spec(self._slot_axis))
+        return jax.device_put(slots, by_group), jax.device_put(counts, by_group), width
+
+    def _copy_columns(self, cache: Cache, slots: jax.Array, counts: jax.Array, width: int) -> Cache:
+        """The first `width` columns of slots for others of their group, one after the other.
+
+        What is copied beyond the columns that are wanted is written anew before it is read.
+
+        Args:
+            slots: int32 [groups, 2, rows], sources and targets.
+            counts: int32 [groups], how many of them there are.
+        """
+
+        def of_a_group(cache: Cache, slots: jax.Array, counts: jax.Array) -> Cache:
+            def one(number: jax.Array, cache: Cache) -> Cache:
+                source, target = slots[0, :, number]
+
+                def moved(held: jax.Array) -> jax.Array:
+                    sizes = (*held.shape[:2], 1, held.shape[3], width, held.shape[5])
+                    columns = jax.lax.dynamic_slice(held, (0, 0, source, 0, 0, 0), sizes)
+                    return jax.lax.dynamic_update_slice(held, columns, (0, 0, target, 0, 0, 0))
+
+                return jax.tree.map(moved, cache)
+
+            return jax.lax.fori_loop(0, counts[0], one, cache)
+
+        by_group, held = spec(self._slot_axis), self._cache_sharding().spec
+        return jax.shard_map(
+            of_a_group, mesh=self.mesh, in_specs=(held, by_group, by_group), out_specs=held, check_vma=False
+        )(cache, slots, counts)
 
     def _seen(self, columns: jax.Array, window: int) -> Window:
         """What is read of the cache where no row has more than `columns`."""
@@ -330,10 +390,3 @@ def even_widths(length: int) -> list[int]:
     """Widths of a program that chooses among them, ascending: multiples of STEP below `length`, and it."""
     step = STEP * -(-length // (STEP * MOST_WIDTHS))
     return [*range(step, length, step), length]
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    shared = min(len(left), len(right))
-    if list(left[:shared]) == list(right[:shared]):
-        return shared
-    return next(index for index in range(shared) if left[index] != right[index])

@@ -72,6 +72,10 @@ class TileShape:
             for at in range(0, len(tokens), self.width)
         ]
 
+    def count(self, groups: Sequence[Sequence[Segment]]) -> int:
+        """The number of tiles that the segments of every group take."""
+        return max(len(self._tiles_of(segments)) for segments in groups)
+
     def calls(self, groups: Sequence[Sequence[Segment]]) -> Iterator[Tiles]:
         """The segments of every group, those of a slot in their order, as calls of one shape."""
         cut = [self._tiles_of(segments) for segments in groups]

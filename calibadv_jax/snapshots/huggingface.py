@@ -59,31 +59,29 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
-    """Parameters of a HuggingFace folder, in the policy's `param_dtype` and shardings.
+    """Parameters of a HuggingFace folder, in the policy's precision and shardings; no adapters.
 
     Every device's part is read by itself; the host never holds more than one parameter.
 
     Raises:
         UserError: no safetensors, a damaged file, or tensors that do not fit the policy (all are listed).
     """
-    with _open_weights(folder) as weights:
+    with open_weights(_weight_files(folder)) as weights:
         _check(weights, policy, str(folder))
-        num_layers = policy.architecture.num_layers
+        return weights.placed(policy.abstract_base, policy.architecture.num_layers, mesh)
 
-        def load(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
-            known: dict[Any, np.ndarray] = {}  # replicas share theirs
 
-            def read(region: Region | None) -> np.ndarray:
-                assert region is not None
-                key = tuple((axis.start, axis.stop) for axis in region)
-                if key not in known:
-                    known[key] = from_hf(path, weights.read, num_layers, region, target.dtype)
-                return known[key]
-
-            return jax.make_array_from_callback(target.shape, target.sharding, read)
-
-        targets = flatten(placed_params(policy.abstract_params, mesh, policy.numerics.param_dtype))
-        return unflatten({path: load(path, target) for path, target in targets.items()})
+def read_base_tensors(folder: Path, policy: Policy, dtype: Any) -> dict[str, Any]:
+    """As `load_params`, host arrays of `dtype`."""
+    with open_weights(_weight_files(folder)) as weights:
+        _check(weights, policy, str(folder))
+        layers = policy.architecture.num_layers
+        return unflatten(
+            {
+                path: from_hf(path, weights.read, layers, (slice(None),) * len(leaf.shape), dtype)
+                for path, leaf in flatten(policy.abstract_base).items()
+            }
+        )
 
 
 def weights_hash(folder: Path) -> str:
@@ -154,7 +152,7 @@ def save_folder(
         UserError: `output` exists and is not a folder that this function wrote.
     """
     output = output.absolute()
-    _refuse_foreign(output)
+    refuse_foreign(output)
     with replacing_folder(output) as partial:
         _write_weights(params, partial, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
         if tokenizer_source is not None:
@@ -177,7 +175,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 @dataclass
-class _Weights:
+class Weights:
     """Open safetensors files: which holds a tensor, and its regions on demand."""
 
     files: dict[str, Any]  # tensor name -> open file
@@ -195,12 +193,35 @@ class _Weights:
         except SafetensorError as error:
             raise UserError(f"{self.path_of[name]}: {name} cannot be read: {error}") from error
 
+    def placed(self, abstract: Mapping[str, Any], num_layers: int, mesh: Mesh | None) -> Params:
+        """The parameters of `abstract`, each in its dtype and in its sharding of the table."""
+
+        def load(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
+            known: dict[Any, np.ndarray] = {}  # replicas share theirs
+
+            def read(region: Region | None) -> np.ndarray:
+                assert region is not None
+                key = tuple((axis.start, axis.stop) for axis in region)
+                if key not in known:
+                    known[key] = from_hf(path, self.read, num_layers, region, target.dtype)
+                return known[key]
+
+            return jax.make_array_from_callback(target.shape, target.sharding, read)
+
+        targets = flatten(placed_params(abstract, mesh))
+        return unflatten({path: load(path, target) for path, target in targets.items()})
+
 
 @contextmanager
-def _open_weights(folder: Path) -> Iterator[_Weights]:
+def open_weights(files: Sequence[Path]) -> Iterator[Weights]:
+    """Safetensors files, all of them open.
+
+    Raises:
+        UserError: one is damaged.
+    """
     with ExitStack() as stack:
-        weights = _Weights({}, {})
-        for path in _weight_files(folder):
+        weights = Weights({}, {})
+        for path in files:
             try:
                 file = stack.enter_context(safe_open(path, framework="np"))
             except (SafetensorError, OSError) as error:
@@ -232,7 +253,7 @@ def _weight_files(folder: Path) -> list[Path]:
     raise UserError(f"{folder}: no {SINGLE} and no {INDEX}; give a HuggingFace folder with safetensors")
 
 
-def _check(weights: _Weights, policy: Policy, source: str) -> None:
+def _check(weights: Weights, policy: Policy, source: str) -> None:
     found = {name: weights.shape(name) for name in weights.files if not name.endswith("rotary_emb.inv_freq")}
     head, embedding = WEIGHTS["lm_head.kernel"].hf, WEIGHTS["embed.embedding"].hf
     if policy.architecture.tie_word_embeddings and head in found:
@@ -242,7 +263,7 @@ def _check(weights: _Weights, policy: Policy, source: str) -> None:
                 f"{source}: config.json ties the embeddings, but {head} differs from {embedding};"
                 " set tie_word_embeddings to false there"
             )
-    check_hf(found, policy.abstract_params, source)
+    check_hf(found, policy.abstract_base, source)
     coded = [f"{name} ({weights.dtype(name)})" for name in found if weights.dtype(name) not in STORED_DTYPES]
     if coded:
         raise UserError(
@@ -251,7 +272,7 @@ def _check(weights: _Weights, policy: Policy, source: str) -> None:
         )
 
 
-def _equal(weights: _Weights, first: str, second: str, shape: Sequence[int]) -> bool:
+def _equal(weights: Weights, first: str, second: str, shape: Sequence[int]) -> bool:
     rows, end = 4096, shape[0]
     regions = ((slice(at, min(at + rows, end)), slice(None)) for at in range(0, end, rows))
     return all(np.array_equal(weights.read(first, at), weights.read(second, at)) for at in regions)
@@ -314,14 +335,18 @@ def _is_tokenizer_file(name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in TOKENIZER_FILES)
 
 
-def _refuse_foreign(output: Path) -> None:
-    """Raises unless `output` is absent, empty, or holds nothing but what `save_folder` writes."""
+def refuse_foreign(output: Path) -> None:
+    """Raises unless `output` is absent, empty, or holds nothing but what an export writes."""
     if not output.exists():
         return
     if not output.is_dir():
         raise UserError(f"{output}: is a file; choose another output folder")
     for file in sorted(output.iterdir()):
-        known = file.name in (CONFIG, INDEX) or _is_tokenizer_file(file.name) or _is_ours(file)
+        known = (
+            file.name in (CONFIG, INDEX, "adapter_config.json")
+            or _is_tokenizer_file(file.name)
+            or _is_ours(file)
+        )
         if not known:
             raise UserError(
                 f"{output}: holds {file.name}, which is not an export's; choose another output folder"

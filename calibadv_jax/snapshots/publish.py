@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
@@ -23,6 +24,7 @@ from calibadv_jax.core.files import read_json, write_json
 from calibadv_jax.policy.sharding import placed_params
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import flatten, shape_problems, summary, unflatten
+from calibadv_jax.snapshots.adapted import with_base
 from calibadv_jax.snapshots.layout import damage_as_user_error, tensor_shapes
 
 MANIFEST, TREE = "manifest.json", "params"
@@ -39,14 +41,23 @@ class SnapshotStore:
     """
 
     def __init__(self, folder: Path, keep: int, dtype: Any):
-        self.folder, self.keep = folder.absolute(), keep
+        self.folder, self.keep, self.dtype = folder.absolute(), keep, jnp.dtype(dtype).name
         self._cast = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), params))
         self._checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
 
     def publish(
-        self, version: int, params: Params, *, hf_config: Mapping[str, Any], tokenizer_hash: str
+        self,
+        version: int,
+        params: Params,
+        *,
+        hf_config: Mapping[str, Any],
+        tokenizer_hash: str,
+        base: Mapping[str, Any] | None = None,
     ) -> Path:
         """Writes a version and returns its folder; when it returns, the snapshot is complete.
+
+        Args:
+            base: of parameters that are adapters alone, which stay in their precision; see `adapted`.
 
         This version and later ones that are there already came from a run that was since resumed at an
         earlier step: they are removed.
@@ -56,7 +67,7 @@ class SnapshotStore:
                 _remove(stale)
         folder = self.folder / f"v{version:06d}"
         folder.mkdir(parents=True)
-        cast = self._cast(params)
+        cast = params if base else self._cast(params)
         self._checkpointer.save(folder / TREE, cast)
         tensors = {
             path: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "sha256": digest}
@@ -68,7 +79,7 @@ class SnapshotStore:
             "tokenizer": tokenizer_hash,
             "config": dict(hf_config),
             "tensors": tensors,
-        }
+        } | ({"base": dict(base) | {"dtype": self.dtype}} if base else {})
         write_json(folder / MANIFEST, manifest)
         for old in self._complete()[: -self.keep]:
             _remove(old)
@@ -107,19 +118,18 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
         UserError: incomplete, damaged, or of another policy (all differences are listed).
     """
     snapshot = snapshot.absolute()
-    tensors = read_manifest(snapshot)["tensors"]
-    shapes = {path: tuple(entry["shape"]) for path, entry in tensors.items()}
-    problems = shape_problems(shapes, tensor_shapes(policy.abstract_params))
-    if problems:
-        raise UserError(
-            f"{snapshot}: snapshot of another policy; {len(problems)} tensor(s) do not fit:"
-            f" {summary(problems)}"
-        )
-    targets = flatten(placed_params(policy.abstract_params, mesh, policy.numerics.compute_dtype))
+    manifest, targets = read_manifest(snapshot), placed_params(policy.abstract_base, mesh)
+    dtype = policy.numerics.compute_dtype
+    if "base" in manifest:
+        whole = unflatten(read_tensors(snapshot))
+        _check_shapes(snapshot, tensor_shapes(whole), policy)
+        return jax.tree.map(lambda leaf, to: jax.device_put(leaf.astype(dtype), to.sharding), whole, targets)
+    tensors = manifest["tensors"]
+    _check_shapes(snapshot, {path: tuple(entry["shape"]) for path, entry in tensors.items()}, policy)
     stored = unflatten(  # in the stored precision, so that the hashes can be compared
         {
             path: jax.ShapeDtypeStruct(target.shape, tensors[path]["dtype"], sharding=target.sharding)
-            for path, target in targets.items()
+            for path, target in flatten(targets).items()
         }
     )
     arguments = ocp.args.PyTreeRestore(
@@ -140,17 +150,29 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
             raise UserError(
                 f"{snapshot}: damaged snapshot, publish it again; {', '.join(torn)} differ from {MANIFEST}"
             )
-    return jax.tree.map(lambda leaf: leaf.astype(policy.numerics.compute_dtype), params)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def _check_shapes(snapshot: Path, found: Mapping[str, tuple[int, ...]], policy: Policy) -> None:
+    problems = shape_problems(found, tensor_shapes(policy.abstract_base))
+    if problems:
+        raise UserError(
+            f"{snapshot}: snapshot of another policy; {len(problems)} tensor(s) do not fit:"
+            f" {summary(problems)}"
+        )
 
 
 def read_tensors(snapshot: Path) -> dict[str, np.ndarray]:
     """Host arrays of a snapshot by dotted path, in the stored precision, compared with their hashes.
 
+    Of one that holds adapters alone, those of the whole policy.
+
     Raises:
-        UserError: incomplete or damaged.
+        UserError: incomplete or damaged; or the base of the adapters is not there.
     """
     snapshot = snapshot.absolute()
-    tensors = read_manifest(snapshot)["tensors"]
+    manifest = read_manifest(snapshot)
+    tensors = manifest["tensors"]
     arguments = ocp.args.PyTreeRestore(
         restore_args=unflatten({path: ocp.RestoreArgs(restore_type=np.ndarray) for path in tensors})
     )
@@ -168,7 +190,7 @@ def read_tensors(snapshot: Path) -> dict[str, np.ndarray]:
     ]
     if problems:
         raise UserError(f"{snapshot}: damaged snapshot, publish it again; {summary(problems)}")
-    return found
+    return with_base(found, manifest, snapshot) if "base" in manifest else found
 
 
 def _digests(params: Mapping[str, Any]) -> Iterator[str]:

@@ -95,7 +95,7 @@ def ask(config: Config, source: PolicySource, questions: Any, temperature: float
     Raises:
         UserError: policy, sampler or retriever cannot be used; or the only question of a list failed.
     """
-    model = build_model(config, str(source.model_folder))
+    model = build_model(config, str(source.model_folder), source.adapters)
     snapshots = Path(config.run.dir) / "snapshots"
     with open_rollouts(config, model, source.model_folder, snapshots) as rollouts:
         rollouts.load(0, source.params(model.policy, model.mesh))

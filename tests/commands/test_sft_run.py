@@ -12,7 +12,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from calibadv_jax.commands import sft
-from calibadv_jax.config import Config, MeshConfig, OptimizerConfig, PromptConfig, SftPhase
+from calibadv_jax.config import Config, LoraConfig, MeshConfig, OptimizerConfig, PromptConfig, SftPhase
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.run import sft_state
@@ -306,3 +306,24 @@ def test_a_cold_start_of_which_no_update_is_finite_writes_no_policy(started, tmp
     with pytest.raises(UserError, match="step 5: no update was finite for 5 steps: .*sft.optimizer.lr"):
         sft.run(config)
     assert not (tmp_path / "run/sft").exists()
+
+
+@pytest.mark.medium
+def test_adapters_become_part_of_the_policy_that_is_written(started, tmp_path):
+    """Only the products that have one differ from the base, and by a matrix of the adapters' rank."""
+    config, _, _ = started
+    base = load_file(started[1] / "sft/model.safetensors")
+    lora = LoraConfig(rank=2, targets=["q", "up"], base_dtype="float32")
+    changed = replace(
+        moved(config, tmp_path / "run"),
+        policy=replace(config.policy, lora=lora),
+        mesh=MeshConfig(data=8, fsdp=1),
+    )
+    phases = [SftPhase(steps=2, kind="drills")]
+    written = replace(changed.sft, init_from=str(started[1] / "sft"), phases=phases)
+    sft.run(replace(changed, sft=written))
+    found = load_file(tmp_path / "run/sft/model.safetensors")
+    other = {name for name in base if not np.array_equal(base[name], found[name])}
+    assert other == {f"model.layers.0.{name}_proj.weight" for name in ("self_attn.q", "mlp.up")}
+    for name in other:
+        assert np.linalg.matrix_rank(found[name] - base[name], tol=1e-6) == 2

@@ -11,7 +11,8 @@ EXPECTED = {
     Mark.UNLEARNED: (
         "run.dir", "mesh", "world", "data.train", "data.eval", "data.eval_limit", "data.overlong_prompts",
         "policy.path", "policy.tokenizer", "policy.attention", "policy.attention_chunk",
-        "policy.logprob_chunk", "policy.remat", "rollout.max_concurrency", "rollout.max_failed_share",
+        "policy.logprob_chunk", "policy.lora.init_from", "policy.lora.snapshots", "policy.remat",
+        "rollout.max_concurrency", "rollout.max_failed_share",
         "rollout.time_limit", "sampler", "retriever", "learner.microbatch_rows", "learner.row_length",
         "learner.row_widths", "learner.optimizer.offload", "critic.optimizer.offload", "sft", "checkpoint",
         "evaluate", "guards", "export", "log", "advantage.probes",
@@ -21,7 +22,7 @@ EXPECTED = {
         "retriever.rerank_topk", "retriever.reranker",
     ),
     Mark.TUNED: ("learner", "critic", "loss", "rollout", "sampler", "retriever", "data.weights"),
-    Mark.COLD_START: ("run.seed", "policy.init", "world", "prompt", "sft"),
+    Mark.COLD_START: ("run.seed", "policy.init", "policy.lora", "world", "prompt", "sft"),
     Mark.PER_RUN: (
         "run", "world.dir", "world.seed", "mesh", "data.eval", "data.eval_limit", "retriever.url",
         "sampler.urls", "checkpoint", "evaluate", "export", "log",
@@ -32,7 +33,7 @@ EXPECTED = {
         "rollout.max_staleness", "rollout.replace_tied", "retriever.url", "retriever.index",
         "retriever.timeout", "retriever.patience", "retriever.start_timeout", "retriever.threads",
     ),
-    Mark.PLACE: ("data", "policy.path", "policy.tokenizer", "run"),
+    Mark.PLACE: ("data", "policy.path", "policy.tokenizer", "policy.lora.init_from", "run"),
 }  # fmt: skip
 
 

@@ -25,9 +25,11 @@ from calibadv_jax.learner.critic import (
 from calibadv_jax.learner.learner import init_params
 from calibadv_jax.learner.packing import RowShape
 from calibadv_jax.learner.step import sample_logprobs
+from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import flatten
 
 CONFIG = NARROW | {"num_key_value_heads": 2, "tie_word_embeddings": False}
 
@@ -98,6 +100,27 @@ def test_its_parameters_are_the_policys_without_the_output_head(policy):
         leaf.sharding == at
         for leaf, at in zip(jax.tree.leaves(found), jax.tree.leaves(shardings), strict=True)
     )
+
+
+@pytest.mark.medium
+def test_beside_adapters_it_has_adapters_of_its_own_and_the_same_base():
+    policy = Policy(architecture_from_hf(CONFIG), Numerics(), Adapters(2, 4.0, ("q", "up"), "bfloat16"))
+    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    critic, params = critic_of(policy), init_params(policy, mesh, 0)
+    trained = flatten(critic.abstract_trained)
+    assert set(trained) == set(flatten(policy.abstract_trained)) | {"value_head.kernel"}
+    learner = CriticLearner(critic, optax.adam(0.02), mesh, 4, row_length=16)
+    state = learner.init(critic_params(critic, params, mesh))
+    assert learner.base["embed"]["embedding"] is params["embed"]["embedding"]
+    config = LearnerConfig(row_length=16, microbatch_rows=4, row_widths=1)
+    samples = [value_sample(trajectory(0, 1.0), np.zeros(6, np.float32), np.ones(6))]
+    rng, loss = np.random.default_rng(0), ValueLoss(0.0)
+    losses = []
+    for _ in range(4):
+        state, metrics = learn_values(learner, state, samples, config, loss, rng)
+        losses.append(metrics["critic/loss"])
+    assert losses[0] == 0.5 and losses[-1] < losses[0]
+    assert set(flatten(state["params"])) == set(trained)
 
 
 @pytest.mark.medium

@@ -29,8 +29,9 @@ need("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
-LENGTHS = (50, 80, 130, 240, 1000)  # tokens of the prompts
-WIDTH = 1536  # of a row: more than one block of attention, and than the prompts together
+LENGTHS = (50, 80, 130, 240, 1000)  # tokens of the prompts; with --all-cases fifty
+MANY = tuple(np.geomspace(50, 1500, 50).astype(int).tolist())
+WIDTH = 1536  # of a row: more than one block of attention
 ASKED = ("Who wrote Romeo and Juliet?", "What is the capital of France?", "How many days has a week?")
 
 
@@ -68,13 +69,18 @@ def params(folder, policy, mesh):
 
 
 @pytest.fixture(scope="module")
-def prompts(tokenizer):
+def lengths(request):
+    return MANY if request.config.getoption("--all-cases") else LENGTHS
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer, lengths):
     """Texts of the documentation after the protocol's prompt, of many lengths: int32 [N] each."""
     texts = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
     start = build_prompt(Question("1", ASKED[0], ("x",), "test"), tokenizer, Config().prompt, 2048)
-    written = encode(tokenizer, texts[:60_000])
+    written = encode(tokenizer, texts[: 30 * sum(lengths)])
     found, at = [], 0
-    for length in LENGTHS:
+    for length in lengths:
         found.append(np.concatenate([start, written[at : at + length]]).astype(np.int32)[-length:])
         at += length
     return found
@@ -95,24 +101,32 @@ def expected(original, prompts):
 
 
 def logprobs(policy, params, prompts, width=WIDTH):
-    """The same by the policy, all prompts in one row, as the learner packs them."""
-    tokens, positions, segments = np.zeros((3, 1, width), np.int32)
-    places, end = [], 0
-    for number, ids in enumerate(prompts, start=1):
-        places.append(place := slice(end, end := end + len(ids)))
-        tokens[0, place], positions[0, place], segments[0, place] = ids, np.arange(len(ids)), number
+    """The same by the policy, in rows of as many prompts as they hold, as the learner packs them."""
 
     @jax.jit
     def compute(params, tokens, positions, segments, targets):
         decoder = policy.merge(params)
         return token_logprobs(decoder, decoder(tokens, positions, segments), targets, 1.0, 256)[0]
 
-    values = np.asarray(compute(params, tokens, positions, segments, np.roll(tokens, -1, axis=1)))[0]
-    return [values[place][:-1] for place in places]
+    def of_row(chosen):
+        tokens, positions, segments = np.zeros((3, 1, width), np.int32)
+        places, end = [], 0
+        for number, ids in enumerate(chosen, start=1):
+            places.append(place := slice(end, end := end + len(ids)))
+            tokens[0, place], positions[0, place], segments[0, place] = ids, np.arange(len(ids)), number
+        values = np.asarray(compute(params, tokens, positions, segments, np.roll(tokens, -1, axis=1)))[0]
+        return [values[place][:-1] for place in places]
+
+    rows = [[]]
+    for ids in prompts:
+        if sum(map(len, rows[-1])) + len(ids) > width:
+            rows.append([])
+        rows[-1].append(ids)
+    return [values for row in rows for values in of_row(row)]
 
 
-def test_log_probabilities_are_those_of_transformers(policy, params, prompts, expected):
-    assert [len(ids) for ids in prompts] == list(LENGTHS)
+def test_log_probabilities_are_those_of_transformers(policy, params, prompts, expected, lengths):
+    assert [len(ids) for ids in prompts] == list(lengths)
     for ours, theirs in zip(logprobs(policy, params, prompts), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-3)
     assert np.mean(np.concatenate(expected)) > -4.5  # it has read English: at random it would be -10.8
@@ -127,7 +141,9 @@ def test_bfloat16_stays_near(policy, params, prompts, expected):
     assert np.mean(np.concatenate(gaps)) > 1e-4  # else it was no bfloat16
 
 
-def test_the_greedy_text_is_that_of_transformers(folder, policy, params, mesh, tokenizer, original):
+def test_the_greedy_text_is_that_of_transformers(
+    policy, params, mesh, tokenizer, original, prompts, all_cases
+):
     import torch
 
     stops = StopRule(tokenizer, tokenizer.eos_token_id)
@@ -135,10 +151,12 @@ def test_the_greedy_text_is_that_of_transformers(folder, policy, params, mesh, t
     sampler = JaxSampler(policy, stops, config, mesh, 512)
     template = Config().prompt
     asked = [build_prompt(Question("1", text, ("x",), "t"), tokenizer, template, 512) for text in ASKED]
+    length = 64 if all_cases else 32
+    asked += prompts[:20] if all_cases else []
 
     async def all_of_them():
         await sampler.load(0, params)
-        sampling = SamplingParams(32, 0.0, 1.0, 0, 0, ())
+        sampling = SamplingParams(length, 0.0, 1.0, 0, 0, ())
         return await asyncio.gather(
             *(sampler.generate(ids.tolist(), sampling, str(n)) for n, ids in enumerate(asked))
         )
@@ -146,7 +164,7 @@ def test_the_greedy_text_is_that_of_transformers(folder, policy, params, mesh, t
     for ids, completion in zip(asked, asyncio.run(all_of_them()), strict=True):
         tokens = torch.tensor(ids, dtype=torch.long)[None]
         with torch.no_grad():
-            theirs = original.generate(tokens, max_new_tokens=32, do_sample=False)[0, len(ids) :]
+            theirs = original.generate(tokens, max_new_tokens=length, do_sample=False)[0, len(ids) :]
         assert completion.token_ids == theirs.tolist()
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from calibadv_jax.config import Config, MeshConfig, load_config
+from calibadv_jax.config import Config, LoraConfig, MeshConfig, load_config
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
@@ -20,6 +21,7 @@ from calibadv_jax.run.memory import (
     GIB,
     SAMPLING,
     UPDATE,
+    adapter_lines,
     estimate_memory,
     heads_warnings,
     memory_line,
@@ -109,6 +111,41 @@ def test_the_trainers_state_is_counted_as_it_is_placed(mesh, optimizer):
     assert counted["gradients"] == 2 * params
     counters = 64  # bytes at most: numbers of steps, coefficients of Muon
     assert 0 <= placed(state["opt_state"]) - counted["optimizer"] <= counters
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_adapters_and_their_base_are_counted_as_they_are_placed(optimizer):
+    rule = replace(Config().learner.optimizer, name=optimizer)
+    lora = LoraConfig(rank=4, targets=["q", "down"])
+    learner = {"microbatch_rows": 8, "row_length": 128, "optimizer": rule}
+    config = config_with(learner=learner, policy={"lora": lora})
+    numerics, devices = Numerics.from_config(config.policy), make_mesh(MESHES[1])
+    policy = Policy(ARCHITECTURE, numerics, Adapters.from_config(lora))
+    learner = Learner(policy, make_optimizer(rule, make_schedule(rule, 10)), devices, 8)
+    state, base = learner.abstract_state(), learner._abstract_base()
+
+    def placed(tree):
+        leaves = jax.tree.leaves(tree)
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+    counted = estimate_memory(config, ARCHITECTURE, devices.shape)
+    adapters = placed(state["params"])
+    assert counted["parameters"] == adapters and counted["base"] == placed(base)
+    assert counted["gradients"] == 2 * adapters and counted["sampler weights"] == adapters / 2
+    assert 0 <= placed(state["opt_state"]) - counted["optimizer"] <= 64  # counters
+    kept = config_with(policy={"lora": lora}, loss={"kl_coef": 0.1})
+    assert "reference policy" not in estimate_memory(kept, ARCHITECTURE, devices.shape)  # the base itself
+    begun = replace(lora, init_from="folder", base_dtype="float32")
+    other = config_with(policy={"lora": begun}, loss={"kl_coef": 0.1})
+    counted = estimate_memory(other, ARCHITECTURE, devices.shape)
+    assert counted["reference policy"] == adapters
+    assert counted["sampler weights"] == adapters / 2 + counted["base"] / 2  # a copy in bfloat16
+    assert f"rank 4, alpha 32, on down, q: {learner_count(policy)}M" in adapter_lines(other, ARCHITECTURE)[0]
+    assert adapter_lines(config_with(), ARCHITECTURE) == []
+
+
+def learner_count(policy):
+    return f"{sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(policy.abstract_trained)) / 1e6:.2f}"
 
 
 def test_memory_by_purpose():

@@ -68,6 +68,7 @@ def test_other_files_beside_the_configs_and_one_that_is_gone_disturb_nothing(run
         "loss.clip_low=0.1",
         "learner.steps=11",  # the cosine ends later
         "data.shuffle=false",
+        "policy.lora.rank=4",
     ],
 )
 def test_what_would_make_it_another_experiment_is_refused_and_nothing_is_written(run, override):

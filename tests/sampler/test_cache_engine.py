@@ -120,9 +120,11 @@ def test_prefill_moves_weights_and_sums_of_a_devices_own_rows(mesh):
 def test_devices_with_all_parameters_wait_for_no_other(policy, params, expected):
     sampler, found = sample(policy, params, MeshConfig(2, 1, 1))
     check(found, expected)
-    text = sampler.lower()["decode"].compile().as_text()
-    assert "num_partitions=2" in text
-    assert "all-reduce" not in text and "all-gather" not in text
+    lowered = sampler.lower()
+    for name in ("decode", "copy"):
+        text = lowered[name].compile().as_text()
+        assert "num_partitions=2" in text
+        assert "all-reduce" not in text and "all-gather" not in text
 
 
 @pytest.mark.medium

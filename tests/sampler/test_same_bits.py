@@ -47,12 +47,22 @@ def sampler(policy):
     return sampler
 
 
-def sample(sampler, numbers):
+def short_prompt(number):
+    return np.random.default_rng(number).integers(0, 398, 3 + 5 * (number % 4)).tolist()
+
+
+def shared_prompt(number):
+    """Three sessions have one prompt, and all begin with the same 36 tokens: a segment and more."""
+    start = np.random.default_rng(0).integers(0, 398, 36).tolist()
+    return [*start, *np.random.default_rng(number // 3).integers(0, 398, 12).tolist()]
+
+
+def sample(sampler, numbers, prompt=short_prompt):
     """Sessions of three turns with observations of unequal lengths: [(tokens, log-probabilities)] of each."""
 
     async def session(number):
         rng = np.random.default_rng(number)
-        context, found = rng.integers(0, 398, 3 + 5 * (number % 4)).tolist(), []
+        context, found = prompt(number), []
         for turn in range(3):
             sampling = SamplingParams(4 + (number + turn) % 9, 1.0, seed=number)
             done = await sampler.generate(context, sampling, str(number))
@@ -74,3 +84,24 @@ def test_alone_together_and_in_another_order(sampler):
     assert sample(sampler, shuffled) == together
     for number in (0, 3, 19):
         assert sample(sampler, [number])[number] == together[number]
+
+
+@pytest.mark.medium
+def test_a_prompt_that_is_copied_is_as_one_that_is_computed(sampler, monkeypatch):
+    engine, copies = sampler._engine, []
+    plan = engine._prefixes.fill
+
+    def watched(*arguments):
+        waves = plan(*arguments)
+        copies.append(sum(one.columns for wave in waves for group in wave.copies for one in group))
+        return waves
+
+    monkeypatch.setattr(engine._prefixes, "fill", watched)
+    engine.forget()
+    together = sample(sampler, list(NUMBERS), shared_prompt)
+    assert copies[0] > len(NUMBERS) * 32  # most of them hold the beginning, or all of it, from another slot
+    for number in (1, 14, 29):
+        copies.clear()
+        engine.forget()
+        assert sample(sampler, [number], shared_prompt)[number] == together[number]
+        assert not any(copies)

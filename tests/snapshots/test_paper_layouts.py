@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from published_configs import PUBLISHED
+from real_rig import real_model
 from safetensors.numpy import load_file
 
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -65,6 +66,7 @@ VLLM = {  # as calibadv_jax/sampler/vllm_worker.py sets it on the CPU
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+TEXTS = ("Romeo and Juliet was written by", "Water boils at a temperature of")
 TOKENS = np.random.default_rng(1).integers(10, VOCABULARY, (2, 48)).astype(np.int32)
 
 
@@ -177,27 +179,48 @@ def test_rope_is_written_for_transformers_4_and_5(upstream, exported):
     }
 
 
-@pytest.mark.slow
-def test_vllm_gives_the_greedy_tokens_of_the_original(tmp_path):
-    """All three in one process of vLLM's, which takes long to start."""
-    pytest.importorskip("vllm")
+def found_real_model():
+    try:
+        return real_model()
+    except pytest.skip.Exception:  # the other models must be compared all the same
+        return None
+
+
+def continued(model, prompts):
+    """Eight greedy tokens after every prompt, by transformers."""
     import torch
 
-    prompts, expected = TOKENS.tolist(), {}
+    with torch.no_grad():
+        written = [
+            model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)[
+                0, len(prompt) :
+            ].tolist()
+            for prompt in prompts
+        ]
+    assert all(len(one) == 8 for one in written)
+    return written
+
+
+@pytest.mark.slow
+def test_vllm_gives_the_greedy_tokens_of_the_original(tmp_path):
+    """All three, and a pretrained model, in one process of vLLM's, which takes long to start."""
+    pytest.importorskip("vllm")
+    prompts, expected = {}, {}
     for name in LAYOUTS:
         model = publish(name, tmp_path / f"{name}-published")
         export(tmp_path / f"{name}-published", tmp_path / name)
-        with torch.no_grad():
-            written = [
-                model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)[
-                    0, len(prompt) :
-                ].tolist()
-                for prompt in prompts
-            ]
-        expected[name] = written
-        assert all(len(one) == 8 for one in written)
+        prompts[name] = TOKENS.tolist()
+        expected[name] = continued(model, prompts[name])
+    if pretrained := found_real_model():
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        export(pretrained, tmp_path / "pretrained")
+        tokenizer = AutoTokenizer.from_pretrained(pretrained)
+        prompts["pretrained"] = [tokenizer(text)["input_ids"] for text in TEXTS]
+        model = AutoModelForCausalLM.from_pretrained(pretrained, dtype="float32").eval()
+        expected["pretrained"] = continued(model, prompts["pretrained"])
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
-    command = [sys.executable, str(Path(__file__).with_name("vllm_greedy.py")), str(tmp_path), *LAYOUTS]
+    command = [sys.executable, str(Path(__file__).with_name("vllm_greedy.py")), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | VLLM)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "tokens.json").read_text()) == expected

@@ -1,6 +1,7 @@
-"""Greedy tokens of HuggingFace folders in vLLM: python vllm_greedy.py FOLDER NAME …
+"""Greedy tokens of HuggingFace folders in vLLM: python vllm_greedy.py FOLDER
 
-Continues FOLDER/prompts.json by eight tokens with each FOLDER/NAME, and writes FOLDER/tokens.json.
+FOLDER/prompts.json has prompts by NAME. Continues them by eight tokens with FOLDER/NAME, and writes
+FOLDER/tokens.json.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 
-def main(folder: Path, names: list[str]) -> None:
-    prompts = [{"prompt_token_ids": one} for one in json.loads((folder / "prompts.json").read_text())]
+def main(folder: Path) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
     tokens = {}
-    for name in names:
+    for name, prompts in json.loads((folder / "prompts.json").read_text()).items():
         engine = LLM(
             str(folder / name),
             skip_tokenizer_init=True,
@@ -27,11 +27,12 @@ def main(folder: Path, names: list[str]) -> None:
             enforce_eager=True,
             generation_config="vllm",
         )
-        tokens[name] = [list(one.outputs[0].token_ids) for one in engine.generate(prompts, greedy)]
+        asked = [{"prompt_token_ids": one} for one in prompts]
+        tokens[name] = [list(one.outputs[0].token_ids) for one in engine.generate(asked, greedy)]
         del engine
         cleanup_dist_env_and_memory()
     (folder / "tokens.json").write_text(json.dumps(tokens))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]))

@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import field
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark
 
 REST = -1  # size of a mesh axis that takes the devices which the other axes leave
+
+
+LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
+LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
+
+
+@dataclass(frozen=True, config=SECTION)
+class LoraConfig:
+    rank: NonNegativeInt = 0
+    """Rank of the adapters. With adapters nothing else is trained. 0: none; every parameter is trained."""
+    alpha: PositiveFloat = 32.0
+    """An adapter's product is multiplied with alpha / rank."""
+    targets: list[LoraTarget] = field(default_factory=lambda: list(LORA_TARGETS))
+    """Products of every layer that get an adapter."""
+    dropout: float = Field(default=0.0, ge=0, le=0)
+    """Must be 0: with dropout the learner would compute another policy than the one that sampled."""
+    base_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of the frozen parameters. That of the adapters is policy.param_dtype."""
+    init_from: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
+    """PEFT folder (adapter_config.json, adapter_model.safetensors) with the adapters to begin with; empty:
+    new ones, which change nothing at first."""
+
+    snapshots: Annotated[Literal["merged", "adapters"], Mark.UNLEARNED] = "merged"
+    """What vLLM workers load. merged: the whole policy. adapters: these alone, megabytes instead of
+    gigabytes; the worker adds them to the base, which it reads from the folder that the trainer read."""
+
+    @field_validator("targets")
+    @classmethod
+    def _has_targets(cls, targets: list[LoraTarget]) -> list[LoraTarget]:
+        if not targets or len(set(targets)) < len(targets):
+            raise ValueError(f"must name at least one of {', '.join(LORA_TARGETS)}, and none twice")
+        return targets
+
+    @model_validator(mode="after")
+    def _adapters_are_wanted(self) -> LoraConfig:
+        if self.init_from and not self.rank:
+            raise ValueError(
+                f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: set it to the rank"
+                " (r) of that folder's adapter_config.json, or leave init_from out"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -37,6 +79,17 @@ class PolicyConfig:
     """Number of queries and keys in a block of the XLA kernel; rows up to this length are one block."""
     logprob_chunk: Annotated[PositiveInt, Mark.UNLEARNED] = 1024
     """Tokens per row whose logits exist at the same time; all logits of a row never do."""
+    lora: Annotated[LoraConfig, Mark.COLD_START] = Field(default_factory=LoraConfig)
+    """Adapters that are trained in place of the policy's own parameters (docs/lora.md)."""
+
+    @model_validator(mode="after")
+    def _workers_can_read_the_base(self) -> PolicyConfig:
+        if self.lora.snapshots == "adapters" and not (self.path and self.lora.rank):
+            raise ValueError(
+                "policy.lora.snapshots=adapters needs adapters (policy.lora.rank above 0) and a base that a"
+                " worker can read (policy.path): set both, or policy.lora.snapshots=merged"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=SECTION)

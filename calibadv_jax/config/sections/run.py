@@ -68,6 +68,8 @@ class ExportConfig:
     scores if evaluate.output is an evaluation of it."""
     output: str = "${run.dir}/hf"
     """HuggingFace folder to write."""
+    adapter_output: str = "${run.dir}/adapter"
+    """PEFT folder that calibadv export --adapter writes."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the exported weights."""
     max_shard_gib: PositiveFloat = 4.0

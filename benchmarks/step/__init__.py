@@ -1,0 +1,1 @@
+"""A whole step of training: rollouts and update."""

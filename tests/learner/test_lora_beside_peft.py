@@ -1,0 +1,189 @@
+"""Adapters beside PEFT and torch: the same logits, updates and files, on every layout of policies."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_policy import LLAMA3
+
+from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
+from calibadv_jax.learner.batching import Sample, pack
+from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.policy.adapters import Adapters, joined
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import to_hf
+from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
+from calibadv_jax.snapshots.peft import load_adapters, save_adapters
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.slow
+
+COMMON = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LAYOUTS = {
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (
+        transformers.Qwen3Config,
+        {"tie_word_embeddings": False, "head_dim": 16, "num_hidden_layers": 1},
+    ),
+    "llama": (transformers.LlamaConfig, {"num_hidden_layers": 1, "rope_scaling": LLAMA3}),
+}
+TARGETS = {"qwen2": "q k v o gate up down", "qwen3": "q v down", "llama": "q k v o gate up down"}
+RANK, ALPHA, UPDATES = 4, 12.0, 3
+OPTIMIZER = OptimizerConfig(lr=1e-3, schedule="constant", eps=1e-6, max_grad_norm=0.05)
+LOSS = policy_gradient(LossConfig(), on_policy=True)
+
+
+def samples():
+    rng = np.random.default_rng(3)
+    found = []
+    for length in (18, 24, 15, 21):
+        mask = np.arange(length) >= 5
+        advantages = np.float32(rng.normal()) * mask
+        tokens = rng.integers(0, COMMON["vocab_size"], length).astype(np.int32)
+        found.append(Sample(tokens, mask, advantages.astype(np.float32), np.zeros(length, np.float32)))
+    return found
+
+
+def torch_logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens[None]).long()).logits[0].numpy()
+
+
+def torch_updates(model):
+    """GRPO on what is trained, as its formula says: every token's ratio is 1 and has a gradient."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, weight_decay=0.0)
+    batch = samples()
+    count = sum(int(one.mask.sum()) for one in batch)
+    for _ in range(UPDATES):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for one in batch:
+            tokens = torch.from_numpy(one.tokens[None]).long()
+            logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
+            chosen = logprobs.gather(-1, tokens[0, 1:, None])[:, 0]
+            ratio = torch.exp(chosen - chosen.detach())
+            weight = torch.from_numpy(one.advantages[1:] * one.mask[1:])
+            total = total - (ratio * weight).sum() / count
+        total.backward()
+        norm = torch.sqrt(sum((one.grad**2).sum() for one in trained))
+        for one in trained:
+            one.grad *= torch.clamp(OPTIMIZER.max_grad_norm / norm, max=1.0)
+        optimizer.step()
+
+
+def our_updates(policy, params, mesh):
+    """The learner and its state after the updates."""
+    learner = Learner(policy, make_optimizer(OPTIMIZER, make_schedule(OPTIMIZER, 10)), mesh, mesh.size)
+    state = learner.init(params)
+    for _ in range(UPDATES):
+        state, metrics = learner.update(state, [pack(samples(), 48)], LOSS)
+    assert metrics["actor/grad_norm"] > OPTIMIZER.max_grad_norm  # so that the clipping counts
+    return learner, state
+
+
+@pytest.fixture(scope="module", params=sorted(LAYOUTS))
+def trained(request, tmp_path_factory):
+    """PEFT's model and ours, from PEFT's own files, before and after three updates."""
+    kind, fields = LAYOUTS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(kind(**COMMON | fields)).float()
+    model.save_pretrained(folder / "base")
+    targets = TARGETS[request.param].split()
+    wanted = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=[f"{target}_proj" for target in targets],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(model, wanted)
+    model.save_pretrained(folder / "adapter")
+    adapters = Adapters(RANK, ALPHA, tuple(sorted(targets)), "float32")
+    hf_config = read_hf_config(folder / "base")
+    policy = Policy(architecture_from_hf(hf_config), Numerics(), adapters)
+
+    def params(mesh):
+        base = load_params(folder / "base", policy, mesh)
+        return joined(base, load_adapters(folder / "adapter", policy, mesh))
+
+    one = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    tokens = samples()[1].tokens
+    before = logits(policy, params(one), tokens), torch_logits(model, tokens)
+    torch_updates(model)
+    learner, state = our_updates(policy, params(one), one)
+    return SimpleNamespace(**locals())
+
+
+def logits(policy, params, tokens):
+    @jax.jit
+    def forward(params, row):
+        decoder = policy.merge(params)
+        return decoder.logits(decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))[0]
+
+    return np.asarray(forward(params, jnp.asarray(tokens[None])))
+
+
+def test_logits_are_those_of_peft(trained):
+    ours, theirs = trained.before
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    base = logits(trained.policy, trained.learner.base, trained.tokens)
+    with trained.model.disable_adapter():
+        np.testing.assert_allclose(base, torch_logits(trained.model, trained.tokens), atol=1e-5)
+    assert np.abs(base - ours).max() > 1e-2
+
+
+def test_three_updates_are_those_of_torch(trained):
+    theirs = peft.get_peft_model_state_dict(trained.model)
+    ours = dict(to_hf(trained.state["params"]))
+    assert ours.keys() == theirs.keys()
+    before = dict(to_hf(load_adapters(trained.folder / "adapter", trained.policy, None)))
+    for name, array in ours.items():
+        np.testing.assert_allclose(array, theirs[name].numpy(), atol=1e-6, err_msg=name)
+        assert np.abs(array - before[name]).max() > 1e-3, name
+
+
+def test_eight_devices_make_the_updates_of_one(trained):
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 (simulated) devices")
+    if trained.hf_config["model_type"] != "qwen2":
+        return  # one layout is enough
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    learner, state = our_updates(trained.policy, trained.params(mesh), mesh)
+    assert not learner.base["layers"]["mlp"]["up"]["kernel"].sharding.is_fully_replicated
+    for one, other in zip(
+        jax.tree.leaves(state["params"]), jax.tree.leaves(trained.state["params"]), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_written_files_load_in_peft_and_transformers(trained):
+    params = trained.learner.whole(trained.state["params"])
+    expected = logits(trained.policy, params, trained.tokens)
+    folder = save_adapters(trained.state["params"], trained.adapters, "a base", trained.folder / "ours", None)
+    base = transformers.AutoModelForCausalLM.from_pretrained(trained.folder / "base", dtype=torch.float32)
+    again = peft.PeftModel.from_pretrained(base, folder)
+    np.testing.assert_allclose(torch_logits(again, trained.tokens), expected, atol=1e-5)
+    whole = save_folder(
+        trained.policy.merged(params, "float32"), trained.hf_config, trained.folder / "whole", "float32", None
+    )
+    merged = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    np.testing.assert_allclose(torch_logits(merged, trained.tokens), expected, atol=1e-5)

@@ -1,0 +1,87 @@
+"""Adapters beside a frozen base: what they compute, how they are drawn, what they become as one weight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_policy import WIDER
+
+from calibadv_jax.config import LoraConfig
+from calibadv_jax.policy.adapters import Adapters, joined, split
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import flatten
+
+ARCHITECTURE = architecture_from_hf(WIDER | {"vocab_size": 48})
+ADAPTERS = Adapters(4, 6.0, ("down", "k", "o"), "float32")
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return Policy(ARCHITECTURE, Numerics(), ADAPTERS)
+
+
+@pytest.fixture(scope="module")
+def drawn(policy):
+    return jax.jit(policy.init)(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def params(policy, drawn):
+    """As after some updates: no adapter is 0."""
+    base, adapters = policy.split(drawn)
+    rng = np.random.default_rng(0)
+    moved = jax.tree.map(lambda leaf: jnp.float32(rng.normal(size=leaf.shape)), adapters)
+    return joined(base, moved)
+
+
+@pytest.fixture(scope="module")
+def logits(policy):
+    @jax.jit
+    def forward(params):
+        decoder, tokens = policy.merge(params), jnp.arange(12)[None]
+        return decoder.logits(decoder(tokens, tokens, jnp.ones_like(tokens)))
+
+    return forward
+
+
+@pytest.mark.medium
+def test_the_base_is_drawn_as_without_adapters_and_new_adapters_change_nothing(drawn, logits):
+    plain = jax.jit(Policy(ARCHITECTURE, Numerics()).init)(jax.random.key(0))
+    base, adapters = split(drawn)
+    jax.tree.map(np.testing.assert_array_equal, base, plain)
+    np.testing.assert_array_equal(logits(drawn), logits(base))
+    found = {path: np.asarray(leaf) for path, leaf in flatten(adapters).items()}
+    assert found.keys() == {
+        f"layers.{module}.{name}"
+        for module in ("attn.k", "attn.o", "mlp.down")
+        for name in ("lora_a", "lora_b")
+    }
+    for path, leaf in found.items():
+        if path.endswith("lora_b"):
+            assert not leaf.any()
+        else:  # evenly within 1 / sqrt(in), as PEFT draws them
+            bound = 1 / np.sqrt(leaf.shape[1])
+            assert leaf.std() == pytest.approx(bound / np.sqrt(3), rel=0.15) and np.abs(leaf).max() <= bound
+
+
+@pytest.mark.medium
+def test_merged_weights_compute_what_adapters_do(policy, params, logits):
+    merged = policy.merged(params, jnp.float32)
+    assert jax.tree.structure(merged) == jax.tree.structure(policy.abstract_base)
+    found, expected = logits(merged), logits(params)
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+    assert np.abs(expected - logits(policy.split(params)[0])).max() > 0.1
+
+
+def test_a_frozen_base_has_a_precision_of_its_own():
+    config = LoraConfig(rank=2, targets=["v"])
+    policy = Policy(ARCHITECTURE, Numerics(), Adapters.from_config(config))
+    dtypes = {path: leaf.dtype for path, leaf in flatten(policy.abstract_params).items()}
+    trained = {path for path, dtype in dtypes.items() if dtype == jnp.float32}
+    assert (
+        trained == {"layers.attn.v.lora_a", "layers.attn.v.lora_b"} == set(flatten(policy.abstract_trained))
+    )
+    assert {dtype for path, dtype in dtypes.items() if path not in trained} == {jnp.dtype(jnp.bfloat16)}
+    assert Adapters.from_config(LoraConfig()) is None
+    assert Adapters.from_dict(policy.adapters.as_dict()) == policy.adapters

@@ -1,0 +1,225 @@
+"""A run that trains adapters: resumed, rolled back, evaluated and exported; and what its checkpoints hold."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import trainer_rig
+from test_trainer_guards import GUARDED, Collapsing
+from trainer_rig import (
+    HF_CONFIG,
+    ScriptedRollouts,
+    make_config,
+    rows,
+    run,
+    shared_programs,  # noqa: F401
+)
+
+from calibadv_jax.commands.export import export
+from calibadv_jax.config import ExportConfig, LoraConfig, PolicyConfig, RunConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.policy.adapters import Adapters, split
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.run.model import base_of, find_policy
+from calibadv_jax.snapshots.huggingface import load_params, save_folder
+from calibadv_jax.snapshots.peft import load_adapters
+from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest, read_tensors
+
+pytestmark = pytest.mark.medium
+
+LORA = LoraConfig(rank=2, alpha=4.0, targets=["q", "down"], base_dtype="float32")
+ADAPTERS = Adapters.from_config(LORA)
+MODEL = replace(trainer_rig.MODEL, policy=Policy(architecture_from_hf(HF_CONFIG), Numerics(), ADAPTERS))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A HuggingFace folder."""
+    plain = Policy(architecture_from_hf(HF_CONFIG), Numerics())
+    params = jax.jit(plain.init)(jax.random.key(5))
+    return save_folder(params, HF_CONFIG, tmp_path_factory.mktemp("base") / "hf", "float32", None)
+
+
+@pytest.fixture(autouse=True)
+def with_adapters(monkeypatch):
+    monkeypatch.setattr(trainer_rig, "MODEL", MODEL)
+
+
+def config_of(folder, base, **sections):
+    optimizer = replace(make_config(folder).learner.optimizer, lr=0.01)
+    learner = {"steps": 4, "optimizer": optimizer} | sections.pop("learner", {})
+    policy = {"path": str(base), "lora": LORA}
+    return make_config(folder, policy=policy, loss={"kl_coef": 0.1}, learner=learner, **sections)
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory, shared_programs):  # noqa: F811
+    """The folder of a run of four steps, and what its sampler was given."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    config = config_of(folder, base)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_rig, "MODEL", MODEL)
+        rollouts = run(config, ScriptedRollouts(), folder)
+    (folder / "policy").mkdir()
+    (folder / "policy/config.json").write_text(json.dumps(HF_CONFIG))
+    base_of(config, MODEL, str(base)).write(folder / "policy")
+    return folder, rollouts.loaded
+
+
+def test_only_adapters_are_trained_and_the_reference_is_the_base(whole):
+    folder, loaded = whole
+    first, last = (split(params) for params in (loaded[0][1], loaded[-1][1]))
+    jax.tree.map(np.testing.assert_array_equal, first[0], last[0])
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), first[1], last[1])
+    assert min(jax.tree.leaves(moved)) > 1e-3
+    kl = [row["actor/kl_loss"] for row in rows(folder)]
+    assert kl[0] == 0 and min(kl[1:]) > 0  # new adapters are the base
+
+
+def test_killed_and_resumed_equals_uninterrupted(whole, base, tmp_path):
+    folder, loaded = whole
+    parts = config_of(tmp_path, base)
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        run(parts, ScriptedRollouts(fails_at=3 * 2 + 1), tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints/3")
+    second = run(parts, ScriptedRollouts(), tmp_path)
+    assert [version for version, _ in second.loaded] == [2, 3, 4]
+    jax.tree.map(np.testing.assert_array_equal, second.loaded[-1][1], loaded[-1][1])
+    assert rows(tmp_path) == rows(folder)
+
+
+def test_a_rollback_brings_the_adapters_back(base, tmp_path):
+    guards = GUARDED | {"action": "rollback"}
+    rollouts = run(config_of(tmp_path, base, guards=guards), Collapsing(), tmp_path)
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4]
+    back = rollouts.loaded[2][1], rollouts.loaded[5][1]
+    jax.tree.map(np.testing.assert_array_equal, *back)
+
+
+def test_a_checkpoint_holds_the_adapters_and_names_the_base(whole, base):
+    folder, loaded = whole
+    stored = json.loads((folder / "checkpoints/4/state/_METADATA").read_text())
+    names = set(stored["tree_metadata"])
+    assert not any("kernel" in name or "embedding" in name for name in names)
+    assert sum("lora_a" in name for name in names) == 3 * len(LORA.targets)  # and both moments
+    extra = json.loads((folder / "checkpoints/4/extra/metadata").read_text())
+    assert extra["base"]["name"] == str(base) and len(extra["base"]["sha256"]) == 64
+
+
+def test_the_policy_of_a_checkpoint_is_the_one_that_sampled(whole):
+    folder, loaded = whole
+    source = find_policy(folder)
+    assert source.adapters == ADAPTERS
+    params = source.params(MODEL.policy, MODEL.mesh)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), loaded[-1][1])
+
+
+def test_exports_are_the_merged_policy_and_the_adapters(whole, base, tmp_path):
+    folder, loaded = whole
+    run_of = RunConfig(dir=str(folder))
+    outputs = ExportConfig(
+        output=str(tmp_path / "hf"), adapter_output=str(tmp_path / "adapter"), dtype="float32"
+    )
+    config = replace(make_config(tmp_path), run=run_of, export=outputs)
+    plain = Policy(MODEL.policy.architecture, Numerics())
+    found = load_params(export(config), plain, MODEL.mesh)
+    expected = MODEL.policy.merged(jax.tree.map(jnp.asarray, loaded[-1][1]), jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    adapter = export(config, adapter=True)
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    again = load_adapters(adapter, MODEL.policy, MODEL.mesh)
+    jax.tree.map(np.testing.assert_array_equal, again, split(loaded[-1][1])[1])
+    (folder / "checkpoints/4").rename(folder / "checkpoints/4x")  # nothing of it is taken for another's
+    try:
+        with pytest.raises(UserError, match="no complete checkpoint"):
+            export(
+                replace(config, export=replace(outputs, source=str(folder / "checkpoints/4"))), adapter=True
+            )
+    finally:
+        (folder / "checkpoints/4x").rename(folder / "checkpoints/4")
+
+
+def test_a_snapshot_of_adapters_alone_is_read_as_the_merged_policy(whole, base, tmp_path):
+    """By a worker and by the program, bit for bit; a worker that does not find the base refuses it."""
+    folder, loaded = whole
+    params = jax.tree.map(jnp.asarray, loaded[-1][1])
+    store = SnapshotStore(tmp_path / "snapshots", keep=2, dtype=jnp.bfloat16)
+    about = {"hf_config": HF_CONFIG, "tokenizer_hash": ""}
+    merged = store.publish(1, MODEL.policy.merged(params, jnp.bfloat16), **about)
+    shared = find_policy(folder).base.shared()
+    alone = store.publish(2, split(params)[1], base=shared, **about)
+    assert len(read_manifest(alone)["tensors"]) == 2 * len(LORA.targets)
+    whole_tensors, found = read_tensors(merged), read_tensors(alone)
+    assert found.keys() == whole_tensors.keys()
+    assert all(found[path].dtype == array.dtype for path, array in whole_tensors.items())
+    jax.tree.map(np.testing.assert_array_equal, found, whole_tensors)
+    first, second = (load_snapshot(one, MODEL.policy, MODEL.mesh) for one in (merged, alone))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    for change, words in (({"folder": "/none"}, "is not there"), ({"sha256": "0"}, "another model than")):
+        version = 3 + len(words)
+        with pytest.raises(UserError, match=f"{words}.*policy.lora.snapshots=merged"):
+            read_tensors(store.publish(version, split(params)[1], base=shared | change, **about))
+
+
+def test_a_base_that_is_gone_or_another_model_is_refused(whole, base, tmp_path):
+    folder, _ = whole
+    moved = shutil.copytree(folder, tmp_path / "run")
+    said = json.loads((moved / "policy/base.json").read_text())
+    other = shutil.copytree(base, tmp_path / "other")
+    for place, words in ((tmp_path / "none", "is not there"), (other, "another model than the base")):
+        (moved / "policy/base.json").write_text(json.dumps(said | {"folder": str(place)}))
+        if place == other:
+            shutil.rmtree(other)
+            params = jax.jit(Policy(MODEL.policy.architecture, Numerics()).init)(jax.random.key(6))
+            save_folder(params, HF_CONFIG, other, "float32", None)
+        with pytest.raises(UserError, match=words) as caught:
+            find_policy(moved).params(MODEL.policy, MODEL.mesh)
+        assert "\n" not in str(caught.value) and "base.json" in str(caught.value)
+    with pytest.raises(UserError, match="belong to another base"):
+        run(config_of(moved, other, learner={"steps": 5}), ScriptedRollouts(), moved)
+
+
+def test_adapters_to_begin_with_are_those_of_the_folder(whole, base, tmp_path):
+    """And they, not the base, are the reference."""
+    folder, loaded = whole
+    outputs = ExportConfig(adapter_output=str(tmp_path / "adapter"))
+    config = replace(make_config(tmp_path), run=RunConfig(dir=str(folder)), export=outputs)
+    adapter = export(config, adapter=True)
+    begun = config_of(tmp_path, base)
+    policy = replace(begun.policy, lora=replace(LORA, init_from=str(adapter)))
+    begun = trainer_rig.make_trainer(replace(begun, policy=policy), tmp_path)
+    for params in (begun.state["params"], begun.reference):
+        whole_policy = begun.learner.whole(params)
+        jax.tree.map(np.testing.assert_array_equal, whole_policy, loaded[-1][1])
+
+    def refused(change, words, **fields):
+        path = adapter / "adapter_config.json"
+        before = path.read_text()
+        path.write_text(json.dumps(json.loads(before) | fields))
+        adapters = Adapters.from_config(replace(LORA, **change))
+        with pytest.raises(UserError, match=words) as caught:
+            load_adapters(adapter, Policy(MODEL.policy.architecture, Numerics(), adapters), None)
+        assert "\n" not in str(caught.value)
+        path.write_text(before)
+
+    refused({"rank": 3}, "r is 2, but policy.lora.rank is 3: set policy.lora.rank=2")
+    refused({"alpha": 3.0}, "lora_alpha is 4.0, but policy.lora.alpha is 3: set policy.lora.alpha=4.0")
+    refused({"targets": ["q"]}, r"on down, q, but .* is q: set policy.lora.targets=\[down, q\]")
+    refused({}, "use_dora is True, which is not supported", use_dora=True)
+    refused({}, "peft_type is 'IA3'", peft_type="IA3")
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match="adapter_model.safetensors: no such file"):
+        load_adapters(adapter, MODEL.policy, None)
+
+
+def test_a_run_without_adapters_has_none_to_export(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    config = replace(make_config(tmp_path), run=RunConfig(dir=str(folder)), policy=PolicyConfig())
+    with pytest.raises(UserError, match="no checkpoint with adapters"):
+        export(config, adapter=True)

@@ -1,0 +1,107 @@
+"""What is copied between slots of the cache is what prefill would have written there, at the same places."""
+
+import numpy as np
+import pytest
+
+from calibadv_jax.sampler.prefixes import Prefixes, common_prefix
+from calibadv_jax.sampler.tiles import TileShape
+
+WIDTH = 4
+
+
+def run(waves, cache, tile):
+    """The waves done on a cache whose column holds (token, its segment's first column); copies, tiles."""
+    copied = 0
+    for wave in waves:
+        for group, copies in enumerate(wave.copies):
+            for one in copies:
+                source, target = (cache[group * tile.slots + at] for at in (one.source, one.target))
+                target[: one.columns] = source[: one.columns]
+                copied += one.columns
+        for group, segments in enumerate(wave.segments):
+            for one in segments:
+                row = cache[group * tile.slots + one.row]
+                assert len(row) >= one.start  # what stands before it is there
+                row[one.start :] = [(token, one.start) for token in one.tokens]
+    return copied, sum(tile.count(wave.segments) for wave in waves)
+
+
+def alone(context):
+    """The columns of a context that is computed by itself."""
+    wanted = context[:-1]
+    return [(token, at - at % WIDTH) for at, token in enumerate(wanted)]
+
+
+@pytest.fixture
+def tile():
+    return TileShape(groups=2, slots=6, rows=2, width=WIDTH)
+
+
+def test_a_groups_prompt_is_computed_once(tile):
+    prefixes, held, cache = Prefixes(tile), [[] for _ in range(12)], [[] for _ in range(12)]
+    contexts = {slot: [1, 2, 3, 4, 5, 6, 7, 8, 9, 9] for slot in range(12)}
+    copied, tiles = run(prefixes.fill(contexts, held), cache, tile)
+    assert cache == [alone(contexts[slot]) for slot in range(12)]
+    assert (copied, tiles) == (10 * 9, 2)  # in each group five slots; three segments, two in a tile
+
+
+def test_prompts_that_begin_alike_share_whole_segments(tile):
+    prefixes, held, cache = Prefixes(tile), [[] for _ in range(12)], [[] for _ in range(12)]
+    start = list(range(18))
+    run(prefixes.fill({0: [*start, 50, 51]}, held), cache, tile)
+    copied, _ = run(prefixes.fill({1: [*start, 60, 61]}, held), cache, tile)
+    assert copied == 16
+    assert cache[1] == alone([*start, 60, 61])
+
+
+def test_nothing_is_copied_where_it_saves_no_tile(tile):
+    prefixes, held, cache = Prefixes(tile), [[] for _ in range(12)], [[] for _ in range(12)]
+    copied, tiles = run(prefixes.fill({0: [1, 2, 3], 1: [1, 2, 3]}, held), cache, tile)
+    assert (copied, tiles) == (0, 1)
+
+
+def test_what_was_decoded_is_never_copied(tile):
+    prefixes, held, cache = Prefixes(tile), [[] for _ in range(12)], [[] for _ in range(12)]
+    prompt = list(range(9))
+    run(prefixes.fill({0: prompt}, held), cache, tile)
+    decoded = [*prompt, 30, 31, 32, 33, 34, 35, 36]
+    held[0].extend(decoded[8:])  # as the sampler does after decoding
+    copied, _ = run(prefixes.fill({1: [*decoded, 40]}, held), cache, tile)
+    assert copied == 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_sessions_hold_what_they_would_alone(tile, seed):
+    """Prompts from a few beginnings, sessions that go on, end, or begin anew in another one's slot."""
+    rng = np.random.default_rng(seed)
+    prefixes, held, cache = Prefixes(tile), [[] for _ in range(12)], [[] for _ in range(12)]
+    starts = [rng.integers(0, 3, 11).tolist() for _ in range(3)]
+    wanted, copied = {}, 0
+    for _ in range(12):
+        contexts = {}
+        for slot in rng.permutation(12)[: rng.integers(1, 12)].tolist():
+            if held[slot] and rng.random() < 0.4:  # goes on: its next turn follows what it decoded
+                decoded = rng.integers(0, 3, 2).tolist()
+                wanted[slot] += [(token, None) for token in decoded]
+                cache[slot][len(held[slot]) :] = [(token, None) for token in decoded]
+                held[slot].extend(decoded)
+                new = rng.integers(0, 3, 6).tolist()
+                at = len(held[slot])
+                wanted[slot] += [(t, at + i - i % WIDTH) for i, t in enumerate(new[:-1])]
+                contexts[slot] = [*held[slot], *new]
+            else:
+                held[slot].clear()
+                cut = int(rng.integers(1, 12))
+                text = [*starts[rng.integers(3)][:cut], *rng.integers(0, 3, rng.integers(1, 4)).tolist()]
+                contexts[slot], wanted[slot] = text, alone(text)
+        copied += run(prefixes.fill(contexts, held), cache, tile)[0]
+        for slot, columns in wanted.items():
+            assert cache[slot][: len(columns)] == columns
+            assert held[slot] == [token for token, _ in columns]
+    assert copied
+
+
+def test_common_prefix():
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix([], [1]) == 0
+    assert common_prefix([1, 2], [1, 2, 3]) == 2
