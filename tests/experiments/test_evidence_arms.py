@@ -21,7 +21,7 @@ pytestmark = pytest.mark.medium  # of a benchmark's program
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs/evidence.yaml")
 ARMS = list(dict.fromkeys(job.arm for job in plan("all", [0])))
-PLACES = ("run.dir", "evaluate.output", "export.output", "sft.output")
+PLACES = ("run.dir", "evaluate.output", "export.output", "export.adapter_output", "sft.output")
 CALIBADV = {"advantage.name": "calibadv"}
 
 
