@@ -130,6 +130,9 @@ def train(
             if config.advantage.probed:
                 with phase("probe", "golden answers"):
                     groups, probed = trainer.probe(groups)
+            if trainer.critic is not None:
+                with phase("values", "the critic's values"):
+                    groups = trainer.critic.valued(groups)
             with phase("advantage", "rewards and advantages"):
                 rng = random_state(trainer.seed, begun, "reward")
                 groups = score_groups(groups, config.reward, rng)

@@ -11,7 +11,13 @@ from calibadv_jax.config.sections.credit import AdvantageConfig, JudgeConfig, Re
 from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldConfig
 from calibadv_jax.config.sections.evaluate import EvaluateConfig
 from calibadv_jax.config.sections.guards import GuardsConfig
-from calibadv_jax.config.sections.learner import Aggregation, LearnerConfig, LossConfig, OptimizerConfig
+from calibadv_jax.config.sections.learner import (
+    Aggregation,
+    CriticConfig,
+    LearnerConfig,
+    LossConfig,
+    OptimizerConfig,
+)
 from calibadv_jax.config.sections.policy import LoraConfig, MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
 from calibadv_jax.config.sections.rollout import RolloutConfig, SamplerConfig
@@ -24,6 +30,7 @@ __all__ = [
     "Aggregation",
     "CheckpointConfig",
     "Config",
+    "CriticConfig",
     "DataConfig",
     "EvaluateConfig",
     "ExportConfig",

@@ -11,7 +11,7 @@ from calibadv_jax.config.sections.credit import AdvantageConfig, RewardConfig
 from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldConfig
 from calibadv_jax.config.sections.evaluate import EvaluateConfig
 from calibadv_jax.config.sections.guards import GuardsConfig
-from calibadv_jax.config.sections.learner import LearnerConfig, LossConfig
+from calibadv_jax.config.sections.learner import CriticConfig, LearnerConfig, LossConfig
 from calibadv_jax.config.sections.policy import MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
 from calibadv_jax.config.sections.rollout import RolloutConfig, SamplerConfig
@@ -46,6 +46,7 @@ class Config:
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
     loss: Annotated[LossConfig, Mark.TUNED] = Field(default_factory=LossConfig)
     learner: Annotated[LearnerConfig, Mark.TUNED] = Field(default_factory=LearnerConfig)
+    critic: Annotated[CriticConfig, Mark.TUNED] = Field(default_factory=CriticConfig)
     guards: Annotated[GuardsConfig, Mark.UNLEARNED] = Field(default_factory=GuardsConfig)
     sft: Annotated[SftConfig, Mark.UNLEARNED, Mark.COLD_START] = Field(default_factory=SftConfig)
     checkpoint: Annotated[CheckpointConfig, Mark.UNLEARNED, Mark.PER_RUN] = Field(
@@ -82,6 +83,15 @@ class Config:
             raise ValueError(
                 f"tools is {names}: name each action once, and at least one; to answer without any action set"
                 " rollout.max_searches=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _policy_is_trained(self) -> Config:
+        if self.advantage.has_critic and self.critic.warmup_steps >= self.learner.steps:
+            raise ValueError(
+                f"critic.warmup_steps is {self.critic.warmup_steps}, but the run has learner.steps ="
+                f" {self.learner.steps}: the policy would never be trained; lower the first"
             )
         return self
 

@@ -67,6 +67,8 @@ class Turn:
     policy_versions: tuple[int, ...] = ()
     # By policy, "current" or "initial": the golden answer's mean token log-probability before this turn.
     golden_logprobs: dict[str, float] = field(default_factory=dict)
+    # float32 [N], what the critic expects before each sampled token; None: no critic was asked.
+    values: np.ndarray | None = None
 
     @property
     def is_action(self) -> bool:

@@ -225,6 +225,23 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "trajectories that failed or have no sampled token",
         ),
     ),
+    "critic": (
+        Metric("critic/loss", "-", "half the squared error of the critic's values, clipped; by critic.clip"),
+        Metric("critic/clipfrac", "share", "sampled tokens whose clipped value has the larger error"),
+        Metric(
+            "critic/explained_variance",
+            "share",
+            "of the returns' variance, what the values before the step explain: 1 is all, below 0 is worse"
+            " than a constant",
+        ),
+        Metric(f"critic/values/{SPREAD}", "score", "expected before the sampled tokens, before the step"),
+        Metric(f"critic/returns/{SPREAD}", "score", "what the values should have been"),
+        Metric("critic/grad_norm", "-", "global norm of the critic's gradient before it is scaled down"),
+        Metric("critic/lr", "-", "learning rate of the critic's first update of the step"),
+        Metric("critic/updates", "updates", "optimizer updates of the critic in the step"),
+        Metric("critic/skipped", "share", "updates left out because their gradient was not finite"),
+        Metric("critic/finite", "0 or 1", "1 if the critic's parameters are finite after the step"),
+    ),
     "guard": (
         Metric(
             "guard/{entropy,format_valid,think_repetition,sampled_perplexity,answer_ratio,numbers}",
@@ -236,6 +253,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("timing_s/step", "s", "the whole step"),
         Metric("timing_s/rollout", "s", "waiting for trajectories"),
         Metric("timing_s/probe", "s", "the golden answers' probabilities, if advantage.name or probes asks"),
+        Metric("timing_s/values", "s", "the critic's values of the step, where there is a critic"),
         Metric("timing_s/advantage", "s", "rewards, advantages and the metrics of the trajectories"),
         Metric("timing_s/update", "s", "the learner"),
         Metric("timing_s/record", "s", "writing the step's trajectories to disk"),

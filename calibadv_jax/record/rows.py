@@ -85,6 +85,7 @@ def _turn_row(turn: Turn) -> Row:
         "repeated": None,
         "found_silver": (),
         "golden_logprobs": turn.golden_logprobs,
+        "values": turn.values,
     }
 
 
@@ -170,6 +171,7 @@ def _turn(row: Row) -> Turn:
         stop_reason=row["stop_reason"],
         policy_versions=tuple(row["policy_versions"]),
         golden_logprobs=dict(row.get("golden_logprobs") or {}),
+        values=None if row.get("values") is None else np.asarray(row["values"], np.float32),
     )
 
 

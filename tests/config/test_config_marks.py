@@ -14,15 +14,15 @@ EXPECTED = {
         "policy.logprob_chunk", "policy.lora.init_from", "policy.lora.snapshots", "policy.remat",
         "rollout.max_concurrency", "rollout.max_failed_share",
         "rollout.time_limit", "sampler", "retriever", "learner.microbatch_rows", "learner.row_length",
-        "learner.row_widths", "learner.optimizer.offload", "sft", "checkpoint", "evaluate", "guards",
-        "export", "log", "advantage.probes", "reward.judge.url", "reward.judge.timeout",
+        "learner.row_widths", "learner.optimizer.offload", "critic.optimizer.offload", "sft", "checkpoint",
+        "evaluate", "guards", "export", "log", "advantage.probes", "reward.judge.url", "reward.judge.timeout",
         "reward.judge.patience", "reward.judge.max_concurrency",
     ),
     Mark.LEARNED: (
         "sampler.name", "retriever.encoder", "retriever.topk", "retriever.retrieval_topk",
         "retriever.rerank_topk", "retriever.reranker", "retriever.page_address",
     ),
-    Mark.TUNED: ("learner", "loss", "rollout", "sampler", "retriever", "data.weights"),
+    Mark.TUNED: ("learner", "critic", "loss", "rollout", "sampler", "retriever", "data.weights"),
     Mark.COLD_START: ("run.seed", "policy.init", "policy.lora", "world", "prompt", "sft"),
     Mark.PER_RUN: (
         "run", "world.dir", "world.seed", "mesh", "data.eval", "data.eval_limit", "retriever.url",

@@ -133,7 +133,9 @@ ESTIMATORS = (
     "igpo",
     "a2tgpo",
     "tips",
+    "gae",
 )
+WITH_CRITIC = "gae"
 PROBED_BY = {"igpo": "current", "a2tgpo": "current", "tips": "initial"}  # under which policy
 CALIBRATED = "calibadv"
 
@@ -159,7 +161,10 @@ class AdvantageConfig:
     advantage of their trajectory."""
     discount: float = Field(default=1.0, gt=0, le=1)
     """gigpo, stepsearch, igpo, a2tgpo, tips: weight of the next turn's reward in a turn's sum (GiGPO's
-    authors: 0.95)."""
+    authors: 0.95). gae: gamma, the weight of what follows a sampled token."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """gae: lambda. 1: a token's advantage is the score less the critic's value; 0: only the change of the
+    critic's value up to the next sampled token."""
     probes: Annotated[list[Literal["current", "initial"]], Mark.UNLEARNED] = Field(default_factory=list)
     """Policies under which the golden answer's log-probability after every turn is computed and kept, though
     the estimator does not need it, so that `calibadv audit` can show igpo and a2tgpo (current) and tips
@@ -202,6 +207,11 @@ class AdvantageConfig:
     def estimator(self) -> str:
         """Who makes the advantages, before any calibration."""
         return self.base if self.is_calibrated else self.name
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return self.estimator == WITH_CRITIC
 
     @property
     def probed(self) -> tuple[str, ...]:
