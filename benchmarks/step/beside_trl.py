@@ -191,13 +191,12 @@ class Arm:
         tokenizer = model.tokenizer
         tokenizer.eos_token = None  # every completion has the length that was asked for
         stops, length = StopRule(tokenizer, []), config.rollout.max_length
-        self.store, self.sampler = None, None
+        self.store: SnapshotStore | None = None
+        self.sampler: Sampler
         if arguments.arm == "vllm":
             self.store = SnapshotStore(folder / "snapshots", keep=1, dtype=np.dtype("float32"))
             workers = open_workers(config.sampler, model.tokenizer_folder, folder, "float32", length)
-            self.sampler: Sampler = VllmSampler(
-                stack.enter_context(workers), config.sampler, stops, "benchmark"
-            )
+            self.sampler = VllmSampler(stack.enter_context(workers), config.sampler, stops, "benchmark")
         else:
             embedded = replace(config.sampler, name="jax", dtype="")
             self.sampler = JaxSampler(model.policy, stops, embedded, model.mesh, length)

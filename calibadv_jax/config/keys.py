@@ -143,14 +143,20 @@ def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
 def _meant(dotted: str, is_section: bool, siblings: dict[str, Any]) -> list[str]:
     """The known keys that an unknown key may stand for, the likeliest first; empty if nothing is close.
 
-    A key of the same name elsewhere, a key of the same section that is spelled nearly so, a name that the
-    field uses for a key of ours, a key anywhere that is spelled nearly so: the first of these that exists.
+    A key of the same name in the section, a name that the field uses for a key of ours, a key of the same
+    name elsewhere, a key of the same section that is spelled nearly so, such a name of the field, a key
+    anywhere that is spelled nearly so: the first of these that exists.
     """
     section, _, name = dotted.rpartition(".")
     keys = [key for key, kind in known_keys().items() if bool(_fields(kind)) == is_section]
     same_name = [key for key in keys if key.rpartition(".")[2] == name]
+    top = section.partition(".")[0]
+    if inside := [key for key in same_name if top and key.startswith(f"{top}.")]:
+        return inside[:3]
+    if not is_section and name in OTHER_NAMES:
+        return [OTHER_NAMES[name]]
     if same_name:
-        return _nearest_to(section, same_name)
+        return same_name[:3]
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         return [f"{section}.{near[0]}".lstrip(".")]
     if near := difflib.get_close_matches(name, [] if is_section else OTHER_NAMES, n=1, cutoff=0.85):

@@ -179,7 +179,11 @@ class JudgeClient:
 
 def data_of(question: str, golden_answers: tuple[str, ...], answer: str, max_answer: int) -> str:
     """What is judged, as one line of JSON: no text in it can end its field, its line or its message."""
-    fields = {"question": question, "golden_answers": list(golden_answers), "answer": answer[:max_answer]}
+    fields: dict[str, str | list[str]] = {
+        "question": question,
+        "golden_answers": list(golden_answers),
+        "answer": answer[:max_answer],
+    }
     return "{" + ", ".join(f'"{name}": {_quoted(value)}' for name, value in fields.items()) + "}"
 
 

@@ -193,7 +193,11 @@ def test_a_section_given_on_the_command_line_is_merged(write):
         ),
         ("", ["learner.lr=1"], "did you mean 'learner.optimizer.lr'?"),
         ("learner: {optimizer: {leaning_rate: 1}}", [], "did you mean 'learner.optimizer.lr'?"),
-        ("", ["lr=1"], "did you mean 'learner.optimizer.lr' or 'sft.optimizer.lr'?"),
+        (
+            "",
+            ["lr=1"],
+            "did you mean 'learner.optimizer.lr' or 'critic.optimizer.lr' or 'sft.optimizer.lr'?",
+        ),
         ("", ["seed=1"], "did you mean 'run.seed' or 'world.seed'?"),
         ("", ["temperature=1"], "did you mean 'rollout.temperature'?"),
         ("learner: {group_size: 4}", [], "did you mean 'rollout.group_size'?"),
@@ -201,7 +205,12 @@ def test_a_section_given_on_the_command_line_is_merged(write):
         ("rollout: {max_new_tokens: 5}", [], "did you mean 'rollout.max_turn_length'?"),
         ("rollout: {grop_size: 5}", [], "did you mean 'rollout.group_size'?"),
         ("run: {grop_size: 5}", [], "did you mean 'rollout.group_size'?"),
-        ("optimizer: {lr: 1}", [], "did you mean 'learner.optimizer' or 'sft.optimizer'?"),
+        (
+            "optimizer: {lr: 1}",
+            [],
+            "did you mean 'learner.optimizer' or 'critic.optimizer' or 'sft.optimizer'?",
+        ),
+        ("reward: {model: judge}", [], "did you mean 'reward.judge.model'?"),
         ("lerner: {steps: 1}", [], "unknown key 'lerner'; did you mean 'learner'?"),
         ("sft: {phases: [{steps: 5}, {step: 5}]}", [], "unknown key 'sft.phases.1.step'; did you mean"),
         ("sft: {phases: [{steps: 5}]}", ["sft.phases.0.step=1"], "sft.phases.0.step: unknown key"),
@@ -219,10 +228,10 @@ def test_an_unknown_key_is_refused_with_the_one_that_was_meant(write, text, over
     assert named in message, message
 
 
-def test_the_other_names_of_keys_are_no_keys_and_stand_for_keys():
-    names = {key.rpartition(".")[2] for key in known_keys()}
-    assert not names & OTHER_NAMES.keys()
+def test_the_other_names_of_keys_stand_for_keys(write):
     assert set(OTHER_NAMES.values()) <= known_keys().keys()
+    for name, key in OTHER_NAMES.items():
+        assert f"did you mean {key!r}?" in refusal(write(""), f"{name}=1")
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
