@@ -16,7 +16,8 @@ from flax import nnx
 
 from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy import attention, rotary
-from calibadv_jax.policy.adapters import Adapters, Linear, Params, merged, split
+from calibadv_jax.policy.adapters import Adapters, Linear, merged, split
+from calibadv_jax.policy.adapters import Params as Params  # which others take from here
 from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.cache import Cache, CacheView, Stack, Window
 from calibadv_jax.policy.kernels.cpu_products import rows_product
