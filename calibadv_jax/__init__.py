@@ -5,13 +5,18 @@ The names here are the public Python interface; docs/calibadv.md and docs/record
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config, load_config
+from calibadv_jax.core.errors import ActionRefused
+from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 
 __all__ = [
+    "Action",
+    "ActionRefused",
     "Config",
     "Document",
     "Group",
     "Question",
+    "Reply",
     "Trajectory",
     "Turn",
     "compute_advantages",

@@ -209,3 +209,7 @@ def end(work: Callable[[], object]) -> NoReturn:
         sys.stderr.write("interrupted\n")
         leave(INTERRUPTED)
     leave(0)
+
+
+if __name__ == "__main__":
+    calibadv()

@@ -29,7 +29,7 @@ from calibadv_jax.config import load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import duration, table
 from calibadv_jax.report.evaluations import read_json
-from experiments.arms import LONG, PARTS, ROOT, SHORT, Job, plan
+from experiments.arms import LONG, OF_PART, PARTS, ROOT, Job, plan
 from experiments.report import write_short
 from experiments.results import evaluated_step, held_out_f1
 
@@ -177,21 +177,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--part",
         choices=PARTS,
         default="all",
-        help="part of the experiments (default: %(default)s but short)",
+        help="part of the experiments (default: %(default)s: all but short, rivals and each)",
     )
     for name, kind, metavar, what in (
         ("seeds", str, '"N N …"', "seeds; "),
-        ("lr", str, "LR", "learning rate of halves, lambda, remedies and short; "),
+        ("lr", str, "LR", "learning rate of all parts but all and frontier; "),
         ("steps", _count, "N", "steps of each run; "),
         ("workers", _count, "N", "number of runs at a time; "),
         ("config", Path, "FILE", "config of the runs; "),
     ):
-        long, short = (_shown(getattr(one, name)) for one in (LONG, SHORT))
-        text = f"{what}default: {long}; short: {short}"
+        own = "".join(f"; {part}: {_shown(getattr(one, name))}" for part, one in OF_PART.items())
+        text = f"{what}default: {_shown(getattr(LONG, name))}{own}"
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
     parser.add_argument("--list", action="store_true", help="show the runs in their order, and stop")
     arguments = parser.parse_args(argv)
-    for name, value in dataclasses.asdict(SHORT if arguments.part == "short" else LONG).items():
+    for name, value in dataclasses.asdict(OF_PART.get(arguments.part, LONG)).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     seeds = arguments.seeds.split()

@@ -50,7 +50,12 @@ def keys() -> list[Key]:
     definitions = schema["$defs"]
 
     def section_of(field: dict[str, Any]) -> dict[str, Any] | None:
-        return definitions[field["$ref"].rsplit("/", 1)[-1]] if "$ref" in field else None
+        """The section that a field holds, or may hold."""
+        names = [one["$ref"].rsplit("/", 1)[-1] for one in (field, *field.get("anyOf", ())) if "$ref" in one]
+        return definitions[names[0]] if names else None
+
+    def defaults_of(section: dict[str, Any]) -> dict[str, Any]:
+        return {name: one.get("default") for name, one in section["properties"].items()}
 
     def walk(section: dict[str, Any], values: dict[str, Any], prefix: str) -> Iterator[Key]:
         inner: list[tuple[dict[str, Any], dict[str, Any], str]] = []
@@ -58,14 +63,13 @@ def keys() -> list[Key]:
             dotted = f"{prefix}.{name}".lstrip(".")
             element = section_of(field.get("items", {}))
             if (nested := section_of(field)) is not None:
-                inner.append((nested, values[name], dotted))
+                inner.append((nested, values[name] or defaults_of(nested), dotted))
                 continue
             kind = "list of sections" if element else kind_of(field)
             meaning = " ".join(field.get("description", "").split())
             yield Key(prefix, name, kind, json.dumps(values[name]), meaning)
             if element:
-                defaults = {name: one["default"] for name, one in element["properties"].items()}
-                inner.append((element, defaults, f"{dotted}[]"))
+                inner.append((element, defaults_of(element), f"{dotted}[]"))
         for nested, inner_values, dotted in inner:
             yield from walk(nested, inner_values, dotted)
 
@@ -91,13 +95,13 @@ def kind_of(field: dict[str, Any]) -> str:
 def page() -> str:
     """The whole page."""
     parts = [HEADER]
-    section = ""
+    section = None
     for key in keys():
         if key.section != section:
             section = key.section
-            parts.append(f"\n## {section}\n")
+            parts.append(f"\n## {section or 'no section'}\n")
             parts.append("| key | value | default | meaning |\n|---|---|---|---|\n")
-        cells = (f"`{section}.{key.name}`", key.kind, f"`{key.default}`", key.meaning)
+        cells = (f"`{f'{section}.{key.name}'.lstrip('.')}`", key.kind, f"`{key.default}`", key.meaning)
         parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
 

@@ -32,7 +32,7 @@ FLOORS: tuple[set[str], ...] = (
 )
 OPTIONAL = {
     # tensorboardX is always there, but imports torch.
-    "calibadv_jax": {"matplotlib", "mlflow", "prometheus_client", "tensorboardX", "vllm", "wandb"},
+    "calibadv_jax": {"matplotlib", "mcp", "mlflow", "prometheus_client", "tensorboardX", "vllm", "wandb"},
     "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers", "torch"},
 }
 LAUNCHERS = {  # --help needs nothing installed, and the number of threads is set before NumPy loads

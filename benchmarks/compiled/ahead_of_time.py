@@ -35,6 +35,7 @@ from jax.sharding import Mesh
 from benchmarks.compiled.gpu_targets import GPUS, target_config
 from benchmarks.device import NEVER_STOPS, SHAPES
 from calibadv_jax.config import (
+    AdvantageConfig,
     Config,
     LearnerConfig,
     LoraConfig,
@@ -45,6 +46,7 @@ from calibadv_jax.config import (
     RolloutConfig,
     SamplerConfig,
 )
+from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
@@ -89,12 +91,16 @@ def run_config(arguments: argparse.Namespace) -> Config:
         ),
         rollout=RolloutConfig(max_length=arguments.length, max_prompt_length=arguments.length // 2),
         sampler=SamplerConfig(slots=arguments.slots),
+        advantage=AdvantageConfig(name="gae" if arguments.critic else "calibadv"),
     )
 
 
 def expected_bytes(arguments: argparse.Namespace) -> dict[str, float]:
     """Bytes on a device that `doctor` expects of the programs that decide; log-probabilities never do."""
-    return program_memory(expected_parts(arguments), shares_base(run_config(arguments)))
+    found = program_memory(expected_parts(arguments), shares_base(run_config(arguments)))
+    if arguments.critic:
+        found |= {name: found[f"critic's {name}"] for name in ("update", "apply")}
+    return found
 
 
 def expected_parts(arguments: argparse.Namespace) -> dict[str, float]:
@@ -124,8 +130,8 @@ def lowered_programs(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, jax
     )
     policy = Policy(architecture, numerics, Adapters.from_config(config.policy.lora))
     optimizer = make_optimizer(OptimizerConfig(lr=1e-6), make_schedule(OptimizerConfig(), 100))
-    learner = Learner(
-        policy,
+    learner = (CriticLearner if arguments.critic else Learner)(
+        critic_of(policy) if arguments.critic else policy,
         optimizer,
         mesh,
         config.learner.microbatch_rows,
@@ -134,7 +140,7 @@ def lowered_programs(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, jax
     )
     lowered = {}
     if "update" in names:
-        loss = policy_gradient(LossConfig(), on_policy=True)
+        loss = ValueLoss(0.5) if arguments.critic else policy_gradient(LossConfig(), on_policy=True)
         lowered["update"] = learner.lower_update(arguments.length, loss)
     if "apply" in names:
         lowered["apply"] = learner.lower_apply()
@@ -207,6 +213,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--lora", type=int, default=0, help="rank of adapters on every product; 0: all parameters are trained"
     )
     parser.add_argument("--remat", choices=["none", "dots", "full"], default="full")
+    parser.add_argument(
+        "--critic", action="store_true", help="PPO's critic of this shape in place of the policy"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this JSON file")
     return parser.parse_args(arguments)
 

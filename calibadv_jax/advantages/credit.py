@@ -12,19 +12,33 @@ from calibadv_jax.core.trajectory import Group, Trajectory
 
 
 @dataclass(frozen=True)
+class ByToken:
+    """An estimate for each sampled token of a trajectory: for each of its K turns float64 [N]."""
+
+    turns: list[np.ndarray]
+
+    @property
+    def means(self) -> np.ndarray:
+        """float64 [K]; 0 for a turn without sampled tokens."""
+        return np.array([math.fsum(one) / max(1, len(one)) for one in self.turns])
+
+
+@dataclass(frozen=True)
 class GroupCredit:
     """Credit of one group of G trajectories; trajectory i has K_i turns."""
 
     group: Group
     raw: np.ndarray  # float64 [G]: before any calibration; of its answer turn where turns differ
     before: list[np.ndarray]  # G × float64 [K_i]: the same of each turn
-    turns: list[np.ndarray]  # G × float64 [K_i]: advantage of the sampled tokens of each turn
+    turns: list[np.ndarray]  # G × float64 [K_i]: advantage of the sampled tokens of each turn, or its mean
     correctness: list[np.ndarray]  # G × float64 [K_i] in [0, 1]; 0 where a turn has none
     silver: dict[str, float] = field(default_factory=dict)  # document id -> weight in (0, 1]
     # The rest says why; [] where the algorithm does not judge turns.
     softened: list[np.ndarray] = field(default_factory=list)  # G × bool [K_i]: correctness made it smaller
     repeated: list[list[str | None]] = field(default_factory=list)  # G × [K_i], see silver.Judgement
     found_silver: list[list[tuple[str, ...]]] = field(default_factory=list)  # G × [K_i], newly found ids
+    # G × [K_i] × float64 [N]: what its tokens have beside the turn's; [] where those of a turn are alike.
+    beside: list[list[np.ndarray]] = field(default_factory=list)
 
     def answer_advantages(self) -> list[float]:
         """Advantage of each trajectory's last sampled turn, length G; 0 where nothing was sampled."""
@@ -35,20 +49,25 @@ class GroupCredit:
         ]
 
 
-def credit_of(group: Group, estimate: Sequence[float | np.ndarray] | np.ndarray) -> GroupCredit:
+def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | np.ndarray) -> GroupCredit:
     """Credit that nothing has calibrated.
 
     Args:
-        estimate: for each trajectory its advantage, or float64 [K] with one a turn.
+        estimate: for each trajectory its advantage, or float64 [K] with one a turn, or one a token.
 
     Raises:
         ValueError: there is not one for each trajectory or each turn, or one is not finite.
     """
     if len(estimate) != len(group.trajectories):
         raise ValueError(f"{len(estimate)} advantages for {len(group.trajectories)} trajectories")
-    raw, before = np.zeros(len(estimate)), []
+    raw, before, beside = np.zeros(len(estimate)), [], []
     for position, (trajectory, given) in enumerate(zip(group.trajectories, estimate, strict=True)):
-        values, length = np.asarray(given, np.float64), len(trajectory.turns)
+        length = len(trajectory.turns)
+        if isinstance(given, ByToken):
+            values = given.means
+            beside.append([one - mean for one, mean in zip(given.turns, values, strict=True)])
+        else:
+            values = np.asarray(given, np.float64)
         if values.shape not in ((), (length,)):
             raise ValueError(f"advantages of shape {values.shape} for a trajectory of {length} turns")
         if not np.isfinite(values).all():
@@ -56,9 +75,8 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray] | np.ndarray)
         before.append(np.full(length, values))
         last = last_sampled_turn(trajectory)
         raw[position] = values if values.ndim == 0 else 0.0 if last is None else values[last]
-    return GroupCredit(
-        group, raw, before, [turns.copy() for turns in before], [np.zeros(len(turns)) for turns in before]
-    )
+    turns, correctness = [one.copy() for one in before], [np.zeros(len(one)) for one in before]
+    return GroupCredit(group, raw, before, turns, correctness, beside=beside)
 
 
 def no_credit(group: Group) -> GroupCredit:
@@ -80,20 +98,26 @@ def last_filled(token_ids: Sequence[Sequence[int] | np.ndarray]) -> int | None:
 
 
 def search_turns(trajectory: Trajectory) -> list[int]:
-    """Indices of the searches before the last sampled turn."""
+    """Indices of the searches, and of other actions, before the last sampled turn."""
     last = last_sampled_turn(trajectory) or 0
-    return [index for index in range(last) if trajectory.turns[index].kind == "search"]
+    return [index for index in range(last) if trajectory.turns[index].is_action]
 
 
-def spread(turn_advantages: np.ndarray, trajectory: Trajectory) -> np.ndarray:
-    """float64 [K] -> float32 [T], aligned with `Trajectory.response_ids`; 0 on observation tokens."""
-    lengths = [(len(turn.token_ids), len(turn.observation_ids)) for turn in trajectory.turns]
-    tokens = np.zeros(sum(map(sum, lengths)), np.float32)
-    start = 0
-    for advantage, (num_sampled, num_observed) in zip(turn_advantages, lengths, strict=True):
-        tokens[start : start + num_sampled] = advantage
-        start += num_sampled + num_observed
-    return tokens
+def spread(credit: GroupCredit) -> list[np.ndarray]:
+    """Of each trajectory float32 [T], aligned with `Trajectory.response_ids`; 0 on observation tokens."""
+    found = []
+    for position, (trajectory, advantages) in enumerate(
+        zip(credit.group.trajectories, credit.turns, strict=True)
+    ):
+        lengths = [(len(turn.token_ids), len(turn.observation_ids)) for turn in trajectory.turns]
+        beside = credit.beside[position] if credit.beside else [0.0] * len(lengths)
+        tokens = np.zeros(sum(map(sum, lengths)), np.float32)
+        start = 0
+        for advantage, more, (num_sampled, num_observed) in zip(advantages, beside, lengths, strict=True):
+            tokens[start : start + num_sampled] = advantage + more
+            start += num_sampled + num_observed
+        found.append(tokens)
+    return found
 
 
 def answer_mass(group: Group, advantages: Sequence[float]) -> tuple[float, float]:

@@ -72,7 +72,7 @@ def _searches(credits: Sequence[GroupCredit]) -> dict[str, float]:
             credit.group.trajectories, credit.before, credit.turns, credit.correctness, strict=True
         ):
             last = last_sampled_turn(trajectory) or 0
-            searches = [index for index in range(last) if trajectory.turns[index].kind == "search"]
+            searches = [index for index in range(last) if trajectory.turns[index].is_action]
             softened += [turns[index] > before[index] for index in searches if before[index] < 0]
             if credit.silver and trajectory.format_valid:
                 judged += correctness[searches].tolist()

@@ -51,11 +51,7 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> Adva
     credits = [
         next(estimated) if some else no_credit(group) for group, some in zip(groups, compared, strict=True)
     ]
-    advantages = [
-        [spread(turns, one) for turns, one in zip(credit.turns, group.trajectories, strict=True)]
-        for group, credit in zip(groups, credits, strict=True)
-    ]
-    return AdvantageResult(advantages, credits, summarise(credits))
+    return AdvantageResult([spread(credit) for credit in credits], credits, summarise(credits))
 
 
 def _estimate(groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from calibadv_jax.advantages import rivals, steps
+from calibadv_jax.advantages.gae import gae
 from calibadv_jax.advantages.querygroup import querygroup
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.own_function import own_function
@@ -138,6 +139,14 @@ ESTIMATORS: dict[str, Named] = {
         ),
         carried="turns that raise the initial policy's log-probability of the golden answer are praised"
         " besides",
+    ),
+    "gae": Named(
+        gae,
+        lambda config: (
+            "GAE: the score less the critic's value before the token, with gamma"
+            f" {config.discount:g} and lambda {config.gae_lambda:g}, whitened over the step's sampled tokens"
+        ),
+        carried="PPO with a critic; every sampled token has an advantage of its own",
     ),
 }
 

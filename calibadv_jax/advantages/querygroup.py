@@ -47,7 +47,7 @@ def _by_turn(group: Group, whole: OfGroup, config: AdvantageConfig) -> list[np.n
             continue
         judged = judge_turns(trajectory, silver, config.correctness)
         for index in range(last_sampled_turn(trajectory) or 0):
-            if trajectory.turns[index].kind == "search":
+            if trajectory.turns[index].is_action:
                 places.append((position, index))
                 correctness.append(judged[index].correctness or _NOTHING_FOUND)
     if places:

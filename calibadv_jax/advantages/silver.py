@@ -48,12 +48,13 @@ def silver_documents(group: Group, threshold: float) -> dict[str, float]:
 
 
 def judge_turns(trajectory: Trajectory, silver: dict[str, float], how: str) -> list[Judgement]:
-    """A judgement of each turn, length K; that of a turn which is not a search says nothing.
+    """A judgement of each turn, length K; that of a turn which is no action says nothing.
 
-    A search turn's good documents are silver and not seen before in the trajectory. It is worth 0
-    without any, or if it repeats an earlier turn: its think is more than half the same words in edit
-    distance, or it shares two or more distinct documents. Nothing is judged in a format-invalid trajectory,
-    nor without silver documents. `how` is fraction, max or mean; see AdvantageConfig.correctness.
+    What holds for a search holds for every action; one that brings no documents is worth 0. A search turn's
+    good documents are silver and not seen before in the trajectory. It is worth 0 without any, or if it
+    repeats an earlier turn: its think is more than half the same words in edit distance, or it shares two or
+    more distinct documents. Nothing is judged in a format-invalid trajectory, nor without silver documents.
+    `how` is fraction, max or mean; see AdvantageConfig.correctness.
     """
     judgements = [Judgement() for _ in trajectory.turns]
     if not silver or not trajectory.format_valid:
@@ -64,7 +65,7 @@ def judge_turns(trajectory: Trajectory, silver: dict[str, float], how: str) -> l
     for index, turn in enumerate(trajectory.turns):
         words = turn.think.split()
         documents = dict.fromkeys(document.id for document in turn.documents)  # a set in the order shown
-        if turn.kind == "search":
+        if turn.is_action:
             seen = set().union(*earlier_documents)
             good = tuple(one for one in documents if one in silver and one not in seen)
             repeated = _repeated(words, set(documents), earlier_thinks, earlier_documents)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from calibadv_jax.advantages.credit import ByToken
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.trajectory import Group
 
@@ -29,7 +30,7 @@ class Scored:
 
 Baseline = Callable[[Scored, AdvantageConfig], np.ndarray]  # -> float64 [G]: scores less a baseline
 Spread = Callable[[Sequence[Scored], Sequence[np.ndarray], AdvantageConfig], Sequence[np.ndarray]]
-OfGroup = Sequence[float | np.ndarray] | np.ndarray  # by trajectory: one number, or float64 [K]
+OfGroup = Sequence[float | np.ndarray | ByToken] | np.ndarray  # by trajectory: one number, or float64 [K]
 Estimate = Sequence[OfGroup]
 Estimator = Callable[[Sequence[Group], AdvantageConfig], Estimate]  # of groups with a trajectory or more
 

@@ -168,7 +168,7 @@ def _searches(credit: GroupCredit) -> list[tuple[float, ...]]:
         judged = bool(credit.silver) and trajectory.format_valid
         for index in range(last_sampled_turn(trajectory) or 0):
             turn = trajectory.turns[index]
-            if turn.kind == "search":
+            if turn.is_action:
                 correctness = credit.correctness[position][index]
                 advantages = credit.before[position][index], credit.turns[position][index]
                 rows.append((good[index], judged, correctness, *advantages, len(turn.token_ids)))

@@ -21,15 +21,16 @@ from calibadv_jax.commands.coverage import coverage_lines
 from calibadv_jax.commands.offline_checks import OFFLINE_CHECKS
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import TAGS
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.adapters import Adapters
+from calibadv_jax.rollout.actions import grammar_of
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.fit import cpu_lines, memory_lines
 from calibadv_jax.run.memory import adapter_lines, estimate_memory, heads_warnings
@@ -124,7 +125,8 @@ def check_questions(config: Config) -> list[str]:
 def check_policy(config: Config) -> list[str]:
     """Tokenizer, prompt lengths of every question, mesh and memory."""
     model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
-    pieces = {tag: len(encode(model.tokenizer, tag)) for tag in TAGS}
+    tags = grammar_of(make_actions(config)).tags
+    pieces = {tag: len(encode(model.tokenizer, tag)) for tag in tags}
     architecture = model.policy.architecture
     return [
         f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters, mesh"
@@ -144,14 +146,16 @@ def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
     Raises:
         UserError: some do not, and data.overlong_prompts is "refuse".
     """
+    actions = make_actions(config)
+    check_tags(actions, tokenizer)
     limit, warnings, example = config.rollout.max_prompt_length, [], np.zeros(0, np.int32)
     for key in ("train", "eval"):
         questions = load_questions(getattr(config.data, key))
-        lengths = prompt_lengths(questions, tokenizer, config.prompt, limit)
+        lengths = prompt_lengths(questions, tokenizer, config.prompt, limit, actions)
         kept, overlong = drop_overlong(questions, lengths, limit, config.data.overlong_prompts, f"data.{key}")
         warnings += [f"warning: {overlong}"] if overlong else []
         longest = max(kept, key=lambda question: len(question.text))
-        example = max(example, build_prompt(longest, tokenizer, config.prompt, limit), key=len)
+        example = max(example, build_prompt(longest, tokenizer, config.prompt, limit, actions), key=len)
     shown = f"the longest question's prompt has {len(example)} of {limit} tokens"
     return [*warnings, f"{shown}: {tokenizer.decode(example)!r}"]
 

@@ -36,6 +36,7 @@ from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rewards.score import score_trajectory, text_scores
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import Model, PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.run.wiring import open_rollouts
 from calibadv_jax.services.retriever_client import RetrieverClient
@@ -88,7 +89,7 @@ def evaluation_questions(config: Config, tokenizer: Any, sample_size: int = 0) -
     config = method_config(config)
     asked = [with_passages(one, ()) for one in questions] if config.evaluate.method == "rag" else questions
     longest = config.rollout.max_prompt_length
-    lengths = prompt_lengths(asked, tokenizer, config.prompt, longest)
+    lengths = prompt_lengths(asked, tokenizer, config.prompt, longest, make_actions(config))
     return drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.eval")
 
 
@@ -276,7 +277,7 @@ def answer(
 def _fits(question: Question, rollouts: Rollouts) -> bool:
     context = rollouts.context
     longest = context.rollout.max_prompt_length
-    return not prompt_lengths([question], context.tokenizer, context.prompt, longest)
+    return not prompt_lengths([question], context.tokenizer, context.prompt, longest, context.actions)
 
 
 def _passages(rollouts: Rollouts, questions: Sequence[Question]) -> list[list[Document]]:

@@ -36,6 +36,7 @@ from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params
+from calibadv_jax.rollout.actions import grammar_of
 from calibadv_jax.rollout.observation import (
     Observations,
     added_token_strings,
@@ -44,6 +45,7 @@ from calibadv_jax.rollout.observation import (
 )
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.folder import COLD_START, content_hash
 from calibadv_jax.run.model import base_of, build_model, initial_params
 from calibadv_jax.run.sft_state import SftState
@@ -224,9 +226,9 @@ def _own_demonstrations(
                 " all the time: sft/loss is a held-out loss already; set it to 0"
             )
         return [], None
-    own, longest = load_demonstrations(Path(sft.demonstrations)), config.rollout.max_prompt_length
+    own, longest = _load(config), config.rollout.max_prompt_length
     questions = [one.question for one in own]
-    lengths = prompt_lengths(questions, tokenizer, config.prompt, longest)
+    lengths = prompt_lengths(questions, tokenizer, config.prompt, longest, make_actions(config))
     _, overlong = drop_overlong(
         questions, lengths, longest, config.data.overlong_prompts, "sft.demonstrations"
     )
@@ -239,6 +241,10 @@ def _own_demonstrations(
     training, held_out = split_off(fitting, sft.held_out, config.run.seed)
     samples = [encode_demonstration(one, config, tokenizer, "sampled") for one in held_out]
     return training, pack(samples, sft.row_length) if samples else None
+
+
+def _load(config: Config) -> list[Demonstration]:
+    return load_demonstrations(Path(config.sft.demonstrations), grammar_of(make_actions(config)))
 
 
 def _drop_long(
@@ -361,17 +367,19 @@ def demonstration_length(demonstration: Demonstration, config: Config, tokenizer
 
 
 def _encoded(demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str) -> Sample:
-    prompt = build_prompt(demonstration.question, tokenizer, config.prompt, config.rollout.max_prompt_length)
+    actions, longest = make_actions(config), config.rollout.max_prompt_length
+    grammar = grammar_of(actions)
+    prompt = build_prompt(demonstration.question, tokenizer, config.prompt, longest, actions)
     parts: list[tuple[np.ndarray, bool]] = [(prompt, False)]
     shown = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
     for turn in demonstration.turns:
         text = turn.text.removeprefix(shown.opening)
         parts.append((np.asarray(encode(tokenizer, text), np.int32), turn.trained))
         if turn.documents:
-            documents = neutralise_documents(turn.documents, tokenizer)
+            documents = neutralise_documents(turn.documents, tokenizer, grammar)
             parts.append((shown.of_documents(documents)[0], False))
         elif turn.observation:
-            body = neutralise(turn.observation, added_token_strings(tokenizer))
+            body = neutralise(turn.observation, added_token_strings(tokenizer), grammar)
             parts.append((shown.information(body)[0], False))
     tokens = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
     mask = np.concatenate([np.full(len(ids), learned or loss_on == "all") for ids, learned in parts])

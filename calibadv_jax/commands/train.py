@@ -31,6 +31,7 @@ from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.folder import enter_run_folder
 from calibadv_jax.run.model import build_model
@@ -82,7 +83,7 @@ def fitting_questions(
         UserError: some do not fit and data.overlong_prompts is "refuse".
     """
     longest = config.rollout.max_prompt_length
-    lengths = prompt_lengths(questions, tokenizer, config.prompt, longest)
+    lengths = prompt_lengths(questions, tokenizer, config.prompt, longest, make_actions(config))
     kept, overlong = drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.train")
     held_out = validation_questions(config, tokenizer)[1] if config.evaluate.every else ""
     for found in filter(None, (overlong, held_out)):
@@ -129,6 +130,9 @@ def train(
             if config.advantage.probed:
                 with phase("probe", "golden answers"):
                     groups, probed = trainer.probe(groups)
+            if trainer.critic is not None:
+                with phase("values", "the critic's values"):
+                    groups = trainer.critic.valued(groups)
             with phase("advantage", "rewards and advantages"):
                 rng = random_state(trainer.seed, begun, "reward")
                 groups = score_groups(groups, config.reward, rng)

@@ -161,7 +161,8 @@ def _parse(text: str, kind: Any) -> Any:
     is_text = kind is str or typing.get_origin(kind) is Literal or (is_paths and not is_collection)
     if is_text and not is_quoted:
         return text
-    if is_text or is_paths or kind == list[str]:
+    holds_numbers = isinstance(kind, UnionType) and dict[str, float] in typing.get_args(kind)
+    if is_text or (is_paths and not holds_numbers) or kind == list[str]:
         return yaml.load(text, Loader=yaml.BaseLoader)  # every scalar stays text
     parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     return parsed["value"]

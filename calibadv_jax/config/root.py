@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.credit import AdvantageConfig, RewardConfig
 from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldConfig
 from calibadv_jax.config.sections.evaluate import EvaluateConfig
 from calibadv_jax.config.sections.guards import GuardsConfig
-from calibadv_jax.config.sections.learner import LearnerConfig, LossConfig
+from calibadv_jax.config.sections.learner import CriticConfig, LearnerConfig, LossConfig
 from calibadv_jax.config.sections.policy import MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
 from calibadv_jax.config.sections.rollout import RolloutConfig, SamplerConfig
 from calibadv_jax.config.sections.run import CheckpointConfig, ExportConfig, LogConfig, RunConfig
 from calibadv_jax.config.sections.section import SECTION, Mark
 from calibadv_jax.config.sections.sft import SftConfig
+from calibadv_jax.config.sections.tools import OF_RETRIEVER, ToolConfig, tool_of
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -37,11 +38,15 @@ class Config:
     prompt: Annotated[PromptConfig, Mark.COLD_START] = Field(default_factory=PromptConfig)
     rollout: Annotated[RolloutConfig, Mark.TUNED] = Field(default_factory=RolloutConfig)
     sampler: Annotated[SamplerConfig, Mark.UNLEARNED, Mark.TUNED] = Field(default_factory=SamplerConfig)
+    tools: list[ToolConfig] = Field(default_factory=lambda: [ToolConfig("search")])
+    """The actions that the policy may take before it answers (docs/tools.md). An entry that has a name only
+    may be written as this name: [search, access]."""
     retriever: Annotated[RetrieverConfig, Mark.UNLEARNED, Mark.TUNED] = Field(default_factory=RetrieverConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
     loss: Annotated[LossConfig, Mark.TUNED] = Field(default_factory=LossConfig)
     learner: Annotated[LearnerConfig, Mark.TUNED] = Field(default_factory=LearnerConfig)
+    critic: Annotated[CriticConfig, Mark.TUNED] = Field(default_factory=CriticConfig)
     guards: Annotated[GuardsConfig, Mark.UNLEARNED] = Field(default_factory=GuardsConfig)
     sft: Annotated[SftConfig, Mark.UNLEARNED, Mark.COLD_START] = Field(default_factory=SftConfig)
     checkpoint: Annotated[CheckpointConfig, Mark.UNLEARNED, Mark.PER_RUN] = Field(
@@ -52,6 +57,11 @@ class Config:
     log: Annotated[LogConfig, Mark.UNLEARNED, Mark.PER_RUN] = Field(default_factory=LogConfig)
 
     @property
+    def asks_retriever(self) -> bool:
+        """Whether an action needs the retrieval service."""
+        return any(tool.name in OF_RETRIEVER for tool in self.tools)
+
+    @property
     def sampler_dtype(self) -> str:
         """Precision in which trajectories are sampled."""
         return self.sampler.dtype or self.policy.compute_dtype
@@ -60,6 +70,30 @@ class Config:
     def keeps_initial_policy(self) -> bool:
         """Whether the parameters that the run begins with stay on the devices."""
         return self.loss.kl_coef > 0 or "initial" in self.advantage.probed
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _tools_may_be_names(cls, value: Any) -> Any:
+        return [tool_of(entry) for entry in value] if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _tools_differ(self) -> Config:
+        names = [tool.name for tool in self.tools if tool.name]
+        if not self.tools or len(set(names)) < len(names):
+            raise ValueError(
+                f"tools is {names}: name each action once, and at least one; to answer without any action set"
+                " rollout.max_searches=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _policy_is_trained(self) -> Config:
+        if self.advantage.has_critic and self.critic.warmup_steps >= self.learner.steps:
+            raise ValueError(
+                f"critic.warmup_steps is {self.critic.warmup_steps}, but the run has learner.steps ="
+                f" {self.learner.steps}: the policy would never be trained; lower the first"
+            )
+        return self
 
     @model_validator(mode="after")
     def _trajectories_fit_rows(self) -> Config:

@@ -84,7 +84,9 @@ def read_config(path: Path) -> dict[str, Any] | None:
     except (yaml.YAMLError, UnicodeDecodeError):
         return None
     is_whole = text.endswith("\n") and isinstance(values, dict)
-    return values if is_whole and all(isinstance(section, dict) for section in values.values()) else None
+    return (
+        values if is_whole and all(isinstance(section, dict | list) for section in values.values()) else None
+    )
 
 
 def _read_identity(path: Path) -> dict[str, str] | None:

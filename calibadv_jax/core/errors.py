@@ -22,6 +22,10 @@ class RequestFailed(UserError):
         self.service = service
 
 
+class ActionRefused(Exception):
+    """An action does not take its body: the policy reads why, and the trajectory goes on."""
+
+
 class QueryRefused(RequestFailed):
     """The retriever does not take this query, however often it is asked."""
 

@@ -1,20 +1,68 @@
 """The turn protocol: its tags, what a turn says, and how untrusted text is kept from saying it.
 
-A turn is ``<think>…</think>`` and then ``<search>…</search>`` or ``<answer>…</answer>``; the environment
-replies to a search with ``<information>…</information>``.
+A turn is ``<think>…</think>`` and then an action such as ``<search>…</search>``, or ``<answer>…</answer>``;
+the environment replies to an action with ``<information>…</information>``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from calibadv_jax.core.trajectory import StopReason, TurnKind
+from calibadv_jax.core.trajectory import SEARCH_ALONE, Document, StopReason, TurnKind
 
-TAG_NAMES = ("think", "search", "information", "answer")
-TAGS = tuple(f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/"))
-STOP_STRINGS = ("</search>", "</answer>")
+RESERVED = ("think", "information", "answer", "invalid", "unfinished")  # no action may have such a name
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")  # of an action
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The tags that mean something while these actions are on.
+
+    Args:
+        actions: their names.
+        may_be_empty: those of them that take an empty body.
+    """
+
+    actions: tuple[str, ...] = SEARCH_ALONE
+    may_be_empty: frozenset[str] = frozenset()
+
+    @cached_property
+    def tag_names(self) -> tuple[str, ...]:
+        return ("think", *self.actions, "information", "answer")
+
+    @cached_property
+    def tags(self) -> tuple[str, ...]:
+        return tuple(f"<{slash}{name}>" for name in self.tag_names for slash in ("", "/"))
+
+    @cached_property
+    def stop_strings(self) -> tuple[str, ...]:
+        """A turn ends with one of these."""
+        return tuple(f"</{name}>" for name in (*self.actions, "answer"))
+
+    @cached_property
+    def opens_action(self) -> re.Pattern[str]:
+        return re.compile(f"<({'|'.join((*self.actions, 'answer'))})>")
+
+    @cached_property
+    def tag(self) -> re.Pattern[str]:
+        """A tag, written exactly."""
+        return re.compile(rf"(</?(?:{'|'.join(self.tag_names)})>)")
+
+    @cached_property
+    def tag_like(self) -> re.Pattern[str]:
+        """What a reader, or a tokenizer that folds case and space, could take for a tag or its beginning.
+
+        Nothing is matched twice (possessive), so that hostile text costs linear time.
+        """
+        names = "|".join(self.tag_names)
+        return re.compile(rf"<(\s*+/?+\s*+(?:{names})\b)(?:([^<>]*+)>)?", re.IGNORECASE)
+
+
+SEARCH_GRAMMAR = Grammar()
+TAG_NAMES, TAGS, STOP_STRINGS = SEARCH_GRAMMAR.tag_names, SEARCH_GRAMMAR.tags, SEARCH_GRAMMAR.stop_strings
 OPEN_THINK = "<think>"
 OPEN_INFORMATION, CLOSE_INFORMATION = "\n\n<information>", "</information>\n\n"
 INVALID_ACTION = (
@@ -26,15 +74,11 @@ QUERY_REFUSED = (
     "The search engine does not take this query. It may be too long: a short query of a few words works best."
 )
 
-_NAMES = "|".join(TAG_NAMES)
-_OPEN_ACTION, _OPEN_THINK = re.compile(r"<(search|answer)>"), re.compile(r"<(think)>")
-_TAG = re.compile(rf"(</?(?:{_NAMES})>)")
-# Anything a reader, or a tokenizer that folds case and space, could take for a tag, and the open beginning
-# of one. Nothing is matched twice (possessive), so that hostile text costs linear time.
-_TAG_LIKE = re.compile(rf"<(\s*+/?+\s*+(?:{_NAMES})\b)(?:([^<>]*+)>)?", re.IGNORECASE)
+_OPEN_THINK = re.compile(r"<(think)>")
 _DOC_HEADER = re.compile(r"(Doc\s*+\d++)\s*+\(\s*+(Title)\s*+:", re.IGNORECASE)
 _INVALID_NOTICE = re.compile(r"My\s+previous\s+action\s+is\s+invalid", re.IGNORECASE)
 _REFUSAL = re.compile(r"(search\s+engine\s+does\s+not)\s+take\s+this\s+query", re.IGNORECASE)
+_ACTION_REFUSAL = re.compile(r"(action\s+\w++\s+does\s+not)\s+take\s+this", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -47,13 +91,27 @@ class ParsedTurn:
     answer: str = ""
 
 
-def parse_turn(text: str, stop_reason: StopReason) -> ParsedTurn:
+def numbered(documents: Sequence[Document]) -> str:
+    """Neutralised documents as an observation lists them; the last one loses the space at its end."""
+    return "\n".join(
+        f'Doc {number}(Title: "{document.title}") {document.text}'
+        for number, document in enumerate(documents, 1)
+    ).strip()
+
+
+def refusal(name: str, reason: str) -> str:
+    """What the policy reads where an action does not take its body; `reason` is neutralised already."""
+    return f"The action {name} does not take this: {reason}"
+
+
+def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRAMMAR) -> ParsedTurn:
     """Reads the first closed action of a segment, wherever it stands, as Search-R1 does.
 
     An action inside the thought is executed too: sampling stops at its closing tag, so no other one can
     follow, and whether the segment is well-formed is the reward's business. Text after the closing tag
-    is ignored: the last sampled token may carry some. A search for nothing and an action with a protocol
-    tag in its body are invalid; an empty answer is an answer.
+    is ignored: the last sampled token may carry some. An action without a body, such as a search for
+    nothing, is invalid unless it may be empty, and so is one with a protocol tag in its body; an empty answer
+    is an answer.
 
     Args:
         text: the decoded segment behind `Trajectory.opening`, without its end-of-text token.
@@ -61,15 +119,17 @@ def parse_turn(text: str, stop_reason: StopReason) -> ParsedTurn:
             rather than invalid.
     """
     _, think = _first_closed(_OPEN_THINK, text) or ("", "")
-    action = _first_closed(_OPEN_ACTION, text)
+    action = _first_closed(grammar.opens_action, text)
     if action is None:
         return ParsedTurn("unfinished" if stop_reason in ("length", "abort") else "invalid", think)
     kind, body = action
-    if _TAG.search(body) or (kind == "search" and not body):
+    if grammar.tag.search(body):
         return ParsedTurn("invalid", think)
-    if kind == "search":
-        return ParsedTurn("search", think, query=body)
-    return ParsedTurn("answer", think, answer=body)
+    if kind == "answer":
+        return ParsedTurn("answer", think, answer=body)
+    if not body and kind not in grammar.may_be_empty:
+        return ParsedTurn("invalid", think)
+    return ParsedTurn(kind, think, query=body)
 
 
 def _first_closed(opening: re.Pattern[str], text: str) -> tuple[str, str] | None:
@@ -85,17 +145,17 @@ def _first_closed(opening: re.Pattern[str], text: str) -> tuple[str, str] | None
     return None
 
 
-def split_at_tags(text: str) -> list[str]:
+def split_at_tags(text: str, grammar: Grammar = SEARCH_GRAMMAR) -> list[str]:
     """Text, tag, text, tag, …, text: the pieces at odd places are protocol tags, written exactly."""
-    return _TAG.split(text)
+    return grammar.tag.split(text)
 
 
-def neutralise(text: str, extra: Collection[str] = ()) -> str:
+def neutralise(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH_GRAMMAR) -> str:
     """Untrusted text without anything that could be taken for the protocol; idempotent.
 
     Angle brackets of tags become square ones, the header of a document and the notices of an invalid
-    action and of a refused query lose their exact form, and every string of `extra` but blank ones is
-    broken up.
+    action, of a refused query and of a refused action lose their exact form, and every string of `extra` but
+    blank ones is broken up.
 
     Args:
         extra: the tokenizer's control tokens, which would be encoded as such; see
@@ -103,10 +163,12 @@ def neutralise(text: str, extra: Collection[str] = ()) -> str:
     """
     text = well_formed(text)
     while True:  # a replacement can create a new match: repeat until nothing changes
-        cleaned = _TAG_LIKE.sub(_defused, text)
+        cleaned = grammar.tag_like.sub(_defused, text)
         cleaned = _DOC_HEADER.sub(r"\1 [\2]:", cleaned)
         cleaned = _INVALID_NOTICE.sub("my earlier action was invalid", cleaned)
         cleaned = _REFUSAL.sub(r"\1 accept a query", cleaned)
+        if grammar.actions != SEARCH_ALONE:
+            cleaned = _ACTION_REFUSAL.sub(r"\1 accept this", cleaned)
         present = [token for token in extra if token in cleaned and token.strip()]
         for token in sorted(present, key=lambda token: (-len(token), token)):
             cleaned = cleaned.replace(token, _broken(token))

@@ -12,7 +12,9 @@ from typing import Literal
 
 import numpy as np
 
-TurnKind = Literal["search", "answer", "invalid", "unfinished"]
+SEARCH_ALONE = ("search",)  # names of the actions that are on by default
+NO_ACTIONS = ("answer", "invalid", "unfinished")
+TurnKind = str  # one of NO_ACTIONS, or the name of an action
 StopReason = Literal["stop", "eos", "length", "abort"]
 
 
@@ -55,16 +57,23 @@ class Turn:
     logprobs: np.ndarray  # float32 [N], of the sampled tokens under the sampler's policy
     text: str = ""  # decoded sampled tokens, end-of-text token removed
     think: str = ""
-    query: str = ""  # kind "search" only
+    query: str = ""  # what it asks its action for
     answer: str = ""  # kind "answer" only
-    documents: tuple[Document, ...] = ()  # in the order shown; empty unless a search was executed
-    is_refused: bool = False  # the retriever did not take the query; the observation says so
+    documents: tuple[Document, ...] = ()  # in the order shown; empty unless an action was executed
+    is_refused: bool = False  # the action did not take the query; the observation says so
     observation_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [M]
     observation_text: str = ""
     stop_reason: StopReason = "stop"
     policy_versions: tuple[int, ...] = ()
     # By policy, "current" or "initial": the golden answer's mean token log-probability before this turn.
     golden_logprobs: dict[str, float] = field(default_factory=dict)
+    # float32 [N], what the critic expects before each sampled token; None: no critic was asked.
+    values: np.ndarray | None = None
+
+    @property
+    def is_action(self) -> bool:
+        """Whether it asks the environment for something."""
+        return self.kind not in NO_ACTIONS
 
 
 @dataclass
@@ -81,6 +90,7 @@ class Trajectory:
     answer_score: float = 0.0  # answer reward x format validity - penalty, set by the reward stage
     metrics: dict[str, float] = field(default_factory=dict)  # em, f1, cover_em, …
     opening: str = ""  # what the environment wrote before the text of every turn: <think>, or nothing
+    actions: tuple[str, ...] = SEARCH_ALONE  # names of those that were on
 
     @property
     def response_ids(self) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import STOP_STRINGS, parse_turn
+from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, parse_turn
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 from calibadv_jax.data.files import read_jsonl
@@ -36,10 +36,13 @@ _INFORMATION = re.compile(r"\s*<information>(.*)</information>\s*", re.DOTALL)
 _DOCUMENT = re.compile(r'Doc \d+ ?\(Title: "?(.*?)"?\) ?')
 
 
-def load_demonstrations(path: Path) -> list[Demonstration]:
+def load_demonstrations(path: Path, grammar: Grammar = SEARCH_GRAMMAR) -> list[Demonstration]:
     """Reads the rows of a file, each a question's fields and ``turns``, or a chat's ``messages``.
 
-    Turns are ``{"text", "documents": [{"title", "text"}]}``.
+    Turns are ``{"text", "documents": [{"title", "text"}], "observation"}``.
+
+    Args:
+        grammar: of the actions that are on.
 
     Raises:
         UserError: missing file or malformed row, with file and line.
@@ -47,7 +50,9 @@ def load_demonstrations(path: Path) -> list[Demonstration]:
     demonstrations = []
     for where, row in read_jsonl(path, "demonstrations"):
         key = next((name for name in CHATS if name in row), None)
-        demonstrations.append(_parse_chat(row, key, where) if key else _parse_ours(row, where))
+        demonstrations.append(
+            _parse_chat(row, key, where, grammar) if key else _parse_ours(row, where, grammar)
+        )
     if not demonstrations:
         raise UserError(f"{path}: no demonstrations in it")
     return demonstrations
@@ -74,40 +79,46 @@ def split_off(
     return training, [one for one in demonstrations if one.question.text in chosen]
 
 
-def _parse_ours(row: dict[str, Any], where: str) -> Demonstration:
+def _parse_ours(row: dict[str, Any], where: str, grammar: Grammar) -> Demonstration:
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns:
         raise UserError(
             f"{where}: field 'turns' must be a non-empty list, got {turns!r}; or give 'messages' of a chat"
         )
-    return Demonstration(parse_question(row, where), tuple(_parse_turn(turn, where) for turn in turns))
+    return Demonstration(
+        parse_question(row, where), tuple(_parse_turn(turn, where, grammar) for turn in turns)
+    )
 
 
-def _parse_turn(turn: object, where: str) -> DemoTurn:
+def _parse_turn(turn: object, where: str, grammar: Grammar) -> DemoTurn:
     if not isinstance(turn, dict) or not isinstance(turn.get("text"), str) or not turn["text"].strip():
         raise UserError(f"{where}: every turn needs a non-empty 'text', got {turn!r}")
-    _check_action(turn["text"], where)
+    _check_action(turn["text"], where, grammar)
     documents = turn.get("documents", [])
     if not isinstance(documents, list) or not all(
         isinstance(d, dict) and isinstance(d.get("title"), str) and isinstance(d.get("text"), str)
         for d in documents
     ):
         raise UserError(f"{where}: 'documents' must be a list of objects with 'title' and 'text'")
+    observation = turn.get("observation", "")
+    if not isinstance(observation, str):
+        raise UserError(f"{where}: 'observation' must be a text, got {observation!r}")
     return DemoTurn(
         turn["text"],
         tuple(Document(str(d.get("id", d["title"])), d["title"], d["text"]) for d in documents),
+        observation=observation,
     )
 
 
-def _check_action(text: str, where: str) -> None:
-    if parse_turn(text, stop_reason="eos").kind == "invalid":
+def _check_action(text: str, where: str, grammar: Grammar) -> None:
+    if parse_turn(text, "eos", grammar).kind == "invalid":
+        ways = [f"<{name}> {'query' if name == 'search' else '…'} </{name}>" for name in grammar.actions]
         raise UserError(
-            f"{where}: a turn must hold <search> query </search> or <answer> answer </answer>, got"
-            f" {text[:80]!r}"
+            f"{where}: a turn must hold {', '.join(ways)} or <answer> answer </answer>, got {text[:80]!r}"
         )
 
 
-def _parse_chat(row: Mapping[str, Any], key: str, where: str) -> Demonstration:
+def _parse_chat(row: Mapping[str, Any], key: str, where: str, grammar: Grammar) -> Demonstration:
     """What stands before the assistant's first message is the prompt; what follows one is an observation."""
     messages = _messages(row[key], key, where)
     roles = [role for role, _, _ in messages]
@@ -123,7 +134,7 @@ def _parse_chat(row: Mapping[str, Any], key: str, where: str) -> Demonstration:
                     f"{where}: message {number + 1} of {key!r}: two messages of the assistant follow each"
                     " other; put what the search returned between them, or join them"
                 )
-            turns.append(_said(text, trained, f"{where}: message {number + 1} of {key!r}"))
+            turns.append(_said(text, trained, f"{where}: message {number + 1} of {key!r}", grammar))
         elif role == "system":
             raise UserError(f"{where}: message {number + 1} of {key!r}: a system message inside the chat")
         else:
@@ -131,7 +142,7 @@ def _parse_chat(row: Mapping[str, Any], key: str, where: str) -> Demonstration:
             observed = f"{turns[-1].observation}\n{(found.group(1) if found else text).strip()}".strip()
             turns[-1] = replace(turns[-1], observation=observed)
     asked = _asked(row, messages[:begin], key, where)
-    action = parse_turn(turns[-1].text, stop_reason="eos")
+    action = parse_turn(turns[-1].text, "eos", grammar)
     question = {
         "id": where if row.get("id") is None else row["id"],
         "question": asked,
@@ -169,10 +180,10 @@ def _asked(row: Mapping[str, Any], prompt: Sequence[tuple[str, str, bool]], key:
     return (pieces[1] if len(pieces) == 2 else prompt[-1][1]).strip()
 
 
-def _said(text: str, trained: bool, where: str) -> DemoTurn:
+def _said(text: str, trained: bool, where: str, grammar: Grammar) -> DemoTurn:
     text = text.strip()
-    _check_action(text, where)
-    if not text.endswith(STOP_STRINGS):
+    _check_action(text, where, grammar)
+    if not text.endswith(grammar.stop_strings):
         raise UserError(
             f"{where}: the policy stops after its action; remove what follows the tag in {text[-60:]!r}"
         )

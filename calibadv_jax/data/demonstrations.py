@@ -24,6 +24,8 @@ from calibadv_jax.data.world import (
     make_facts,
     one_hop,
     rumour_truth,
+    summarise,
+    write_pages,
     write_passages,
 )
 
@@ -57,6 +59,7 @@ class Flaws:
 
     guess: float = 0.4  # one_hop: answers with a random entity of the right kind, without any search
     wrong_name: float = 0.1  # one_hop: looks up a similar name first
+    unread: float = 0.5  # with pages, one_hop: answers with such an entity after the search, without reading
     hasty_bridge: float = 0.4  # two_hop: answers with the bridge
     second_half: float = 0.3  # two_hop: only how the last look-up is read; the rest: cut after two searches
     credulous: float = 0.5  # rumour: answers with what is rumoured; the rest: a whole way
@@ -75,7 +78,7 @@ def imperfect(seed: int, config: WorldConfig, flaws: Flaws = Flaws()) -> Iterato
 def lookups(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
     """Endless careful demonstrations, none of them two-hop: facts are found, quoted and compared."""
     rng = np.random.default_rng(seed)
-    careful = Flaws(guess=0.0, credulous=1.0, hasty_comparison=0.0)
+    careful = Flaws(guess=0.0, unread=0.0, credulous=1.0, hasty_comparison=0.0)
     comparisons = COMPARISON_SHARE if config.comparison else 0.0
     while True:
         world = _ColdStartWorld(rng, config)
@@ -130,10 +133,11 @@ class _ColdStartWorld:
         self.misread = config.misread
         self.facts: Facts = make_facts(rng, SIZES, "cold_start", rumour_truth(config))
         self.rng = rng
-        self.passages = [
-            Document(str(number), title, text)
-            for number, (title, text) in enumerate(write_passages(self.facts, rng))
-        ]
+        texts = write_passages(self.facts, rng)
+        pages = write_pages(texts, rng) if config.pages else []
+        self.pages = {page.title: page for page in pages}
+        texts = [summarise(page) for page in pages] or texts
+        self.passages = [Document(str(number), *passage) for number, passage in enumerate(texts)]
         self.by_title = {passage.title: passage for passage in self.passages}
         self.by_word: dict[str, list[Document]] = {}
         for passage in self.passages:
@@ -173,6 +177,17 @@ def _search_turn(world: _ColdStartWorld, title: str, thought: str = "") -> DemoT
     return DemoTurn(f"<think> {thought} </think>\n<search> {title} </search>", world.search(title))
 
 
+def _look_up(world: _ColdStartWorld, title: str, thought: str = "") -> tuple[DemoTurn, ...]:
+    """The search for a title and, in a world with pages, the reading of its page."""
+    search = _search_turn(world, title, thought)
+    if title not in world.pages:
+        return (search,)
+    page = world.pages[title]
+    thought = summarise(page)[1].removesuffix(".")
+    text = f"<think> {thought} </think>\n<access> {page.address} </access>"
+    return search, DemoTurn(text, (Document(page.id, page.title, page.text),))
+
+
 def _answer_turn(thought: str, answer: str) -> DemoTurn:
     return DemoTurn(f"<think> {thought} </think>\n<answer> {answer} </answer>")
 
@@ -189,43 +204,47 @@ def _one_hop(
     world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
 ) -> tuple[DemoTurn, ...]:
     wanted, statement = asked.searches[0], asked.statements[0]
-    if rng.random() < flaws.guess:
+    way: tuple[DemoTurn, ...] = ()
+    guesses = rng.random() < flaws.guess
+    if world.pages and not guesses and rng.random() < flaws.unread:
+        guesses, way = True, (_search_turn(world, wanted),)
+    if guesses:
         kind = next(kind for kind, names in world.facts.entities.items() if asked.answer in names)
         guess = str(rng.choice(world.facts.entities[kind]))
-        return (_answer_turn(statement.replace(asked.answer, guess), guess),)
-    turns = [_search_turn(world, wanted), _answer_turn(statement, asked.answer)]
+        return (*way, _answer_turn(statement.replace(asked.answer, guess), guess))
+    way = (*_look_up(world, wanted), _answer_turn(statement, asked.answer))
     if rng.random() < flaws.wrong_name:
-        turns.insert(0, _search_turn(world, world.similar(wanted)))
-    return tuple(turns)
+        way = (_search_turn(world, world.similar(wanted)), *way)
+    return way
 
 
 def _two_hop(
     world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
 ) -> tuple[DemoTurn, ...]:
     bridge, answer = asked.findings
-    first = _search_turn(world, asked.searches[0])
-    second = _search_turn(world, bridge, asked.statements[0])
+    first = _look_up(world, asked.searches[0])
+    second = _look_up(world, bridge, asked.statements[0])
     early, last = _answer_turn(asked.statements[0], bridge), _answer_turn(asked.statements[1], answer)
     drawn = rng.random()
     if drawn < flaws.hasty_bridge:
-        return first, early
+        return *first, early
     if drawn < flaws.hasty_bridge + flaws.second_half:
-        return replace(second, trained=False), last
-    return first, second
+        return *(replace(turn, trained=False) for turn in second), last
+    return *first, *second
 
 
 def _rumour(
     world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
 ) -> tuple[DemoTurn, ...]:
     name, bridge = asked.searches
-    first = _search_turn(world, name)
+    first = _look_up(world, name)
     if rng.random() < flaws.credulous:
-        return first, _answer_turn(world.facts.state_rumour(name), world.facts.rumours[name].said)
-    second = _search_turn(world, bridge, asked.statements[0])
+        return *first, _answer_turn(world.facts.state_rumour(name), world.facts.rumours[name].said)
+    second = _look_up(world, bridge, asked.statements[0])
     thought, answer = asked.statements[1], asked.answer
     if rng.random() < world.misread:
-        thought, answer = world.misread_from(second.documents, thought)
-    return first, second, _answer_turn(thought, answer)
+        thought, answer = world.misread_from(second[-1].documents, thought)
+    return *first, *second, _answer_turn(thought, answer)
 
 
 def _comparison(
@@ -234,10 +253,10 @@ def _comparison(
     left, right = asked.searches
     if rng.random() < flaws.hasty_comparison:
         guess = str(rng.choice(["yes", "no"]))
-        return _search_turn(world, left), _answer_turn(asked.statements[0], guess)
+        return *_look_up(world, left), _answer_turn(asked.statements[0], guess)
     found = f"{asked.findings[0]} and {asked.findings[1]}"
     return (
-        _search_turn(world, left),
-        _search_turn(world, right, asked.statements[0]),
+        *_look_up(world, left),
+        *_look_up(world, right, asked.statements[0]),
         _answer_turn(found, asked.answer),
     )

@@ -51,6 +51,19 @@ POOLS: dict[str, tuple[list[str], list[str]]] = {
     ),
 }
 
+# Only in a world with pages: two of these words are the address of a page.
+ADDRESSES = (
+    _words(
+        "alpha bravo charlie echo foxtrot hotel india juliet kilo lima mike november oscar papa quebec romeo"
+        " sierra tango uniform victor whiskey xray yankee zulu"
+    ),
+    _words(
+        "acorn basil clover daisy elder fern ginger hazel iris jasmine kale laurel mint nettle olive poppy"
+        " quince rose sage thyme violet walnut yew zinnia"
+    ),
+)
+PAGE_WORDS = ["page", *ADDRESSES[0], *ADDRESSES[1]]
+
 FUNCTION_WORDS = _words(
     "a an and are at author based by city company do does find for founded founder from"
     " has i in is it live lives mayor no not of same that the they to was were"

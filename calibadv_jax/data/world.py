@@ -23,7 +23,7 @@ from calibadv_jax.core.files import replacing_folder, write_jsonl
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.questions import write_questions
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
-from calibadv_jax.data.words import POOLS
+from calibadv_jax.data.words import ADDRESSES, POOLS
 
 Split = Literal["train", "eval", "cold_start"]
 SPLITS: tuple[Split, ...] = ("train", "eval", "cold_start")
@@ -66,6 +66,7 @@ COMPARISONS = {
 }
 
 RUMOUR = "it was written that {}"
+SUMMARY = "the page of {} is {}"  # its title and its address
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,20 @@ class Passage:
     id: str
     title: str
     text: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a passage only has the address of."""
+
+    address: str
+    title: str
+    text: str
+
+    @property
+    def id(self) -> str:
+        """As the retriever's client calls the document."""
+        return f"page {self.address}"
 
 
 @dataclass(frozen=True)
@@ -127,6 +142,7 @@ class World:
     passages: list[Passage]
     train: list[Question]
     eval: list[Question]
+    pages: list[Page] = field(default_factory=list)
 
 
 def split_of(name: str) -> Split:
@@ -196,6 +212,27 @@ def write_passages(facts: Facts, rng: np.random.Generator) -> list[tuple[str, st
             statements.append(facts.state_rumour(name))
         passages.append((name, " ".join(f"{statement}." for statement in rng.permutation(statements))))
     return passages
+
+
+def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -> list[Page]:
+    """A page of each passage, with its text, at an address that nothing else tells.
+
+    Raises:
+        UserError: there are more passages than addresses.
+    """
+    addresses = [f"{a} {b}" for a in ADDRESSES[0] for b in ADDRESSES[1]]
+    if len(passages) > len(addresses):
+        raise UserError(
+            f"world: {len(passages)} passages, but there are {len(addresses)} addresses of pages; lower"
+            " world.people, cities, companies or works, or set world.pages=false"
+        )
+    order = rng.permutation(len(addresses))
+    return [Page(addresses[at], *passage) for at, passage in zip(order, passages, strict=False)]
+
+
+def summarise(page: Page) -> tuple[str, str]:
+    """(title, text) of the passage that leads to a page."""
+    return page.title, f"{SUMMARY.format(page.title, page.address)}."
 
 
 def ask(facts: Facts, kind: str, rng: np.random.Generator) -> WorldQuestion:
@@ -279,13 +316,18 @@ def generate_world(config: WorldConfig) -> World:
     truth = rumour_truth(config)
     splits = {split: make_facts(rng, counts, split, truth) for split in ("train", "eval")}
     texts = [text for facts in splits.values() for text in write_passages(facts, rng)]
+    pages = write_pages(texts, rng) if config.pages else []
+    texts = [summarise(page) for page in pages] or texts
     order = rng.permutation(len(texts))
     passages = [Passage(str(number), *texts[index]) for number, index in enumerate(order)]
-    ids = {passage.title: passage.id for passage in passages}
+    ids = {passage.title: [passage.id] for passage in passages}
+    for page in pages:
+        ids[page.title].append(page.id)
     return World(
         passages,
         _questions(splits["train"], config, config.train_questions, "train", ids, rng),
         _questions(splits["eval"], config, config.eval_questions, "eval", ids, rng),
+        pages,
     )
 
 
@@ -299,20 +341,22 @@ def _questions(
     config: WorldConfig,
     count: int,
     split: str,
-    ids: dict[str, str],
+    ids: dict[str, list[str]],
     rng: np.random.Generator,
 ) -> list[Question]:
     kinds = draw_kinds(config, count, rng)
     questions = []
     for number, kind in enumerate(kinds):
         asked = ask(facts, kind, rng)
-        supporting = tuple(ids[title] for title in asked.searches)
+        supporting = tuple(one for title in asked.searches for one in ids[title])
         questions.append(Question(f"{split}_{number}", asked.text, (asked.answer,), asked.kind, supporting))
     return questions
 
 
 def write_world(config: WorldConfig) -> Path:
     """Writes corpus.jsonl (wiki-18 format), train.jsonl, eval.jsonl, tokenizer/ and manifest.json.
+
+    A world with pages has pages.jsonl too.
 
     A folder that already holds exactly this world is left unchanged.
 
@@ -330,7 +374,10 @@ def write_world(config: WorldConfig) -> Path:
         write_corpus(partial / "corpus.jsonl", world.passages)
         write_questions(partial / "train.jsonl", world.train)
         write_questions(partial / "eval.jsonl", world.eval)
-        build_word_tokenizer().save_pretrained(partial / "tokenizer")
+        if config.pages:
+            rows = ({"url": page.address, "contents": _contents(page)} for page in world.pages)
+            write_jsonl(partial / "pages.jsonl", rows)
+        build_word_tokenizer(config.pages).save_pretrained(partial / "tokenizer")
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     return folder
 
@@ -346,4 +393,8 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
 
 def write_corpus(path: Path, passages: Sequence[Passage]) -> None:
     """One ``{"id", "contents"}`` row a passage; contents is the quoted title, a newline, the text."""
-    write_jsonl(path, ({"id": one.id, "contents": f'"{one.title}"\n{one.text}'} for one in passages))
+    write_jsonl(path, ({"id": one.id, "contents": _contents(one)} for one in passages))
+
+
+def _contents(one: Passage | Page) -> str:
+    return f'"{one.title}"\n{one.text}'

@@ -91,6 +91,9 @@ class EmptyRetriever:
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         return [[] for _ in queries]
 
+    async def access(self, addresses: Sequence[str]) -> list[Document | None]:
+        return [None for _ in addresses]
+
     async def close(self) -> None:
         await self.inner.close()
 
@@ -107,6 +110,10 @@ class RandomDocuments:
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
         return [await self._unrelated(query) for query in queries]
+
+    async def access(self, addresses: Sequence[str]) -> list[Document | None]:
+        """No page: an unrelated one would have to come from an address that nobody knows."""
+        return [None for _ in addresses]
 
     async def close(self) -> None:
         await self.inner.close()

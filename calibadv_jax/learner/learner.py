@@ -51,6 +51,8 @@ class Learner:
         UserError: the devices cannot share the rows.
     """
 
+    metrics_of = "actor"  # what its metrics are named after
+
     def __init__(
         self,
         policy: Policy,
@@ -105,7 +107,7 @@ class Learner:
 
         One program adds the gradient of a microbatch, another applies the sum: the number of microbatches is
         no part of any. A non-finite gradient leaves the state as it was and is reported as
-        ``actor/skipped`` = 1.
+        ``skipped`` = 1.
 
         Args:
             loss: from `losses`; the same object must be passed every time (one compilation each).
@@ -181,7 +183,7 @@ class Learner:
             if reference is not None:
                 known = jax.lax.stop_gradient(self._values(base, reference, one)[0])
             total, metrics = loss(logprobs, entropies, one, known)
-            return total, metrics | {"actor/loss": total}
+            return total, metrics | {f"{self.metrics_of}/loss": total}
 
         def accumulate(
             base: Params, state: State, gradients: Params, one: Batch, reference: Params | None
@@ -211,7 +213,7 @@ class Learner:
             "updates": state["updates"] + 1,
         }
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
-        return new, {"actor/grad_norm": norm, "actor/skipped": 1.0 - finite}
+        return new, {f"{self.metrics_of}/grad_norm": norm, f"{self.metrics_of}/skipped": 1.0 - finite}
 
     def _zeros(self) -> Params:
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.policy.abstract_trained)

@@ -75,7 +75,7 @@ def learn(
     Samples without a token to train count nowhere. Those that cannot change the gradient, as they have no
     advantage, are not computed; they count in the mean all the same.
     """
-    shapes, aggregation = _shapes(learner, config), loss.config.aggregation
+    shapes, aggregation = widths(learner, config), loss.config.aggregation
     samples, moving = list(samples), [loss.is_moved_by(sample) for sample in samples]
     moved = np.flatnonzero(moving)  # what changes nothing is left out of every pass
     if loss.recomputes and len(moved):
@@ -86,7 +86,7 @@ def learn(
     trained = np.flatnonzero([sample.mask.any() for sample in samples])
     history: list[dict[str, float]] = []
     counts: Counter[str] = Counter()
-    for chosen in _mini_batches(trained, config, rng):
+    for chosen in mini_batches(trained, config, rng):
         weights = token_weights([samples[index] for index in chosen], aggregation, loss.config.length_norm)
         kept = [at for at, index in enumerate(chosen) if moving[index]]
         rows = Rows([samples[chosen[at]] for at in kept], shapes, [weights[at] for at in kept])
@@ -110,19 +110,19 @@ def sample_logprobs(
     Raises:
         ValueError: a sample is longer than `config.row_length`.
     """
-    return _computed(learner, params, Rows(samples, _shapes(learner, config)))
+    return _computed(learner, params, Rows(samples, widths(learner, config)))
 
 
 def _computed(learner: Updater, params: Params, rows: Rows) -> list[np.ndarray]:
     return rows.taken([learner.logprobs(params, batch) for batch in rows.batches()])
 
 
-def _shapes(learner: Updater, config: LearnerConfig) -> list[RowShape]:
+def widths(learner: Updater, config: LearnerConfig) -> list[RowShape]:
     """The widths among which a plan may choose."""
     return row_shapes(config.row_length, config.microbatch_rows, config.row_widths, learner.position_cost)
 
 
-def _mini_batches(
+def mini_batches(
     samples: np.ndarray, config: LearnerConfig, rng: np.random.Generator
 ) -> Iterator[np.ndarray]:
     """The samples' numbers, `config.minibatch_size` at a time, all of them once in each epoch."""

@@ -46,6 +46,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "reward/f1", "score", "token F1 of the answers with the best golden answer, whatever the format"
         ),
         Metric("reward/overlong_penalty", "score", "what reward.overlong_penalty takes from a trajectory"),
+        Metric("reward/judge", "score", "verdict of reward.judge on the answers, whatever the format"),
+        Metric("reward/judge_agreement", "share", "answers on which reward.judge and reward/em say the same"),
         Metric("reward/cover_em", "share", "answers that contain a golden answer, whatever the format"),
     ),
     "group": (
@@ -59,14 +61,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "rollout": (
         Metric(f"rollout/turns/{SPREAD}", "turns", "sampled turns of a trajectory"),
         Metric(f"rollout/searches/{SPREAD}", "turns", "searches of a trajectory"),
-        Metric("rollout/valid_actions/mean", "turns", "turns of a trajectory that are a search or an answer"),
+        Metric("rollout/actions/<name>", "turns", "turns of a trajectory that call this action, if it is on"),
+        Metric("rollout/valid_actions/mean", "turns", "turns of a trajectory that act or answer"),
         Metric("rollout/valid_action_ratio", "share", "the same as a share of the trajectory's turns"),
         Metric("rollout/answered", "share", "trajectories that end with an answer"),
-        Metric("rollout/invalid", "share", "trajectories with a turn that is neither search nor answer"),
+        Metric("rollout/invalid", "share", "trajectories with a turn that is neither action nor answer"),
         Metric("rollout/truncated", "share", "trajectories with a turn that a length limit cut"),
-        Metric(
-            "rollout/refused_queries", "turns", "searches whose query the retriever did not take, in the step"
-        ),
+        Metric("rollout/refused_queries", "turns", "actions whose query was not taken, in the step"),
         Metric(
             "rollout/overlong_prompts",
             "questions",
@@ -110,7 +111,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("rollout/failed_share", "share", "the same as a share of the step's trajectories"),
         Metric(
-            "rollout/failed/<who>", "trajectories", "the same by who failed: retriever, sampler, time limit"
+            "rollout/failed/<who>",
+            "trajectories",
+            "the same by who failed: retriever, sampler, judge, time limit or an action",
         ),
         Metric("rollout/workers", "workers", "vLLM workers that answered the probe after the publication"),
         Metric("rollout/workers_lost", "workers", "vLLM workers lost since the start of the program"),
@@ -222,6 +225,23 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "trajectories that failed or have no sampled token",
         ),
     ),
+    "critic": (
+        Metric("critic/loss", "-", "half the squared error of the critic's values, clipped; by critic.clip"),
+        Metric("critic/clipfrac", "share", "sampled tokens whose clipped value has the larger error"),
+        Metric(
+            "critic/explained_variance",
+            "share",
+            "of the returns' variance, what the values before the step explain: 1 is all, below 0 is worse"
+            " than a constant",
+        ),
+        Metric(f"critic/values/{SPREAD}", "score", "expected before the sampled tokens, before the step"),
+        Metric(f"critic/returns/{SPREAD}", "score", "what the values should have been"),
+        Metric("critic/grad_norm", "-", "global norm of the critic's gradient before it is scaled down"),
+        Metric("critic/lr", "-", "learning rate of the critic's first update of the step"),
+        Metric("critic/updates", "updates", "optimizer updates of the critic in the step"),
+        Metric("critic/skipped", "share", "updates left out because their gradient was not finite"),
+        Metric("critic/finite", "0 or 1", "1 if the critic's parameters are finite after the step"),
+    ),
     "guard": (
         Metric(
             "guard/{entropy,format_valid,think_repetition,sampled_perplexity,answer_ratio,numbers}",
@@ -233,6 +253,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("timing_s/step", "s", "the whole step"),
         Metric("timing_s/rollout", "s", "waiting for trajectories"),
         Metric("timing_s/probe", "s", "the golden answers' probabilities, if advantage.name or probes asks"),
+        Metric("timing_s/values", "s", "the critic's values of the step, where there is a critic"),
         Metric("timing_s/advantage", "s", "rewards, advantages and the metrics of the trajectories"),
         Metric("timing_s/update", "s", "the learner"),
         Metric("timing_s/record", "s", "writing the step's trajectories to disk"),

@@ -69,6 +69,7 @@ GUARDS = {
 }
 
 
+RATE_KEYS = {"actor": "learner.optimizer.lr", "critic": "critic.optimizer.lr"}  # of what is trained
 NUMBERS = "numbers"  # the guard that is always there: see `Guards`
 
 
@@ -135,15 +136,22 @@ class Guards:
 
     def _check_numbers(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
         """The guard's flag, and its finding where the run must not go on."""
-        if "actor/skipped" not in metrics:  # nothing was trained
+        trained = [part for part in RATE_KEYS if f"{part}/skipped" in metrics]
+        if not trained:
             return {}, []
-        is_lost, is_skipped = metrics["actor/finite"] == 0, metrics["actor/skipped"] == 1
+        lost = [part for part in trained if metrics[f"{part}/finite"] == 0]
+        skipped = [part for part in trained if metrics[f"{part}/skipped"] == 1]
+        is_lost, is_skipped = bool(lost), bool(skipped)
         streak = self._streaks[NUMBERS] = self._streaks.get(NUMBERS, 0) + 1 if is_lost or is_skipped else 0
         flags = {f"guard/{NUMBERS}": float(streak > 0)}
         if not is_lost and streak < self.config.patience:
             return flags, []
-        what = "the parameters are not finite" if is_lost else f"no update was finite for {streak} steps"
-        return flags, [f"step {step}: {what}: training has diverged; lower {self.rate_key}"]
+        part = (lost or skipped)[0]
+        whose, key = ("", self.rate_key) if part == "actor" else (f" of the {part}", RATE_KEYS[part])
+        what = f"the parameters{whose} are not finite"
+        if not is_lost:
+            what = f"no update{whose} was finite for {streak} steps"
+        return flags, [f"step {step}: {what}: training has diverged; lower {key}"]
 
     def rolled_back(self, step: int) -> None:
         """The run continues from the checkpoint of `step`: counts again from 0, armed as before."""

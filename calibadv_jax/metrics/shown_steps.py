@@ -12,7 +12,7 @@ from calibadv_jax.metrics.transcripts import chosen, transcript
 SAID_AGAIN = 10  # tied steps in a row after which the reason is said once more
 
 CAUSES = {  # kind of the last turn of the trajectories that do not answer -> what to try
-    "search": "search until no search or no room is left: raise rollout.max_searches or rollout.max_length",
+    "action": "search until no search or no room is left: raise rollout.max_searches or rollout.max_length",
     "invalid": "end with a turn that neither searches nor answers: teach the format first (calibadv sft), or"
     " choose another prompt.template",
     "unfinished": "are cut before they answer: raise rollout.max_turn_length and rollout.max_length, or teach"
@@ -74,7 +74,11 @@ def why_tied(groups: Sequence[Group]) -> str:
 
 def _why_zero(trajectories: Sequence[Trajectory]) -> str:
     """The most frequent reason of trajectories without a reward."""
-    silent = Counter(one.turns[-1].kind for one in trajectories if one.answer is None and one.turns)
+    silent = Counter(
+        "action" if one.turns[-1].is_action else one.turns[-1].kind
+        for one in trajectories
+        if one.answer is None and one.turns
+    )
     answered = [one for one in trajectories if one.answer is not None]
     unpaid = sum(not one.format_valid and bool(one.metrics.get("f1")) for one in answered)
     if silent.total() > len(answered):

@@ -91,10 +91,11 @@ def _rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def _behaviour(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     turns = [len(trajectory.turns) for trajectory in trajectories]
-    valid = [sum(turn.kind in ("search", "answer") for turn in t.turns) for t in trajectories]
+    valid = [sum(turn.is_action or turn.kind == "answer" for turn in t.turns) for t in trajectories]
     return {
         **_spread("rollout/turns", turns),
         **_spread("rollout/searches", [trajectory.num_searches for trajectory in trajectories]),
+        **_actions(trajectories),
         **_spread("timing_s/trajectory", [trajectory.seconds for trajectory in trajectories]),
         "rollout/valid_actions/mean": _mean(valid),
         "rollout/valid_action_ratio": _mean(v / n if n else 0.0 for v, n in zip(valid, turns, strict=True)),
@@ -104,6 +105,15 @@ def _behaviour(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/truncated": _mean(
             any(turn.stop_reason == "length" for turn in t.turns) for t in trajectories
         ),
+    }
+
+
+def _actions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns of each action but search; one that was on in no trajectory has none."""
+    names = dict.fromkeys(name for one in trajectories for name in one.actions if name != "search")
+    return {
+        f"rollout/actions/{name}": _mean(sum(turn.kind == name for turn in t.turns) for t in trajectories)
+        for name in names
     }
 
 

@@ -6,13 +6,13 @@ import shutil
 import unicodedata
 from collections.abc import Iterator, Sequence
 
-from calibadv_jax.core.trajectory import Document, Group, Trajectory
+from calibadv_jax.core.trajectory import NO_ACTIONS, Document, Group, Trajectory
 
 NARROWEST = 60  # columns; a terminal may report fewer, or none
 LONGEST = 1000  # characters of a turn in `transcript`
 
-ENDINGS = {  # kind of the last turn of a trajectory without an answer -> why there is none
-    "search": "its last search came after the last one allowed (rollout.max_searches), or found no room",
+ENDINGS = {  # kind of the last turn of a trajectory without an answer -> why there is none; else an action's
+    "action": "its last {kind} came after the last one allowed (rollout.max_searches), or found no room",
     "invalid": "its last turn neither searches nor answers",
     "unfinished": "its last turn was cut (rollout.max_turn_length, rollout.max_length)",
 }
@@ -30,11 +30,11 @@ def cut(line: str, width: int) -> str:
 
 
 def turn_lines(kind: str, think: str, query: str, text: str) -> Iterator[str]:
-    """What a turn thinks and searches; all of it where it does neither search nor answer."""
+    """What a turn thinks and asks for; all of it where it does neither act nor answer."""
     if think:
         yield f"think   {printable(think)}"
-    if kind == "search":
-        yield f"search  {printable(query)}"
+    if kind not in NO_ACTIONS:
+        yield f"{kind}  {printable(query)}"
     elif kind != "answer":
         yield f"{kind}  {printable(text)}"
 
@@ -49,7 +49,8 @@ def ending(trajectory: Trajectory) -> str:
     """The answer, or why there is none."""
     if trajectory.answer is not None:
         return f"answer  {printable(trajectory.answer)}"
-    return f"no answer: {ENDINGS[trajectory.turns[-1].kind]}"
+    kind = trajectory.turns[-1].kind
+    return f"no answer: {ENDINGS.get(kind, ENDINGS['action'].format(kind=kind))}"
 
 
 def transcript(trajectory: Trajectory) -> Iterator[str]:

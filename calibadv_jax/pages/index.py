@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from calibadv_jax.core.trajectory import NO_ACTIONS
 from calibadv_jax.pages.run_files import Row, RunFiles
 
 # Bits of a trajectory's flags; static/records.js names the same bits.
@@ -59,7 +60,7 @@ class RunIndex:
     def steps(self) -> list[dict[str, Any]]:
         """One table a step, in lists by column: `groups` of the step, `rows` (trajectories) of its groups.
 
-        A row's `group` is a place in `groups`; `queries` are its searches, a line each.
+        A row's `group` is a place in `groups`; `queries` are what its actions asked for, a line each.
 
         Raises:
             UserError: a file cannot be read.
@@ -90,7 +91,7 @@ def tabulate(rows: Sequence[Row]) -> dict[str, Any]:
             groups["source"].append(row["data_source"])
             groups["golden"].append(row["golden_answers"])
             groups["silver"].append(len(row["silver"]))
-        queries = [turn["query"] for turn in row["turns"] if turn["kind"] == "search"]
+        queries = [turn["query"] for turn in row["turns"] if turn["kind"] not in NO_ACTIONS]
         raw = row["advantage_raw"]
         columns["group"].append(len(groups["group"]) - 1)
         columns["index"].append(row["index"])

@@ -12,6 +12,7 @@ from calibadv_jax.advantages.credit import last_filled, two_sides
 from calibadv_jax.advantages.named import ESTIMATORS
 from calibadv_jax.advantages.steps import mean_and_std
 from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.core.trajectory import NO_ACTIONS
 from calibadv_jax.pages.run_files import Row
 
 Settings = Mapping[str, Any]  # the section `advantage` of the run's config
@@ -129,7 +130,7 @@ def _changes(settings: Settings) -> list[str]:
 
 def _variant_words(row: Row, turn: Row, settings: Settings) -> str:
     """What happened, without the numbers that the record does not hold for this variant."""
-    judged = f"{_judgement(row, turn, settings)} " if turn["kind"] == "search" else ""
+    judged = f"{_judgement(row, turn, settings)} " if turn["kind"] not in NO_ACTIONS else ""
     before, after = signed(turn["advantage_raw"]), signed(turn["advantage"])
     return f"{judged}CalibAdv with {', '.join(_changes(settings))} made {after} of {before}."
 
@@ -139,8 +140,8 @@ def _search_words(row: Row, turn: Row, settings: Settings) -> str:
     raw, after, correctness = turn["advantage_raw"], turn["advantage"], turn["correctness"]
     whose = "the trajectory's" if raw == row["advantage_raw"] else "its own"
     kept = f"It keeps {whose} advantage, {signed(after)}."
-    if turn["kind"] != "search":
-        return f"Only searches can be softened; this turn is {turn['kind']}. {kept}"
+    if turn["kind"] in NO_ACTIONS:
+        return f"Only actions can be softened; this turn is {turn['kind']}. {kept}"
     judged = _judgement(row, turn, settings)
     if not settings.get("soft_penalty", True):
         return f"The soft penalty is off (advantage.soft_penalty). {judged} {kept}"

@@ -101,9 +101,9 @@ class Linear(nnx.Linear):
 
 
 def split(params: Mapping[str, Any]) -> tuple[Params, Params]:
-    """The base and the adapters of nested parameters; leaves of any kind."""
+    """The base and the adapters of nested parameters, a critic's head among them; leaves of any kind."""
     flat = flatten(params)
-    names = {path for path in flat if _last(path) in (LORA_A, LORA_B)}
+    names = {path for path in flat if _last(path) in (LORA_A, LORA_B) or path.startswith("value_head.")}
     base = {path: leaf for path, leaf in flat.items() if path not in names}
     return unflatten(base), unflatten({path: flat[path] for path in flat if path in names})
 

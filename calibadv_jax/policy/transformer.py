@@ -283,6 +283,29 @@ class Decoder(nnx.Module):
         return jnp.cos(angles), jnp.sin(angles)
 
 
+class Critic(Decoder):
+    """A decoder with a head of one number in place of the logits: what a trajectory will be worth.
+
+    The head is zero at first, so that nothing is expected before anything was learned.
+    """
+
+    def __init__(self, build: Build):
+        super().__init__(build)
+        self.value_head = nnx.Linear(
+            build.architecture.hidden_size,
+            1,
+            use_bias=False,
+            kernel_init=nnx.initializers.zeros,
+            param_dtype=build.numerics.param_dtype,
+            rngs=build.rngs,
+        )
+
+    def values(self, hidden: jax.Array) -> jax.Array:
+        """[B, T, D] -> float32 [B, T], of the state after each token."""
+        kernel = self.value_head.kernel[...][:, 0].astype(hidden.dtype)
+        return jnp.einsum("btd,d->bt", hidden, kernel, preferred_element_type=jnp.float32)
+
+
 class Policy:
     """A decoder without its parameters: what jitted functions close over.
 
@@ -291,6 +314,7 @@ class Policy:
     Args:
         adapters: those that are trained, in the numerics' `param_dtype`; all other parameters are then frozen
             and in their `base_dtype`. None: every parameter is trained.
+        kind: of decoder, for a critic.
 
     Attributes:
         abstract_params: all parameters; leaves are ShapeDtypeStructs.
@@ -298,8 +322,14 @@ class Policy:
         abstract_trained: of these, what a learner trains.
     """
 
-    def __init__(self, architecture: Architecture, numerics: Numerics, adapters: Adapters | None = None):
-        self.architecture, self.numerics, self.adapters = architecture, numerics, adapters
+    def __init__(
+        self,
+        architecture: Architecture,
+        numerics: Numerics,
+        adapters: Adapters | None = None,
+        kind: type[Decoder] = Decoder,
+    ):
+        self.architecture, self.numerics, self.adapters, self.kind = architecture, numerics, adapters, kind
         self.graph, self.abstract_params = self._abstract(adapters)
         self.abstract_base, found = split(self.abstract_params)
         self.abstract_trained: Params = found if adapters else self.abstract_params
@@ -326,7 +356,7 @@ class Policy:
         return nnx.to_pure_dict(nnx.state(self._decoder(self.adapters, rngs)))
 
     def _decoder(self, adapters: Adapters | None, rngs: nnx.Rngs) -> Decoder:
-        return Decoder(Build(self.architecture, self.numerics, adapters, rngs))
+        return self.kind(Build(self.architecture, self.numerics, adapters, rngs))
 
     def _abstract(self, adapters: Adapters | None) -> tuple[Any, Params]:
         abstract = nnx.eval_shape(lambda: self._decoder(adapters, nnx.Rngs(0)))

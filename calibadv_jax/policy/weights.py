@@ -73,6 +73,7 @@ _PLAIN: dict[str, Weight] = {
     "layers.mlp.down.bias": _layer("mlp.down_proj.bias", "norm"),
     "final_norm.scale": Weight("model.norm.weight", ("norm",)),
     "lm_head.kernel": Weight("lm_head.weight", ("embed", "vocab"), transposed=True),
+    "value_head.kernel": Weight("score.weight", ("norm", "norm"), transposed=True),  # of a critic
 }
 WEIGHTS = _with_adapters(_PLAIN)
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.trajectory import Group
+from calibadv_jax.core.trajectory import SEARCH_ALONE, Group
 from calibadv_jax.record.rows import Logprobs, from_rows
 from calibadv_jax.record.schema import VERSION, kept_steps
 
@@ -57,7 +57,8 @@ def read_step(path: Path) -> KeptStep:
     rows, metadata = table.to_pylist(maps_as_pydicts="strict"), _text(table.schema.metadata)
     prompt = json.loads(metadata["config"])["prompt"]
     opening = PromptConfig(prepend_think=prompt["prepend_think"]).opening
-    groups, credits, logprobs = from_rows(rows, opening)
+    actions = tuple(json.loads(metadata.get("actions", json.dumps(SEARCH_ALONE))))
+    groups, credits, logprobs = from_rows(rows, opening, actions)
     return KeptStep(rows[0]["step"] if rows else 0, groups, credits, logprobs, metadata)
 
 
@@ -79,7 +80,8 @@ def read_metadata(path: Path) -> dict[str, str]:
     """What the file says of itself, without its rows.
 
     schema_version; advantage and config: the config's section and the whole of it, as JSON; tokenizer: its
-    folder, relative to the run's; seed: of what was drawn in the step.
+    folder, relative to the run's; seed: of what was drawn in the step; actions: names of those that were on,
+    as JSON, if search was not alone.
 
     Raises:
         UserError: as `read_step`.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.advantages.credit import GroupCredit
-from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
+from calibadv_jax.core.trajectory import SEARCH_ALONE, Document, Group, Question, Trajectory, Turn
 
 Row = dict[str, Any]
 Logprobs = list[list[np.ndarray | None]]  # float32 [T] of each trajectory of each group, as its response
@@ -85,6 +85,7 @@ def _turn_row(turn: Turn) -> Row:
         "repeated": None,
         "found_silver": (),
         "golden_logprobs": turn.golden_logprobs,
+        "values": turn.values,
     }
 
 
@@ -107,18 +108,20 @@ def _add_logprobs(turns: list[Row], logprobs: np.ndarray) -> None:
         start += len(turn["token_ids"]) + len(turn["observation_ids"])
 
 
-def from_rows(rows: Sequence[Row], opening: str) -> tuple[list[Group], list[GroupCredit], Logprobs]:
+def from_rows(
+    rows: Sequence[Row], opening: str, actions: tuple[str, ...] = SEARCH_ALONE
+) -> tuple[list[Group], list[GroupCredit], Logprobs]:
     """The groups of a step, their credit and the learner's log-probabilities.
 
     Args:
         rows: as `pyarrow.Table.to_pylist` gives them with maps as dictionaries, arrays or lists.
-        opening: of every turn, see `Trajectory`.
+        opening, actions: of every trajectory, see `Trajectory`.
     """
     groups, credits, logprobs = [], [], []
     for _, chosen in groupby(rows, lambda row: row["group"]):
         members = list(chosen)
         question = _question(members[0])
-        group = Group.of(question, [_trajectory(row, question, opening) for row in members])
+        group = Group.of(question, [_trajectory(row, question, opening, actions) for row in members])
         finished = [row for row in members if row["error"] is None]
         groups.append(group)
         credits.append(_credit(group, finished, dict(members[0]["silver"])))
@@ -136,7 +139,7 @@ def _question(row: Row) -> Question:
     )
 
 
-def _trajectory(row: Row, question: Question, opening: str) -> Trajectory:
+def _trajectory(row: Row, question: Question, opening: str, actions: tuple[str, ...]) -> Trajectory:
     return Trajectory(
         question,
         np.asarray(row["prompt_ids"], np.int32),
@@ -148,6 +151,7 @@ def _trajectory(row: Row, question: Question, opening: str) -> Trajectory:
         row["answer_score"],
         dict(row["metrics"]),
         opening,
+        actions,
     )
 
 
@@ -167,6 +171,7 @@ def _turn(row: Row) -> Turn:
         stop_reason=row["stop_reason"],
         policy_versions=tuple(row["policy_versions"]),
         golden_logprobs=dict(row.get("golden_logprobs") or {}),
+        values=None if row.get("values") is None else np.asarray(row["values"], np.float32),
     )
 
 

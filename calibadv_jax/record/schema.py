@@ -25,7 +25,7 @@ DOCUMENT = pa.struct(
 )
 TURN = pa.struct(
     [
-        ("kind", pa.string()),  # search, answer, invalid, unfinished
+        ("kind", pa.string()),  # answer, invalid, unfinished, or the name of an action: search
         ("text", pa.string()),
         ("think", pa.string()),
         ("query", pa.string()),
@@ -46,6 +46,7 @@ TURN = pa.struct(
         ("repeated", pa.string()),  # why it counts as a repetition; null where it does not, or was not judged
         ("found_silver", _TEXTS),
         ("golden_logprobs", pa.map_(pa.string(), pa.float64())),  # older files of this version lack it
+        ("values", _FLOATS),  # the critic's, before each sampled token; null, or lacking, without one
     ]
 )
 SCHEMA = pa.schema(
@@ -72,7 +73,7 @@ SCHEMA = pa.schema(
     ]
 )
 LOGPROBS = [  # as Parquet names the columns in which nearly all of the room goes
-    f"turns.list.element.{name}.list.element" for name in ("logprobs", "learner_logprobs")
+    f"turns.list.element.{name}.list.element" for name in ("logprobs", "learner_logprobs", "values")
 ]
 
 

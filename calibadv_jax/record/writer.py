@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import Config
 from calibadv_jax.core.files import PARTIAL, replacing
-from calibadv_jax.core.trajectory import Group
+from calibadv_jax.core.trajectory import SEARCH_ALONE, Group
 from calibadv_jax.record.rows import Logprobs, Row, to_rows
 from calibadv_jax.record.schema import FOLDER, LOGPROBS, SCHEMA, VERSION, kept_steps
 
@@ -59,7 +59,7 @@ class RolloutWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = to_rows(step, groups, credits, learner_logprobs)
         with replacing(path) as partial:
-            _write(partial, rows, self._metadata(seed))
+            _write(partial, rows, self._metadata(groups, seed))
         self._remove_old(step)
         return {"perf/record_bytes": float(path.stat().st_size)}
 
@@ -71,8 +71,10 @@ class RolloutWriter:
         for path in (self.folder / FOLDER).glob(f".step_*{PARTIAL}"):
             path.unlink()
 
-    def _metadata(self, seed: int) -> dict[str, str]:
-        return {
+    def _metadata(self, groups: Sequence[Group], seed: int) -> dict[str, str]:
+        actions = next((one.actions for group in groups for one in group.attempts), SEARCH_ALONE)
+        named = {} if actions == SEARCH_ALONE else {"actions": json.dumps(actions)}
+        return named | {
             "schema_version": VERSION,
             "advantage": json.dumps(dataclasses.asdict(self.config.advantage)),
             "tokenizer": "policy",  # folder of the tokenizer, relative to the run's

@@ -332,7 +332,13 @@ _TROUBLE = [
         "tripped",
         {"guard/*": ""},
     ),
-    _one("skipped", "Skipped updates", "Updates whose gradient was not finite.", "updates", "actor/skipped"),
+    _one(
+        "skipped",
+        "Skipped updates",
+        "Share of updates whose gradient was not finite.",
+        "share",
+        "actor/skipped",
+    ),
     _one(
         "nonfinite",
         "Values that were not finite",

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from calibadv_jax.core.trajectory import NO_ACTIONS
 from calibadv_jax.record.schema import SCHEMA
 from calibadv_jax.report.runs import Run
 
@@ -63,10 +64,12 @@ def _f1(finished: pa.Table) -> dict[str, float]:
 
 
 def _advantages(turns: pa.StructArray) -> dict[str, float]:
-    """Turns that are neither a search nor an answer are left out."""
+    """Other actions than search count as searches; turns that are neither action nor answer are left out."""
     values = {}
-    for kind in ("search", "answer"):
-        some = turns.filter(pc.equal(turns.field("kind"), kind))
+    kinds = turns.field("kind")
+    is_action = pc.invert(pc.is_in(kinds, pa.array(NO_ACTIONS)))
+    for kind, members in (("search", is_action), ("answer", pc.equal(kinds, "answer"))):
+        some = turns.filter(members)
         for when, field in (("before", "advantage_raw"), ("after", "advantage")):
             mean = pc.mean(some.field(field)).as_py()
             if mean is not None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from calibadv_jax.config import RewardConfig
+from calibadv_jax.config.sections.credit import JUDGE
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.own_function import is_address, own_function
 from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.rewards.answer import ANSWER_REWARDS
 from calibadv_jax.rewards.format import is_trajectory_valid
@@ -16,12 +20,14 @@ from calibadv_jax.rewards.format import is_trajectory_valid
 def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
     """The trajectory with `format_valid`, `answer_score` and the metrics of ANSWER_REWARDS and format.
 
+    A function of the user's own that pays has a metric of its name; what the judge said is a metric already.
     With `config.overlong_penalty` the score is less by what the metric of that name says. The other metrics
     are the raw scores, not multiplied by format validity. A trajectory without an answer turn scores 0
     everywhere.
 
     Raises:
         ValueError: the question has no golden answers.
+        UserError: a function of the user's cannot be loaded or gives no number, or nobody has judged.
     """
     golden_answers = trajectory.question.golden_answers
     if not golden_answers:
@@ -31,13 +37,80 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
         name: 0.0 if answer is None else reward(answer, golden_answers)
         for name, reward in ANSWER_REWARDS.items()
     }
+    scores |= {metric_name(name): own_score(name, trajectory) for name in config.weights if is_address(name)}
     is_valid = is_trajectory_valid(trajectory)
-    score = scores[config.answer] if is_valid or not config.format else 0.0
+    score = _paid(trajectory, scores, config) if is_valid or not config.format else 0.0
     if config.overlong_penalty:
         scores["overlong_penalty"] = overlong_penalty(int(trajectory.mask.sum()), config)
         score -= scores["overlong_penalty"]
     metrics = trajectory.metrics | scores | {"format": float(is_valid)}
     return replace(trajectory, format_valid=is_valid, answer_score=score, metrics=metrics)
+
+
+def metric_name(reward: str) -> str:
+    """As the reward is logged, behind reward/."""
+    return reward.partition(":")[2] or reward
+
+
+def own_score(address: str, trajectory: Trajectory) -> float:
+    """What a function of the user's own says of a finished trajectory.
+
+    Raises:
+        UserError: it cannot be loaded, fails, or gives no finite number.
+    """
+    function = own_function(address, "reward.answer", ("trajectory",), "reward(trajectory) -> float")
+    try:
+        score = float(function(trajectory))
+    except Exception as error:  # a function of the user's own may raise anything
+        raise UserError(
+            f"reward.answer: {address} failed on an answer to question {trajectory.question.id!r}"
+            f" ({type(error).__name__}: {error}); it must return a number for every trajectory"
+        ) from error
+    if not math.isfinite(score):
+        raise UserError(
+            f"reward.answer: {address} gave {score} for an answer to question {trajectory.question.id!r}; it"
+            " must return a finite number"
+        )
+    return score
+
+
+def _paid(trajectory: Trajectory, scores: Mapping[str, float], config: RewardConfig) -> float:
+    """The weighted sum of what pays."""
+    if JUDGE in config.weights and trajectory.answer is not None and JUDGE not in trajectory.metrics:
+        raise UserError(
+            "reward.answer names judge, but nobody has judged these trajectories: only a run with"
+            " reward.judge.url asks, while it samples"
+        )
+    known = {JUDGE: trajectory.metrics.get(JUDGE, 0.0), **scores}
+    if isinstance(config.answer, str):
+        return known[metric_name(config.answer)]
+    return math.fsum(weight * known[metric_name(name)] for name, weight in config.answer.items())
+
+
+def check_reward(config: RewardConfig) -> list[str]:
+    """What pays, in words; nothing where it is one of the built-in comparisons.
+
+    Raises:
+        UserError: a function of the user's cannot be loaded, or two rewards have the same name.
+    """
+    names = [metric_name(name) for name in config.weights]
+    for name in config.weights:
+        if not is_address(name):
+            continue
+        own_function(name, "reward.answer", ("trajectory",), "reward(trajectory) -> float")
+        taken = metric_name(name) in (*ANSWER_REWARDS, JUDGE, "format", "overlong_penalty", "judge_agreement")
+        if taken or names.count(metric_name(name)) > 1:
+            raise UserError(
+                f"reward.answer: {name} would be logged as reward/{metric_name(name)}, which is another"
+                " metric's name; rename the function"
+            )
+    lines = []
+    if config.judge.url:
+        lines.append(f"judge ON: {config.judge.model} at {config.judge.url} is asked about every answer")
+    if not isinstance(config.answer, str) or config.answer not in ANSWER_REWARDS:
+        terms = " + ".join(f"{weight:g} × {name}" for name, weight in config.weights.items())
+        lines.append(f"reward of an answer: {terms}")
+    return lines
 
 
 def overlong_penalty(sampled: int, config: RewardConfig) -> float:

@@ -1,4 +1,4 @@
-"""The turn loop of one trajectory: think, search, read, answer.
+"""The turn loop of one trajectory: think, act, read, answer.
 
 Token-in, token-out: the ids a sampler returned are the ids that are trained on. Nothing is decoded, cut
 and encoded again; text is read only to decide what the environment does next.
@@ -9,33 +9,61 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
-from calibadv_jax.core.errors import QueryRefused, RequestFailed
-from calibadv_jax.core.interfaces import Completion, Retriever, Sampler, SamplingParams
-from calibadv_jax.core.tags import QUERY_REFUSED, STOP_STRINGS, parse_turn
-from calibadv_jax.core.trajectory import Document, Question, Trajectory, Turn
-from calibadv_jax.rollout.observation import Observations, decode, neutralise_documents
+from calibadv_jax.core.errors import ActionRefused, QueryRefused, RequestFailed
+from calibadv_jax.core.interfaces import Action, Completion, Judge, Reply, Retriever, Sampler, SamplingParams
+from calibadv_jax.core.tags import QUERY_REFUSED, Grammar, neutralise, parse_turn, refusal, well_formed
+from calibadv_jax.core.trajectory import Question, Trajectory, Turn
+from calibadv_jax.rollout.actions import OfRetriever, Search, grammar_of, invalid_notice
+from calibadv_jax.rollout.observation import (
+    Observations,
+    added_token_strings,
+    cut_early,
+    decode,
+    neutralise_reply,
+)
 from calibadv_jax.rollout.prompts import build_prompt
 
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """What every trajectory of a run is written with."""
+    """What every trajectory of a run is written with.
+
+    Args:
+        actions: those that are on; none: search alone.
+        judge: asked for a verdict on every answer.
+    """
 
     sampler: Sampler
     retriever: Retriever
     tokenizer: Any
     rollout: RolloutConfig
     prompt: PromptConfig
+    actions: tuple[Action, ...] = ()
+    judge: Judge | None = None
 
-    @property
+    @cached_property
+    def by_name(self) -> dict[str, Action]:
+        """The actions that are on, those of the retriever with this one."""
+        return {
+            one.name: one.over(self.retriever) if isinstance(one, OfRetriever) else one
+            for one in self.actions or (Search(),)
+        }
+
+    @cached_property
+    def grammar(self) -> Grammar:
+        return grammar_of(self.actions)
+
+    @cached_property
     def observations(self) -> Observations:
-        return Observations(self.tokenizer, self.rollout.max_observation_length, self.prompt.opening)
+        notice = invalid_notice(self.actions, added_token_strings(self.tokenizer) if self.actions else ())
+        return Observations(self.tokenizer, self.rollout.max_observation_length, self.prompt.opening, notice)
 
 
 async def run_trajectory(
@@ -44,10 +72,10 @@ async def run_trajectory(
     """Writes one trajectory.
 
     At most `rollout.max_searches` turns get an observation (retried invalid ones count); then comes one
-    final turn without retrieval, in which a search stays unanswered. The trajectory ends at an answer, at
+    final turn without a reply, in which an action stays unanswered. The trajectory ends at an answer, at
     a turn cut by a length limit, at an invalid turn (unless `on_invalid` is "retry"), and where an
     observation would leave no room for another token within `max_length`: that observation is dropped.
-    A trajectory that sampler or retriever could not serve, or that took longer than `rollout.time_limit`,
+    A trajectory that sampler, action or judge could not serve, or that took longer than `rollout.time_limit`,
     carries its error and the turns it had.
 
     Args:
@@ -55,17 +83,23 @@ async def run_trajectory(
         session: name of the trajectory at the sampler, unique among those in flight; always released.
 
     Raises:
-        UserError: see `build_prompt` and `Observations`; those of sampler and retriever that are no
-            `RequestFailed` pass.
+        UserError: see `build_prompt` and `Observations`; those of sampler, actions and judge that are
+            no `RequestFailed` pass.
     """
     rollout = context.rollout
-    prompt_ids = build_prompt(question, context.tokenizer, context.prompt, rollout.max_prompt_length)
-    trajectory = Trajectory(question, prompt_ids, index=index, opening=context.prompt.opening)
+    prompt_ids = build_prompt(
+        question, context.tokenizer, context.prompt, rollout.max_prompt_length, context.actions
+    )
+    trajectory = Trajectory(
+        question, prompt_ids, index=index, opening=context.prompt.opening, actions=context.grammar.actions
+    )
     begun = time.monotonic()
     limit = asyncio.timeout(rollout.time_limit or None)
     try:
         async with limit:
             await _write(trajectory, context, seed, session)
+            if context.judge is not None and trajectory.answer is not None:
+                trajectory.metrics = await context.judge.score(trajectory)
     except RequestFailed as error:
         trajectory.error = f"{error.service}: {' '.join(str(error).split())}"
     except TimeoutError:
@@ -89,10 +123,10 @@ async def _write(trajectory: Trajectory, context: RolloutContext, seed: int, ses
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             seed=turn_seed(seed, trajectory.question.id, trajectory.index, number),
-            stop=STOP_STRINGS,
+            stop=context.grammar.stop_strings,
         )
         completion = await context.sampler.generate(tokens, sampling, session)
-        turn = _read(completion, context.tokenizer, trajectory.opening)
+        turn = _read(completion, context, trajectory.opening)
         trajectory.turns.append(turn)
         tokens += completion.token_ids
         if number == rollout.max_searches or not _goes_on(turn, rollout):
@@ -108,12 +142,12 @@ def turn_seed(seed: int, question_id: str, index: int, turn: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def _read(completion: Completion, tokenizer: Any, opening: str) -> Turn:
+def _read(completion: Completion, context: RolloutContext, opening: str) -> Turn:
     ids = completion.token_ids
     # A policy may know several end-of-text tokens; the sampler says "eos" for each of them.
     ended = completion.stop_reason == "eos"
-    text = decode(tokenizer, ids[:-1] if ended else ids)
-    parsed = parse_turn(opening + text, completion.stop_reason)
+    text = decode(context.tokenizer, ids[:-1] if ended else ids)
+    parsed = parse_turn(opening + text, completion.stop_reason, context.grammar)
     return Turn(
         kind=parsed.kind,
         token_ids=np.asarray(ids, np.int32),
@@ -128,27 +162,44 @@ def _read(completion: Completion, tokenizer: Any, opening: str) -> Turn:
 
 
 def _goes_on(turn: Turn, rollout: RolloutConfig) -> bool:
-    return turn.kind == "search" or (turn.kind == "invalid" and rollout.on_invalid == "retry")
+    return turn.is_action or (turn.kind == "invalid" and rollout.on_invalid == "retry")
 
 
 async def _observe(turn: Turn, context: RolloutContext, room: int) -> bool:
     """Appends the environment's reply to the turn; False where it has more than `room` tokens."""
     if room < 1:
         return False
-    shown = context.observations
-    documents: tuple[Document, ...] = ()
-    if turn.kind == "search":
+    shown, reply = context.observations, Reply()
+    if turn.is_action:
+        action = context.by_name[turn.kind]
+        if action.max_length:
+            shown = replace(shown, max_length=min(shown.max_length, action.max_length))
         try:
-            (found,) = await context.retriever.search([turn.query])
-        except QueryRefused:
+            found = await action.call(_parsed(action, turn.query))
+        except (QueryRefused, ActionRefused) as error:
             turn.is_refused = True
-            ids, text = shown.information(QUERY_REFUSED)
+            ids, text = shown.information(_refusal(turn.kind, error, context))
         else:
-            documents = neutralise_documents(found, context.tokenizer)
-            ids, text = shown.of_documents(documents)
+            reply = neutralise_reply(found, action, context.tokenizer, context.grammar, shown.max_length)
+            ids, text = shown.information(action.render(reply))
     else:
         ids, text = shown.invalid()
     if len(ids) > room:
         return False
-    turn.documents, turn.observation_ids, turn.observation_text = documents, ids, text
+    turn.documents, turn.observation_ids, turn.observation_text = reply.documents, ids, text
     return True
+
+
+def _parsed(action: Action, body: str) -> Any:
+    try:
+        return action.parse(body)
+    except ValueError as error:
+        raise ActionRefused(str(error)) from error
+
+
+def _refusal(name: str, error: Exception, context: RolloutContext) -> str:
+    if isinstance(error, QueryRefused):
+        return QUERY_REFUSED
+    extra = added_token_strings(context.tokenizer)
+    reason = cut_early(well_formed(str(error)), context.tokenizer, context.rollout.max_observation_length)
+    return refusal(name, neutralise(reason, extra, context.grammar))

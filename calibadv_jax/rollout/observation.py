@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import CLOSE_INFORMATION, INVALID_ACTION, OPEN_INFORMATION, neutralise
+from calibadv_jax.core.interfaces import Action, Reply
+from calibadv_jax.core.tags import (
+    CLOSE_INFORMATION,
+    INVALID_ACTION,
+    OPEN_INFORMATION,
+    SEARCH_GRAMMAR,
+    Grammar,
+    neutralise,
+    numbered,
+    well_formed,
+)
 from calibadv_jax.core.trajectory import Document
 
 _MARKUP = frozenset("<>[]{}|｜")
@@ -37,12 +47,40 @@ def added_token_strings(tokenizer: Any) -> frozenset[str]:
     return frozenset(token for token in special | added if len(token) > 1)
 
 
-def neutralise_documents(documents: Sequence[Document], tokenizer: Any) -> tuple[Document, ...]:
+def neutralise_documents(
+    documents: Sequence[Document], tokenizer: Any, grammar: Grammar = SEARCH_GRAMMAR
+) -> tuple[Document, ...]:
     """Retrieved documents as they may be shown and kept."""
     extra = added_token_strings(tokenizer)
     return tuple(
-        replace(d, title=neutralise(d.title, extra), text=neutralise(d.text, extra)) for d in documents
+        replace(d, title=neutralise(d.title, extra, grammar), text=neutralise(d.text, extra, grammar))
+        for d in documents
     )
+
+
+def neutralise_reply(
+    reply: Reply, action: Action, tokenizer: Any, grammar: Grammar, max_length: int
+) -> Reply:
+    """What an action brought, as it may be shown and kept.
+
+    Args:
+        max_length: tokens that will be shown at most; an end that cannot be shown is not kept either, unless
+            the action keeps documents whole.
+    """
+    documents = reply.documents
+    if not action.keeps_documents_whole:
+        documents = tuple(
+            replace(
+                d,
+                id=well_formed(d.id),
+                title=cut_early(well_formed(d.title), tokenizer, max_length),
+                text=cut_early(well_formed(d.text), tokenizer, max_length),
+            )
+            for d in documents
+        )
+    documents = neutralise_documents(documents, tokenizer, grammar)
+    text = cut_early(well_formed(reply.text), tokenizer, max_length)
+    return Reply(documents, neutralise(text, added_token_strings(tokenizer), grammar) if text else "")
 
 
 @dataclass(frozen=True)
@@ -52,6 +90,7 @@ class Observations:
     tokenizer: Any
     max_length: int  # tokens; a longer information block loses the end of its body, never its closing tag
     opening: str  # of the turn that follows, see `PromptConfig.opening`
+    notice: str = INVALID_ACTION  # after an invalid turn
 
     def of_documents(self, documents: Sequence[Document]) -> tuple[np.ndarray, str]:
         """The block of neutralised documents, best first; the last one loses the space at its end.
@@ -59,11 +98,7 @@ class Observations:
         Raises:
             UserError: see `information`.
         """
-        body = "\n".join(
-            f'Doc {number}(Title: "{document.title}") {document.text}'
-            for number, document in enumerate(documents, 1)
-        )
-        return self.information(body.strip())
+        return self.information(numbered(documents))
 
     def information(self, body: str) -> tuple[np.ndarray, str]:
         """The information block of a neutralised body.
@@ -88,7 +123,7 @@ class Observations:
 
     def invalid(self) -> tuple[np.ndarray, str]:
         """The notice after a turn that asks for nothing; it is never cut."""
-        text = INVALID_ACTION + self.opening
+        text = self.notice + self.opening
         return np.asarray(encode(self.tokenizer, text), np.int32), text
 
 

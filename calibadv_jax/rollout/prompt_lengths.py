@@ -8,6 +8,7 @@ from typing import Any
 
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.rollout.observation import added_token_strings
 from calibadv_jax.rollout.prompts import prompt_text
@@ -16,7 +17,11 @@ BATCH = 1024  # prompts that are tokenised together, on all cores
 
 
 def prompt_lengths(
-    questions: Sequence[Question], tokenizer: Any, config: PromptConfig, max_length: int
+    questions: Sequence[Question],
+    tokenizer: Any,
+    config: PromptConfig,
+    max_length: int,
+    actions: Sequence[Action] = (),
 ) -> dict[int, int]:
     """Tokens of the prompts that are longer than `max_length`, by the question's place.
 
@@ -39,7 +44,7 @@ def prompt_lengths(
             pending.clear()
 
     for place, question in enumerate(questions):
-        text = prompt_text(question, tokenizer, config, extra)
+        text = prompt_text(question, tokenizer, config, extra, actions)
         if most_tokens(text) > max_length:
             pending.append((place, text))
         if len(pending) == BATCH:

@@ -23,7 +23,8 @@ class Rollouts:
     """Writes trajectories on an event loop of its own, in a thread that lives as long as the block.
 
     Args:
-        context: its sampler and retriever are used on that loop only, and closed at the end of the block.
+        context: its sampler, retriever, actions and judge are used on that loop only, and closed at the end
+            of the block.
         seed: of the run.
     """
 
@@ -100,5 +101,11 @@ class Rollouts:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self.context.retriever.close()
-        await self.context.sampler.close()
+        for service in (
+            *self.context.actions,
+            self.context.judge,
+            self.context.retriever,
+            self.context.sampler,
+        ):
+            if service is not None:
+                await service.close()

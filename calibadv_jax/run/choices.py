@@ -5,6 +5,8 @@ from __future__ import annotations
 from calibadv_jax.advantages.estimators import describe
 from calibadv_jax.config import Config
 from calibadv_jax.learner.losses import check_loss
+from calibadv_jax.rewards.score import check_reward
+from calibadv_jax.run.actions import describe_actions
 
 
 def describe_choices(config: Config) -> list[str]:
@@ -13,7 +15,32 @@ def describe_choices(config: Config) -> list[str]:
     Raises:
         UserError: a function of the user's cannot be loaded, or takes other parameters.
     """
-    return [*describe(config.advantage), *check_loss(config.loss), *_switched_on(config)]
+    return [
+        *describe(config.advantage),
+        *_critic(config),
+        *check_loss(config.loss),
+        *describe_actions(config),
+        *check_reward(config.reward),
+        *_switched_on(config),
+    ]
+
+
+def _critic(config: Config) -> list[str]:
+    if not config.advantage.has_critic:
+        return []
+    critic, lines = config.critic, []
+    lines.append(
+        "critic ON: a second model of the policy's size, with an optimizer of its own (learning rate"
+        f" {critic.optimizer.lr:g}), is trained in every step, and asked for its values before every update"
+    )
+    if critic.warmup_steps:
+        lines.append(f"  in the first {critic.warmup_steps} steps the critic alone is trained")
+    if config.advantage.is_calibrated:
+        lines.append(
+            "  an advantage of a turn is the mean of its tokens'; the calibration moves all of them by what"
+            " it changes the mean"
+        )
+    return lines
 
 
 def _switched_on(config: Config) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from calibadv_jax.config import Config, SftPhase, dump_config, known_keys
+from calibadv_jax.config import Config, SftPhase, ToolConfig, dump_config, known_keys
 from calibadv_jax.config.kept import at_home
 from calibadv_jax.config.keys import among, marked
 from calibadv_jax.config.sections.section import Mark
@@ -239,8 +239,9 @@ def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """The config that an earlier start wrote. A key that is newer than the file had its default."""
     found = _over(dataclasses.asdict(Config()), values)
-    phase = dataclasses.asdict(SftPhase())
+    phase, tool = dataclasses.asdict(SftPhase()), dataclasses.asdict(ToolConfig("search")) | {"name": ""}
     found["sft"]["phases"] = [phase | one for one in found["sft"]["phases"]]
+    found["tools"] = [tool | ({"name": one} if isinstance(one, str) else one) for one in found["tools"]]
     return found
 
 

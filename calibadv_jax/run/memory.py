@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, OptimizerConfig
+from calibadv_jax.learner.critic import critic_of
 from calibadv_jax.learner.offload import most_at_once
 from calibadv_jax.learner.optimizer import STACKED_MATRICES
 from calibadv_jax.policy.adapters import Adapters, count
@@ -43,7 +44,7 @@ def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[st
     policy = Policy(architecture, Numerics(), Adapters.from_config(lora))
     frozen, trained = (_held_elements(part, mesh) for part in policy.split(policy.abstract_params))
     held, frozen_count = sum(trained.values()), sum(frozen.values())
-    moments = _moments(config, trained)
+    moments = _moments(config.learner.optimizer, trained)
     estimate = {
         "parameters": held * stored,
         "optimizer": sum(moments.values()) * stored,
@@ -55,6 +56,8 @@ def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[st
     if config.learner.optimizer.offload == "host":
         at_work = 2 * most_at_once(moments.values())  # old and new
         estimate |= {"moments": at_work * stored, "optimizer": 0.0}
+    if config.advantage.has_critic:
+        _add_critic(estimate, config, policy, mesh)
     if config.keeps_initial_policy and (not frozen or lora.init_from):  # new adapters: the base itself
         estimate["reference policy"] = held * stored
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
@@ -62,6 +65,19 @@ def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[st
         estimate["sampler weights"] = (held + copied) * computed
         estimate |= _sampler(config, architecture, mesh)
     return estimate
+
+
+def _add_critic(estimate: dict[str, float], config: Config, policy: Policy, mesh: Mapping[str, int]) -> None:
+    """What a critic trains, and its moments. It is trained after the policy, and its update needs no more."""
+    stored, rule = jnp.dtype(config.policy.param_dtype).itemsize, config.critic.optimizer
+    counts = _held_elements(critic_of(policy).abstract_trained, mesh)
+    moments = _moments(rule, counts)
+    estimate["critic"] = sum(counts.values()) * stored
+    if rule.offload == "host":
+        at_work = 2 * most_at_once(moments.values()) * stored
+        estimate["moments"] = max(at_work, estimate.get("moments", 0.0))
+    else:
+        estimate["critic's optimizer"] = sum(moments.values()) * stored
 
 
 def shares_base(config: Config) -> bool:
@@ -89,6 +105,10 @@ def program_memory(estimate: Mapping[str, float], shares_base: bool = False) -> 
         "update": held + sum(estimate[name] for name in UPDATE),
         "apply": held + _step(estimate),
     }
+    if "critic" in estimate:
+        held = estimate["critic"] + base + estimate.get("critic's optimizer", 0.0)
+        programs["critic's update"] = held + sum(estimate[name] for name in UPDATE)
+        programs["critic's apply"] = held + _step(estimate)
     if "kv cache" in estimate:
         cache = estimate["sampler weights"] + (base if shares_base else 0) + estimate["kv cache"]
         programs |= {name: cache + estimate[name] for name in SAMPLING}
@@ -160,9 +180,9 @@ def _held_elements(abstract: Params, mesh: Mapping[str, int]) -> dict[str, int]:
     return flatten(jax.tree.map(lambda leaf, at: math.prod(at.shard_shape(leaf.shape)), abstract, shardings))
 
 
-def _moments(config: Config, counts: Mapping[str, int]) -> dict[str, int]:
+def _moments(rule: OptimizerConfig, counts: Mapping[str, int]) -> dict[str, int]:
     """Elements of a parameter's moments on one device: two each, one of what Muon orthogonalises."""
-    is_muon = config.learner.optimizer.name == "muon"
+    is_muon = rule.name == "muon"
     return {
         path: size * (1 if is_muon and path.startswith("layers.") and path.endswith(STACKED_MATRICES) else 2)
         for path, size in counts.items()

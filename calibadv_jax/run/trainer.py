@@ -17,21 +17,24 @@ from calibadv_jax.core.seeds import attempt_seed, random_state
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
 from calibadv_jax.learner.batching import Sample
-from calibadv_jax.learner.learner import Learner, on_policy_only
+from calibadv_jax.learner.learner import Learner, State, on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
 from calibadv_jax.learner.probe import with_golden_logprobs
-from calibadv_jax.learner.step import learn, make_sample, sample_logprobs
+from calibadv_jax.learner.step import Learned, learn, make_sample, sample_logprobs
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
+from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.record.rows import Logprobs
 from calibadv_jax.rewards.score import trajectory_scores
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout.stream import RolloutStream
+from calibadv_jax.run.critic import RunCritic
 from calibadv_jax.run.model import Model, base_of, initial_params
 from calibadv_jax.snapshots.checkpoint import EXTRA, CheckpointStore
 
+CRITIC = "critic"  # its part of a checkpoint's state
 PROBE_TOKENS = 256  # of the fixed text on which workers and learner are compared after a swap
 
 
@@ -93,9 +96,17 @@ class Trainer:
         params = initial_params(config, model, config.policy.path)
         self.base = base_of(config, model, config.policy.path)
         self.reference = self._reference(params) if config.keeps_initial_policy else None
+        self.critic = None
+        if config.advantage.has_critic:
+            self.critic = RunCritic(config, model, self._copy(params))
         self.state = self.learner.init(params)
         self.step = 0
         self.checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
+
+    def _copy(self, params: Params) -> Params:
+        """The policy that the run begins with once more; a frozen base is not copied."""
+        base, trained = self.model.policy.split(params)
+        return joined(base, jax.tree.map(jnp.copy, trained))
 
     def _reference(self, params: Params) -> Params:
         """What makes the learner's base the policy that the run begins with: no second copy of a base."""
@@ -145,7 +156,8 @@ class Trainer:
         self.console.note(f"rolled back from step {collapsed} to step {self.step}")
 
     def _restore(self, step: int, with_guards: bool = False) -> None:
-        state, extra = self.checkpoints.restore(step, self.learner.abstract_state())
+        critic = {} if self.critic is None else {CRITIC: self.critic.learner.abstract_state()}
+        state, extra = self.checkpoints.restore(step, self.learner.abstract_state() | critic)
         said, ours = extra.get("base"), self.base.said() if self.base else None
         if (said or {}).get("sha256") != (ours or {}).get("sha256"):
             raise UserError(
@@ -157,12 +169,15 @@ class Trainer:
             self.stream.restore(extra["stream"], self.by_id)
             if with_guards:
                 self.guards.restore(extra["guards"])
-            self.state, self.step = state, int(extra["step"])
+            self.step = int(extra["step"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{self.checkpoints.folder / str(step)}: damaged checkpoint; delete it to use an older"
                 f" checkpoint (in {EXTRA}: {type(error).__name__} {error})"
             ) from error
+        if self.critic is not None:
+            self.critic.state = state.pop(CRITIC)
+        self.state = state
 
     def _make_stream(self) -> RolloutStream:
         rollout = self.config.rollout
@@ -186,20 +201,24 @@ class Trainer:
         return with_golden_logprobs(self.learner, policies, groups, self.config.learner, self.model.tokenizer)
 
     def update(self, groups: list[Group], advantages: AdvantageResult) -> Updated:
-        """One learner step on the groups' trajectories; ends the step."""
+        """One learner step on the groups' trajectories, the critic's too if there is one; ends the step."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         per_token = [values for group in advantages.advantages for values in group]
         samples = [make_sample(one, values) for one, values in zip(trajectories, per_token, strict=True)]
         rate = float(self.schedule(int(self.state["updates"])))
-        rng = random_state(self.seed, self.step, "minibatches")
-        reference = self.reference if self.config.loss.kl_coef else None
-        learned = learn(self.learner, self.state, samples, self.config.learner, self.loss, rng, reference)
-        self.state = learned.state
+        learned = Learned(self.state, {}, samples)
+        if self.critic is None or self.step >= self.config.critic.warmup_steps:
+            rng = random_state(self.seed, self.step, "minibatches")
+            reference = self.reference if self.config.loss.kl_coef else None
+            learned = learn(self.learner, self.state, samples, self.config.learner, self.loss, rng, reference)
+            self.state = learned.state
         trained = [sample for sample in samples if sample.mask.any()]
         untrained = sum(len(group.attempts) for group in groups) - len(trained)
         metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(untrained)} | learned.metrics
         if trained:
             metrics["actor/finite"] = float(self.learner.is_finite(self.state["params"]))
+        if self.critic is not None:
+            metrics |= self.critic.update(groups, random_state(self.seed, self.step, "critic"))
         metrics |= self._note(groups)
         self.step += 1
         self.stream.commit()
@@ -262,8 +281,12 @@ class Trainer:
             "guards": self.guards.state(),
         } | ({"base": self.base.said()} if self.base else {})
         with self.console.phase("saving a checkpoint"):
-            self.checkpoints.save(self.step, self.state, extra)
+            self.checkpoints.save(self.step, self._whole_state(), extra)
         self.console.note(f"checkpoint saved at step {self.step}")
+
+    def _whole_state(self) -> State:
+        """The policy's, and the critic's beside it."""
+        return self.state if self.critic is None else self.state | {CRITIC: self.critic.state}
 
     def why_stopped(self) -> str:
         """The line with which the run ends if a guard says so."""
@@ -281,7 +304,7 @@ class Trainer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Whatever stops the run, the last complete step is saved, unless its update failed or diverged."""
         self.stream.close()
-        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._whole_state()))
         if whole and not self.guards.is_broken and self.checkpoints.latest_step() != self.step:
             try:
                 self.save()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.base import Base, read_base
 from calibadv_jax.run.model import Model
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import open_workers
+from calibadv_jax.services.judge import JudgeClient
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import open_retriever
 from calibadv_jax.snapshots.publish import SnapshotStore
@@ -38,8 +41,11 @@ def open_services(config: Config, model_folder: Path) -> Iterator[tuple[str | li
         model_folder: HuggingFace folder whose config.json and tokenizer the workers take.
     """
     folder, rollout, warn = Path(config.run.dir), config.rollout, Console(config.log.progress).warn
+    asked = config.retriever
+    if not (asked.url or asked.corpus or config.asks_retriever):
+        asked = replace(asked, url=NO_RETRIEVER)
     with ExitStack() as stack:
-        retriever = stack.enter_context(open_retriever(config.retriever, folder / "retriever.log", warn))
+        retriever = stack.enter_context(open_retriever(asked, folder / "retriever.log", warn))
         workers: list[str] = []
         if config.sampler.name == "vllm":
             dtype = config.sampler_dtype
@@ -64,6 +70,8 @@ def open_rollouts(
         snapshots: folder in which policies are published for vLLM workers.
         check_service: told what the retriever's health says; raises if it is not to be searched.
     """
+    actions = make_actions(config)
+    check_tags(actions, model.tokenizer)
     with open_services(config, model_folder) as (urls, workers):
         retriever = RetrieverClient(config.retriever, urls, Console(config.log.progress).warn)
         if urls != NO_RETRIEVER:
@@ -74,6 +82,8 @@ def open_rollouts(
             tokenizer=model.tokenizer,
             rollout=config.rollout,
             prompt=config.prompt,
+            actions=actions,
+            judge=JudgeClient(config.reward.judge) if config.reward.judge.url else None,
         )
         with Rollouts(context, config.run.seed) as rollouts:
             yield rollouts

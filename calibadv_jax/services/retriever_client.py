@@ -12,13 +12,13 @@ from typing import Any
 import aiohttp
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.config.sections.retriever import ROUTE
+from calibadv_jax.config.sections.retriever import PAGE_ROUTE, ROUTE
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services.http_client import Unreachable, open_session, request
 from calibadv_jax.services.replicas import Replicas
 from calibadv_jax.services.retriever_health import ask_health, difference, token
-from calibadv_jax.services.retriever_replies import BadReply, Broken, read_documents
+from calibadv_jax.services.retriever_replies import BadReply, Broken, read_documents, read_page
 from calibadv_jax.services.waiting import wait_for_any
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
@@ -111,11 +111,7 @@ class RetrieverClient:
             UserError: it asks for a token, has no such route, refuses every query, or serves another index
                 than when `health` was called.
         """
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # connections belong to the loop that opened them
-            self._loop, self._http = loop, open_session(self.config.timeout, token())
-            self._batch = None
-            self._replicas = Replicas(self._http, self.urls, self._agreed, self._named, self._warn)
+        loop = self._enter_loop()
         batch = self._batch
         is_full = batch is not None and len(batch.queries) + len(queries) > MAX_BATCH
         if batch is None or is_full or batch.outcomes.done():
@@ -130,6 +126,24 @@ class RetrieverClient:
                 raise outcome
             found.append(outcome)
         return found
+
+    async def access(self, addresses: Sequence[str]) -> list[Document | None]:
+        """The page at each address, put into `config.page_address`; None where there is none.
+
+        Raises:
+            As `search`; UserError where the service has no pages.
+        """
+        self._enter_loop()
+        return list(await asyncio.gather(*map(self._page, addresses)))
+
+    def _enter_loop(self) -> asyncio.AbstractEventLoop:
+        """The running event loop; connections belong to the loop that opened them."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._http = loop, open_session(self.config.timeout, token())
+            self._batch = None
+            self._replicas = Replicas(self._http, self.urls, self._agreed, self._named, self._warn)
+        return loop
 
     def health(self) -> dict[str, Any]:
         """What the services report about themselves on ``GET /health``; empty where they have no such route.
@@ -260,6 +274,31 @@ class RetrieverClient:
                 return [failure]
             elif not await waits.for_a_good_reply():
                 return [self._failed(f"no usable answer in {BAD_REPLIES} attempts ({failure})")]
+
+    async def _page(self, address: str) -> Document | None:
+        assert self._http is not None and self._replicas is not None
+        replicas, waits = self._replicas, _Waits(self.config.patience)
+        body = {"urls": [self.config.page_address.replace("{}", address)]}
+        while True:
+            goes_on = False
+            replica = await replicas.take()
+            try:
+                reply = await request(self._http, "POST", replica.url + PAGE_ROUTE, json=body)
+                return read_page(replica.url, reply, address)
+            except Unreachable as error:
+                goes_on = replicas.leave_out(replica, error)
+                failure: Unreachable | BadReply = error
+            except BadReply as error:
+                failure = error
+            finally:
+                replicas.give_back(replica)
+            if goes_on:
+                continue
+            if isinstance(failure, Unreachable) and not isinstance(failure, Broken):
+                if not await waits.for_a_service(failure.retry_after):
+                    raise self._gave_up(failure)
+            elif not await waits.for_a_good_reply():
+                raise self._failed(f"no usable page in {BAD_REPLIES} attempts ({failure})")
 
     async def _serves(self) -> bool:
         """Whether the service answers an ordinary query, if only to refuse it."""

@@ -26,6 +26,8 @@ class RetrieverProcess(ChildService):
         command += ["--corpus_path", config.corpus, "--retriever_name", config.encoder]
         command += ["--index_path", config.index or f"{config.corpus}.index"]
         command += ["--retrieval_topk", str(config.topk), "--threads", str(config.threads)]
+        if config.pages:
+            command += ["--pages_path", config.pages]
         if config.reranker:
             command += ["--reranker_model", config.reranker]
         super().__init__("the retriever", command, log_path, config.start_timeout, "retriever.start_timeout")

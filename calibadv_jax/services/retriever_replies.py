@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
@@ -66,6 +67,20 @@ class _RankedItem(BaseModel):
         return _Item(document=row, score=self.score).to_document()
 
 
+class _PageRow(BaseModel):
+    contents: str
+
+    def to_document(self, address: str) -> Document:
+        """The page; not the passage of the same name, which may have been shown before."""
+        return replace(_Item(document=_Row(contents=self.contents)).to_document(), id=f"page {address}")
+
+
+class _Pages(BaseModel):
+    """A reply to ``POST /access``."""
+
+    result: list[_PageRow | None] = Field(min_length=1, max_length=1)
+
+
 class _Results(BaseModel):
     """A reply in Search-R1's contract."""
 
@@ -91,29 +106,55 @@ def read_documents(url: str, reply: Reply, num_queries: int, is_reranked: bool) 
         QueryRefused: the service does not take one of the queries.
         UserError: it asks for a token, or has no such route.
     """
+    _check_status(url, reply, "set retriever.url to a retrieval service")
+    kind: type[_Results | _RankedResults] = _RankedResults if is_reranked else _Results
+    try:
+        lists = kind.model_validate_json(reply.body).result
+    except ValidationError as error:
+        raise _bad_reply(error, reply) from error
+    if len(lists) != num_queries:
+        raise BadReply(f"{len(lists)} lists for {num_queries} queries")
+    return [[item.to_document() for item in one] for one in lists]
+
+
+def read_page(url: str, reply: Reply, address: str) -> Document | None:
+    """The one page that was asked for; None where there is none.
+
+    Args:
+        url: of the service, for messages.
+
+    Raises:
+        As `read_documents`.
+    """
+    _check_status(url, reply, "start the service with --pages_path, or leave access out of tools")
+    try:
+        (page,) = _Pages.model_validate_json(reply.body).result
+    except ValidationError as error:
+        raise _bad_reply(error, reply) from error
+    return None if page is None else page.to_document(address)
+
+
+def _bad_reply(error: ValidationError, reply: Reply) -> BadReply:
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return BadReply(f"{place}: {first['msg']} in {excerpt(reply.body)}")
+
+
+def _check_status(url: str, reply: Reply, no_such_route: str) -> None:
+    """Raises what `read_documents` says, unless the reply's status is 200."""
     said = f"status {reply.status}: {excerpt(reply.body)}"
     if reply.status == 401:
         raise UserError(
             f"retriever {url}: asks for a token; set the environment variable {TOKEN_VARIABLE} to it"
         )
     if reply.status in _WRONG_ADDRESS:
-        raise UserError(f"retriever {url}: {said}; set retriever.url to a retrieval service")
+        raise UserError(f"retriever {url}: {said}; {no_such_route}")
     if reply.status in _REFUSALS:
         raise QueryRefused(f"retriever {url}: {said}")
     if reply.is_away:
         raise (Away if reply.status in AWAY else Broken)(said, reply.retry_after)
     if reply.status != 200:
         raise BadReply(said)
-    kind: type[_Results | _RankedResults] = _RankedResults if is_reranked else _Results
-    try:
-        lists = kind.model_validate_json(reply.body).result
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise BadReply(f"{place}: {first['msg']} in {excerpt(reply.body)}") from error
-    if len(lists) != num_queries:
-        raise BadReply(f"{len(lists)} lists for {num_queries} queries")
-    return [[item.to_document() for item in one] for one in lists]
 
 
 def excerpt(reply: bytes) -> str:

@@ -17,12 +17,14 @@ from typing import Any
 
 from calibadv_jax.config import Config, load_config
 from calibadv_jax.config.starts import newest_start
-from calibadv_jax.core.errors import QueryRefused, UserError
-from calibadv_jax.core.interfaces import Completion, Retriever, Sampler, SamplingParams
+from calibadv_jax.core.errors import ActionRefused, QueryRefused, UserError
+from calibadv_jax.core.interfaces import Action, Completion, Reply, Sampler, SamplingParams
 from calibadv_jax.core.tags import parse_turn
-from calibadv_jax.core.trajectory import Document, Question, Trajectory
+from calibadv_jax.core.trajectory import Question, Trajectory
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.metrics.transcripts import ending, folded, printable, turn_lines
+from calibadv_jax.metrics.transcripts import LONGEST, cut, ending, folded, printable, turn_lines
+from calibadv_jax.rollout.agent import RolloutContext
+from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.model import PolicySource, build_model, find_policy, has_tokenizer
 from calibadv_jax.run.wiring import open_rollouts
@@ -161,23 +163,23 @@ def typed_questions() -> Iterator[str]:
 def show_turns(rollouts: Rollouts, say: Say) -> None:
     """From now on each turn and each observation is said when it is there."""
     context = rollouts.context
-    sampler = _SaidTurns(context.sampler, context.tokenizer, context.prompt.opening, say)
-    rollouts.context = dataclasses.replace(
-        context, sampler=sampler, retriever=_SaidDocuments(context.retriever, say)
-    )
+    said = tuple(_SaidAction(action, say) for action in context.by_name.values())
+    rollouts.context = dataclasses.replace(context, sampler=_SaidTurns(context, say), actions=said)
 
 
 class _SaidTurns:
     """A sampler that says what it samples."""
 
-    def __init__(self, sampler: Sampler, tokenizer: Any, opening: str, say: Say):
-        self._sampler, self._tokenizer, self._opening, self._say = sampler, tokenizer, opening, say
+    def __init__(self, context: RolloutContext, say: Say):
+        self._sampler: Sampler = context.sampler
+        self._context, self._say = context, say
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
         completion = await self._sampler.generate(token_ids, sampling, session)
         ids = completion.token_ids[:-1] if completion.stop_reason == "eos" else completion.token_ids
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        turn = parse_turn(self._opening + text, completion.stop_reason)
+        text = decode(self._context.tokenizer, ids)
+        opening, grammar = self._context.prompt.opening, self._context.grammar
+        turn = parse_turn(opening + text, completion.stop_reason, grammar)
         for line in turn_lines(turn.kind, turn.think, turn.query, text):
             self._say(line)
         return completion
@@ -186,21 +188,39 @@ class _SaidTurns:
         return getattr(self._sampler, name)
 
 
-class _SaidDocuments:
-    """A retriever that says what it finds, a line a document."""
+class _SaidAction(Action):
+    """An action that says what it brings, a line a document."""
 
-    def __init__(self, retriever: Retriever, say: Say):
-        self._retriever, self._say = retriever, say
+    def __init__(self, inner: Action, say: Say):
+        self._inner, self._say = inner, say
+        self.name, self.purpose, self.argument = inner.name, inner.purpose, inner.argument
+        self.may_be_empty, self.max_length = inner.may_be_empty, inner.max_length
+        self.keeps_documents_whole = inner.keeps_documents_whole
 
-    async def search(self, queries: Sequence[str]) -> list[list[Document]]:
+    def parse(self, body: str) -> Any:
         try:
-            found = await self._retriever.search(queries)
+            return self._inner.parse(body)
+        except ValueError as error:
+            self._say(f"        refused: {printable(str(error))}")
+            raise
+
+    async def call(self, argument: Any) -> Reply:
+        try:
+            reply = await self._inner.call(argument)
         except QueryRefused:
             self._say("        the retriever does not take this query")
             raise
-        for number, document in enumerate((one for documents in found for one in documents), 1):
+        except ActionRefused as error:
+            self._say(f"        refused: {printable(str(error))}")
+            raise
+        if reply.text:
+            self._say(cut(f"        {printable(reply.text)}", LONGEST))
+        for number, document in enumerate(reply.documents, 1):
             self._say(folded(number, document))
-        return found
+        return reply
+
+    def render(self, reply: Reply) -> str:
+        return self._inner.render(reply)
 
     async def close(self) -> None:
-        await self._retriever.close()
+        await self._inner.close()

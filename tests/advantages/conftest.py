@@ -20,6 +20,7 @@ def make_turn(kind="search", think="", documents=(), num_tokens=1, num_observed=
         documents=tuple(Document(id=document, title="", text="") for document in documents),
         observation_ids=np.full(num_observed, 7, np.int32),
         golden_logprobs={"current": golden, "initial": golden / 2},
+        values=np.arange(num_tokens, dtype=np.float32) / 8 + np.float32(golden),
     )
 
 

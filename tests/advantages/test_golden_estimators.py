@@ -11,7 +11,7 @@ import pytest
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
 
-# Name there -> settings here. Not here: gae (PPO), remax (no greedy trajectory is sampled),
+# Name there -> settings here. Not here: gae (test_gae.py), remax (no greedy trajectory is sampled),
 # reinforce_plus_plus_reset (loses the score at every observation).
 OURS = {
     "grpo": {"name": "grpo"},

@@ -113,3 +113,18 @@ def test_a_sampler_of_another_precision_needs_a_loss_that_corrects_for_it(dtype,
             continue
         with pytest.raises(ValueError, match=message):
             build(**sections)
+
+
+@pytest.mark.parametrize(("warmup", "fits"), [(0, True), (3, True), (4, False)])
+@pytest.mark.parametrize("base", ["gae", "grpo"])
+def test_a_critics_warm_up_leaves_steps_for_the_policy(base, warmup, fits):
+    sections = {
+        "learner": {"steps": 4},
+        "critic": {"warmup_steps": warmup},
+        "advantage": {"base": base},
+    }
+    if fits or base == "grpo":
+        build(**sections)
+    else:
+        with pytest.raises(ValueError, match="critic.warmup_steps is 4, but the run has learner.steps = 4"):
+            build(**sections)

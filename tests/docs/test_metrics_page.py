@@ -89,7 +89,7 @@ def training(tmp_path_factory):
         data={"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl"), "rest_above": 0.9},
         reward={"overlong_penalty": 0.5, "overlong_until": 1000},
         checkpoint={"every": 0},
-        advantage={"probes": ["current", "initial"]},
+        advantage={"base": "gae", "probes": ["current", "initial"]},
     )
     rollouts = EventfulRollouts()
     console = Console(progress=False)

@@ -8,6 +8,8 @@ import pytest
 
 from calibadv_jax import cli
 from calibadv_jax.config import dump_config, load_config
+from calibadv_jax.config.sections.credit import ESTIMATORS
+from calibadv_jax.config.sections.learner import LOSS_NAMES
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.folder import differences
 from experiments import cold as evidence_cold
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.medium  # of a benchmark's program
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs/evidence.yaml")
 ARMS = list(dict.fromkeys(job.arm for job in plan("all", [0])))
-PLACES = ("run.dir", "evaluate.output", "export.output", "sft.output")
+PLACES = ("run.dir", "evaluate.output", "export.output", "export.adapter_output", "sft.output")
 CALIBADV = {"advantage.name": "calibadv"}
 
 
@@ -74,7 +76,7 @@ def test_grpo_is_grpo_with_five_updates_a_step():
 def test_a_training_starts_from_the_cold_start_of_its_seed(tmp_path):
     cold = tmp_path / "cold/seed-4"
     config = training(Arm("grpo", "1.9e-3"), tmp_path, seed=5, cold_seed=4, steps=40)
-    assert config.run.dir == str(tmp_path / "runs/grpo-lr1.9e-3/seed-5")
+    assert config.run.dir == str(tmp_path / "runs/grpo-lr1.9e-3/seed-5-from-4")
     assert (config.run.seed, config.learner.steps, config.world.dir) == (5, 40, "")
     made = config_of(evidence.cold_command(tmp_path, 4, CONFIG))
     assert (made.run.dir, made.run.seed, made.world.seed) == (str(cold), 4, 4)
@@ -141,6 +143,30 @@ def test_the_short_version_has_one_cold_start():
         ("short-calibadv-lambda2-lr1e-3/seed-10", 9, 20),
         ("short-grpo-lr1e-3/seed-10", 9, 20),
     ]
+
+
+def test_rivals_share_the_cold_start_of_the_first_seed():
+    arguments = evidence.parse(["out", "--part", "rivals"])
+    jobs = plan("rivals", arguments.seeds, arguments.lr, arguments.steps)
+    assert len(jobs) == 45 and {job.cold_seed for job in jobs} == {9}
+    assert [job.name for job in jobs[7:11]] == [
+        "a2tgpo-lr1e-3/seed-9", "tips-lr1e-3/seed-9",
+        "grpo-lr1e-3/seed-10-from-9", "calibadv-lr1e-3/seed-10-from-9",
+    ]  # fmt: skip
+
+
+def test_each_estimator_and_loss_is_an_arm():
+    """Of one seed, and none of them needs a key that it does not have."""
+    configs = [training(job.arm) for job in plan("each", [9], "1e-3")]
+    assert {one.advantage.name for one in configs} == {"calibadv", *ESTIMATORS} - {"dr_grpo"}
+    assert {one.loss.name for one in configs} == set(LOSS_NAMES)
+    assert any(not one.advantage.normalize_std for one in configs)  # which is dr_grpo
+    moved = [len(changes(Arm(job.arm.method, "1.9e-3"))) for job in plan("each", [9])]
+    assert moved.count(0) == 1 and len(moved) == len({configs_key(one) for one in configs})
+
+
+def configs_key(config):
+    return dump_config(dataclasses.replace(config, run=dataclasses.replace(config.run, dir="x")))
 
 
 def test_the_long_version_has_five_seeds_and_one_worker(capsys):

@@ -30,6 +30,10 @@ NAMES = {
     "gspo": "gspo",
     "geo-mean": "gmpo",
     "gpg": "gpg",
+    "sapo": "sapo",
+    "dppo-tv": "dppo_tv",
+    "dppo-kl": "dppo_kl",
+    "dro": "dro",
 }
 SAME_FLAGS = ("vanilla", "clip-higher", "lld", "balance", "gspo")  # others count other tokens as clipped
 KEYS = {
@@ -44,6 +48,12 @@ KEYS = {
     "cov_low": "cov_low",
     "cov_high": "cov_high",
     "kl_coef": "cov_kl_coef",
+    "limit_low": "clip_low",
+    "limit_high": "clip_high",
+    "ratio_cap": "ratio_cap",
+    "tau_positive": "tau_positive",
+    "tau_negative": "tau_negative",
+    "beta": "dro_beta",
 }
 
 
@@ -53,6 +63,19 @@ CORRECTIONS = {  # those whose masked tokens leave the mean are scaled to ours, 
     4: {"importance_low": 0.5, "importance_high": 2.0},
     5: {"importance_cap": 2.0, "importance_low": 0.2, "importance_high": 2.0},
     7: {"importance_low": 0.5, "importance_high": 2.0, "importance_level": "sequence"},
+    6: {  # the limits there are those of the weight's inverse
+        "importance_low": 1 / 1.1,
+        "importance_high": 1 / 0.9,
+        "importance_level": "sequence_geometric",
+    },
+    8: {
+        "importance_cap": 2.0,
+        "reject_by": "k3",
+        "reject_over": "sequence_max",
+        "reject_above": 0.5,
+    },
+    9: {"reject_by": "k3", "reject_above": 0.1},
+    11: {"reject_by": "k2", "reject_over": "sequence_max", "reject_above": 0.4},
     12: {"importance_cap": 2.0, "importance_low": 0.5, "importance_high": 2.0},
     13: {
         "importance_cap": 3.0,

@@ -116,7 +116,30 @@ def test_a_trajectorys_weight_is_the_product_of_its_own_tokens():
     assert metrics["actor/sampler_masked"] == 1 and not gradients[2].any() and gradients[1].all()
 
 
-@pytest.mark.parametrize("name", ["vanilla", "cispo", "gspo", "gmpo", "gpg"])
+@pytest.mark.parametrize("over", ["token", "sequence_sum", "sequence_mean", "sequence_max"])
+@pytest.mark.parametrize("by", ["k2", "k3"])
+def test_what_is_too_far_from_the_sampler_is_rejected(by, over):
+    """Of three trajectories in one row, by the tokens of each alone."""
+    rows = random_rows()
+    gaps = [np.linspace(0.1, 0.2, 4), np.linspace(-0.9, 0.1, 7), np.full(1, 0.6)]
+    sampler = [
+        [o - gap for (_, o, _), gap in zip(row, of, strict=True)] for row, of in zip(rows, gaps, strict=True)
+    ]
+    each = [0.5 * gap**2 if by == "k2" else np.exp(gap) - 1 - gap for gap in gaps]
+    join = {"sequence_sum": np.sum, "sequence_mean": np.mean, "sequence_max": np.max}.get(over)
+    whole = [one if join is None else np.full(len(one), join(one)) for one in each]
+    kept = [one <= 0.15 for one in whole]
+    assert any(one.any() for one in kept) and not all(one.all() for one in kept)
+    config = LossConfig(name="gpg", reject_by=by, reject_over=over, reject_above=0.15)
+    found, gradients, metrics = packed(made_of(rows, sampler), config)
+    for gradient, stays in zip(gradients, kept, strict=True):
+        np.testing.assert_array_equal(gradient != 0, stays)
+    assert metrics["actor/sampler_masked"] == sum(int((~stays).sum()) for stays in kept)
+
+
+@pytest.mark.parametrize(
+    "name", ["vanilla", "cispo", "gspo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "dro"]
+)
 def test_at_ratio_one_the_gradient_is_that_of_reinforce(name):
     """Each token by its own advantage; gmpo has one for all of a trajectory."""
     rows = [[(new, new, advantage) for new, _, advantage in row] for row in random_rows()]

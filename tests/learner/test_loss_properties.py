@@ -25,6 +25,10 @@ EXTRA = {
     "lld": {"lld_gating": True, "aggregation": "sequence_sum"},
     "balance": {"balance_ratio": 1.75},
     "balance_detached": {"balance_ratio": 1.75, "aggregation": "sequence_mean"},
+    "sapo": {"tau_positive": 2.0, "aggregation": "sequence_mean"},
+    "dppo_tv": {"clip_low": 0.05, "clip_high": 0.05, "ratio_cap": 3.0},
+    "dppo_kl": {"clip_low": 0.05, "clip_high": 0.05},
+    "dro": {"aggregation": "sequence_sum"},
 }
 CONFIGS = {name: LossConfig(name=name, **keys) for name, keys in EXTRA.items()}
 NAMES = [  # each compiles its own programs
@@ -72,7 +76,9 @@ def test_order_and_packing_change_nothing(name, cases, seed):
     assert_same(packed(made, CONFIGS[name], order=order), apart)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [one for one in NAMES if "dro" not in one.values]
+)  # dro pulls all tokens back
 @few
 @hypothesis.given(cases=rows(idle=True))
 def test_without_advantages_nothing_moves(name, cases):

@@ -120,6 +120,13 @@ def test_what_a_loss_does_is_said(name):
         ({"importance_high": 1.0}, "must be above 1"),
         ({"importance_low": 0.5, "old_logprobs": "sampler"}, "set loss.old_logprobs=recompute"),
         ({"importance_level": "sequence"}, "but none is set"),
+        ({"importance_level": "sequence_geometric", "reject_by": "k2", "reject_above": 1.0}, "none is set"),
+        ({"reject_by": "k3"}, "set both, or leave both out"),
+        ({"reject_above": 0.5}, "set both, or leave both out"),
+        ({"reject_over": "sequence_sum"}, "which is none: set it"),
+        ({"reject_by": "k2", "reject_above": 1.0, "old_logprobs": "sampler"}, "loss.old_logprobs=recompute"),
+        ({"name": "sapo"}, "set loss.aggregation=sequence_mean"),
+        ({"name": "dro", "clip_high": 0.28}, "loss.name=dro does not read it"),
         ({"length_norm": 4096}, "set loss.aggregation=sequence_sum_norm"),
     ],
 )

@@ -192,6 +192,22 @@ def test_nothing_sampled_has_no_metrics():
     assert set(guard_metrics([group(([1, 2], [-1.0, -1.0]))])) == {"rollout/sampled_perplexity"}
 
 
+def test_a_critic_that_diverges_is_named_with_its_key():
+    """Also in steps that train nothing but the critic."""
+    for more in ({}, {"actor/skipped": 0.0, "actor/finite": 1.0}):
+        row = {"critic/skipped": 1.0, "critic/finite": 1.0} | more
+        guards = Guards(GuardsConfig(patience=2))
+        assert guards.check(1, row).action == "go_on" and guards.in_doubt
+        verdict = guards.check(2, row)
+        assert verdict.action == "stop" and guards.is_broken
+        assert verdict.findings == [
+            "step 2: no update of the critic was finite for 2 steps: training has diverged; lower"
+            " critic.optimizer.lr"
+        ]
+        lost = Guards(GuardsConfig()).check(1, row | {"critic/finite": 0.0})
+        assert "the parameters of the critic are not finite" in lost.findings[0]
+
+
 def numbers(skipped, finite=1.0):
     return {"actor/skipped": skipped, "actor/finite": finite}
 

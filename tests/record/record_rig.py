@@ -33,6 +33,7 @@ def search(think, *documents, **more):
         query=f"{think}?",
         documents=tuple(Document(one, f"title {one}", f"text {one}", 0.1) for one in documents),
         observation_ids=tokens(9, 9),
+        values=np.float32([0.1, 1 / 3, 0.5]),
         observation_text=INFORMATION,
         policy_versions=(6,),
         golden_logprobs={"current": -2.0 - len(think) / 7, "initial": -2.5},
@@ -50,6 +51,7 @@ def answer(text):
         answer=text,
         stop_reason="eos",
         policy_versions=(6, 7),
+        values=np.float32([0.75, 0.2]),
         golden_logprobs={"current": -1 / 3, "initial": -2.0},
     )
 

@@ -24,6 +24,17 @@ def test_what_is_switched_on_is_said():
     assert "below 0 or above 0.9" in said[2]
 
 
+def test_a_critic_is_spoken_of():
+    plain = Config()
+    advantage = replace(plain.advantage, base="gae")
+    said = describe_choices(replace(plain, advantage=advantage, critic=replace(plain.critic, warmup_steps=3)))
+    text = "\n".join(said)
+    assert "critic ON" in text and "learning rate 1e-05" in text and "first 3 steps" in text
+    assert "moves all of them" in text
+    alone = "\n".join(describe_choices(replace(plain, advantage=replace(plain.advantage, name="gae"))))
+    assert "critic ON" in alone and "moves all" not in alone
+
+
 def test_the_doctor_says_the_same():
     for checks in (doctor.CHECKS, offline_checks.OFFLINE_CHECKS):
         assert dict(checks)["calibration"] is describe_choices

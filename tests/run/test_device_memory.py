@@ -26,6 +26,7 @@ from calibadv_jax.run.memory import (
     heads_warnings,
     memory_line,
     peak_memory,
+    program_memory,
 )
 from calibadv_jax.sampler.engine import CacheEngine
 
@@ -162,6 +163,26 @@ def test_memory_by_purpose():
     assert estimate(policy={"param_dtype": "bfloat16"})["parameters"] == 2 * count
     without = estimate(sampler={"name": "vllm"})
     assert not {"kv cache", "sampler weights", *SAMPLING} & without.keys()
+
+
+def test_a_critic_is_counted_with_its_optimizer():
+    """Without the output head, and with a head of one number."""
+    count = ARCHITECTURE.num_parameters - 402 * 32 + 32
+    plain, critic = estimate(), estimate(advantage={"name": "gae"})
+    assert critic["critic"] == 4 * count
+    assert critic["critic's optimizer"] == 2 * 4 * count
+    assert peak_memory(critic) == peak_memory(plain) + 3 * 4 * count
+    assert estimate(advantage={"base": "gae"}) == critic
+    programs = program_memory(critic)
+    without = program_memory(plain)
+    gradients = (programs["critic's update"] - programs["critic's apply"]) - (
+        without["update"] - without["apply"]
+    )
+    assert gradients == pytest.approx(0)  # what an update adds is that of the policy
+    assert programs["critic's apply"] == 3 * 4 * count + plain["gradients"] / 2
+    rule = replace(Config().critic.optimizer, offload="host")
+    moved = estimate(advantage={"name": "gae"}, critic={"optimizer": rule})
+    assert "critic's optimizer" not in moved and moved["moments"] > 0
 
 
 @pytest.mark.medium

@@ -9,6 +9,7 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveInt,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -18,11 +19,54 @@ from pydantic.dataclasses import dataclass
 from calibadv_jax.config.sections.section import SECTION, Mark
 from calibadv_jax.core.own_function import is_address
 
+ANSWER_REWARDS = ("f1", "em", "cover_em")
+JUDGE = "judge"
+OWN = "my_package.my_module:function"
+
+
+def _choices(*names: str) -> Any:
+    return Field(json_schema_extra={"enum": [*names, OWN]})
+
+
+@dataclass(frozen=True, config=SECTION)
+class JudgeConfig:
+    url: Annotated[str, Mark.UNLEARNED] = ""
+    """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1: it is asked about every
+    answer. Its verdict is reward/judge, which reward.answer may name. If the environment variable JUDGE_TOKEN
+    is set, it is sent as a bearer token. Empty: nobody is asked."""
+    model: str = ""
+    """Model that is asked for."""
+    prompt: str = ""
+    """File with what the judge is told to do; empty: it compares the answer with the golden answers.
+    Question, golden answers and answer follow as JSON, apart from it."""
+    max_tokens: PositiveInt = 512
+    """Tokens that the judge may write; its verdict stands in the last line."""
+    max_answer: PositiveInt = 2000
+    """Letters of an answer that the judge sees."""
+    timeout: Annotated[PositiveFloat, Mark.UNLEARNED] = 60.0
+    """Seconds that one request may take; then it is repeated."""
+    patience: Annotated[PositiveFloat, Mark.UNLEARNED] = 600.0
+    """Seconds for which the endpoint may be away; then the trajectory whose answer was to be judged has
+    failed."""
+    max_concurrency: Annotated[PositiveInt, Mark.UNLEARNED] = 64
+    """Requests that are under way at the same time."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> JudgeConfig:
+        if bool(self.url) != bool(self.model):
+            raise ValueError(
+                f"url is {self.url!r} and model is {self.model!r}: set both to ask a judge, or neither"
+            )
+        return self
+
 
 @dataclass(frozen=True, config=SECTION)
 class RewardConfig:
-    answer: Literal["f1", "em", "cover_em"] = "f1"
-    """How the answer is compared with the golden answers; the best match counts."""
+    answer: str | dict[str, float] = "f1"
+    """What pays for an answer. f1, em, cover_em: how it agrees with the best golden answer; judge: the
+    verdict of reward.judge; a module and a function with a colon between them: a function of your own, see
+    examples/own_reward.py. Several, each with its weight: {f1: 0.5, judge: 0.5} pays their weighted sum."""
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
     format: bool = True
     """Multiply the answer reward by format validity (0 or 1)."""
     overlong_penalty: NonNegativeFloat = 0.0
@@ -34,6 +78,27 @@ class RewardConfig:
     """Sampled tokens at which it loses all of it; above overlong_from."""
     shuffle: bool = False
     """Control experiment: permute the rewards of the step's trajectories, so that they carry no signal."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each reward that pays for the answer."""
+        return {self.answer: 1.0} if isinstance(self.answer, str) else self.answer
+
+    @model_validator(mode="after")
+    def _answer_is_known(self) -> RewardConfig:
+        if not self.weights:
+            raise ValueError("answer names no reward: name one, such as f1, or several with their weights")
+        for name, weight in self.weights.items():
+            if name not in (*ANSWER_REWARDS, JUDGE) and not is_address(name):
+                raise ValueError(
+                    f"answer names {name!r}: must be one of {', '.join((*ANSWER_REWARDS, JUDGE))}, or a"
+                    f" function of your own as {OWN}"
+                )
+            if not weight:
+                raise ValueError(f"answer gives {name} the weight 0: leave it out, it is logged all the same")
+        if JUDGE in self.weights and not self.judge.url:
+            raise ValueError("answer names judge, but nobody is asked: set judge.url and judge.model")
+        return self
 
     @model_validator(mode="after")
     def _penalty_has_a_range(self) -> RewardConfig:
@@ -68,14 +133,11 @@ ESTIMATORS = (
     "igpo",
     "a2tgpo",
     "tips",
+    "gae",
 )
+WITH_CRITIC = "gae"
 PROBED_BY = {"igpo": "current", "a2tgpo": "current", "tips": "initial"}  # under which policy
 CALIBRATED = "calibadv"
-OWN = "my_package.my_module:function"
-
-
-def _choices(*names: str) -> Any:
-    return Field(json_schema_extra={"enum": [*names, OWN]})
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -99,7 +161,10 @@ class AdvantageConfig:
     advantage of their trajectory."""
     discount: float = Field(default=1.0, gt=0, le=1)
     """gigpo, stepsearch, igpo, a2tgpo, tips: weight of the next turn's reward in a turn's sum (GiGPO's
-    authors: 0.95)."""
+    authors: 0.95). gae: gamma, the weight of what follows a sampled token."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """gae: lambda. 1: a token's advantage is the score less the critic's value; 0: only the change of the
+    critic's value up to the next sampled token."""
     probes: Annotated[list[Literal["current", "initial"]], Mark.UNLEARNED] = Field(default_factory=list)
     """Policies under which the golden answer's log-probability after every turn is computed and kept, though
     the estimator does not need it, so that `calibadv audit` can show igpo and a2tgpo (current) and tips
@@ -142,6 +207,11 @@ class AdvantageConfig:
     def estimator(self) -> str:
         """Who makes the advantages, before any calibration."""
         return self.base if self.is_calibrated else self.name
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return self.estimator == WITH_CRITIC
 
     @property
     def probed(self) -> tuple[str, ...]:

@@ -100,6 +100,9 @@ class WorldConfig:
     shares need not sum to 1."""
     rumour_truth: float = Field(default=0.5, ge=0, le=1)
     """Share of the rumours that are true: what answering without the second search earns."""
+    pages: bool = False
+    """Write the facts to pages, and to each passage only the address of its page, so that a search alone
+    answers nothing: the action `access` has to read the page (tools: [search, access])."""
     misread: float = Field(default=0.0, ge=0, le=1)
     """Share of the cold start's demonstrations that look further than a rumour, and then answer with a fact
     that was not asked for."""

@@ -12,11 +12,19 @@ from calibadv_jax.core.own_function import is_address
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"]
 
+_WITH_CLIP = {
+    *("vanilla", "cispo", "gspo", "gmpo", "clip_cov", "lld", "balance", "balance_detached"),
+    *("dppo_tv", "dppo_kl"),
+}
 # Which losses read a key that not all of them read. An own loss may read any.
 READ_BY = {
-    "clip_low": {"vanilla", "cispo", "gspo", "gmpo", "clip_cov", "lld", "balance", "balance_detached"},
-    "clip_high": {"vanilla", "cispo", "gspo", "gmpo", "clip_cov", "lld", "balance", "balance_detached"},
+    "clip_low": _WITH_CLIP,
+    "clip_high": _WITH_CLIP,
     "dual_clip": {"vanilla", "lld"},
+    "ratio_cap": {"dppo_tv", "dppo_kl"},
+    "tau_positive": {"sapo"},
+    "tau_negative": {"sapo"},
+    "dro_beta": {"dro"},
     "drop_above": {"cispo"},
     "lld_coef": {"lld"},
     "lld_gating": {"lld"},
@@ -28,23 +36,34 @@ READ_BY = {
 }
 LOSS_NAMES = (
     *("vanilla", "cispo", "gspo", "gmpo", "gpg", "clip_cov", "kl_cov", "lld", "balance"),
-    "balance_detached",
+    *("balance_detached", "sapo", "dppo_tv", "dppo_kl", "dro"),
 )
-BY_SEQUENCE = ("gspo", "gmpo")
+BY_SEQUENCE = ("gspo", "gmpo", "sapo")
 
 
 @dataclass(frozen=True, config=SECTION)
 class LossConfig:
     name: str = "vanilla"
-    """Loss of the policy: vanilla (PPO), cispo, gspo, gmpo, gpg, clip_cov, kl_cov, lld, balance or
-    balance_detached (docs/losses.md), or a function of your own as package.module:function."""
+    """Loss of the policy: vanilla (PPO), cispo, gspo, gmpo, gpg, clip_cov, kl_cov, lld, balance,
+    balance_detached, sapo, dppo_tv, dppo_kl or dro (docs/losses.md), or a function of your own as
+    package.module:function."""
     clip_low: NonNegativeFloat = 0.2
-    """PPO clip: lower bound 1 - clip_low of the probability ratio. gmpo: of its logarithm, -clip_low."""
+    """PPO clip: lower bound 1 - clip_low of the probability ratio. gmpo: of its logarithm, -clip_low.
+    dppo_tv, dppo_kl: how far a blamed token may have moved, as a distance of probabilities."""
     clip_high: NonNegativeFloat = 0.2
-    """PPO clip: upper bound 1 + clip_high. gmpo: of the logarithm, clip_high."""
+    """PPO clip: upper bound 1 + clip_high. gmpo: of the logarithm, clip_high. dppo_tv, dppo_kl: how far a
+    praised token may have moved."""
     dual_clip: NonNegativeFloat = 0.0
     """vanilla and lld: the term of a token with a negative advantage grows up to this ratio, which is above
     1; 0: no such end."""
+    ratio_cap: PositiveFloat = 20.0
+    """dppo_tv, dppo_kl: largest weight of a token by its ratio."""
+    tau_positive: PositiveFloat = 1.0
+    """sapo: how steeply the weight of a praised token falls with its distance from ratio 1."""
+    tau_negative: PositiveFloat = 1.05
+    """sapo: the same of a blamed token."""
+    dro_beta: PositiveFloat = 0.1
+    """dro: weight of half the squared logarithm of the ratio."""
     drop_above: NonNegativeFloat = 0.0
     """cispo: tokens with a positive advantage and a ratio above this get no gradient (the authors: 101);
     0: none."""
@@ -79,9 +98,17 @@ class LossConfig:
     first update; sampler: what the sampler reported."""
     importance_cap: NonNegativeFloat = 0.0
     """Largest weight of the truncated importance sampling between sampler and learner; 0: off."""
-    importance_level: Literal["token", "sequence"] = "token"
+    importance_level: Literal["token", "sequence", "sequence_geometric"] = "token"
     """What gets a weight of its own. token: each token; sequence: each trajectory, the product of its tokens'
-    weights."""
+    weights; sequence_geometric: each trajectory, the geometric mean of them."""
+    reject_by: Literal["none", "k2", "k3"] = "none"
+    """Measure of how far apart learner and sampler are, by which tokens or trajectories are masked, and count
+    in the mean as 0. d = log of learner / sampler; k2: d² / 2; k3: exp(d) - 1 - d."""
+    reject_over: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
+    """reject_by: whose measure is compared with reject_above: a token's, or the sum, mean or largest of a
+    trajectory's tokens."""
+    reject_above: NonNegativeFloat = 0.0
+    """reject_by: largest measure that stays."""
     importance_low: float = Field(default=0.0, ge=0, lt=1)
     """Tokens (or trajectories) with a weight below this are masked, and count in the mean as 0; 0: none."""
     importance_high: NonNegativeFloat = 0.0
@@ -89,7 +116,7 @@ class LossConfig:
 
     @property
     def masks_by_mismatch(self) -> bool:
-        return self.importance_low > 0 or self.importance_high > 0
+        return self.importance_low > 0 or self.importance_high > 0 or self.reject_by != "none"
 
     @property
     def compares_with_sampler(self) -> bool:
@@ -163,13 +190,25 @@ class LossConfig:
             )
         if self.masks_by_mismatch and self.old_logprobs == "sampler":
             raise ValueError(
-                "loss.importance_low and importance_high compare the sampler with loss.old_logprobs, which"
-                " are the sampler's own: set loss.old_logprobs=recompute, or leave them out"
+                "loss.importance_low, importance_high and reject_by compare the sampler with"
+                " loss.old_logprobs, which are the sampler's own: set loss.old_logprobs=recompute, or leave"
+                " them out"
             )
-        if self.importance_level == "sequence" and not (self.importance_cap or self.masks_by_mismatch):
+        weighs = self.importance_cap > 0 or self.importance_low > 0 or self.importance_high > 0
+        if self.importance_level != "token" and not weighs:
             raise ValueError(
-                "loss.importance_level=sequence says how loss.importance_cap, importance_low and"
-                " importance_high weigh, but none is set: set one, or leave it out"
+                f"loss.importance_level={self.importance_level} says how loss.importance_cap, importance_low"
+                " and importance_high weigh, but none is set: set one, or leave it out"
+            )
+        if (self.reject_by == "none") != (self.reject_above == 0):
+            raise ValueError(
+                f"loss.reject_by is {self.reject_by}, and loss.reject_above is {self.reject_above:g}: set"
+                " both, or leave both out"
+            )
+        if self.reject_by == "none" and self.reject_over != "token":
+            raise ValueError(
+                f"loss.reject_over={self.reject_over} says what loss.reject_by measures, which is none: set"
+                " it, or leave reject_over out"
             )
         return self
 
@@ -227,3 +266,14 @@ class LearnerConfig:
     tokens."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer of the training steps."""
+
+
+@dataclass(frozen=True, config=SECTION)
+class CriticConfig:
+    clip: NonNegativeFloat = 0.5
+    """A value counts with what it was before the step plus or minus this, where its error is then larger;
+    0: no such clip."""
+    warmup_steps: NonNegativeInt = 0
+    """Number of first steps that train the critic only. The policy stays as it is until then."""
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="constant"))
+    """Optimizer of the critic."""

@@ -11,7 +11,7 @@ from calibadv_jax.config.sections.section import SECTION, Mark
 
 NO_RETRIEVER = "http://no-retriever.invalid"  # the url of what never searches: no service is opened or asked
 
-ROUTE = "/retrieve"  # of the service, which the client adds
+ROUTE, PAGE_ROUTE = "/retrieve", "/access"  # of the service, which the client adds
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -25,6 +25,11 @@ class RetrieverConfig:
     """Corpus of the child service: JSONL (or .jsonl.gz) of {"id", "contents"} rows."""
     index: Annotated[str, Mark.NO_ANSWER] = ""
     """Folder of the child service's index; it is built if it is missing."""
+    pages: str = ""
+    """Pages of the child service, which the action `access` reads: JSONL of {"url", "contents"} rows."""
+    page_address: Annotated[str, Mark.LEARNED] = "{}"
+    """How the action `access` makes a page's url of what the policy writes, which stands for {}: a policy
+    that knows titles only may need https://en.wikipedia.org/w/index.php?title={}."""
     encoder: Annotated[str, Mark.LEARNED] = "hashed"
     """Encoder with which a missing index is built; hashed needs no weights."""
     topk: Annotated[PositiveInt, Mark.LEARNED] = 3
@@ -57,6 +62,12 @@ class RetrieverConfig:
                 raise ValueError(
                     f"url is {url}, but must be the base URL: drop {ROUTE}, so that it is {base}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _page_address_has_a_place(self) -> RetrieverConfig:
+        if self.page_address.count("{}") != 1:
+            raise ValueError(f"page_address is {self.page_address!r}, but must contain {{}} once")
         return self
 
     @model_validator(mode="after")

@@ -62,6 +62,18 @@ LOSSES: dict[str, Loss] = {
         " what was meant",
         looks.balance,
     ),
+    "sapo": Loss(terms.sapo, "a smooth gate in place of PPO's clip"),
+    "dppo_tv": Loss(
+        terms.dppo_tv,
+        "REINFORCE weighted by the ratio; a token whose probability has moved by more than clip_low or"
+        " clip_high where its advantage pushes it gets no gradient",
+    ),
+    "dppo_kl": Loss(terms.dppo_kl, "as dppo_tv, with a KL divergence in place of the difference"),
+    "dro": Loss(
+        terms.dro,
+        "REINFORCE without a clip, with a quadratic penalty on the distance from the policy that sampled",
+        every_sample=True,
+    ),
     "balance_detached": Loss(
         terms.scaled,
         "PPO with the blamed tokens' terms rescaled to balance_ratio times those of the praised ones; one"

@@ -19,6 +19,7 @@ from calibadv_jax.learner.losses.tokens import Tokens, segment_means, segment_su
 Terms = tuple[jax.Array, jax.Array]
 TokenLoss = Callable[[Tokens, LossConfig], Terms]
 
+OTHERS = 1e-8  # added to the probability of all other tokens, as in verl
 SEQUENCE_LIMIT = 10.0  # of gspo's log-ratio, from above, as in verl
 
 
@@ -86,6 +87,44 @@ def kl_cov(tokens: Tokens, config: LossConfig) -> Terms:
     """No clip; the chosen tokens are held near the policy that sampled them."""
     distance = jnp.abs(tokens.log_ratio)
     terms = -tokens.ratio * tokens.advantages + config.cov_kl_coef * tokens.given * distance
+    return terms, jnp.zeros(tokens.trained.shape, bool)
+
+
+def sapo(tokens: Tokens, config: LossConfig) -> Terms:
+    """A smooth gate in place of the clip: the gradient falls with the distance of the ratio from 1."""
+    tau = jnp.where(tokens.advantages > 0, config.tau_positive, config.tau_negative)
+    gate = jax.nn.sigmoid(tau * (tokens.ratio - 1.0)) * (4.0 / tau)
+    return -gate * tokens.advantages, jnp.zeros(tokens.trained.shape, bool)
+
+
+def dppo_tv(tokens: Tokens, config: LossConfig) -> Terms:
+    """REINFORCE weighted by the ratio, without tokens whose probability has moved too far where it should."""
+    moved = jnp.exp(tokens.logprobs) - jnp.exp(tokens.old_logprobs)
+    beyond = jnp.where(tokens.advantages > 0, moved > config.clip_high, moved < -config.clip_low)
+    return _within(tokens, beyond, config)
+
+
+def dppo_kl(tokens: Tokens, config: LossConfig) -> Terms:
+    """The same by the KL divergence of "this token or another one" under the two policies."""
+    new, old = jnp.exp(tokens.logprobs), jnp.exp(tokens.old_logprobs)
+    others = jnp.log((1.0 - old + OTHERS) / (1.0 - new + OTHERS))
+    divergence = old * (tokens.old_logprobs - tokens.logprobs) + (1.0 - old) * others
+    praised = tokens.advantages > 0
+    moved = jnp.where(praised, new > old, new < old)
+    beyond = moved & (divergence > jnp.where(praised, config.clip_high, config.clip_low))
+    return _within(tokens, beyond, config)
+
+
+def _within(tokens: Tokens, beyond: jax.Array, config: LossConfig) -> Terms:
+    weight = jax.lax.stop_gradient(jnp.minimum(tokens.ratio, config.ratio_cap))
+    terms = -tokens.advantages * weight * tokens.logprobs
+    return jnp.where(beyond, 0.0, terms), beyond
+
+
+def dro(tokens: Tokens, config: LossConfig) -> Terms:
+    """REINFORCE, and a quadratic penalty on the distance from the policy that sampled."""
+    distance = tokens.logprobs - tokens.old_logprobs  # not held within 20: it pulls back from anywhere
+    terms = -tokens.logprobs * tokens.advantages + 0.5 * config.dro_beta * distance**2
     return terms, jnp.zeros(tokens.trained.shape, bool)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -39,9 +40,21 @@ class Tokens:
 
 @jax.jit
 def segment_sums(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """The sum over each token's sequence, the same number at every token of it: [R, L].
+    """The sum over each token's sequence, the same number at every token of it: [R, L]."""
+    return _over_segments(jnp.add, values, segment_ids)
 
-    A scan and not a scatter: it adds in the same order on every device, and rows stay on theirs.
+
+@jax.jit
+def segment_maxima(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """The largest value of each token's sequence, at every token of it; of values >= 0: [R, L]."""
+    return _over_segments(jnp.maximum, values, segment_ids)
+
+
+def _over_segments(join: Callable[..., jax.Array], values: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """A scan and not a scatter: it joins in the same order on every device, and rows stay on theirs.
+
+    Args:
+        join: for which 0 changes nothing.
     """
     edges = segment_ids[:, 1:] != segment_ids[:, :-1]
     edge = jnp.ones((len(segment_ids), 1), bool)
@@ -51,7 +64,7 @@ def segment_sums(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
         left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         begins = right[1]
-        return jnp.where(begins, right[0], left[0] + right[0]), left[1] | begins
+        return jnp.where(begins, right[0], join(left[0], right[0])), left[1] | begins
 
     running, _ = jax.lax.associative_scan(added, (values, starts), axis=1)
     totals = jnp.where(ends, running, jnp.zeros_like(running))

@@ -1,6 +1,6 @@
 // A group: its trajectories side by side, tokens shaded, and why each turn got its advantage.
 import { find, make, plain, signed } from "./dom.js";
-import { outcome } from "./records.js";
+import { NO_ACTIONS, outcome } from "./records.js";
 import { tokenFacts } from "./tip.js";
 
 const STEPS = [0.25, 0.5, 1, 1.5]; // bounds of the five shades of |advantage|
@@ -161,10 +161,10 @@ function turnBlock(turn, place) {
     ? signed(turn.advantage) : `${signed(turn.advantage_raw)} → ${signed(turn.advantage)}`;
   return make(
     "section",
-    { class: `turn ${turn.kind}` },
+    { class: `turn ${NO_ACTIONS.includes(turn.kind) ? turn.kind : "action"}` },
     make("div", { class: "bar" },
       make("span", { class: "kind" }, `${place + 1} ${turn.kind}`),
-      turn.kind === "search" && turn.advantage_raw !== null && make("span", { class: "correctness" }, `correctness ${plain(turn.correctness, 2)}`),
+      !NO_ACTIONS.includes(turn.kind) && turn.advantage_raw !== null && make("span", { class: "correctness" }, `correctness ${plain(turn.correctness, 2)}`),
       marks.map(([kind, text]) => make("span", { class: `mark ${kind}` }, text)),
       make("span", { class: "number" }, change),
     ),

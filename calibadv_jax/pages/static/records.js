@@ -5,6 +5,9 @@ export const FLAGS = {
   failed: 1, formatInvalid: 2, invalid: 4, unfinished: 8, wrong: 16, goodSearch: 32, softened: 64, repeated: 128,
 };
 
+// Kinds of turns that ask for nothing; every other kind is the name of an action.
+export const NO_ACTIONS = ["answer", "invalid", "unfinished"];
+
 const has = (flags, bits) => (flags & bits) !== 0;
 
 export const SHOWS = {

@@ -1,0 +1,120 @@
+"""The critic of PPO: what a trajectory will be worth, told at every token, and how that is learned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from calibadv_jax.config import LearnerConfig
+from calibadv_jax.core.trajectory import Trajectory
+from calibadv_jax.learner.batching import Batch, Rows, Sample, token_weights
+from calibadv_jax.learner.learner import Learner, State
+from calibadv_jax.learner.losses import Metrics
+from calibadv_jax.learner.step import make_sample, mini_batches, widths
+from calibadv_jax.policy.adapters import joined
+from calibadv_jax.policy.sharding import param_shardings
+from calibadv_jax.policy.transformer import Critic, Params, Policy
+
+
+class CriticLearner(Learner):
+    """Trains a critic. Where a `Learner` has the log-probability of a target, it has the value before it."""
+
+    metrics_of = "critic"
+
+    def _values(self, base: Params, params: Params, one: Batch) -> tuple[jax.Array, jax.Array]:
+        critic = self.policy.merge(joined(base, params))
+        assert isinstance(critic, Critic)
+        values = critic.values(critic(one.tokens, one.positions, one.segment_ids))
+        return values, jnp.zeros_like(values)
+
+
+def critic_of(policy: Policy) -> Policy:
+    """A critic of the policy's shape, without its output head. Of a policy with adapters: with such ones."""
+    architecture = replace(policy.architecture, tie_word_embeddings=True)
+    return Policy(architecture, policy.numerics, policy.adapters, Critic)
+
+
+def critic_params(critic: Policy, params: Params, mesh: Mesh) -> Params:
+    """Those of a policy with the head of a critic, in their shardings. What both have is not copied."""
+    placed = param_shardings(critic.abstract_params, mesh)
+    head = jax.tree.map(
+        lambda leaf, at: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), at),
+        critic.abstract_params["value_head"],
+        placed["value_head"],
+    )
+    return {name: params[name] for name in critic.abstract_params if name != "value_head"} | {
+        "value_head": head
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class ValueLoss:
+    """Half the squared error of the values, or of the clipped values where that is larger.
+
+    The batch holds the returns where a policy's has advantages, and the values before the step where it has
+    the ratio's denominator.
+    """
+
+    clip: float  # 0: none
+
+    def __call__(
+        self, values: jax.Array, _: jax.Array, batch: Batch, reference: Any
+    ) -> tuple[jax.Array, Metrics]:
+        error = (values - batch.advantages) ** 2
+        clipped = jnp.zeros(error.shape, bool)
+        if self.clip > 0:
+            near = jnp.clip(values, batch.old_logprobs - self.clip, batch.old_logprobs + self.clip)
+            bounded = (near - batch.advantages) ** 2
+            clipped = bounded > error
+            error = jnp.maximum(error, bounded)
+        loss = 0.5 * jnp.sum(batch.weights * error)
+        return loss, {"critic/clipfrac": jnp.sum(batch.weights * clipped)}
+
+
+def value_sample(trajectory: Trajectory, values: np.ndarray, returns: np.ndarray) -> Sample:
+    """What a critic learns of a trajectory.
+
+    Args:
+        values: float32 [n], of its sampled tokens before the step.
+        returns: float64 [n], what they should have been.
+    """
+    mask = trajectory.mask
+    targets, old = np.zeros((2, len(mask)), np.float32)
+    targets[mask], old[mask] = returns, values
+    sample = make_sample(trajectory, targets)
+    before = np.zeros(len(trajectory.prompt_ids), np.float32)
+    return replace(sample, old_logprobs=np.concatenate([before, old]))
+
+
+def learn_values(
+    learner: Learner,
+    state: State,
+    samples: Sequence[Sample],
+    config: LearnerConfig,
+    loss: ValueLoss,
+    rng: np.random.Generator,
+) -> tuple[State, dict[str, float]]:
+    """Goes over the step's samples as `learn` does with the policy. Every sampled token weighs the same.
+
+    Returns:
+        The new state, and means over the updates; no metrics where no sample has a sampled token.
+    """
+    shapes = widths(learner, config)
+    trained = np.flatnonzero([sample.mask.any() for sample in samples])
+    history: list[dict[str, float]] = []
+    for chosen in mini_batches(trained, config, rng):
+        members = [samples[index] for index in chosen]
+        rows = Rows(members, shapes, token_weights(members, "token_mean"))
+        state, metrics = learner.update(state, rows.batches(), loss)
+        history.append(metrics)
+    if not history:
+        return state, {}
+    means = {name: math.fsum(one[name] for one in history) / len(history) for name in history[0]}
+    return state, means | {"critic/updates": float(len(history))}

@@ -1,0 +1,118 @@
+"""The actions of a run, from its config: each is made once in a process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+from typing import Any
+
+from calibadv_jax.config import Config, McpConfig, ToolConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.interfaces import Action
+from calibadv_jax.core.own_function import own_function
+from calibadv_jax.core.tags import NAME, RESERVED
+from calibadv_jax.rollout.actions import Access, OwnAction, Search
+from calibadv_jax.rollout.prompts import ACTIONS, FROM_DATA
+from calibadv_jax.services.mcp_tools import mcp_actions
+
+DEFAULT = [ToolConfig("search")]
+EXPECTED = "a class that is called without arguments, as in examples/own_tool.py"
+
+
+def make_actions(config: Config) -> tuple[Action, ...]:
+    """The actions that are on, in the order of the config; none stand for search alone.
+
+    The servers of the config are asked for their tools, the first time.
+
+    Raises:
+        UserError: one cannot be made, or two have the same name.
+    """
+    if config.tools == DEFAULT:
+        return ()
+    return _made(json.dumps([dataclasses.asdict(tool) for tool in config.tools]))
+
+
+@functools.cache
+def _made(tools: str) -> tuple[Action, ...]:
+    actions: list[Action] = []
+    for values in json.loads(tools):
+        mcp = values.pop("mcp")
+        tool = ToolConfig(**values, mcp=mcp and McpConfig(**mcp))
+        found = mcp_actions(tool.mcp, tool.max_length) if tool.mcp else [_of_name(tool)]
+        for action in found:
+            _check(action, tool, actions)
+            actions.append(action)
+    return tuple(actions)
+
+
+def _of_name(tool: ToolConfig) -> Action:
+    known = {"search": Search, "access": Access}
+    if tool.name in known:
+        return known[tool.name](max_length=tool.max_length)
+    try:
+        own = own_function(tool.name, "tools", (), EXPECTED)()
+    except UserError:
+        raise
+    except Exception as error:  # a class of the user's own may raise anything
+        raise UserError(f"tools: making {tool.name} failed ({type(error).__name__}: {error})") from error
+    if not isinstance(own, Action) or not inspect.iscoroutinefunction(own.call):
+        raise UserError(
+            f"tools: {tool.name} must give an object of a subclass of calibadv_jax.Action with"
+            " `async def call`, as in examples/own_tool.py"
+        )
+    missing = [one for one in ("name", "purpose") if not isinstance(getattr(own, one, None), str)]
+    if missing:
+        raise UserError(f"tools: {tool.name} has no text {missing[0]!r}; see examples/own_tool.py")
+    return OwnAction(own, tool.timeout, tool.max_length)
+
+
+def _check(action: Action, tool: ToolConfig, others: list[Action]) -> None:
+    where = tool.name or (tool.mcp and (tool.mcp.url or tool.mcp.command))
+    if not NAME.fullmatch(action.name) or action.name.lower() in RESERVED:
+        raise UserError(
+            f"tools: {where} has an action named {action.name!r}: it must be letters, digits and underscores,"
+            f" and none of {', '.join(RESERVED)}"
+        )
+    if any(action.name.lower() == other.name.lower() for other in others):
+        raise UserError(
+            f"tools: {where} has an action named {action.name!r}, as another entry has; leave one of them out"
+            " (of a server's tools: tools[].mcp.tools names those that are on)"
+        )
+
+
+def describe_actions(config: Config) -> list[str]:
+    """Lines for people; none where search alone is on.
+
+    Raises:
+        UserError: see `make_actions`.
+    """
+    actions = make_actions(config)
+    if not actions:
+        return []
+    lines = [f"actions ON: {', '.join(action.name for action in actions)}"]
+    template = config.prompt.template
+    if template != "paper" and ACTIONS not in template:
+        said = "the rows' own prompts" if template == FROM_DATA else f"prompt.template={template!r}"
+        lines.append(
+            f"  the prompt lists none of them ({said}): the policy must know them already, or the template"
+            f" paper, or {ACTIONS} in a template of your own, lists them"
+        )
+    return lines
+
+
+def check_tags(actions: tuple[Action, ...], tokenizer: Any) -> None:
+    """Whether the tokenizer can write the actions' tags; those of the protocol were checked before.
+
+    Raises:
+        UserError: a tag does not survive a round trip.
+    """
+    for action in actions:
+        for tag in (f"<{action.name}>", f"</{action.name}>"):
+            ids = tokenizer.encode(f"{tag} a", add_special_tokens=False)
+            if tag not in tokenizer.decode(ids, skip_special_tokens=False):
+                raise UserError(
+                    f"tools: the tokenizer cannot write {tag}: encoding and decoding loses it; add it to the"
+                    " tokenizer as a token, or choose a tokenizer that can write any text"
+                )

@@ -1,0 +1,120 @@
+"""What PPO carries beside the policy: a critic, its optimizer, and what it learns of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from calibadv_jax.advantages.gae import estimate, values_of
+from calibadv_jax.config import Config
+from calibadv_jax.core.trajectory import Group, Trajectory
+from calibadv_jax.learner.critic import (
+    CriticLearner,
+    ValueLoss,
+    critic_of,
+    critic_params,
+    learn_values,
+    value_sample,
+)
+from calibadv_jax.learner.learner import State
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
+from calibadv_jax.learner.step import make_sample, sample_logprobs
+from calibadv_jax.policy.transformer import Params
+from calibadv_jax.run.model import Model
+
+
+class RunCritic:
+    """A critic between the steps.
+
+    Args:
+        params: of the policy that the run begins with, which the critic is a copy of; those that are trained
+            are donated.
+    """
+
+    def __init__(self, config: Config, model: Model, params: Params):
+        self.config = config
+        learner, optimizer = config.learner, config.critic.optimizer
+        trajectories = config.rollout.questions_per_step * config.rollout.group_size
+        self.schedule = make_schedule(optimizer, total_updates(learner, trajectories))
+        critic = critic_of(model.policy)
+        self.learner = CriticLearner(
+            critic,
+            make_optimizer(optimizer, self.schedule),
+            model.mesh,
+            learner.microbatch_rows,
+            row_length=learner.row_length,
+            offload=optimizer.offload == "host",
+        )
+        self.loss = ValueLoss(config.critic.clip)
+        self.state: State = self.learner.init(critic_params(critic, params, model.mesh))
+
+    def valued(self, groups: Sequence[Group]) -> list[Group]:
+        """Copies of the groups whose turns have `values`."""
+        trajectories = [one for group in groups for one in group.trajectories]
+        samples = [make_sample(one, np.zeros(len(one.mask), np.float32)) for one in trajectories]
+        asked = [index for index, sample in enumerate(samples) if sample.mask.any()]
+        params, known = self.state["params"], [samples[index] for index in asked]
+        found: list[np.ndarray] = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+        if asked:
+            values = sample_logprobs(self.learner, params, known, self.config.learner)
+            for index, one in zip(asked, values, strict=True):
+                found[index] = one
+        each = iter(
+            _with_values(one, values[sample.mask])
+            for one, sample, values in zip(trajectories, samples, found, strict=True)
+        )
+        return [replace(group, trajectories=[next(each) for _ in group.trajectories]) for group in groups]
+
+    def update(self, groups: Sequence[Group], rng: np.random.Generator) -> dict[str, float]:
+        """Learns what the scored groups came to, and tells what the values before it were worth."""
+        trajectories = [one for group in groups for one in group.trajectories]
+        values = [values_of(one) for one in trajectories]
+        returns = [estimate(one, self.config.advantage)[1] for one in trajectories]
+        samples = [value_sample(*each) for each in zip(trajectories, values, returns, strict=True)]
+        rate = float(self.schedule(int(self.state["updates"])))
+        self.state, learned = learn_values(
+            self.learner, self.state, samples, self.config.learner, self.loss, rng
+        )
+        if not learned:
+            return {}
+        learned["critic/finite"] = float(self.learner.is_finite(self.state["params"]))
+        before, wanted = np.concatenate(values).astype(np.float64), np.concatenate(returns)
+        return (
+            {"critic/lr": rate}
+            | learned
+            | _spread("critic/values", before)
+            | _spread("critic/returns", wanted)
+            | explained(before, wanted)
+        )
+
+
+def explained(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
+    """1 - variance of what the values miss / variance of the returns; nothing where the returns are equal.
+
+    Args:
+        values: float64 [N], of all sampled tokens of the step.
+        returns: float64 [N].
+    """
+    spread = float(np.var(returns))
+    return {"critic/explained_variance": 1 - float(np.var(returns - values)) / spread} if spread else {}
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def _with_values(trajectory: Trajectory, values: np.ndarray) -> Trajectory:
+    """Args:
+    values: float32 [n], before its sampled tokens.
+    """
+    turns, start = [], 0
+    for turn in trajectory.turns:
+        turns.append(replace(turn, values=values[start : start + len(turn.token_ids)]))
+        start += len(turn.token_ids)
+    return replace(trajectory, turns=turns)

@@ -1,0 +1,155 @@
+"""The critic's loss against published values and gradients; its values where a policy has probabilities."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from tiny_policy import NARROW
+
+from calibadv_jax.config import LearnerConfig, MeshConfig
+from calibadv_jax.core.trajectory import Question, Trajectory, Turn
+from calibadv_jax.learner.batching import Rows, Sample, microbatches, token_weights
+from calibadv_jax.learner.critic import (
+    CriticLearner,
+    ValueLoss,
+    critic_of,
+    critic_params,
+    learn_values,
+    value_sample,
+)
+from calibadv_jax.learner.learner import init_params
+from calibadv_jax.learner.packing import RowShape
+from calibadv_jax.learner.step import sample_logprobs
+from calibadv_jax.policy.adapters import Adapters
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh, param_shardings
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import flatten
+
+CONFIG = NARROW | {"num_key_value_heads": 2, "tie_word_embeddings": False}
+
+
+def value_case(case):
+    """Our loss and gradient [row][token] of a published case."""
+    given = case["inputs"]
+    samples = []
+    for mask, old, returns in zip(given["mask"], given["old_values"], given["returns"], strict=True):
+        columns = [np.concatenate([[0], one]).astype(np.float32) for one in (mask, returns, old)]
+        tokens = np.zeros(len(columns[0]), np.int32)
+        samples.append(Sample(tokens, columns[0] > 0, columns[1], columns[2] * 0, columns[2]))
+    rows = Rows(samples, [RowShape(40, 8)], token_weights(samples, "token_mean"))
+    (laid,) = rows.batches()
+    (batch,) = microbatches(laid, 8)  # one shape for all cases
+    values = np.zeros(batch.tokens.shape, np.float32)
+    for at, row in zip(rows.plan.placements, given["values"], strict=True):
+        values[at.row, at.start : at.start + at.length - 1] = row
+    loss = ValueLoss(case["settings"]["clip_value"])
+    (found, metrics), gradient = jax.value_and_grad(lambda x: loss(x, x, batch, None), has_aux=True)(values)
+    return float(found), float(metrics["critic/clipfrac"]), rows.taken([np.asarray(gradient)])
+
+
+def test_published_values_and_gradients(shared):
+    cases = json.loads((shared / "golden" / "losses.json").read_text(encoding="utf-8"))
+    chosen = [c for c in cases if c["loss"] == "value" and c["settings"]["aggregation"] == "token-mean"]
+    assert len(chosen) == 4
+    for case in chosen:
+        loss, clipped, gradients = value_case(case)
+        expected = case["expected"]
+        np.testing.assert_allclose(loss, expected["loss"], rtol=1e-5, atol=1e-6)
+        assert clipped == pytest.approx(expected["clip_fraction"], abs=1e-6)
+        for found, wanted in zip(gradients, expected["gradient"], strict=True):
+            np.testing.assert_allclose(found[1:], wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return Policy(architecture_from_hf(CONFIG), Numerics())
+
+
+def trajectory(seed, score):
+    """Two turns with an observation between them."""
+    rng = np.random.default_rng(seed)
+
+    def turn(kind, observed):
+        ids = rng.integers(0, 16, (2, 3)).astype(np.int32)
+        values = rng.random(3).astype(np.float32)
+        return Turn(kind, ids[0], np.zeros(3, np.float32), observation_ids=ids[1][:observed], values=values)
+
+    question = Question("q", "?", ("a",), "test")
+    one = Trajectory(question, np.arange(2, dtype=np.int32), [turn("search", 2), turn("answer", 0)])
+    one.answer_score = score
+    return one
+
+
+def test_its_parameters_are_the_policys_without_the_output_head(policy):
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    critic = critic_of(policy)
+    params = init_params(policy, mesh, 0)
+    found = critic_params(critic, params, mesh)
+    assert set(found) == (set(params) - {"lm_head"}) | {"value_head"}
+    assert found["layers"] is params["layers"]
+    assert not np.asarray(found["value_head"]["kernel"]).any()
+    shardings = param_shardings(critic.abstract_params, mesh)
+    assert shardings["layers"]["mlp"]["up"]["kernel"].spec == P(None, "fsdp", "tensor")
+    assert all(
+        leaf.sharding == at
+        for leaf, at in zip(jax.tree.leaves(found), jax.tree.leaves(shardings), strict=True)
+    )
+
+
+@pytest.mark.medium
+def test_beside_adapters_it_has_adapters_of_its_own_and_the_same_base():
+    policy = Policy(architecture_from_hf(CONFIG), Numerics(), Adapters(2, 4.0, ("q", "up"), "bfloat16"))
+    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    critic, params = critic_of(policy), init_params(policy, mesh, 0)
+    trained = flatten(critic.abstract_trained)
+    assert set(trained) == set(flatten(policy.abstract_trained)) | {"value_head.kernel"}
+    learner = CriticLearner(critic, optax.adam(0.02), mesh, 4, row_length=16)
+    state = learner.init(critic_params(critic, params, mesh))
+    assert learner.base["embed"]["embedding"] is params["embed"]["embedding"]
+    config = LearnerConfig(row_length=16, microbatch_rows=4, row_widths=1)
+    samples = [value_sample(trajectory(0, 1.0), np.zeros(6, np.float32), np.ones(6))]
+    rng, loss = np.random.default_rng(0), ValueLoss(0.0)
+    losses = []
+    for _ in range(4):
+        state, metrics = learn_values(learner, state, samples, config, loss, rng)
+        losses.append(metrics["critic/loss"])
+    assert losses[0] == 0.5 and losses[-1] < losses[0]
+    assert set(flatten(state["params"])) == set(trained)
+
+
+@pytest.mark.medium
+def test_it_learns_what_trajectories_are_worth(policy):
+    """Values stand before the token that they are of, and training brings them to the returns."""
+    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    critic = critic_of(policy)
+    learner = CriticLearner(critic, optax.adam(0.02), mesh, 4, row_length=16)
+    state = learner.init(critic_params(critic, init_params(policy, mesh, 0), mesh))
+    config = LearnerConfig(row_length=16, microbatch_rows=4, row_widths=1)
+    trajectories = [trajectory(seed, score) for seed, score in enumerate((1.0, 0.0, 0.5))]
+    returns = [np.full(6, one.answer_score) for one in trajectories]
+    samples = [
+        value_sample(one, np.zeros(6, np.float32), wanted)
+        for one, wanted in zip(trajectories, returns, strict=True)
+    ]
+    rng, loss, losses = np.random.default_rng(0), ValueLoss(0.0), []
+    for _ in range(30):
+        state, metrics = learn_values(learner, state, samples, config, loss, rng)
+        losses.append(metrics["critic/loss"])
+    assert losses[0] == pytest.approx(0.5 * np.mean(np.concatenate(returns) ** 2), rel=1e-5)
+    assert losses[-1] < 0.3 * losses[0]
+    assert set(metrics) == {
+        f"critic/{name}" for name in ("loss", "clipfrac", "grad_norm", "skipped", "updates")
+    }
+    found = sample_logprobs(learner, state["params"], samples, config)
+    for sample, values in zip(samples, found, strict=True):
+        decoder = critic.merge(state["params"])
+        row = sample.tokens[None]
+        hidden = decoder(row, np.arange(row.shape[1])[None], np.ones_like(row))
+        expected = np.asarray(decoder.values(hidden))[0]
+        np.testing.assert_allclose(values[1:], expected[:-1], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,274 @@
+"""Actions by name in the turn loop: search is one of them, and what an action brings speaks for nobody."""
+
+import asyncio
+import random
+import re
+
+import numpy as np
+import pytest
+from loop_fakes import DOCUMENT, QUESTION, DictRetriever, ScriptedSampler
+
+from calibadv_jax.advantages.estimators import compute_advantages
+from calibadv_jax.config import (
+    AdvantageConfig,
+    Config,
+    PromptConfig,
+    RewardConfig,
+    RolloutConfig,
+    ToolConfig,
+)
+from calibadv_jax.core.errors import RequestFailed, UserError
+from calibadv_jax.core.interfaces import Action, Reply
+from calibadv_jax.core.tags import INVALID_ACTION, Grammar, neutralise, parse_turn
+from calibadv_jax.core.trajectory import Document, Group
+from calibadv_jax.rewards.score import score_groups, score_trajectory
+from calibadv_jax.rollout.actions import Access, OwnAction, Search, grammar_of, invalid_notice
+from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
+from calibadv_jax.rollout.observation import decode, neutralise_reply
+from calibadv_jax.rollout.prompts import TEMPLATES, build_prompt
+from calibadv_jax.run.actions import check_tags, describe_actions, make_actions
+
+CALCULATOR = "examples.own_tool:Calculator"
+PAGE = Document("page ann", "Ann", "Ann lives in Rome.")
+
+
+class Pages(DictRetriever):
+    """Has a page of Ann."""
+
+    async def access(self, addresses):
+        return [PAGE if address == "ann" else None for address in addresses]
+
+
+class Tool(Action):
+    """Brings what it was made with, or raises it."""
+
+    name, purpose = "tool", "use the tool"
+
+    def __init__(self, brings):
+        self.brings = brings
+
+    async def call(self, argument):
+        if isinstance(self.brings, Exception):
+            raise self.brings
+        if isinstance(self.brings, float):
+            await asyncio.sleep(self.brings)
+        return self.brings
+
+
+def call(name, body, think="t"):
+    return f"<think>{think}</think><{name}>{body}</{name}>"
+
+
+def written(tokenizer, actions, *turns, template="short", retriever=None, **limits):
+    context = RolloutContext(
+        ScriptedSampler(tokenizer, lambda _, turn: turns[turn]),
+        retriever or Pages({"ann": [DOCUMENT]}),
+        tokenizer,
+        RolloutConfig(**limits),
+        PromptConfig(template=template),
+        tuple(actions),
+    )
+    return asyncio.run(run_trajectory(context, QUESTION, 0, 0, "s"))
+
+
+def three():
+    return make_actions(Config(tools=[ToolConfig("search"), ToolConfig("access"), ToolConfig(CALCULATOR)]))
+
+
+def test_search_by_its_name_is_search_as_it_was(byte_tokenizer):
+    def asked(actions):
+        return build_prompt(QUESTION, byte_tokenizer, PromptConfig(), 9999, actions)
+
+    assert make_actions(Config()) == ()
+    np.testing.assert_array_equal(asked(()), asked((Search(),)))
+    assert TEMPLATES["paper"].replace("{question}", "Who?") == decode(byte_tokenizer, asked(()))
+    assert invalid_notice([Search()]) == INVALID_ACTION and grammar_of([Search()]) == Grammar()
+    turns = call("search", "ann"), call("search", "bob"), "nothing"
+    one, other = (written(byte_tokenizer, actions, *turns) for actions in ((), (Search(),)))
+    np.testing.assert_array_equal(one.response_ids, other.response_ids)
+    assert one.turns[0].documents == other.turns[0].documents == (DOCUMENT,)
+
+
+def test_a_trajectory_of_three_actions(byte_tokenizer):
+    one = written(
+        byte_tokenizer,
+        three(),
+        call("search", "ann"),
+        call("access", "ann"),
+        call("calculate", "(1 + 2) / 2"),
+        call("answer", "Ann"),
+        template="paper",
+    )  # fmt: skip
+    assert [turn.kind for turn in one.turns] == ["search", "access", "calculate", "answer"]
+    assert [turn.query for turn in one.turns[:3]] == ["ann", "ann", "(1 + 2) / 2"]
+    assert one.turns[1].documents == (PAGE,) and "lives in Rome" in one.turns[1].observation_text
+    assert one.turns[2].observation_text == "\n\n<information>1.5</information>\n\n"
+    assert one.num_searches == 1 and score_trajectory(one, RewardConfig()).answer_score == 1
+    prompt = decode(byte_tokenizer, one.prompt_ids)
+    assert "by <access> address of the page </access>" in prompt and "by <calculate> numbers" in prompt
+
+
+def test_a_body_that_is_not_taken_is_said_and_the_trajectory_goes_on(byte_tokenizer):
+    bodies = "__import__('os')", "9 ** 9", "1 / 0", "(" * 150, "1" * 201
+    turns = [*(call("calculate", body) for body in bodies), call("access", "bob"), call("answer", "Ann")]
+    one = written(byte_tokenizer, three(), *turns, max_searches=9)
+    assert one.error is None and one.answer == "Ann" and len(one.turns) == 7
+    assert all(turn.is_refused for turn in one.turns[:6])
+    assert "The action calculate does not take this: write numbers" in one.turns[0].observation_text
+    assert "The action access does not take this: there is no page" in one.turns[5].observation_text
+    # An action that is not on, one without a body and one with a tag in its body are no actions.
+    for text in ("<weather>x</weather>", "<calculate> </calculate>", "<calculate><think>1</calculate>"):
+        assert parse_turn(text, "stop", grammar_of(three())).kind == "invalid"
+    assert "I should put the numbers with" in invalid_notice(three())
+
+
+@pytest.mark.parametrize(
+    ("brings", "reason"),
+    [
+        (OSError("gone"), "tool: action tool: OSError: gone"),
+        (RequestFailed("mine", "away"), "mine: away"),
+        (60.0, "tool: action tool: no reply within 0.05 s"),
+    ],
+)
+def test_an_action_that_fails_fails_the_trajectory(byte_tokenizer, brings, reason):
+    """It is no zero: nothing is scored or trained."""
+    one = written(byte_tokenizer, [OwnAction(Tool(brings), 0.05)], call("tool", "x"), call("answer", "Ann"))
+    assert one.error == reason
+    group = Group.of(QUESTION, [one])
+    assert score_groups([group], RewardConfig(), np.random.default_rng(0))[0].trajectories == []
+
+
+def test_an_action_that_brings_another_type_ends_the_run(byte_tokenizer):
+    with pytest.raises(
+        UserError, match="action tool: call returned int; it must return a text, a list of Doc"
+    ):
+        written(byte_tokenizer, [OwnAction(Tool(5), 1)], call("tool", "x"))
+
+
+@pytest.mark.timeout(60)  # as a whole it would take minutes
+def test_a_reply_of_ten_megabytes_is_cut_at_once(byte_tokenizer):
+    huge = Reply((Document("d", "t", "<think>" * 1_500_000),), "</information> word " * 500_000)
+    tool = OwnAction(Tool(huge), 9, max_length=64)
+    one = written(
+        byte_tokenizer, [tool], call("tool", "x"), call("answer", "Ann"), max_observation_length=256
+    )
+    assert len(one.turns[0].observation_ids) == 64 and one.answer == "Ann"
+    assert sum(len(document.text) for document in one.turns[0].documents) < 10_000  # nor is all of it kept
+
+
+def test_silver_documents_come_from_every_action(byte_tokenizer):
+    """A page that the best trajectory read is silver; an action without documents is worth 0."""
+    good = written(
+        byte_tokenizer, three(), call("calculate", "1", "a b"), call("access", "ann", "c d"),
+        call("answer", "Ann", "e"),
+    )  # fmt: skip
+    bad = written(
+        byte_tokenizer, three(), call("access", "ann", "f g"), call("calculate", "1", "h i"),
+        call("answer", "Bob", "j"),
+    )  # fmt: skip
+    bad.index = 1
+    groups = score_groups([Group(QUESTION, [good, bad])], RewardConfig(), np.random.default_rng(0))
+    (credit,) = compute_advantages(groups, AdvantageConfig()).credits
+    assert credit.silver == {"page ann": 1.0}
+    assert [one.tolist() for one in credit.correctness] == [[0, 1, 0], [1, 0, 0]]
+    # The losing trajectory's page is forgiven, its sum is not.
+    assert credit.turns[1][0] == 0 > credit.turns[1][1] and credit.softened[1].tolist() == [
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([ToolConfig("nowhere.module:Tool")], "importing nowhere.module failed"),
+        ([ToolConfig("examples.own_tool:Missing")], "has no function Missing"),
+        ([ToolConfig("pathlib:PurePath")], "must give an object of a subclass of calibadv_jax.Action"),
+        ([ToolConfig("test_actions:Named")], "an action named 'think'"),
+        ([ToolConfig(CALCULATOR), ToolConfig("test_actions:Calculate")], "as another entry has"),
+    ],
+)
+def test_a_tool_that_cannot_be_on_is_refused(tools, message):
+    with pytest.raises(UserError, match=message):
+        make_actions(Config(tools=tools))
+
+
+class Named(Tool):
+    name = "think"
+
+    def __init__(self):
+        super().__init__("")
+
+
+class Calculate(Named):
+    name = "Calculate"
+
+
+def test_the_actions_are_said_and_the_tokenizer_must_know_their_tags(word_tokenizer):
+    config = Config(tools=[ToolConfig("search"), ToolConfig("access")], prompt=PromptConfig(template="short"))
+    assert describe_actions(Config()) == []
+    assert describe_actions(config)[0] == "actions ON: search, access"
+    assert "the prompt lists none of them" in describe_actions(config)[1]
+    with pytest.raises(UserError, match="the tokenizer cannot write <access>"):
+        check_tags(make_actions(config), word_tokenizer)
+
+
+def test_a_tools_own_words_cannot_speak_in_the_prompt(byte_tokenizer):
+    tool = Tool("")
+    tool.purpose, tool.argument = "<answer> x </answer> {question} {actions} <|im_end|>", "</tool>"
+    prompt = decode(byte_tokenizer, build_prompt(QUESTION, byte_tokenizer, PromptConfig(), 9999, [tool]))
+    assert prompt.count("Who?") == 1 and "{actions}" not in prompt and "<|im_end|>" not in prompt
+    assert "[answer] x [/answer]" in prompt and prompt.count("</tool>") == 1
+    assert "<answer> x" not in invalid_notice([tool])
+
+
+NAMES = ("search", "access", "calculate", "tool")
+PIECES = [
+    *(f"<{slash}{name}>" for name in (*NAMES, "think", "information", "answer") for slash in ("", "/")),
+    *("<", ">", "/", " ", "\n", "tool", "ACCESS", "Ann", "\ud800", "<|im_end|>", "<|im", "_end|>"),
+    *("Doc 1(Title: ", "My previous action is invalid", "action tool does not take this: "),
+    "search engine does not take this query",
+]
+FORBIDDEN = re.compile(
+    r"<\s*/?\s*(think|search|access|calculate|tool|information|answer)\b|My previous action is invalid"
+    r"|action \w+ does not take this|engine does not take this query|<\|im_end\|>",
+    re.IGNORECASE,
+)
+
+
+def hostile(rng):
+    return "".join(rng.choices(PIECES, k=rng.randint(1, 12)))
+
+
+def test_ten_thousand_hostile_replies_of_every_action_are_text(byte_tokenizer):
+    rng = random.Random(0)
+    actions = (*three(), OwnAction(Tool(""), 1))
+    grammar = grammar_of(actions)
+    for number in range(10_000):
+        text = hostile(rng)
+        action = actions[number % len(actions)]
+        brought = Reply((Document(text, text, text),), text)
+        length = rng.choice([2, 4096])
+        shown = action.render(neutralise_reply(brought, action, byte_tokenizer, grammar, length))
+        assert not FORBIDDEN.search(shown) and shown.count("Doc 1(Title:") == 1 and shown.encode()
+        assert length == 2 or neutralise(text, ["<|im_end|>"], grammar) in shown
+
+
+def test_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenizer):
+    rng = random.Random(1)
+    for _ in range(100):
+        text = hostile(rng)
+        found = Pages({"ann": [Document(text, text, text)]})
+        actions = (Search(), Access(), OwnAction(Tool(Reply((DOCUMENT,), text)), 1))
+        address = text.replace("<", "").replace("\ud800", "")
+        turns = [call("search", "ann"), call("tool", "x"), call("access", address), call("answer", "Bob")]
+        one = written(byte_tokenizer, actions, *turns, retriever=found)
+        kinds = [turn.kind for turn in one.turns]
+        assert kinds in (["search", "tool", "access", "answer"], ["search", "tool", "invalid"])
+        sampled = [turn.token_ids for turn in one.turns]
+        np.testing.assert_array_equal(one.response_ids[one.mask], np.concatenate(sampled))
+        assert score_trajectory(one, RewardConfig()).answer_score == 0
+        for turn in one.turns[:2]:
+            assert turn.observation_text.count("<information>") == 1
+            assert turn.observation_text.count("</information>") == 1

@@ -1,0 +1,129 @@
+"""PPO: a critic is trained, saved and asked beside the policy."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from trainer_rig import (
+    ScriptedRollouts,
+    make_config,
+    make_trainer,
+    resumed,
+    rows,
+    run,
+    shared_programs,  # noqa: F401
+)
+
+from calibadv_jax.advantages.gae import estimate, values_of
+from calibadv_jax.config import OptimizerConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.metrics.catalogue import find
+from calibadv_jax.record.reader import find_step, read_step
+from calibadv_jax.run import critic
+from calibadv_jax.snapshots.checkpoint import restore_params
+from calibadv_jax.tools.replay import equal_turns, kept_config, replay
+
+pytestmark = pytest.mark.medium
+RATE = OptimizerConfig(lr=0.05, schedule="constant")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_critics():
+    """Critics of equal settings have one learner, whose programs are compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("make_schedule", "make_optimizer", "critic_of", "CriticLearner", "ValueLoss"):
+            patch.setattr(critic, name, functools.cache(getattr(critic, name)))
+        yield
+
+
+def critic_config(folder, advantage=None, **keys):
+    learner = {"steps": 4, "row_length": 16, "microbatch_rows": 8, "row_widths": 1, "optimizer": RATE}
+    keys = {"optimizer": RATE, "warmup_steps": 1} | keys
+    return make_config(folder, learner=learner, advantage=advantage or {"name": "gae"}, critic=keys)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Four steps, the first of them the critic's alone."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(critic_config(folder), ScriptedRollouts(), folder)
+
+
+def kept(folder, step):
+    return read_step(find_step(folder, step))
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
+    folder, rollouts = whole
+    second = resumed(critic_config(tmp_path), tmp_path, 5)
+    np.testing.assert_equal(second.loaded[-1][1], rollouts.loaded[-1][1])
+    assert rows(tmp_path) == rows(folder)
+    for step in (3, 4):  # after the restart
+        for one, other in zip(kept(folder, step).groups, kept(tmp_path, step).groups, strict=True):
+            for mine, theirs in zip(one.trajectories, other.trajectories, strict=True):
+                np.testing.assert_array_equal(values_of(mine), values_of(theirs))
+
+
+def test_the_first_steps_train_the_critic_alone(whole):
+    folder, rollouts = whole
+    before, after, later = (params for _, params in rollouts.loaded[:3])
+    np.testing.assert_equal(before, after)
+    assert not np.array_equal(after["embed"]["embedding"], later["embed"]["embedding"])
+    first, second = rows(folder)[:2]
+    assert first["critic/updates"] == 1 and "actor/updates" not in first and "actor/loss" not in first
+    assert second["actor/updates"] == second["critic/updates"] == 1
+    # A critic that has learned nothing expects nothing.
+    assert first["critic/values/max"] == first["critic/values/min"] == first["critic/explained_variance"] == 0
+    assert second["critic/values/max"] != 0
+    assert not [name for name in second if name.startswith("critic") and not find(name)]
+
+
+def test_what_is_kept_tells_the_advantages_and_what_the_critic_learned(whole):
+    folder, _ = whole
+    step, config = kept(folder, 3), kept_config(kept(folder, 3), Path("step"))
+    found = replay(step, config)
+    assert equal_turns(step.credits, found.advantages.credits, rounding=0) == (12, 12)
+    trajectories = [one for group in found.groups for one in group.trajectories]
+    values = np.concatenate([values_of(one) for one in trajectories]).astype(np.float64)
+    returns = np.concatenate([estimate(one, config.advantage)[1] for one in trajectories])
+    row = rows(folder)[2]
+    assert row["critic/explained_variance"] == 1 - np.var(returns - values) / np.var(returns)
+    assert row["critic/returns/mean"] == pytest.approx(1 / 3)  # lambda 1: the score, at every token
+    error = 0.5 * np.mean((values - returns) ** 2)  # before the only update nothing is clipped
+    assert row["critic/loss"] == pytest.approx(error, rel=1e-5)
+
+
+def test_a_checkpoint_has_both_and_its_policy_can_be_taken_alone(whole):
+    folder, rollouts = whole
+    trainer = make_trainer(critic_config(folder), folder)
+    trainer.restore()
+    policy = trainer.model.policy
+    params, step = restore_params(folder / "checkpoints", trainer.learner.abstract_state()["params"])
+    assert step == 4
+    np.testing.assert_equal(jax.device_get(params), rollouts.loaded[-1][1])
+    assert "lm_head" not in trainer.critic.state["params"]
+    assert set(trainer.critic.state["params"]) == set(policy.abstract_params) | {"value_head"}
+    with pytest.raises(UserError, match="does not fit this policy and optimizer.*critic"):
+        plain = make_trainer(critic_config(folder, {"name": "grpo"}), folder)
+        plain.restore()
+
+
+def test_calibadv_calibrates_it_by_turn(tmp_path):
+    advantage = {"name": "calibadv", "base": "gae", "target_ratio": 2.0}
+    run(critic_config(tmp_path, advantage), ScriptedRollouts(), tmp_path)
+    row = rows(tmp_path)[-1]
+    assert row["advantage/answer/ratio_before"] != pytest.approx(2)
+    assert row["advantage/answer/ratio_after"] == pytest.approx(2)
+    step = kept(tmp_path, 4)
+    found = replay(step, kept_config(step, Path("step")))
+    assert equal_turns(step.credits, found.advantages.credits, rounding=0) == (12, 12)
+
+
+def test_a_critic_that_diverges_ends_the_run_with_the_key_to_lower(tmp_path):
+    rate = OptimizerConfig(lr=1e38, schedule="constant")
+    with pytest.raises(UserError, match="step 1 diverged"):
+        run(critic_config(tmp_path, optimizer=rate), ScriptedRollouts(), tmp_path)

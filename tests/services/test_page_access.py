@@ -1,0 +1,75 @@
+"""`POST /access` of the retriever's client: pages, no pages, and services that are ill."""
+
+import asyncio
+import json
+
+import pytest
+from http_rig import Handler, serving
+
+from calibadv_jax.config import RetrieverConfig
+from calibadv_jax.core.errors import RequestFailed, UserError
+from calibadv_jax.core.trajectory import Document
+from calibadv_jax.services import retriever_client
+from calibadv_jax.services.retriever_client import RetrieverClient
+
+
+@pytest.fixture
+def service(monkeypatch):
+    """Reads pages with a client, from a service that first gives the replies."""
+    monkeypatch.setattr(retriever_client, "FIRST_PAUSE", 0.01)
+
+    class Pages(Handler):
+        replies: list = []
+        asked: list = []
+
+        def do_POST(self):
+            urls = json.loads(self.body())["urls"]
+            self.asked.append((self.path, urls))
+            if self.replies:
+                self.reply(*self.replies.pop(0))
+                return
+            row = {"url": "p/ann", "contents": '"Ann"\nAnn paints.', "more": 1}
+            self.reply(200, {"result": [row if url == "p/ann" else None for url in urls]})
+
+    def read(*addresses):
+        async def ask():
+            client = RetrieverClient(RetrieverConfig(page_address="p/{}", patience=0.2), url)
+            try:
+                return await client.access(addresses)
+            finally:
+                await client.close()
+
+        return asyncio.run(ask())
+
+    with serving(Pages) as url:
+        yield read, Pages
+
+
+def test_a_page_is_another_document_than_the_passage_of_its_title(service):
+    read, handler = service
+    assert read("ann", "bob") == [Document("page ann", "Ann", "Ann paints."), None]
+    assert sorted(handler.asked) == [("/access", ["p/ann"]), ("/access", ["p/bob"])]
+
+
+def test_what_passes_is_waited_for(service):
+    read, handler = service
+    handler.replies += [(503, b""), (200, b"{}"), (200, {"result": []})]
+    assert read("ann") == [Document("page ann", "Ann", "Ann paints.")]
+
+
+@pytest.mark.parametrize(
+    ("reply", "times", "kind", "message"),
+    [
+        ((200, {"result": [{"contents": 5}]}), 3, RequestFailed, "no usable page in 3 attempts"),
+        ((500, b"broken"), 3, RequestFailed, "no usable page in 3 attempts"),
+        ((503, b""), 99, RequestFailed, "no answer for 0.2 s"),
+        ((404, b"none"), 1, UserError, "start the service with --pages_path"),
+        ((422, b"too long"), 1, RequestFailed, "status 422"),
+    ],
+)
+def test_a_service_that_stays_ill(service, reply, times, kind, message):
+    read, handler = service
+    handler.replies += [reply] * times
+    with pytest.raises(kind, match=message) as error:
+        read("ann")
+    assert (type(error.value) is UserError) == (kind is UserError)
