@@ -143,7 +143,7 @@ class Rig:
             tokenizer = Letters()
 
         self.patch.setattr(evaluate, "open_rollouts", opened)
-        self.patch.setattr(evaluate, "build_model", lambda config, path: NoModel())
+        self.patch.setattr(evaluate, "build_model", lambda *_: NoModel())
         return evaluate.evaluate_policy(self.config(**sections), self.source, Console(False)), sampler
 
     def validate(self, sampler=None, **sections):
