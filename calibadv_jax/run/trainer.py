@@ -158,13 +158,8 @@ class Trainer:
     def _restore(self, step: int, with_guards: bool = False) -> None:
         critic = {} if self.critic is None else {CRITIC: self.critic.learner.abstract_state()}
         state, extra = self.checkpoints.restore(step, self.learner.abstract_state() | critic)
-        said, ours = extra.get("base"), self.base.said() if self.base else None
-        if (said or {}).get("sha256") != (ours or {}).get("sha256"):
-            raise UserError(
-                f"{self.checkpoints.folder / str(step)}: its adapters belong to another base ({said} instead"
-                f" of {ours}); set policy.path to that one, or choose another run.dir"
-            )
         try:
+            self._check_base(step, extra.get("base"))
             self.questions.set_state(extra["questions"])
             self.stream.restore(extra["stream"], self.by_id)
             if with_guards:
@@ -178,6 +173,15 @@ class Trainer:
         if self.critic is not None:
             self.critic.state = state.pop(CRITIC)
         self.state = state
+
+    def _check_base(self, step: int, said: dict[str, str] | None) -> None:
+        """That the adapters of a checkpoint belong to the run's base."""
+        ours = self.base.said() if self.base else None
+        if (said or {}).get("sha256") != (ours or {}).get("sha256"):
+            raise UserError(
+                f"{self.checkpoints.folder / str(step)}: its adapters belong to another base ({said} instead"
+                f" of {ours}); set policy.path to that one, or choose another run.dir"
+            )
 
     def _make_stream(self) -> RolloutStream:
         rollout = self.config.rollout

@@ -230,7 +230,7 @@ def start(tmp_path, monkeypatch):
                 order.append("closed")
 
         start.rollouts = rollouts or ScriptedRollouts()
-        monkeypatch.setattr(train, "build_model", lambda config, path: order.append("model") or model)
+        monkeypatch.setattr(train, "build_model", lambda *_: order.append("model") or model)
         monkeypatch.setattr(train, "check_inputs", lambda *_: order.append("inputs"))
         monkeypatch.setattr(train, "open_rollouts", opened)
         train.run(config)

@@ -24,6 +24,7 @@ from calibadv_jax.metrics.catalogue import Metric, authors_names, find, metrics
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.run.trainer import Trainer
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
+from calibadv_jax.services.judge import AGREEMENT, JUDGE
 from scripts import document_metrics
 
 pytestmark = pytest.mark.medium
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class EventfulRollouts(ScriptedRollouts):
-    """Everything that a metric counts happens: searches that find, a failure, workers, an evaluation."""
+    """Everything that a metric counts happens: searches that find, a judge, a failure, workers, an evaluation."""
 
     context = SimpleNamespace(tokenizer=Letters())
 
@@ -40,6 +41,8 @@ class EventfulRollouts(ScriptedRollouts):
         future = Future()
         group = write_group(number, question)
         for index, trajectory in enumerate(group.trajectories):
+            trajectory.actions = ("search", "access")
+            trajectory.metrics |= {JUDGE: 1.0, AGREEMENT: 1.0}  # as the agent loop notes them
             trajectory.turns[0].documents = (Document("d1", "", ""), Document(f"x{index}", "", ""))
             for turn in trajectory.turns:
                 turn.policy_versions = (0,)

@@ -263,7 +263,9 @@ def test_rows_of_two_widths_in_one_update(policy, one_device):
     learner = Learner(policy, optax.sgd(1.0), one_device, 2, row_length=40, logprob_chunk=8)
     shapes = []
     values = learner._values
-    learner._values = lambda params, one: (shapes.append(one.tokens.shape), values(params, one))[1]
+    learner._values = lambda base, params, one: (shapes.append(one.tokens.shape), values(base, params, one))[
+        1
+    ]
     state = learner.init(init_params(policy, one_device, 0))
     before = jax.device_get(state["params"])
     state, metrics = learner.update(state, parts, LOSS)

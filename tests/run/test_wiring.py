@@ -99,5 +99,5 @@ def test_vllm_workers_take_what_is_published_as_the_version_that_it_is(tmp_path,
         assert made["size"] == 24
         assert made["publish"](7, {"p": 1}) == tmp_path / "v000007"
     assert opened[2:] == ["sampler closed", "workers closed", "retriever closed"]
-    about = {"hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash}
+    about = {"hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash, "base": None}
     assert stored == [(tmp_path / "snapshots", 5, "float32"), (7, {"p": 1}, about)]
