@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class EventfulRollouts(ScriptedRollouts):
-    """Everything that a metric counts happens: searches that find, a judge, a failure, workers, an evaluation."""
+    """Everything that a metric counts happens: searches that find, a judge, a failure, workers."""
 
     context = SimpleNamespace(tokenizer=Letters())
 
