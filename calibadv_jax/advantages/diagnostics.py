@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from calibadv_jax.advantages.credit import GroupCredit, answer_mass, last_sampled_turn
+from calibadv_jax.advantages.credit import GroupCredit, answer_mass, last_sampled_turn, search_turns
 
 
 def summarise(credits: Sequence[GroupCredit]) -> dict[str, float]:
@@ -71,8 +71,7 @@ def _searches(credits: Sequence[GroupCredit]) -> dict[str, float]:
         for trajectory, before, turns, correctness in zip(
             credit.group.trajectories, credit.before, credit.turns, credit.correctness, strict=True
         ):
-            last = last_sampled_turn(trajectory) or 0
-            searches = [index for index in range(last) if trajectory.turns[index].is_action]
+            searches = search_turns(trajectory)
             softened += [turns[index] > before[index] for index in searches if before[index] < 0]
             if credit.silver and trajectory.format_valid:
                 judged += correctness[searches].tolist()

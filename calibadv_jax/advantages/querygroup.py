@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from calibadv_jax.advantages.credit import last_sampled_turn
+from calibadv_jax.advantages.credit import search_turns
 from calibadv_jax.advantages.silver import judge_turns, silver_documents
 from calibadv_jax.advantages.steps import (
     Estimate,
@@ -46,10 +46,9 @@ def _by_turn(group: Group, whole: OfGroup, config: AdvantageConfig) -> list[np.n
         if not silver or not trajectory.format_valid:
             continue
         judged = judge_turns(trajectory, silver, config.correctness)
-        for index in range(last_sampled_turn(trajectory) or 0):
-            if trajectory.turns[index].is_action:
-                places.append((position, index))
-                correctness.append(judged[index].correctness or _NOTHING_FOUND)
+        for index in search_turns(trajectory):
+            places.append((position, index))
+            correctness.append(judged[index].correctness or _NOTHING_FOUND)
     if places:
         values = np.array(correctness)
         mean, std = mean_and_std(values)

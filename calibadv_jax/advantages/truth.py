@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import rankdata
 
-from calibadv_jax.advantages.credit import GroupCredit, answer_mass, last_sampled_turn
+from calibadv_jax.advantages.credit import GroupCredit, answer_mass, search_turns
 from calibadv_jax.core.trajectory import Trajectory
 
 GROUP = np.dtype(
@@ -166,12 +166,11 @@ def _searches(credit: GroupCredit) -> list[tuple[float, ...]]:
     for position, trajectory in enumerate(credit.group.trajectories):
         good = truly_good(trajectory)
         judged = bool(credit.silver) and trajectory.format_valid
-        for index in range(last_sampled_turn(trajectory) or 0):
-            turn = trajectory.turns[index]
-            if turn.is_action:
-                correctness = credit.correctness[position][index]
-                advantages = credit.before[position][index], credit.turns[position][index]
-                rows.append((good[index], judged, correctness, *advantages, len(turn.token_ids)))
+        for index in search_turns(trajectory):
+            correctness = credit.correctness[position][index]
+            advantages = credit.before[position][index], credit.turns[position][index]
+            tokens = len(trajectory.turns[index].token_ids)
+            rows.append((good[index], judged, correctness, *advantages, tokens))
     return rows
 
 

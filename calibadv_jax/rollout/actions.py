@@ -9,7 +9,7 @@ from typing import Any
 
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply, Retriever
-from calibadv_jax.core.tags import INVALID_ACTION, Grammar, neutralise
+from calibadv_jax.core.tags import INVALID_ACTION, SEARCH_GRAMMAR, Grammar, neutralise
 from calibadv_jax.core.trajectory import Document
 
 
@@ -116,7 +116,7 @@ class OwnAction(Action):
 def grammar_of(actions: Sequence[Action]) -> Grammar:
     """The tags of these actions; none stand for search alone."""
     if not actions:
-        return Grammar()
+        return SEARCH_GRAMMAR
     return Grammar(
         tuple(one.name for one in actions), frozenset(one.name for one in actions if one.may_be_empty)
     )

@@ -110,9 +110,7 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _with_values(trajectory: Trajectory, values: np.ndarray) -> Trajectory:
-    """Args:
-    values: float32 [n], before its sampled tokens.
-    """
+    """A copy whose turns have their part of the values, float32 [n], before its sampled tokens."""
     turns, start = [], 0
     for turn in trajectory.turns:
         turns.append(replace(turn, values=values[start : start + len(turn.token_ids)]))

@@ -195,9 +195,8 @@ def _changes(
         yield name, old, new, is_binding(name, config) and not (is_length and same_decay)
     both = start.identity.keys() & identity.keys()
     for name, old, new in differences(start.identity, identity):
-        if (
-            name not in (REFERENCE, ADAPTERS) or name in both
-        ):  # weights count between two starts that have a reference
+        # Weights count between two starts that have a reference.
+        if name not in (REFERENCE, ADAPTERS) or name in both:
             yield name, old, new, True
 
 

@@ -120,10 +120,10 @@ class CacheEngine:
 
         Of a frozen base that has this precision there is no copy: nobody donates it.
         """
-        base, trained = self.policy.split(params)
+        base, _ = self.policy.split(params)
         dtype = self.policy.numerics.compute_dtype
         shared = {path: leaf for path, leaf in flatten(base).items() if leaf.dtype == dtype}
-        rest = {path: leaf for path, leaf in flatten(joined(base, trained)).items() if path not in shared}
+        rest = {path: leaf for path, leaf in flatten(params).items() if path not in shared}
         self._params = joined(unflatten(shared), self._cast(unflatten(rest)))
         self.forget()
 

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import secrets
-import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -26,11 +25,10 @@ from calibadv_jax.core.tags import well_formed
 from calibadv_jax.core.trajectory import Trajectory
 from calibadv_jax.services.http_client import Reply, Unreachable, open_session, request
 from calibadv_jax.services.retriever_replies import excerpt
+from calibadv_jax.services.waiting import BAD_REPLIES, Waits
 
 TOKEN_VARIABLE = "JUDGE_TOKEN"
 AGREEMENT = "judge_agreement"  # metric: whether judge and exact match say the same
-FIRST_PAUSE, LAST_PAUSE = 0.2, 10.0  # seconds between attempts; the pause doubles
-ATTEMPTS = 3  # replies without a verdict after which a trajectory has failed
 REMEMBERED = 100_000  # verdicts
 PROMPT = (
     "You judge answers to questions. You are given a JSON object with the fields question, golden_answers"
@@ -82,7 +80,7 @@ class JudgeClient:
         """The verdict in [0, 1], and whether it agrees with exact match.
 
         Raises:
-            RequestFailed: there is no verdict: the endpoint was away, or said none in `ATTEMPTS` replies.
+            RequestFailed: there is no verdict: the endpoint was away, or said none in `BAD_REPLIES` replies.
             UserError: it has no such route or model, or asks for a token.
         """
         question, answer = trajectory.question, trajectory.answer or ""
@@ -119,23 +117,17 @@ class JudgeClient:
         return verdict
 
     async def _ask(self, data: str) -> float:
-        deadline, pause, spoiled = 0.0, FIRST_PAUSE, 0
+        waits = Waits(self.config.patience)
         while True:
             try:
                 async with self._slots:
                     return await self._request(data)
             except Unreachable as error:
-                deadline = deadline or time.monotonic() + self.config.patience
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if not await waits.for_a_service(error.retry_after):
                     raise self._failed(f"no answer for {self.config.patience:g} s ({error})") from error
-                wait = min(max(pause, error.retry_after), left)
             except _NoVerdict as error:
-                spoiled, deadline, wait = spoiled + 1, 0.0, pause
-                if spoiled == ATTEMPTS:
-                    raise self._failed(f"no verdict in {ATTEMPTS} attempts ({error})") from error
-            await asyncio.sleep(wait)
-            pause = min(2 * pause, LAST_PAUSE)
+                if not await waits.for_a_good_reply():
+                    raise self._failed(f"no verdict in {BAD_REPLIES} attempts ({error})") from error
 
     async def _request(self, data: str) -> float:
         assert self._http is not None

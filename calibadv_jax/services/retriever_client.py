@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -16,19 +14,17 @@ from calibadv_jax.config.sections.retriever import PAGE_ROUTE, ROUTE
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services.http_client import Unreachable, open_session, request
-from calibadv_jax.services.replicas import Replicas
+from calibadv_jax.services.replicas import Replica, Replicas
 from calibadv_jax.services.retriever_health import ask_health, difference, token
 from calibadv_jax.services.retriever_replies import BadReply, Broken, read_documents, read_page
-from calibadv_jax.services.waiting import wait_for_any
+from calibadv_jax.services.waiting import BAD_REPLIES, Waits, wait_for_any
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
 MAX_BATCH = 256  # queries in one request
-FIRST_PAUSE = 0.2  # seconds before the second attempt; doubles up to LAST_PAUSE
-LAST_PAUSE = 10.0
-BAD_REPLIES = 3  # answers against the contract after which a query has failed
 PROBE = "test"  # a query that no service can object to
 
 Outcome = list[Document] | RequestFailed  # of one query
+T = TypeVar("T")
 
 
 @dataclass
@@ -37,39 +33,6 @@ class _Batch:
 
     queries: list[str]
     outcomes: asyncio.Task[list[Outcome]]
-
-
-class _Waits:
-    """Pauses between the attempts of a request, each twice as long as the last one.
-
-    Args:
-        patience: seconds for which services may all be away.
-    """
-
-    def __init__(self, patience: float):
-        self._patience, self._pause = patience, FIRST_PAUSE
-        self._deadline, self._bad_replies = 0.0, 0
-
-    async def for_a_service(self, retry_after: float) -> bool:
-        """Waits, as long as a service asks for at least; False if patience has ended."""
-        self._deadline = self._deadline or time.monotonic() + self._patience
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            return False
-        await self._wait(min(max(self._pause + random.uniform(0, FIRST_PAUSE), retry_after), left))
-        return True
-
-    async def for_a_good_reply(self) -> bool:
-        """Waits after a reply against the contract; False if that was the last one to be borne."""
-        self._bad_replies, self._deadline = self._bad_replies + 1, 0.0
-        if self._bad_replies == BAD_REPLIES:
-            return False
-        await self._wait(self._pause)
-        return True
-
-    async def _wait(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        self._pause = min(2 * self._pause, LAST_PAUSE)
 
 
 class RetrieverClient:
@@ -234,30 +197,25 @@ class RetrieverClient:
             is_probe: whether a failure is the outcome at once, without patience.
         """
         assert self._http is not None and self._replicas is not None
-        replicas, waits = self._replicas, _Waits(self.config.patience)
-        await asyncio.sleep(window)
-        while True:
-            goes_on = False
-            replica = await replicas.take()
+        http, replicas, waits = self._http, self._replicas, Waits(self.config.patience)
+
+        async def ask(replica: Replica) -> list[Outcome]:
             if self._batch is not None and self._batch.queries is queries:
                 self._batch = None
+            body = {"queries": queries, "return_scores": True} | self._depths
+            reply = await request(http, "POST", replica.url + ROUTE, json=body)
+            if not reply.is_away:
+                await replicas.check(replica, reply)
+            found = read_documents(replica.url, reply, len(queries), bool(self.config.rerank_topk))
+            self._has_answered = True
+            return list(found)
+
+        await asyncio.sleep(window)
+        while True:
             try:
-                body = {"queries": queries, "return_scores": True} | self._depths
-                reply = await request(self._http, "POST", replica.url + ROUTE, json=body)
-                if not reply.is_away:
-                    await replicas.check(replica, reply)
-                found = read_documents(replica.url, reply, len(queries), bool(self.config.rerank_topk))
-                self._has_answered = True
-                return list(found)
-            except Unreachable as error:
-                goes_on = replicas.leave_out(replica, error)
+                return await self._ask_any(ask)
+            except (Unreachable, BadReply, QueryRefused) as error:
                 failure: Unreachable | BadReply | QueryRefused = error
-            except (BadReply, QueryRefused) as error:
-                failure = error
-            finally:
-                replicas.give_back(replica)
-            if goes_on:
-                continue
             if is_probe:
                 return [failure if isinstance(failure, QueryRefused) else self._failed(str(failure))]
             if isinstance(failure, Unreachable) and not (
@@ -276,29 +234,41 @@ class RetrieverClient:
                 return [self._failed(f"no usable answer in {BAD_REPLIES} attempts ({failure})")]
 
     async def _page(self, address: str) -> Document | None:
-        assert self._http is not None and self._replicas is not None
-        replicas, waits = self._replicas, _Waits(self.config.patience)
+        assert self._http is not None
+        http, waits = self._http, Waits(self.config.patience)
         body = {"urls": [self.config.page_address.replace("{}", address)]}
+
+        async def ask(replica: Replica) -> Document | None:
+            reply = await request(http, "POST", replica.url + PAGE_ROUTE, json=body)
+            return read_page(replica.url, reply, address)
+
         while True:
-            goes_on = False
-            replica = await replicas.take()
             try:
-                reply = await request(self._http, "POST", replica.url + PAGE_ROUTE, json=body)
-                return read_page(replica.url, reply, address)
-            except Unreachable as error:
-                goes_on = replicas.leave_out(replica, error)
+                return await self._ask_any(ask)
+            except (Unreachable, BadReply) as error:
                 failure: Unreachable | BadReply = error
-            except BadReply as error:
-                failure = error
-            finally:
-                replicas.give_back(replica)
-            if goes_on:
-                continue
             if isinstance(failure, Unreachable) and not isinstance(failure, Broken):
                 if not await waits.for_a_service(failure.retry_after):
                     raise self._gave_up(failure)
             elif not await waits.for_a_good_reply():
                 raise self._failed(f"no usable page in {BAD_REPLIES} attempts ({failure})")
+
+    async def _ask_any(self, ask: Callable[[Replica], Awaitable[T]]) -> T:
+        """What a free service answers. One that is away is left out, and another one is asked.
+
+        Raises:
+            Unreachable: none is left. Other errors of `ask` pass.
+        """
+        assert self._replicas is not None
+        while True:
+            replica = await self._replicas.take()
+            try:
+                return await ask(replica)
+            except Unreachable as error:
+                if not self._replicas.leave_out(replica, error):
+                    raise
+            finally:
+                self._replicas.give_back(replica)
 
     async def _serves(self) -> bool:
         """Whether the service answers an ordinary query, if only to refuse it."""

@@ -1,8 +1,9 @@
-"""Waits at the start of a program for services that are started elsewhere."""
+"""Waits for services: at the start of a program, and between the attempts of a request."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,9 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.services.http_client import Unreachable, open_session
 
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubles up to LAST_PAUSE
-LAST_PAUSE = 5.0
+LAST_PAUSE = 5.0  # at the start of a program
+LONGEST_PAUSE = 10.0  # between the attempts of a request
+BAD_REPLIES = 3  # answers against the contract after which a request has failed
 
 T = TypeVar("T")
 
@@ -98,3 +101,36 @@ async def _ask_all(urls: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> P
             raise outcome
     in_order = {url: answers[url] for url in urls if url in answers}  # not in that of the replies
     return Present(in_order, missing)
+
+
+class Waits:
+    """Pauses between the attempts of a request, each twice as long as the last one.
+
+    Args:
+        patience: seconds for which services may all be away.
+    """
+
+    def __init__(self, patience: float):
+        self._patience, self._pause = patience, FIRST_PAUSE
+        self._deadline, self._bad_replies = 0.0, 0
+
+    async def for_a_service(self, retry_after: float) -> bool:
+        """Waits, as long as a service asks for at least; False if patience has ended."""
+        self._deadline = self._deadline or time.monotonic() + self._patience
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            return False
+        await self._wait(min(max(self._pause + random.uniform(0, FIRST_PAUSE), retry_after), left))
+        return True
+
+    async def for_a_good_reply(self) -> bool:
+        """Waits after a reply against the contract; False if that was the last one to be borne."""
+        self._bad_replies, self._deadline = self._bad_replies + 1, 0.0
+        if self._bad_replies == BAD_REPLIES:
+            return False
+        await self._wait(self._pause)
+        return True
+
+    async def _wait(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)

@@ -14,7 +14,7 @@ from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rewards.score import check_reward, score_trajectory
-from calibadv_jax.services import judge
+from calibadv_jax.services import judge, waiting
 from calibadv_jax.services.judge import JudgeClient
 
 QUESTION = Question("q", "Where is the tower?", ("Paris",), "test")
@@ -128,7 +128,7 @@ def test_a_hostile_answer_does_not_move_the_verdict(endpoint):
 
 
 def test_a_judge_that_is_gone_or_says_nothing_fails_the_trajectory(endpoint, monkeypatch):
-    monkeypatch.setattr(judge, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
     handler, config = endpoint
     no_verdict = (200, {"choices": [{"message": {"content": "yes"}}]})
     handler.replies += [(503, b""), (200, b"{}"), no_verdict]

@@ -9,14 +9,14 @@ from http_rig import Handler, serving
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.services import retriever_client
+from calibadv_jax.services import waiting
 from calibadv_jax.services.retriever_client import RetrieverClient
 
 
 @pytest.fixture
 def service(monkeypatch):
     """Reads pages with a client, from a service that first gives the replies."""
-    monkeypatch.setattr(retriever_client, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
 
     class Pages(Handler):
         replies: list = []

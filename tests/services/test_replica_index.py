@@ -6,7 +6,7 @@ import pytest
 from test_replicas import Service, ask, client_of
 
 from calibadv_jax.core.errors import RequestFailed, UserError
-from calibadv_jax.services import replicas, retriever_client
+from calibadv_jax.services import replicas, waiting
 
 OURS = {"corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": "", "identity": "aa"}
 FOREIGN = {"corpus_sha256": "c1", "encoder": "e5"}
@@ -21,7 +21,7 @@ EXCHANGED = {
 def quick(monkeypatch):
     monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
     monkeypatch.setattr(replicas, "LAST_PAUSE", 0.1)
-    monkeypatch.setattr(retriever_client, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ pytest.importorskip("aiohttp")
 
 from calibadv_jax.config import RetrieverConfig, load_config
 from calibadv_jax.core.errors import RequestFailed, UserError
-from calibadv_jax.services import replicas, retriever_client
+from calibadv_jax.services import replicas, retriever_client, waiting
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import RetrieverProcess
 
@@ -66,7 +66,7 @@ class Service:
 @pytest.fixture
 def services(monkeypatch):
     monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(retriever_client, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
     made = [Service("a"), Service("b"), Service("c")]
     yield made
