@@ -53,7 +53,8 @@ class Watch:
 
     def start(self) -> None:
         self.note(ALIVE, "0")
-        signal.signal(signal.SIGUSR1, lambda *_: self._stopping())
+        if threading.current_thread() is threading.main_thread():  # no other one may set handlers
+            signal.signal(signal.SIGUSR1, lambda *_: self._stopping())
         self._thread.start()
 
     def close(self) -> None:
@@ -61,7 +62,6 @@ class Watch:
         self.note(DONE, "")
         self._over.set()
         self._thread.join()
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def note(self, kind: str, text: str) -> None:
         """Leaves a note that the other processes' threads find within seconds."""
