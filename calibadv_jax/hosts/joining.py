@@ -71,6 +71,22 @@ def alone(config: DistributedConfig, command: str) -> None:
         )
 
 
+def describe_processes(config: Config) -> list[str]:
+    """How many processes train, for people; nothing for one.
+
+    Raises:
+        UserError: the section is incomplete, or something that is asked for does not work with several.
+    """
+    asked = _asked(config.distributed)
+    if asked is None:
+        return []
+    _refuse(config)
+    address, count, index = asked.values()
+    if address == AUTO:
+        return ["several processes ON: as many as JAX detects"]
+    return [f"several processes ON: this is number {index} of {count}; they meet at {address}"]
+
+
 def _asked(config: DistributedConfig) -> dict[str, Any] | None:
     """Arguments of `jax.distributed.initialize`; None for one process."""
     values: dict[str, Any] = {name: getattr(config, name) for name in KEYS}
@@ -136,8 +152,12 @@ def _join(asked: dict[str, Any], timeout: float) -> Joined | None:
 
 def _check(config: Config, hosts: Joined) -> None:
     """Whether all processes have the same config and as many devices, and all of it works with several."""
-    for key, words in _unsupported(config, hosts):
-        raise UserError(f"{key} does not work with several processes yet ({hosts.count}): {words}")
+    _refuse(config)
+    if len(set(hosts.machines)) > 1 and config.asks_retriever and not config.retriever.url:
+        raise UserError(
+            f"retriever.url is empty, and the processes are on {len(set(hosts.machines))} machines: start the"
+            " retrieval service yourself, and set retriever.url to an address that all of them reach"
+        )
     devices = hosts.exchange("devices", jax.local_device_count())
     if len(set(devices)) > 1:
         raise UserError(f"the processes have {devices} devices: each must have the same number")
@@ -146,14 +166,25 @@ def _check(config: Config, hosts: Joined) -> None:
         hosts.same(f"section {section!r} in its config", partial(repr, values))
 
 
-def _unsupported(config: Config, hosts: Joined) -> Iterator[tuple[str, str]]:
-    """The keys that ask for something which would fail, or be wrong, and what to do."""
-    if config.sampler.name != "jax":
-        yield f"sampler.name={config.sampler.name}", "set sampler.name=jax"
-    if config.learner.optimizer.offload != "none":
-        yield "learner.optimizer.offload", "leave it out, and raise mesh.fsdp"
-    if len(set(hosts.machines)) > 1 and config.asks_retriever and not config.retriever.url:
-        yield "an empty retriever.url", "they are on several machines: start the service and give its address"
+def _refuse(config: Config) -> None:
+    """
+    Raises:
+        UserError: the config asks for something that would fail with several processes, or be wrong.
+    """
+    own_reward = any(":" in name for name in config.reward.weights)
+    refused = {
+        f"sampler.name={config.sampler.name}": config.sampler.name != "jax",
+        "learner.optimizer.offload=host": config.learner.optimizer.offload != "none",
+        f"advantage.name={config.advantage.name} (a critic)": config.advantage.has_critic,
+        "policy.lora.rank above 0": config.policy.lora.rank > 0,
+        "rollout.replace_tied with a reward function of your own": config.rollout.replace_tied and own_reward,
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            raise UserError(
+                f"{what} does not work with several processes: change it, or train in one process (without"
+                " distributed.coordinator_address)"
+            )
 
 
 def _end(hosts: Joined) -> None:
