@@ -69,7 +69,7 @@ def start(arguments, processes, devices, signals=None):
     return running
 
 
-def ends(running, seconds=120):
+def ends(running, seconds=400):
     """(status, standard error) of each process; none may take longer."""
     try:
         return [(one.communicate(timeout=seconds)[1], one.returncode) for one in running]

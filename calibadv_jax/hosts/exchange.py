@@ -153,7 +153,7 @@ class Joined(Hosts):
         self._stop = stop
         with stop.held():
             yield
-            self._meet("the end")
+            self._meet("the last step")
 
     @contextmanager
     def apart(self, what: str) -> Iterator[None]:
@@ -179,6 +179,11 @@ class Joined(Hosts):
                         f"{self.named(index)} has another {what} than {self.named(self.index)}: start all"
                         " processes with the same config and the same files"
                     )
+
+    def part(self) -> None:
+        """Waits for the others a last time: from now on each may end."""
+        self._tell(_Head("the end"))
+        self.watch.close()
 
     def _meet(self, what: str, length: int = 0, short: bytes = b"") -> list[_Head]:
         """Waits until all processes are here.

@@ -188,8 +188,8 @@ def _refuse(config: Config) -> None:
 
 
 def _end(hosts: Joined) -> None:
-    """All processes are here: they leave together."""
-    hosts.watch.close()
+    """All processes are here, or will be: they leave together."""
+    hosts.part()
     jax.distributed.shutdown()
 
 
