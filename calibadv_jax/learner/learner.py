@@ -82,10 +82,9 @@ class Learner:
         placed = param_shardings(policy.abstract_trained, mesh)
         self._nothing = jax.jit(self._zeros, out_shardings=placed)
         self._is_shared = len({device.process_index for device in mesh.devices.flat}) > 1
-        whole = replicated(mesh) if self._is_shared else None  # what a process reads it must have
-        self._logprobs = jax.jit(
-            lambda base, params, one: self._values(base, params, one)[0], out_shardings=whole
-        )
+        # What a process reads it must have.
+        read = {"out_shardings": replicated(mesh)} if self._is_shared else {}
+        self._logprobs = jax.jit(lambda base, params, one: self._values(base, params, one)[0], **read)
         self._norm = jax.jit(optax.tree.norm)
 
     def abstract_state(self) -> State:
