@@ -91,8 +91,8 @@ def _protocol(tools: Sequence[str]) -> list[str]:
     else:
         action, reply = "the tag of an action that the prompt names,", "After an action, append its reply"
     return [
-        f"Each turn the policy writes `<think>…</think>` and then {action} or `<answer>…</answer>`. Stop at the",
-        f"closing tag. {reply} between `<information>` and `</information>` and let it go on.",
+        f"Each turn the policy writes `<think>…</think>` and then {action} or `<answer>…</answer>`.",
+        f"Stop at the closing tag. {reply} between `<information>` and `</information>` and let it go on.",
     ]
 
 
