@@ -83,7 +83,7 @@ class Learner:
         self._nothing = jax.jit(self._zeros, out_shardings=placed)
         self._is_shared = len({device.process_index for device in mesh.devices.flat}) > 1
         # What a process reads it must have.
-        read = {"out_shardings": replicated(mesh)} if self._is_shared else {}
+        read: dict[str, Any] = {"out_shardings": replicated(mesh)} if self._is_shared else {}
         self._logprobs = jax.jit(lambda base, params, one: self._values(base, params, one)[0], **read)
         self._norm = jax.jit(optax.tree.norm)
 

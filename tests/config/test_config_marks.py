@@ -11,8 +11,8 @@ EXPECTED = {
     Mark.UNLEARNED: (
         "run.dir", "mesh", "distributed", "world", "data.train", "data.eval", "data.eval_limit",
         "data.overlong_prompts", "policy.path", "policy.tokenizer", "policy.attention",
-        "policy.attention_chunk", "policy.logprob_chunk", "policy.lora.init_from", "policy.lora.snapshots", "policy.remat",
-        "rollout.max_concurrency", "rollout.max_failed_share",
+        "policy.attention_chunk", "policy.logprob_chunk", "policy.lora.init_from",
+        "policy.lora.snapshots", "policy.remat", "rollout.max_concurrency", "rollout.max_failed_share",
         "rollout.time_limit", "sampler", "retriever", "learner.microbatch_rows", "learner.row_length",
         "learner.row_widths", "learner.optimizer.offload", "critic.optimizer.offload", "sft", "checkpoint",
         "evaluate", "guards", "export", "log", "advantage.probes", "reward.judge.url", "reward.judge.timeout",
