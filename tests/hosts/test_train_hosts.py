@@ -32,7 +32,7 @@ def settings(tmp_path_factory):
     places = [f"world.dir={home}/world", f"retriever.index={home}/index", "retriever.url="]
     places += [f"data.{name}={home}/world/{name}.jsonl" for name in ("train", "eval")]
     places += [f"policy.tokenizer={home}/world/tokenizer", f"retriever.corpus={home}/world/corpus.jsonl"]
-    overrides = [*SMALL, *places, f"learner.steps={STEPS}", "mesh.fsdp=-1", "distributed.timeout=20"]
+    overrides = [*SMALL, *places, f"learner.steps={STEPS}", "mesh.fsdp=-1", "distributed.timeout=30"]
     overrides += ["reward.answer=hosts_rig:noisy", "checkpoint.every=0", "evaluate.every=4"]
     overrides += ["evaluate.sample_size=2", "evaluate.temperatures=[0.0]"]
     overrides += ["loss.kl_coef=0.01", "advantage.probes=[current]"]  # passes that read log-probabilities
