@@ -9,9 +9,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks.compiled.ahead_of_time import compiled_figures, expected_bytes, parse
+from benchmarks.compiled.ahead_of_time import expected_bytes, parse
 from benchmarks.compiled.scale_table import POINTS, TABLED, compile_point, file_of, table
 from calibadv_jax.config import load_config
+from calibadv_jax.planning.compiled import compiled_figures
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.run.memory import GIB, estimate_memory, peak_memory
 
