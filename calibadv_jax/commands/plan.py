@@ -16,7 +16,7 @@ from calibadv_jax.commands.offline_checks import find_architecture
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
-from calibadv_jax.metrics.console import Console, duration, table
+from calibadv_jax.metrics.console import Console, duration, number, table
 from calibadv_jax.planning.compiled import compiled_figures, lowered_programs, programs_of, topology_mesh
 from calibadv_jax.planning.hardware import Target, find_target, placed_on
 from calibadv_jax.planning.ways_out import ways_out
@@ -189,7 +189,7 @@ def work_lines(plan: Plan) -> list[str]:
             f"{part.flops:.2e}",
             f"{part.moved:.2e}",
             f"{part.received * part.devices:.2e}",
-            f"{part.seconds(plan.target, plan.efficiency):.1f}",
+            number(part.seconds(plan.target, plan.efficiency)),
         )
         for part in step.parts
     ]
@@ -213,9 +213,9 @@ def run_lines(plan: Plan) -> list[str]:
     seconds, steps = plan.seconds, plan.config.learner.steps
     beside = ", rollouts and update at the same time" if plan.step.overlap else ""
     return [
-        f"at efficiency {plan.efficiency:g}: {seconds:.0f} s a step{beside},"
+        f"at efficiency {plan.efficiency:g}: {number(seconds)} s a step{beside},"
         f" {plan.step.trained / seconds:.0f} tokens/s",
-        f"{steps} steps: {duration(steps * seconds)}, {plan.device_hours:.0f} device hours",
+        f"{steps} steps: {duration(steps * seconds)}, {number(plan.device_hours)} device hours",
         NOT_COUNTED,
     ]
 
