@@ -10,6 +10,9 @@ torch_version=2.13.0
 vllm_version=0.32.0
 qdrant_version=0.9.0
 peft_version=0.21.2
+# Slow ones that begin first, so that no worker is left alone with one at the end.
+longest=(tests/sampler/test_vllm.py tests/scripts/test_real_policy.py tests/benchmarks/test_kill.py
+  tests/test_paper_run.py tests/commands/test_train.py)
 
 # The comparison with transformers needs torch; those tests skip where no CPU build is available. The
 # registry's own build carries CUDA on Linux, hence the exact +cpu version: from what pip already knows,
@@ -110,6 +113,11 @@ ensure_browser() {
   echo "no Chromium is installed (Debian: apt-get install chromium): tests of the pages will skip" >&2
 }
 
+# Only these are collected for the slow part: importing all test files takes half a minute.
+slow_files() {
+  { printf '%s\n' "${longest[@]}" && grep -rl 'mark\.slow' --include='test_*.py' tests | sort; } | awk '!seen[$0]++'
+}
+
 # Tests that fail are kept for the end, so that they do not hide those of the next part. "No tests collected" is
 # a pass only where the caller chose the tests. Other failures (Ctrl-C, a file that cannot be read) end it all.
 run_pytest() {
@@ -181,6 +189,10 @@ if [[ "$fast" == true ]]; then
   run_pytest "not medium and not slow" "$@"
 else
   run_pytest "not slow" "$@"
+  if [[ $# == 0 ]]; then
+    IFS=$'\n' read -r -d '' -a arguments < <(slow_files && printf '\0')
+    set -- "${arguments[@]}"
+  fi
   run_pytest "slow" "$@"
 fi
 if [[ ${#failed[@]} != 0 ]]; then

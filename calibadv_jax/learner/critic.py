@@ -28,7 +28,9 @@ class CriticLearner(Learner):
 
     metrics_of = "critic"
 
-    def _values(self, base: Params, params: Params, one: Batch) -> tuple[jax.Array, jax.Array]:
+    def _values(
+        self, base: Params, params: Params, one: Batch, wanted: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         critic = self.policy.merge(joined(base, params))
         assert isinstance(critic, Critic)
         values = critic.values(critic(one.tokens, one.positions, one.segment_ids))

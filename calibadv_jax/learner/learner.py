@@ -178,10 +178,11 @@ class Learner:
         def objective(
             params: Params, base: Params, one: Batch, reference: Params | None
         ) -> tuple[jax.Array, Metrics]:
-            logprobs, entropies = self._values(base, params, one)
+            trained = one.weights != 0
+            logprobs, entropies = self._values(base, params, one, trained)
             known = None
             if reference is not None:
-                known = jax.lax.stop_gradient(self._values(base, reference, one)[0])
+                known = jax.lax.stop_gradient(self._values(base, reference, one, trained)[0])
             total, metrics = loss(logprobs, entropies, one, known)
             return total, metrics | {f"{self.metrics_of}/loss": total}
 
@@ -228,12 +229,21 @@ class Learner:
         shape = rows_at(length, self.rows, self.row_length), length
         return abstract_batch(shape, batch_sharding(self.mesh))
 
-    def _values(self, base: Params, params: Params, one: Batch) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities of the targets and entropies, both float32 [R, L]."""
+    def _values(
+        self, base: Params, params: Params, one: Batch, wanted: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Log-probabilities of the targets and entropies, both float32 [R, L].
+
+        Args:
+            wanted: bool [R, L], the columns whose values are used; None: all. Most columns of a search
+                agent's rows hold documents, and the head is a large part of a small model.
+        """
         decoder = self.policy.merge(joined(base, params))
         hidden = decoder(one.tokens, one.positions, one.segment_ids)
         chunk = max(1, self.logprob_chunk * self.rows // len(one.tokens))  # more rows: as many logits at once
-        return token_logprobs(decoder, hidden, one.targets, self.temperature, chunk, self.entropy_gradient)
+        return token_logprobs(
+            decoder, hidden, one.targets, self.temperature, chunk, self.entropy_gradient, wanted
+        )
 
     def _state_of(self, params: Params) -> State:
         return {

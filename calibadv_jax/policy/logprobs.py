@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 from calibadv_jax.policy.kernels.elementwise import inner_product
 from calibadv_jax.policy.transformer import Decoder
 from calibadv_jax.policy.vocabulary import Layout, layout_of
+
+PARTS = 8  # of a row, at least: where few tokens are wanted, little of the last chunk is computed in vain
 
 Saved = tuple[Any, ...]
 
@@ -24,17 +27,21 @@ def token_logprobs(
     temperature: float,
     chunk: int,
     entropy_gradient: bool = True,
+    wanted: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of `targets` and entropy of the distribution at every position.
+    """Log-probability of `targets` and entropy of the distribution at every position, or at those wanted.
 
-    Works through `chunk` tokens of each row at a time; the backward pass recomputes their logits, unless
-    one chunk is the whole row. The head's weights are gathered once in each direction, whatever the chunk.
+    Works through at most `chunk` wanted tokens a row at a time; the backward pass recomputes their logits.
+    Where one chunk is the whole row, all tokens are computed at once, and the logits are kept. The head's
+    weights are gathered once in each direction, whatever the chunk.
 
     Args:
         hidden: [B, T, D], the state that predicts the target of the same column.
         targets: int32 [B, T].
         temperature: divides the logits, as the sampler did.
         entropy_gradient: False: nothing is differentiated through the entropies, which saves its cost.
+        wanted: bool [B, T], the tokens whose values and gradients are used; None: all. Those of the others
+            may be zero.
 
     Returns:
         float32 [B, T] log-probabilities and float32 [B, T] entropies (nats).
@@ -43,7 +50,8 @@ def token_logprobs(
     width, vocab = weights.shape[::-1] if vocab_first else weights.shape
     layout = layout_of(hidden.shape[0], width, vocab)
     head = _Head(layout, vocab_first, decoder.numerics.compute_dtype, temperature, chunk, entropy_gradient)
-    return _logprobs(head, hidden, weights, targets)
+    wanted = jnp.ones(targets.shape, bool) if wanted is None else wanted
+    return _logprobs(head, hidden, weights, targets, wanted)
 
 
 @dataclass(frozen=True)
@@ -125,78 +133,108 @@ class _Head:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs(
-    head: _Head, hidden: jax.Array, weights: jax.Array, targets: jax.Array
+    head: _Head, hidden: jax.Array, weights: jax.Array, targets: jax.Array, wanted: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return _forward(head, hidden, weights, targets)[0]
+    return _forward(head, hidden, weights, targets, wanted)[0]
 
 
 def _forward(
-    head: _Head, hidden: jax.Array, weights: jax.Array, targets: jax.Array
+    head: _Head, hidden: jax.Array, weights: jax.Array, targets: jax.Array, wanted: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], Saved]:
     keeps = hidden.shape[1] <= head.chunk
 
-    def local(hidden: jax.Array, weights: jax.Array, targets: jax.Array) -> Saved:
+    def local(hidden: jax.Array, weights: jax.Array, targets: jax.Array, wanted: jax.Array) -> Saved:
         weights = head.whole(weights)
-
-        def one(inputs: Saved) -> Saved:
-            return head.values(head.logits(inputs[0], weights), inputs[1])
-
         if keeps:
             logits = head.logits(hidden, weights)
             return *head.values(logits, targets), logits
-        columns = jax.lax.map(one, (_chunks(hidden, head.chunk), _chunks(targets, head.chunk)))
-        return tuple(_columns(x, hidden.shape[1]) for x in columns)
+        chunks = _Chunks.of(wanted, head)
+
+        def one(number: jax.Array, found: Saved) -> Saved:
+            states, to_find = chunks.taken(number, (hidden, targets))
+            return chunks.put(number, found, head.values(head.logits(states, weights), to_find))
+
+        nothing = jnp.zeros(targets.shape, jnp.float32)
+        return chunks.each(one, (nothing,) * 3)
 
     rows = head.layout.spec("rows", None)
-    inputs = head.layout.spec("rows", None, None), head.weights_spec, rows
+    inputs = head.layout.spec("rows", None, None), head.weights_spec, rows, rows
     outputs = (rows, rows, rows, head.layout.spec("rows", None, "vocab"))[: 4 if keeps else 3]
-    logprobs, *rest = head.layout.on_devices(local, inputs, outputs)(hidden, weights, targets)
-    return (logprobs, rest[0]), (hidden, weights, targets, *rest)
+    logprobs, *rest = head.layout.on_devices(local, inputs, outputs)(hidden, weights, targets, wanted)
+    return (logprobs, rest[0]), (hidden, weights, targets, wanted, *rest)
 
 
 def _backward(
     head: _Head, saved: Saved, gradients: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, None]:
+) -> tuple[jax.Array, jax.Array, None, None]:
     def local(
-        hidden: jax.Array, weights: jax.Array, targets: jax.Array, known: Saved, kept: Saved
+        hidden: jax.Array, weights: jax.Array, of_rows: Saved, kept: Saved
     ) -> tuple[jax.Array, jax.Array]:
         whole = head.whole(weights)
-
-        def one(total: jax.Array, inputs: Saved) -> tuple[jax.Array, jax.Array]:
-            states, wanted, *known = inputs
-            change = head.change(head.logits(states, whole), wanted, tuple(known))
-            to_states, to_weights = head.to_inputs(change, states, whole)
-            return total + to_weights, to_states
-
+        targets, wanted, *known = of_rows
         if kept:
-            to_hidden, total = head.to_inputs(head.change(kept[0], targets, known), hidden, whole)
+            to_hidden, total = head.to_inputs(head.change(kept[0], targets, tuple(known)), hidden, whole)
         else:
-            chunks = tuple(_chunks(x, head.chunk) for x in (hidden, targets, *known))
-            total, columns = jax.lax.scan(one, jnp.zeros(whole.shape, jnp.float32), chunks)
-            to_hidden = _columns(columns, hidden.shape[1])
+            chunks = _Chunks.of(wanted, head)
+
+            def one(number: jax.Array, carry: Saved) -> Saved:
+                to_hidden, total = carry
+                states, to_find, *values = chunks.taken(number, (hidden, targets, *known))
+                change = head.change(head.logits(states, whole), to_find, tuple(values))
+                to_states, to_weights = head.to_inputs(change, states, whole)
+                return *chunks.put(number, (to_hidden,), (to_states,)), total + to_weights
+
+            start = jnp.zeros(hidden.shape, hidden.dtype), jnp.zeros(whole.shape, jnp.float32)
+            to_hidden, total = chunks.each(one, start)
         return to_hidden, head.layout.scattered(total, head.width_axis).astype(weights.dtype)
 
-    hidden, weights, targets, entropies, normaliser, *kept = saved
+    hidden, weights, targets, wanted, entropies, normaliser, *kept = saved
     rows, states = head.layout.spec("rows", None), head.layout.spec("rows", None, None)
     logits = tuple(head.layout.spec("rows", None, "vocab") for _ in kept)
-    inputs = states, head.weights_spec, rows, (rows,) * 4, logits
-    known = normaliser, entropies, *gradients
+    of_rows = targets, wanted, normaliser, entropies, *gradients
+    inputs = states, head.weights_spec, (rows,) * len(of_rows), logits
     run = head.layout.on_devices(local, inputs, (states, head.weights_spec))
-    to_hidden, to_weights = run(hidden, weights, targets, known, tuple(kept))
-    return to_hidden, to_weights, None
+    to_hidden, to_weights = run(hidden, weights, of_rows, tuple(kept))
+    return to_hidden, to_weights, None, None
 
 
 _logprobs.defvjp(_forward, _backward)
 
 
-def _chunks(x: jax.Array, chunk: int) -> jax.Array:
-    """[B, T, ...] -> [n, B, C, ...], zeros after the end."""
-    num_chunks = math.ceil(x.shape[1] / chunk)
-    padding = [(0, 0), (0, num_chunks * chunk - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-    return jnp.moveaxis(jnp.pad(x, padding).reshape(x.shape[0], num_chunks, chunk, *x.shape[2:]), 1, 0)
+@dataclass(frozen=True)
+class _Chunks:
+    """The wanted tokens of a device's rows, `size` at a time, whatever rows they stand in."""
 
+    columns: jax.Array  # int32 [n * size]: where they stand in rows laid end to end; past the end: none
+    size: int
+    count: jax.Array  # chunks that hold any
 
-def _columns(chunks: jax.Array, length: int) -> jax.Array:
-    """[n, B, C, ...] -> [B, T, ...], what follows T dropped."""
-    rows = jnp.moveaxis(chunks, 0, 1)
-    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :length]
+    @classmethod
+    def of(cls, wanted: jax.Array, head: _Head) -> _Chunks:
+        """Of wanted bool [B, T]."""
+        rows, length = wanted.shape
+        size, total = rows * min(head.chunk, math.ceil(length / PARTS)), wanted.size
+        whole = math.ceil(total / size) * size
+        columns = jnp.nonzero(wanted.reshape(-1), size=whole, fill_value=total)[0]
+        # As many on every device: the devices that share a row's vocabulary must not wait for each other.
+        return cls(columns, size, head.layout.largest_of_rows(-(-wanted.sum() // size)))
+
+    def each(self, one: Callable[[jax.Array, Saved], Saved], start: Saved) -> Saved:
+        return jax.lax.fori_loop(0, self.count, one, start)
+
+    def taken(self, number: jax.Array, arrays: Saved) -> Saved:
+        """[B, T, ...] -> [1, size, ...] of each array, zeros where there is no token."""
+        here = self._columns(number)
+        rows = (x.reshape(-1, *x.shape[2:]) for x in arrays)
+        return tuple(x.at[here].get(mode="fill", fill_value=0)[None] for x in rows)
+
+    def put(self, number: jax.Array, arrays: Saved, values: Saved) -> Saved:
+        """Values [1, size, ...] written into arrays [B, T, ...]."""
+        here = self._columns(number)
+        return tuple(
+            x.reshape(-1, *x.shape[2:]).at[here].set(of[0], mode="drop").reshape(x.shape)
+            for x, of in zip(arrays, values, strict=True)
+        )
+
+    def _columns(self, number: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(self.columns, number * self.size, self.size)

@@ -61,6 +61,10 @@ class Layout:
             gradient = jax.lax.psum_scatter(gradient, self.width, scatter_dimension=axis, tiled=True)
         return self.over_replicas(gradient)
 
+    def largest_of_rows(self, x: jax.Array) -> jax.Array:
+        """The largest of all devices."""
+        return jax.lax.pmax(x, self.rows) if self.rows else x
+
     def over_replicas(self, gradient: jax.Array) -> jax.Array:
         """The sum over the rows' axes that do not split the width."""
         others = tuple(name for name in self.rows if name != self.width)

@@ -25,6 +25,7 @@ from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run.base import Base
 from calibadv_jax.run.model import Model, base_of, find_folder
+from calibadv_jax.services.judge import read_prompt
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
 from calibadv_jax.snapshots.huggingface import copy_tokenizer, weights_hash
 from calibadv_jax.snapshots.peft import adapters_hash
@@ -35,7 +36,8 @@ SERVICE = "retriever.content"  # which index is searched: known when the service
 COLD_START = "sft.yaml"  # the config of the cold start
 REFERENCE = "policy.weights"  # only of a run that keeps the policy it began with, or the base of its adapters
 ADAPTERS = "policy.adapters"  # of policy.lora.init_from, only of a run that keeps the policy it began with
-IDENTITY = ("data.content", "policy.config", "policy.vocabulary", REFERENCE, ADAPTERS)
+JUDGE = "reward.judge.content"  # of reward.judge.prompt
+IDENTITY = ("data.content", "policy.config", "policy.vocabulary", REFERENCE, ADAPTERS, JUDGE)
 
 
 def enter_run_folder(
@@ -77,6 +79,8 @@ def _identity(config: Config, model: Model, questions: Sequence[Question]) -> di
         "policy.config": content_hash(model.hf_config),
         "policy.vocabulary": model.tokenizer_hash,
     }
+    if config.reward.judge.prompt:
+        identity[JUDGE] = content_hash(read_prompt(config.reward.judge.prompt))
     if config.policy.path and (config.keeps_initial_policy or config.policy.lora.rank):
         weights, _ = find_folder(config, config.policy.path, with_weights=True, known=model.pins)
         identity[REFERENCE] = weights_hash(weights)
@@ -154,7 +158,7 @@ def write_policy_folder(folder: Path, model: Model, base: Base | None = None) ->
 
 def _check_resume(config: Config, identity: Mapping[str, str], say: Callable[[str], None]) -> None:
     folder, allowed = Path(config.run.dir), config.checkpoint.allow_change
-    keys = known_keys().keys() | identity.keys() | {REFERENCE, ADAPTERS, SERVICE}
+    keys = known_keys().keys() | identity.keys() | {REFERENCE, ADAPTERS, JUDGE, SERVICE}
     unknown = [name for name in allowed if name not in keys]
     if unknown:
         raise UserError(
@@ -195,8 +199,8 @@ def _changes(
         yield name, old, new, is_binding(name, config) and not (is_length and same_decay)
     both = start.identity.keys() & identity.keys()
     for name, old, new in differences(start.identity, identity):
-        # Weights count between two starts that have a reference.
-        if name not in (REFERENCE, ADAPTERS) or name in both:
+        # These count between two starts that have one: a run of an older version has kept none.
+        if name not in (REFERENCE, ADAPTERS, JUDGE) or name in both:
             yield name, old, new, True
 
 

@@ -69,7 +69,7 @@ class JudgeClient:
 
     def __init__(self, config: JudgeConfig):
         self.config, self.url = config, config.url.rstrip("/")
-        self.prompt = _read_prompt(config.prompt)
+        self.prompt = read_prompt(config.prompt)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(config.max_concurrency)
@@ -200,7 +200,12 @@ def read_verdict(said: str, key: str) -> float:
     return 1.0 if yes else 0.0 if no else float(number)
 
 
-def _read_prompt(path: str) -> str:
+def read_prompt(path: str) -> str:
+    """What the judge is told to do: the file's text, or the built-in one where no path is given.
+
+    Raises:
+        UserError: it cannot be read, or is empty.
+    """
     if not path:
         return PROMPT
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,8 @@ def model_card(
     lines += [f"# {title}", "", "A search agent, trained with calibadv_jax (arXiv 2604.18235)."]
     lines += ["", "## Use", ""]
     lines += [
-        "Each turn the policy writes `<think>…</think>` and then `<search>…</search>` or",
-        "`<answer>…</answer>`. Stop at the closing tag. After a search, append the passages between",
-        "`<information>` and `</information>` and let it go on. The prompt, in the tokenizer's chat",
-        "template if it has a template:",
+        *_protocol([tool["name"] for tool in config["tools"]]),
+        "The prompt, in the tokenizer's chat template if it has a template:",
         "",
         *(f"    {line}" for line in prompt.splitlines()),
     ]
@@ -84,6 +82,18 @@ def model_card(
         lines += ["", "Settings that differ from the defaults:", "", *_table(settings)]
     lines += ["", "## Scores", "", scores.rstrip(), "", "## Versions", "", *_table(versions), ""]
     return "\n".join(lines)
+
+
+def _protocol(tools: Sequence[str]) -> list[str]:
+    """How a client talks with the policy. What actions other than a search are called, the prompt says."""
+    if list(tools) == ["search"]:
+        action, reply = "`<search>…</search>`", "After a search, append the passages"
+    else:
+        action, reply = "the tag of an action that the prompt names,", "After an action, append its reply"
+    return [
+        f"Each turn the policy writes `<think>…</think>` and then {action} or `<answer>…</answer>`.",
+        f"Stop at the closing tag. {reply} between `<information>` and `</information>` and let it go on.",
+    ]
 
 
 def _file_names(value: Any) -> str:

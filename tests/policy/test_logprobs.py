@@ -59,6 +59,32 @@ def test_chunks_equal_the_direct_formula_with_gradients(policy, inputs):
     assert float(direct[0].max()) < 0 < float(direct[1].min())
 
 
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_only_wanted_tokens_are_computed(policy, inputs, share):
+    """States without a number stand where nothing is wanted: they reach no value and no gradient."""
+    params, hidden, targets = inputs
+    wanted = jax.random.uniform(jax.random.key(3), (BATCH, LENGTH)) < share
+
+    def run(params, hidden, chunk):
+        decoder = policy.merge(params)
+        if chunk:
+            holes = jnp.where(wanted[..., None], hidden, jnp.nan)
+            found = token_logprobs(decoder, holes, targets, TEMPERATURE, chunk, wanted=wanted)
+        else:
+            found = token_logprobs(decoder, hidden, targets, TEMPERATURE, LENGTH)
+        logprobs, entropies = (jnp.where(wanted, values, 0.0) for values in found)
+        return jnp.sum(jnp.sin(logprobs)) + jnp.sum(entropies**2), (logprobs, entropies)
+
+    compute = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), static_argnums=2)
+    (_, expected), wanted_gradients = compute(params, hidden, 0)
+    (_, found), gradients = compute(params, hidden, 4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+    if share:
+        close_in_norm(gradients, wanted_gradients)
+    else:
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradients))
+
+
 def is_program(value):
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 

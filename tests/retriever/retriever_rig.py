@@ -48,7 +48,7 @@ class Counting:
 
 
 @contextmanager
-def served(app, max_connections=100, seconds=30.0):
+def served(app, max_connections=100, seconds=30.0, loop="auto"):
     """(host, port) of a server over a real socket, with the service's own limits of connections."""
     import uvicorn
 
@@ -57,7 +57,9 @@ def served(app, max_connections=100, seconds=30.0):
 
     with listen("127.0.0.1", 0) as listener:
         protocol = bounded_protocol(max_connections, seconds)
-        server = uvicorn.Server(make_config(app, protocol))
+        config = make_config(app, protocol)
+        config.loop = loop
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
         thread.start()
         try:

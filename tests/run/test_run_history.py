@@ -180,3 +180,16 @@ def test_weights_count_only_where_a_reference_is_made_of_them(run, weights):
     run(weights(2.0))
     run(weights(3.0), "loss.kl_coef=0.1", "checkpoint.allow_change=[loss.kl_coef]")
     run(weights(4.0), "checkpoint.allow_change=[loss.kl_coef, policy.weights]")
+
+
+def test_another_text_for_the_judge_is_another_reward(run, tmp_path):
+    prompt = tmp_path / "judge.txt"
+    judged = f"reward.judge={{url: 'http://127.0.0.1:1/v1', model: m, prompt: {prompt}}}"
+    prompt.write_text("Is the answer right?")
+    run(judged)
+    trained(run, 1)
+    run(judged)
+    prompt.write_text("Is the answer polite?")
+    with pytest.raises(UserError, match="reward.judge.content changed"):
+        run(judged)
+    assert "accepted" in run(judged, "checkpoint.allow_change=[reward.judge.content]")

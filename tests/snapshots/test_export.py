@@ -122,6 +122,7 @@ def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_p
     (folder / "10.yaml").write_text(dump_config(trained))
     export(with_source(config, f"{config.run.dir}/checkpoints/1"))
     front, text = card_of(tmp_path / "hf")
+    assert "then `<search>…</search>` or" in text
     assert front == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",

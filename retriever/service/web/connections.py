@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import resource
+import select
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -50,10 +51,17 @@ class Bounded(H11Protocol):
         ]
         if len(others) < self.max_connections:
             return
-        if waiting := [one for one in others if one.is_waiting()]:
-            min(waiting, key=lambda one: one._turn).transport.abort()
+        waiting = sorted((one for one in others if one.is_waiting()), key=lambda one: one._turn)
+        if victim := next((one for one in waiting if not one.has_unread()), None):
+            victim.transport.abort()
         else:
             self._refuse(b"503 Service Unavailable\r\nretry-after: 1", BUSY)
+
+    def has_unread(self) -> bool:
+        """Whether bytes have come that are not read: the loop takes in many connections before it reads."""
+        poll = select.poll()  # unlike `select.select`, for descriptors above 1,023 too
+        poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def send_400_response(self, msg: str) -> None:
         """As every other error; uvicorn's own is plain text."""

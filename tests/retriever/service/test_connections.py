@@ -67,6 +67,26 @@ def test_idle_connections_beyond_the_bound_make_room(index):
             connection.close()
 
 
+def test_a_request_that_was_sent_but_not_read_is_not_thrown_away(index):
+    """asyncio's loop, which runs where uvloop is not installed, takes in all that connect before it reads."""
+    app = make_app(index, Depths(1))
+
+    async def blocking(scope, receive, send):
+        if scope.get("path") == "/block":
+            time.sleep(0.5)  # as the encoding of a large reply: nothing is accepted or read meanwhile
+        await app(scope, receive, send)
+
+    with served(blocking, max_connections=5, loop="asyncio") as address, contextlib.ExitStack() as stack:
+        blocker = stack.enter_context(socket.create_connection(address))
+        blocker.sendall(b"GET /block HTTP/1.1\r\nhost: h\r\n\r\n")
+        time.sleep(0.1)
+        client = stack.enter_context(socket.create_connection(address))
+        client.sendall(request() + BODY)
+        for _ in range(30):
+            stack.enter_context(socket.create_connection(address))
+        assert b" 200 OK" in read(client)
+
+
 def is_closed(connection):
     connection.setblocking(False)
     try:
