@@ -22,16 +22,19 @@ from calibadv_jax.run.memory import GIB
 
 RUN = "--config configs/paper/qwen2.5-7b.yaml --tokens 4000 --sampled 700"
 ROWS = "mesh.fsdp={0} learner.microbatch_rows={0}"
-SPLIT = "mesh.fsdp=64 mesh.tensor=4 learner.microbatch_rows=64"  # fewer rows at a time, which are fuller
+HOSTS = f"sampler.name=jax {ROWS}"  # several processes: the embedded sampler
+SPLIT = (
+    "sampler.name=jax mesh.fsdp=64 mesh.tensor=4 learner.microbatch_rows=64"  # fewer rows, and fuller ones
+)
 POINTS = (
-    *(f"--gpu h100 --topology 1x{hosts}x8 {ROWS.format(8 * hosts)}" for hosts in (1, 8, 32)),
+    f"--gpu h100 --topology 1x1x8 {ROWS.format(8)}",
+    f"--gpu h100 --topology 1x8x8 {HOSTS.format(64)}",
+    f"--gpu h100 --topology 1x32x8 {HOSTS.format(256)}",
     f"--gpu h100 --topology 1x32x8 {SPLIT}",
-    *(
-        f"--tpu v5p:{shape} {ROWS.format(count)}"
-        for shape, count in (("2x2x2", 8), ("4x4x4", 64), ("4x8x8", 256))
-    ),
-    f"--tpu v5e:16x16 {ROWS.format(256)}",
-    f"--tpu v5e:16x16 {SPLIT}",
+    f"--tpu v5e:16x16 {HOSTS.format(256)}",
+    f"--tpu v5p:4x8x8 {HOSTS.format(256)}",
+    f"--tpu v5p:2x2x2 {HOSTS.format(8)}",
+    f"--tpu v5p:4x4x4 {HOSTS.format(64)}",
 )
 HEAD = (
     "devices",
@@ -39,6 +42,8 @@ HEAD = (
     "update",
     "optimizer's step",
     "log-probabilities",
+    "prefill",
+    "decode",
     "by the formula",
     "rows filled",
     "operations a step",
@@ -80,8 +85,11 @@ def row(point: str, found: dict[str, Any]) -> str:
     """A line of the Markdown table."""
     kind = found["kind"] if found["kind"].startswith("v") else found["kind"].upper()
     cells = [f"{found['devices']} {kind}", f"{found['limit'] / GIB:.1f}"]
-    for name in ("update", "apply", "log-probabilities"):
-        program = found["programs"][name]
+    for name in ("update", "apply", "log-probabilities", "prefill", "decode"):
+        program = found["programs"].get(name)
+        if program is None:
+            cells.append("")
+            continue
         if "refused" in program:
             cells.append("refused")
             continue

@@ -17,15 +17,22 @@ from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.metrics.console import Console, duration, number, table
-from calibadv_jax.planning.compiled import compiled_figures, lowered_programs, programs_of, topology_mesh
-from calibadv_jax.planning.hardware import Target, find_target, placed_on
-from calibadv_jax.planning.ways_out import ways_out
+from calibadv_jax.planning.compiled import (
+    OF_CRITIC,
+    SAMPLED,
+    TRAINED,
+    compiled_figures,
+    lowered_programs,
+    programs_of,
+    topology_mesh,
+)
+from calibadv_jax.planning.hardware import Target, find_target, placed_on, sampler_of
+from calibadv_jax.planning.ways_out import memory_of, ways_out
 from calibadv_jax.planning.work import Rollouts, Step, expected_rollouts, step_of
 from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.run.memory import (
     GAPS,
     GIB,
-    estimate_memory,
     heads_warnings,
     held_beside,
     memory_line,
@@ -118,9 +125,8 @@ def make_plan(config: Config, target: Target, efficiency: float, tokens: int = 0
             " one, or give the policy's shape in policy.init (its config.json, vocab_size too)"
         )
     rollouts = expected_rollouts(config, tokens, sampled)
-    mesh = {"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor}
-    found = estimate_memory(config, architecture, mesh)
-    step = step_of(config, architecture, rollouts)
+    found = memory_of(config, architecture, target)
+    step = step_of(config, architecture, rollouts, target)
     return Plan(config, target, architecture, found, step, rollouts, efficiency)
 
 
@@ -142,13 +148,18 @@ def compile_programs(plan: Plan, console: Console) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: the compiler is missing.
     """
-    config, names = plan.config, programs_of(plan.config)
-    mesh = topology_mesh(config, plan.target)
+    parts = [
+        (plan.config, plan.target, TRAINED + OF_CRITIC),
+        (sampler_of(plan.config, plan.target), plan.target.host, SAMPLED),
+    ]
     found = {}
-    for name in names:
-        with console.phase(f"compiling for {plan.target}: {name}", announce=True):
-            program = lowered_programs(config, plan.architecture, mesh, [name])[name]
-            found[name] = compiled_figures(program, held_beside(plan.estimate, name, shares_base(config)))
+    for config, target, mine in parts:
+        names = [name for name in programs_of(config) if name in mine]
+        mesh = topology_mesh(config, target) if names else None
+        for name in names:
+            with console.phase(f"compiling for {target}: {name}", announce=True):
+                program = lowered_programs(config, plan.architecture, mesh, [name])[name]
+                found[name] = compiled_figures(program, held_beside(plan.estimate, name, shares_base(config)))
     return found
 
 
@@ -172,7 +183,7 @@ def memory_verdict(plan: Plan, programs: Mapping[str, Mapping[str, Any]]) -> tup
         verdict = f"fits {has}, by the formula" if fits else f"does not fit {has}, by the formula"
         if fits and expected * gaps > limit:
             verdict += f"; programs may need up to {gaps} times as much, so compile it (leave --estimate out)"
-    advice = [] if fits else ways_out(plan.config, plan.architecture, limit, gaps)
+    advice = [] if fits else ways_out(plan.config, plan.architecture, plan.target, limit)
     return [*lines, verdict, *advice], fits
 
 

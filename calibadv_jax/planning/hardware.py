@@ -38,6 +38,8 @@ TPUS = {
     "v5p": Chip(95e9, 459e12, 2765e9, 600e9, 600e9),
     "v6e": Chip(32e9, 918e12, 1638e9, 400e9, 400e9),
 }
+# Shape of one host of a larger slice, and the most chips that one host alone has.
+HOSTS = {"v5e": ("2x2", 8), "v5p": ("2x2x1", 4), "v6e": ("2x2", 8)}
 _HOPPER_LINKS, _NETWORK = 450e9, 50e9  # NVLink; 400 Gbit/s for each GPU, as hosts of eight usually have
 
 
@@ -50,7 +52,7 @@ class Target:
     topology: str  # as the compiler names it: v5e:4x4, or slices x hosts x GPUs of a host
     chip: Chip
     devices: int
-    hosts: int = 1  # of GPUs; links between the hosts of a TPU slice are as fast as within one
+    hosts: int = 1  # each with a process of the trainer
 
     @property
     def limit(self) -> float:
@@ -72,8 +74,20 @@ class Target:
 
     @property
     def links(self) -> float:
-        """Bytes a second that one device receives where all exchange parts: the slowest link decides."""
+        """Bytes a second that one device receives where all exchange parts: the slowest link decides.
+
+        Links between the hosts of a TPU slice are as fast as within one.
+        """
         return self.chip.network if self.hosts > 1 else self.chip.links
+
+    @property
+    def host(self) -> Target:
+        """One host of it."""
+        if self.hosts == 1:
+            return self
+        if self.platform == "tpu":
+            return find_target(tpu=f"{self.kind}:{HOSTS[self.kind][0]}")
+        return find_target(gpu=self.kind, topology=f"1x1x{self.devices // self.hosts}")
 
     def __str__(self) -> str:
         kind = self.kind if self.platform == "tpu" else self.kind.upper()
@@ -103,7 +117,8 @@ def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
             raise UserError(
                 f"--tpu {tpu}: must be one of {', '.join(TPUS)} with the slice's shape, such as v5e:4x4"
             )
-        return Target("tpu", kind, tpu, TPUS[kind], _product(shape))
+        count, (host, alone) = _product(shape), HOSTS[kind]
+        return Target("tpu", kind, tpu, TPUS[kind], count, 1 if count <= alone else count // _product(host))
     if gpu not in GPUS:
         raise UserError(f"--gpu {gpu}: must be one of {', '.join(GPUS)}")
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
@@ -113,6 +128,28 @@ def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
     found = GPUS[gpu]
     chip = Chip(found.memory, found.flops, found.bandwidth, _HOPPER_LINKS, _NETWORK)
     return Target("cuda", gpu, topology, chip, _product(topology), _product(topology.rpartition("x")[0]))
+
+
+def sampler_of(config: Config, target: Target) -> Config:
+    """The config of one process' embedded sampler: on its own devices, with its share of the slots.
+
+    Args:
+        config: `placed_on` the target.
+    """
+    if target.hosts == 1:
+        return config
+    mesh, local = config.mesh, target.devices // target.hosts
+    if local % mesh.tensor:
+        raise UserError(
+            f"mesh.tensor is {mesh.tensor}, but a host has {local} devices, which it must divide: lower it"
+        )
+    fsdp = math.gcd(mesh.fsdp, local // mesh.tensor)
+    slots = -(-config.sampler.slots // target.hosts)
+    return replace(
+        config,
+        mesh=replace(mesh, data=local // mesh.tensor // fsdp, fsdp=fsdp),
+        sampler=replace(config.sampler, slots=slots),
+    )
 
 
 def _product(shape: str) -> int:

@@ -9,8 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from calibadv_jax.config import Config
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.planning.hardware import Target, sampler_of
 from calibadv_jax.policy.architecture import Architecture
-from calibadv_jax.run.memory import GIB, estimate_memory, peak_memory
+from calibadv_jax.run.memory import GAPS, GIB, estimate_memory, peak_memory
 
 Changes = dict[str, Any]  # dotted key -> value
 
@@ -37,27 +39,34 @@ def _section(section: Any, changes: Changes) -> Any:
     return replace(section, **flat)
 
 
-def memory_of(config: Config, architecture: Architecture) -> float:
-    """Bytes on one device at the worst moment."""
+def memory_of(config: Config, architecture: Architecture, target: Target) -> dict[str, float]:
+    """Bytes on one device by purpose, as the doctor counts them; of several hosts each has its own sampler.
+
+    Args:
+        config: `placed_on` the target.
+
+    Raises:
+        UserError: the sampler's part of the mesh does not fit a host.
+    """
     mesh = {"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor}
-    return peak_memory(estimate_memory(config, architecture, mesh))
+    apart = sampler_of(config, target) if target.hosts > 1 and config.sampler.name == "jax" else None
+    return estimate_memory(config, architecture, mesh, apart)
 
 
-def ways_out(config: Config, architecture: Architecture, limit: float, gaps: float) -> list[str]:
+def ways_out(config: Config, architecture: Architecture, target: Target, limit: float) -> list[str]:
     """One line for each change that makes it fit; one line that none does.
 
     Args:
         config: placed on the devices.
         limit: bytes of a device.
-        gaps: how many times the formula a program may need.
     """
+    gaps = GAPS.get(target.platform, 1.0)
     lines = []
     for changes in _candidates(config, architecture):
         try:
-            other = changed(config, changes)
-        except ValidationError:  # it needs more changes than this
+            needed = peak_memory(memory_of(changed(config, changes), architecture, target)) * gaps
+        except (ValidationError, UserError):  # it needs more changes than this
             continue
-        needed = memory_of(other, architecture) * gaps
         if needed <= limit:
             said = " ".join(f"{key}={value}" for key, value in changes.items())
             lines.append(f"would fit: {said} ({needed / GIB:.1f} GiB by the formula{_times(gaps)})")

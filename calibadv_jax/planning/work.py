@@ -17,7 +17,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.learner import on_policy_only
 from calibadv_jax.learner.packing import plan, row_shapes
-from calibadv_jax.planning.hardware import Target
+from calibadv_jax.planning.hardware import Target, sampler_of
 from calibadv_jax.policy.adapters import Adapters, count
 from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.attention import keys_computed
@@ -103,11 +103,11 @@ def expected_rollouts(config: Config, tokens: int = 0, sampled: int = 0) -> Roll
     return Rollouts(count, tokens, sampled or min(turns, tokens - 1))
 
 
-def step_of(config: Config, architecture: Architecture, rollouts: Rollouts) -> Step:
+def step_of(config: Config, architecture: Architecture, rollouts: Rollouts, target: Target) -> Step:
     """What a step of a run comes to.
 
     Args:
-        config: `placed_on` the devices.
+        config: `placed_on` the target.
     """
     costs = Costs(config, architecture, rollouts.tokens)
     minibatches = list(_minibatches(config, rollouts.trajectories))
@@ -120,7 +120,7 @@ def step_of(config: Config, architecture: Architecture, rollouts: Rollouts) -> S
         values = costs.forward("critic's values", costs.positions(rollouts.trajectories))
         parts += [values, costs.update(computed, "critic's update")]
     parts.append(costs.apply(len(minibatches) * (2 if config.advantage.has_critic else 1)))
-    parts += costs.sampling(rollouts)
+    parts += costs.sampling(rollouts, sampler_of(config, target))
     overlap = config.rollout.max_staleness > 0 and bool(config.sampler.urls)
     trained = rollouts.trajectories * rollouts.tokens
     return Step(
@@ -223,8 +223,12 @@ class Costs:
         flops = 20.0 * updates * held * self.devices
         return Part("optimizer's step", flops, updates * held * (6 * self.stored + 8), 0.0, self.devices)
 
-    def sampling(self, rollouts: Rollouts) -> list[Part]:
-        """Prefill, where every token is computed once, and decoding of all slots together."""
+    def sampling(self, rollouts: Rollouts, own: Config) -> list[Part]:
+        """Prefill, where every token is computed once, and decoding of all slots together.
+
+        Args:
+            own: see `sampler_of`.
+        """
         config, a = self.config, self.architecture
         sampler, count = config.sampler, rollouts.trajectories
         context = rollouts.tokens / 2
@@ -237,8 +241,8 @@ class Costs:
             slots = sampler.slots * groups
         slots = min(slots, count, config.rollout.max_concurrency)
         flops, weights = a.flops_per_token(context), a.num_parameters * width * groups / devices
-        if sampler.name == "jax":  # its weights lie on the devices once for each of `data`
-            weights /= self.mesh["fsdp"] * self.mesh["data"]
+        if sampler.name == "jax":
+            weights = a.num_parameters * width / (own.mesh.fsdp * own.mesh.tensor)
         cached = 2 * a.num_layers * a.num_kv_heads * a.head_dim * width * context * slots / devices
         calls = count * rollouts.sampled / slots  # of decoding, each a token of every slot
         others = count * (rollouts.tokens - rollouts.sampled)

@@ -32,11 +32,14 @@ STEP = ("moments",)  # with optimizer.offload: those at work, live beside the su
 SAMPLING = ("prefill", "decode")  # live while the embedded sampler works only; one of them at a time
 
 
-def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
+def estimate_memory(
+    config: Config, architecture: Architecture, mesh: Mapping[str, int], sampling: Config | None = None
+) -> dict[str, float]:
     """Bytes on one device by purpose; `peak_memory` says how many of them there are at once.
 
     Args:
         mesh: sizes of the axes data, fsdp and tensor.
+        sampling: of several processes, the config of one's embedded sampler, with its mesh and slots.
     """
     stored = jnp.dtype(config.policy.param_dtype).itemsize
     computed = jnp.dtype(config.policy.compute_dtype).itemsize
@@ -62,8 +65,11 @@ def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[st
         estimate["reference policy"] = held * stored
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
         copied = 0 if shares_base(config) else frozen_count
+        if sampling is not None:
+            mesh = {name: getattr(sampling.mesh, name) for name in MESH_AXES}
+            held, copied = sum(_held_elements(policy.abstract_params, mesh).values()), 0
         estimate["sampler weights"] = (held + copied) * computed
-        estimate |= _sampler(config, architecture, mesh)
+        estimate |= _sampler(sampling or config, architecture, mesh)
     return estimate
 
 

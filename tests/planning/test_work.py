@@ -20,7 +20,7 @@ TARGET = find_target(gpu="h100", topology="1x1x4")
 
 def step(folder, rollouts=(), **changed):
     config = placed_on(small(folder, **changed), TARGET)
-    return step_of(config, ARCHITECTURE, expected_rollouts(config, *rollouts))
+    return step_of(config, ARCHITECTURE, expected_rollouts(config, *rollouts), TARGET)
 
 
 @pytest.mark.medium

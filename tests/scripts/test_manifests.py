@@ -10,6 +10,10 @@ import pytest
 import yaml
 
 from calibadv_jax.config import load_config
+from calibadv_jax.planning.hardware import find_target, placed_on
+from calibadv_jax.planning.ways_out import memory_of
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.run.memory import peak_memory
 
 validator = pytest.importorskip("kubernetes_validate")
 jobsets = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set")
@@ -69,8 +73,8 @@ def test_a_mistake_is_found():
 
 
 def find(kind, name):
-    (found,) = [one for _, one in DOCUMENTS if one["kind"] == kind and one["metadata"]["name"] == name]
-    return found
+    """The manifest; of two in whose place one may stand, the first."""
+    return next(one for _, one in DOCUMENTS if one["kind"] == kind and one["metadata"]["name"] == name)
 
 
 def pods():
@@ -129,21 +133,30 @@ def test_the_jobs_processes_find_each_other():
     assert container["name"] == spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"]
 
 
-def test_the_runs_config_is_one_and_names_the_services(tmp_path):
-    text = find("ConfigMap", "calibadv-run")["data"]["run.yaml"]
-    (tmp_path / "run.yaml").write_text(text.replace("/app/", f"{ROOT}/"))
-    config = load_config(tmp_path / "run.yaml")
-    assert config.retriever.url == "http://calibadv-retriever:8000"
-    workers = find("StatefulSet", "calibadv-worker")
-    expected = [
-        f"http://calibadv-worker-{n}.calibadv-worker:8100" for n in range(workers["spec"]["replicas"])
-    ]
-    assert config.sampler.urls == expected and config.sampler.name == "vllm"
-    (worker,) = pods()["worker"]["spec"]["containers"]
-    assert f"--model={config.policy.path}" in worker["args"]
-    assert f"--max_model_len={config.rollout.max_length}" in worker["args"]
+@pytest.fixture(params=["run.yaml", "run_workers.yaml"])
+def run(request, tmp_path):
+    """The config that a ConfigMap carries."""
+    ((_, document),) = [one for one in DOCUMENTS if one[0] == request.param]
+    assert document["metadata"]["name"] == "calibadv-run"
+    (tmp_path / "run.yaml").write_text(document["data"]["run.yaml"].replace("/app/", f"{ROOT}/"))
+    return load_config(tmp_path / "run.yaml")
+
+
+def test_the_runs_config_names_the_services_and_fits_the_devices(run):
+    assert run.retriever.url == "http://calibadv-retriever:8000"
     (trainer,) = pods()["trainer"]["spec"]["containers"]
-    (job,) = find("JobSet", "calibadv")["spec"]["replicatedJobs"]
-    gpus = int(trainer["resources"]["limits"]["nvidia.com/gpu"]) * job["template"]["spec"]["completions"]
-    assert config.mesh.data * config.mesh.fsdp * config.mesh.tensor == gpus
-    assert config.learner.microbatch_rows % (config.mesh.data * config.mesh.fsdp) == 0
+    nodes = 1
+    if run.sampler.name == "jax":
+        (job,) = find("JobSet", "calibadv")["spec"]["replicatedJobs"]
+        nodes = job["template"]["spec"]["completions"]
+    else:
+        count = find("StatefulSet", "calibadv-worker")["spec"]["replicas"]
+        assert run.sampler.urls == [f"http://calibadv-worker-{n}.calibadv-worker:8100" for n in range(count)]
+        (worker,) = pods()["worker"]["spec"]["containers"]
+        assert f"--model={run.policy.path}" in worker["args"]
+        assert f"--max_model_len={run.rollout.max_length}" in worker["args"]
+    gpus = int(trainer["resources"]["limits"]["nvidia.com/gpu"])
+    target = find_target(gpu="h100", topology=f"1x{nodes}x{gpus}")
+    config = placed_on(run, target)  # refuses another number of devices, and rows that they cannot share
+    architecture = architecture_from_hf(config.policy.init)
+    assert peak_memory(memory_of(config, architecture, target)) < target.limit
