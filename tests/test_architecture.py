@@ -26,7 +26,7 @@ FLOORS: tuple[set[str], ...] = (
     {"core"},
     {"config"},
     {"advantages", "data", "evaluation", "metrics", "policy", "rewards", "rollout", "services"},
-    {"learner", "record", "sampler", "snapshots"},
+    {"hosts", "learner", "record", "sampler", "snapshots"},
     {"pages", "report", "run"},
     {"planning"},
     {"commands", "tools"},

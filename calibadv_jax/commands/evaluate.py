@@ -32,6 +32,7 @@ from calibadv_jax.evaluation.report import (
     table_rows,
     unanswered,
 )
+from calibadv_jax.hosts.joining import alone
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rewards.score import score_trajectory, text_scores
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
@@ -48,6 +49,7 @@ PASSAGE_QUERIES = 64  # questions that one-shot RAG looks up together
 
 def run(config: Config) -> None:
     """Evaluates, prints a table and writes the report."""
+    alone(config.distributed, "evaluate")
     console = Console(config.log.progress)
     source = choose_policy(config)
     console.say(f"policy: {source}")

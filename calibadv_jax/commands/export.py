@@ -21,6 +21,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
 from calibadv_jax.core.locking import locked_output
 from calibadv_jax.evaluation.report import Report, markdown_table
+from calibadv_jax.hosts.joining import alone
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params
@@ -44,6 +45,7 @@ def run(config: Config, adapter: bool = False) -> None:
     Args:
         adapter: as `export`.
     """
+    alone(config.distributed, "export")
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be in use
     Console(config.log.progress).say(f"written to {export(config, adapter)}")
 

@@ -21,6 +21,7 @@ from calibadv_jax.core.files import write_json
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.data.world import write_world
 from calibadv_jax.evaluation.report import AVERAGE, Means, unanswered
+from calibadv_jax.hosts.joining import alone
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.run.folder import check_cold_start
 from calibadv_jax.run.model import find_policy
@@ -29,6 +30,7 @@ from calibadv_jax.run.wiring import open_services
 
 def run(config: Config) -> None:
     """Runs the whole chain in `run.dir`, and ends with a table and the paths of what was written."""
+    alone(config.distributed, "quickstart")
     if not config.world.dir:
         raise UserError("world.dir is empty: the quickstart generates its world there")
     console = Console(config.log.progress)

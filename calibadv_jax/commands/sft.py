@@ -25,6 +25,7 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.tags import neutralise
 from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
 from calibadv_jax.data.demonstrations import GENERATORS, Demonstration
+from calibadv_jax.hosts.joining import alone
 from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.losses import negative_log_likelihood
@@ -57,6 +58,7 @@ _NOTHING = np.zeros(0, np.float32)
 
 def run(config: Config) -> None:
     """Runs every phase in order, then writes the policy to `sft.output`; goes on where it was interrupted."""
+    alone(config.distributed, "sft")
     sft, folder = config.sft, Path(config.run.dir)
     if not sft.phases:
         raise UserError("sft.phases is empty: nothing would be trained; add a phase, such as {steps: 100}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from calibadv_jax.advantages.estimators import compute_advantages
@@ -19,6 +21,8 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import load_questions
+from calibadv_jax.hosts.exchange import Hosts
+from calibadv_jax.hosts.joining import joined
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Verdict, guard_metrics
@@ -33,7 +37,7 @@ from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.choices import describe_choices
-from calibadv_jax.run.folder import enter_run_folder
+from calibadv_jax.run.folder import content_hash, enter_run_folder
 from calibadv_jax.run.model import build_model
 from calibadv_jax.run.service import check_service
 from calibadv_jax.run.trainer import Trainer
@@ -47,12 +51,13 @@ def run(config: Config, kept: Config | None = None) -> None:
         kept: what the run's folder keeps; default: `config`. It lacks the addresses of services that the
             caller started for this run, so that whoever reads it starts them again.
     """
-    console = Console(config.log.progress)
-    with locked_run(Path(config.run.dir), console.warn):
-        _run(config, kept or config, console)
+    with joined(config) as hosts:
+        console = Console(config.log.progress, silent=not hosts.is_first)
+        with locked_run(Path(config.run.dir), console.warn) if hosts.is_first else nullcontext():
+            _run(config, kept or config, console, hosts)
 
 
-def _run(config: Config, kept: Config, console: Console) -> None:
+def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
     for line in describe_choices(config):
         console.say(line)
     questions = load_questions(config.data.train)
@@ -61,16 +66,19 @@ def _run(config: Config, kept: Config, console: Console) -> None:
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
         model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
         questions, left_out = fitting_questions(config, questions, model.tokenizer, console)
-    folder = enter_run_folder(kept, model, questions, console.say)
+    hosts.same("data.train", lambda: content_hash([dataclasses.astuple(one) for one in questions]))
+    hosts.same("policy or tokenizer", lambda: content_hash([model.hf_config, model.tokenizer_hash]))
+    hosts.first("run folder", lambda: bool(enter_run_folder(kept, model, questions, console.say)))
+    folder = Path(config.run.dir)
     with Stop() as stop, ExitStack() as stack:
         with console.phase(f"waiting for {services(config)}", announce=True):
-            check = partial(check_service, config, folder)
-            opened = open_rollouts(config, model, folder / "policy", folder / "snapshots", check)
+            check = partial(check_service, config, folder) if hosts.is_first else lambda _: None
+            opened = open_rollouts(config, model, folder / "policy", folder / "snapshots", check, hosts)
             rollouts = stack.enter_context(opened)
         with console.phase("loading the parameters", announce=True):
-            trainer = Trainer(config, model, questions, rollouts, folder, console)
+            trainer = Trainer(config, model, questions, rollouts, folder, console, hosts)
             trainer.restore()
-        with trainer:
+        with trainer, hosts.steps(stop):
             train(config, trainer, rollouts, folder, console, stop, left_out)
 
 
@@ -114,17 +122,16 @@ def train(
     Args:
         left_out: questions whose prompts are too long, for the metrics.
     """
-    first, total = trainer.step + 1, config.learner.steps
-    record = RolloutWriter(folder, config, first)
+    first, total, hosts = trainer.step + 1, config.learner.steps, trainer.hosts
     shown = ShownSteps(console, total, config.log.transcripts)
-    with MetricsWriter(folder, open_backends(config.log, folder, first), first) as writer:
+    with written_by_first(config, folder, first, hosts) as (record, writer):
         with console.phase("publishing the policy"):
             trainer.publish()  # before the first step, so that a broken path fails at the start
         if trainer.step < total:
             console.note("the first step compiles; the steps after it are faster")
         while trainer.step < total:
             phase, begun = Phases(console, stop), trainer.step
-            with phase("rollout"), trajectory_bar(console, config.rollout) as done:
+            with phase("rollout"), hosts.apart("rollout"), trajectory_bar(console, config.rollout) as done:
                 groups = trainer.stream.take(begun, done)
             probed: dict[str, float] = {}
             if config.advantage.probed:
@@ -145,11 +152,12 @@ def train(
                         updated = trainer.update(groups, advantages)
                     row |= updated.metrics
                     phase.tokens = updated.tokens
-                    with phase("record", "keeping the trajectories"):
-                        kept = updated.logprobs
-                        row |= record.write(trainer.step, groups, advantages.credits, kept, trainer.seed)
-                    verdict = trainer.guards.check(trainer.step, row)
-                    row |= verdict.metrics
+                    with hosts.together("record"):
+                        with phase("record", "keeping the trajectories"):
+                            kept = updated.logprobs
+                            row |= record.write(trainer.step, groups, advantages.credits, kept, trainer.seed)
+                        verdict = trainer.guards.check(trainer.step, row)
+                        row |= verdict.metrics
                 if not trainer.guards.is_broken:  # a policy that is not finite is nothing to sample from
                     with phase("publish", "publishing the policy"):
                         row |= trainer.publish()
@@ -158,6 +166,25 @@ def train(
             for finding in verdict.findings:
                 console.warn(finding)
             heed(verdict, trainer, writer, record, phase)
+
+
+@contextmanager
+def written_by_first(
+    config: Config, folder: Path, first: int, hosts: Hosts
+) -> Iterator[tuple[RolloutWriter, MetricsWriter]]:
+    """The writers of trajectories and metrics; those of the other processes write where nobody reads.
+
+    Args:
+        first: step that will be written.
+    """
+    with ExitStack() as stack:
+        if not hosts.is_first:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="calibadv-")))
+            log = dataclasses.replace(config.log, backends=[], rollouts="none")
+            config = dataclasses.replace(config, log=log)
+        record = RolloutWriter(folder, config, first)
+        writer = MetricsWriter(folder, open_backends(config.log, folder, first), first)
+        yield record, stack.enter_context(writer)
 
 
 @contextmanager
@@ -185,7 +212,7 @@ def evaluate_if_due(config: Config, trainer: Trainer, rollouts: Rollouts, phase:
     if not every or trainer.step % every:
         return {}
     with phase("evaluate", "evaluation"):
-        return report_metrics(validate(config, rollouts))
+        return trainer.hosts.first("evaluation", lambda: report_metrics(validate(config, rollouts)))
 
 
 def heed(
@@ -197,7 +224,8 @@ def heed(
         UserError: a guard ends the run, or there is nothing to go back to.
     """
     if verdict.action == "stop":
-        raise UserError(trainer.why_stopped())
+        with trainer.hosts.together("guards"):
+            raise UserError(trainer.why_stopped())
     if verdict.action == "go_on":
         with phase.held():
             trainer.save_if_due()

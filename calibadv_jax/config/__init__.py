@@ -18,7 +18,7 @@ from calibadv_jax.config.sections.learner import (
     LossConfig,
     OptimizerConfig,
 )
-from calibadv_jax.config.sections.policy import LoraConfig, MeshConfig, PolicyConfig
+from calibadv_jax.config.sections.policy import DistributedConfig, LoraConfig, MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
 from calibadv_jax.config.sections.rollout import RolloutConfig, SamplerConfig
 from calibadv_jax.config.sections.run import CheckpointConfig, ExportConfig, LogConfig, RunConfig
@@ -32,6 +32,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DataConfig",
+    "DistributedConfig",
     "EvaluateConfig",
     "ExportConfig",
     "GuardsConfig",

@@ -12,7 +12,7 @@ from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldCon
 from calibadv_jax.config.sections.evaluate import EvaluateConfig
 from calibadv_jax.config.sections.guards import GuardsConfig
 from calibadv_jax.config.sections.learner import CriticConfig, LearnerConfig, LossConfig
-from calibadv_jax.config.sections.policy import MeshConfig, PolicyConfig
+from calibadv_jax.config.sections.policy import DistributedConfig, MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
 from calibadv_jax.config.sections.rollout import RolloutConfig, SamplerConfig
 from calibadv_jax.config.sections.run import CheckpointConfig, ExportConfig, LogConfig, RunConfig
@@ -33,6 +33,9 @@ class Config:
     run: Annotated[RunConfig, Mark.PER_RUN, Mark.PLACE] = Field(default_factory=RunConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     mesh: Annotated[MeshConfig, Mark.UNLEARNED, Mark.PER_RUN] = Field(default_factory=MeshConfig)
+    distributed: Annotated[DistributedConfig, Mark.UNLEARNED, Mark.PER_RUN] = Field(
+        default_factory=DistributedConfig
+    )
     world: Annotated[WorldConfig, Mark.UNLEARNED, Mark.COLD_START] = Field(default_factory=WorldConfig)
     data: Annotated[DataConfig, Mark.PLACE] = Field(default_factory=DataConfig)
     prompt: Annotated[PromptConfig, Mark.COLD_START] = Field(default_factory=PromptConfig)

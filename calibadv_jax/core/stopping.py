@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+CALLED = 143  # status of a process that stops because another one does: as after SIGTERM
 GRACE = 5.0  # seconds for which the end of the process waits for unwaited work
 
 P = ParamSpec("P")
@@ -34,6 +35,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.status: int | None = None
+        self.was_called = False  # by another process of the run, not by a signal
         self._held = 0  # blocks of `held` work that are open
         self._before: dict[signal.Signals, object] = {}
 
@@ -58,14 +60,35 @@ class Stop:
         if self.status is not None and not self._held:
             raise SystemExit(self.status)
 
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Within `held` work: a part that a signal may break off, also one that has come before."""
+        held, self._held = self._held, 0
+        try:
+            if self.status is not None:
+                raise SystemExit(self.status)
+            yield
+        finally:
+            self._held = held
+
+    def call(self) -> None:
+        """As a first signal, but from another process of the run; after a signal it does nothing."""
+        if self.status is None:
+            self.was_called = True
+            self._stop(CALLED)
+
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.status is not None:
+        if self.status is not None and not self.was_called:
             os._exit(128 + number)
-        self.status = 128 + number
-        if not self._held:
+        self.was_called = False
+        self._stop(128 + number)
+
+    def _stop(self, status: int) -> None:
+        first, self.status = self.status is None, status
+        if first and not self._held:
             # The exception may come between the making of a coroutine and its hand-over to the event loop.
             warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
-            raise SystemExit(self.status)
+            raise SystemExit(status)
 
 
 class _Unwaited(threading.Thread):

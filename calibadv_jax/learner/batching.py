@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -72,6 +73,15 @@ def weight_total(weights: Sequence[np.ndarray], aggregation: Aggregation) -> flo
     if aggregation in ("token_mean", "sequence_mean"):
         return 1.0
     return float(sum(one.sum() for one in weights))
+
+
+def content_of(samples: Sequence[Sample]) -> str:
+    """A hash of all that they hold."""
+    found = hashlib.sha256()
+    for sample in samples:
+        for array in (sample.tokens, sample.mask, sample.advantages, sample.logprobs):
+            found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
 
 
 class Rows:

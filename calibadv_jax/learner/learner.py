@@ -81,7 +81,10 @@ class Learner:
         self._apply = self._make_apply()
         placed = param_shardings(policy.abstract_trained, mesh)
         self._nothing = jax.jit(self._zeros, out_shardings=placed)
-        self._logprobs = jax.jit(lambda base, params, one: self._values(base, params, one)[0])
+        self._is_shared = len({device.process_index for device in mesh.devices.flat}) > 1
+        # What a process reads it must have.
+        read = {"out_shardings": replicated(mesh)} if self._is_shared else {}
+        self._logprobs = jax.jit(lambda base, params, one: self._values(base, params, one)[0], **read)
         self._norm = jax.jit(optax.tree.norm)
 
     def abstract_state(self) -> State:
@@ -172,7 +175,14 @@ class Learner:
         for batch in batches:
             rows = rows_at(batch.tokens.shape[1], self.rows, self.row_length)
             for one in microbatches(batch, rows):
-                yield jax.device_put(one, batch_sharding(self.mesh))
+                yield self._put(one)
+
+    def _put(self, one: Batch) -> Batch:
+        """A microbatch in its sharding; every process has all of it, and puts its own rows."""
+        at = batch_sharding(self.mesh)
+        if not self._is_shared:
+            return jax.device_put(one, at)
+        return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(at, rows, rows.shape), one)
 
     def _compile(self, loss: LossFunction) -> jax.stages.Wrapped:
         def objective(

@@ -57,13 +57,14 @@ class Console:
     Args:
         progress: False shows no progress at all; `say` and `warn` still print.
         stream: default standard error, so that standard output carries results only.
+        silent: nothing is written at all: another process of the run says the same.
     """
 
-    def __init__(self, progress: bool = True, stream: TextIO | None = None) -> None:
+    def __init__(self, progress: bool = True, stream: TextIO | None = None, silent: bool = False) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._rich = RichConsole(file=self._stream, force_terminal=self._stream.isatty(), highlight=False)
-        self._progress = progress
-        self._moves = progress and self._stream.isatty()
+        self._progress, self._silent = progress and not silent, silent
+        self._moves = self._progress and self._stream.isatty()
         self._seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
@@ -94,8 +95,9 @@ class Console:
 
     def say(self, text: str) -> None:
         """A result, on standard output, always."""
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+        if not self._silent:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
 
     @contextmanager
     def phase(self, text: str, announce: bool = False) -> Iterator[None]:
@@ -138,7 +140,8 @@ class Console:
 
     def _print(self, text: str, style: str | None = None) -> None:
         """One line, whatever its length; above the bar where there is one."""
-        self._rich.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        if not self._silent:
+            self._rich.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

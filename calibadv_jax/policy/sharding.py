@@ -5,9 +5,11 @@ Mesh axes: `data` (replicas), `fsdp` (parameters and batch split), `tensor` (hea
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -51,7 +53,67 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
             f"mesh: data {config.data} x fsdp {config.fsdp} x tensor {config.tensor} does not fit"
             f" {len(devices)} device(s); set one axis to -1 to take the rest"
         )
-    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    mesh = jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    if len(set(_owners(mesh))) > 1 and _owners(mesh) != sorted(_owners(mesh)):
+        # `LocalCopy` needs the devices of a process beside each other.
+        ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+        mesh = Mesh(np.array(ordered).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return mesh
+
+
+def _owners(mesh: Mesh) -> list[int]:
+    """The process of each device, in the mesh's order."""
+    return [device.process_index for device in mesh.devices.flat]
+
+
+class LocalCopy:
+    """Copies parameters that lie on the devices of several processes onto those of each of them.
+
+    Args:
+        mesh: of all processes' devices, of which each process has as many.
+        dtype: of the copy.
+
+    Attributes:
+        mesh: of this process' devices. Its `tensor` axis is that of the whole mesh, its `fsdp` axis as long
+            as the devices allow, up to that of the whole.
+
+    Raises:
+        UserError: a process has no whole `tensor` axis.
+    """
+
+    def __init__(self, mesh: Mesh, dtype: Any):
+        count, tensor = len(set(_owners(mesh))), mesh.shape["tensor"]
+        local = mesh.size // count
+        if local % tensor:
+            raise UserError(
+                f"mesh.tensor is {tensor}, but a process has {local} devices, which it must divide for the"
+                " embedded sampler; lower it"
+            )
+        fsdp = math.gcd(mesh.shape["fsdp"], local // tensor)
+        shape = count, local // tensor // fsdp, fsdp, tensor
+        self._all = Mesh(
+            mesh.devices.reshape(shape), ("process", *MESH_AXES), axis_types=(AxisType.Auto,) * 4
+        )
+        own = sorted(set(_owners(mesh))).index(jax.process_index())
+        self.mesh = Mesh(self._all.devices[own], MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+        self._gather = jax.jit(
+            lambda params: jax.tree.map(
+                lambda leaf, at: jax.lax.with_sharding_constraint(jnp.array(leaf, dtype, copy=True), at),
+                params,
+                param_shardings(params, self._all),
+            )
+        )
+
+    def __call__(self, params: Any) -> Any:
+        """All processes call this together."""
+        gathered = self._gather(params)
+        return jax.tree.map(
+            lambda leaf, at: jax.make_array_from_single_device_arrays(
+                leaf.shape, at, [shard.data for shard in leaf.addressable_shards]
+            ),
+            gathered,
+            param_shardings(gathered, self.mesh),
+        )
 
 
 def spec(*axes: str | None) -> P:

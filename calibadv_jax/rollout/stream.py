@@ -27,6 +27,11 @@ class _Asked:
     future: Future[Group]
 
 
+def any_done(running: list[Future[Group]]) -> None:
+    """Waits until one of these is complete."""
+    wait(running, None, FIRST_COMPLETED)
+
+
 class RolloutStream:
     """Hands groups to the learner, `per_step` at a time.
 
@@ -36,6 +41,7 @@ class RolloutStream:
         max_failed_share: of the trajectories of a step; above it `take` raises an error.
         max_replaced: groups of a step in whose place others are asked for.
         is_tied: says of a complete group whether it is one of these.
+        wait_for: waits until one of these, which are under way, is complete.
     """
 
     def __init__(
@@ -47,10 +53,11 @@ class RolloutStream:
         max_failed_share: float,
         max_replaced: int = 0,
         is_tied: Callable[[Group], bool] = lambda _: False,
+        wait_for: Callable[[list[Future[Group]]], object] = any_done,
     ):
         self._begin, self._questions = begin, questions
         self.per_step, self.max_staleness, self.max_failed_share = per_step, max_staleness, max_failed_share
-        self._max_replaced, self._is_tied = max_replaced, is_tied
+        self._max_replaced, self._is_tied, self._wait_for = max_replaced, is_tied, wait_for
         self._begun, self._trained = 0, 0  # groups, over the whole run; replaced ones count as trained
         self._pending: deque[tuple[int, Question]] = deque()  # of a resumed run: to begin before others
         self._running: dict[int, _Asked] = {}
@@ -112,9 +119,7 @@ class RolloutStream:
                     break
                 self._begin_allowed(step)
                 continue
-            wait(
-                [one.future for one in self._running.values() if not one.future.done()], None, FIRST_COMPLETED
-            )
+            self._wait_for([one.future for one in self._running.values() if not one.future.done()])
         self._taken = [self._running.pop(number) for number in ready[: self.per_step]]
         return [one.future.result() for one in self._taken]
 

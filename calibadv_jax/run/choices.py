@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from calibadv_jax.advantages.estimators import describe
 from calibadv_jax.config import Config
+from calibadv_jax.hosts.joining import describe_processes
 from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.rewards.score import check_reward
 from calibadv_jax.run.actions import describe_actions
@@ -22,6 +23,7 @@ def describe_choices(config: Config) -> list[str]:
         *describe_actions(config),
         *check_reward(config.reward),
         *_switched_on(config),
+        *describe_processes(config),
     ]
 
 

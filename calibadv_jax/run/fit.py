@@ -24,7 +24,7 @@ def memory_lines(estimate: Mapping[str, float], devices: int) -> list[str]:
         estimate: bytes on one device, see `estimate_memory`.
         devices: of the mesh. Those of a CPU share the host's memory.
     """
-    lines, device = [memory_line(estimate)], jax.devices()[0]
+    lines, device = [memory_line(estimate)], jax.local_devices()[0]
     if devices > jax.device_count():
         return [
             *lines,
@@ -64,7 +64,7 @@ def host_memory() -> float:
 
 def cpu_lines(config: Config) -> list[str]:
     """A warning if the devices are a CPU's, and the sizes are those of accelerators; else nothing."""
-    if jax.devices()[0].platform != "cpu":
+    if jax.local_devices()[0].platform != "cpu":
         return []
     rollout, sampler, learner = config.rollout, config.sampler, config.learner
     wanted: list[str] = []

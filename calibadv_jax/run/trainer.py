@@ -16,7 +16,9 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.seeds import attempt_seed, random_state
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
-from calibadv_jax.learner.batching import Sample
+from calibadv_jax.hosts.exchange import ALONE, Hosts
+from calibadv_jax.hosts.groups import SharedGroups
+from calibadv_jax.learner.batching import Sample, content_of
 from calibadv_jax.learner.learner import Learner, State, on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
@@ -29,7 +31,7 @@ from calibadv_jax.policy.transformer import Params
 from calibadv_jax.record.rows import Logprobs
 from calibadv_jax.rewards.score import trajectory_scores
 from calibadv_jax.rollout.runner import Rollouts
-from calibadv_jax.rollout.stream import RolloutStream
+from calibadv_jax.rollout.stream import RolloutStream, any_done
 from calibadv_jax.run.critic import RunCritic
 from calibadv_jax.run.model import Model, base_of, initial_params
 from calibadv_jax.snapshots.checkpoint import EXTRA, CheckpointStore
@@ -54,6 +56,7 @@ class Trainer:
         questions: to train on.
         rollouts: take every new policy.
         folder: of the run.
+        hosts: the processes that train together.
     """
 
     def __init__(
@@ -64,8 +67,9 @@ class Trainer:
         rollouts: Rollouts,
         folder: Path,
         console: Console,
+        hosts: Hosts = ALONE,
     ):
-        learner = config.learner
+        learner, self.hosts = config.learner, hosts
         self.config, self.model, self.rollouts, self.console = config, model, rollouts, console
         self.by_id = {question.id: question for question in questions}
         self.questions = QuestionIterator(
@@ -184,15 +188,17 @@ class Trainer:
             )
 
     def _make_stream(self) -> RolloutStream:
-        rollout = self.config.rollout
+        rollout, shared = self.config.rollout, SharedGroups(self.rollouts.begin, self.hosts)
+        is_alone = self.hosts.count == 1
         return RolloutStream(
-            self.rollouts.begin,
+            self.rollouts.begin if is_alone else shared.begin,
             self.questions,
             rollout.questions_per_step,
             rollout.max_staleness,
             rollout.max_failed_share,
             rollout.replace_tied,
             lambda group: len(set(self._scores(group))) < 2,
+            any_done if is_alone else shared.wait,
         )
 
     def _scores(self, group: Group) -> list[float]:
@@ -209,6 +215,7 @@ class Trainer:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         per_token = [values for group in advantages.advantages for values in group]
         samples = [make_sample(one, values) for one, values in zip(trajectories, per_token, strict=True)]
+        self.hosts.same("batch to train on", lambda: content_of(samples))
         rate = float(self.schedule(int(self.state["updates"])))
         learned = Learned(self.state, {}, samples)
         if self.critic is None or self.step >= self.config.critic.warmup_steps:
@@ -308,11 +315,14 @@ class Trainer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Whatever stops the run, the last complete step is saved, unless its update failed or diverged."""
         self.stream.close()
+        if kind is not None and not self.hosts.in_step:
+            return  # a checkpoint is written by all processes, and the others are elsewhere
         whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._whole_state()))
         if whole and not self.guards.is_broken and self.checkpoints.latest_step() != self.step:
             try:
                 self.save()
             except Exception as error:  # whatever Orbax raises: it must not hide why the run stopped
+                self.hosts.out_of_step()
                 if kind is None:
                     raise
                 self.console.note(f"step {self.step} could not be saved: {' '.join(str(error).split())}")

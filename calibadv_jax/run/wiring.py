@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
 from calibadv_jax.core.interfaces import Sampler
+from calibadv_jax.hosts.exchange import ALONE, Hosts
 from calibadv_jax.metrics.console import Console
+from calibadv_jax.policy.sharding import LocalCopy
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
@@ -31,7 +33,9 @@ from calibadv_jax.snapshots.publish import SnapshotStore
 
 
 @contextmanager
-def open_services(config: Config, model_folder: Path) -> Iterator[tuple[str | list[str], list[str]]]:
+def open_services(
+    config: Config, model_folder: Path, hosts: Hosts = ALONE
+) -> Iterator[tuple[str | list[str], list[str]]]:
     """URLs of the retriever and of the vLLM workers (none if sampler.name is jax).
 
     Those that the config does not name are started here, and end with the block; their output goes to the
@@ -39,20 +43,25 @@ def open_services(config: Config, model_folder: Path) -> Iterator[tuple[str | li
 
     Args:
         model_folder: HuggingFace folder whose config.json and tokenizer the workers take.
+        hosts: the processes of the run. The first one starts the services, for all.
     """
     folder, rollout, warn = Path(config.run.dir), config.rollout, Console(config.log.progress).warn
     asked = config.retriever
     if not (asked.url or asked.corpus or config.asks_retriever):
         asked = replace(asked, url=NO_RETRIEVER)
     with ExitStack() as stack:
-        retriever = stack.enter_context(open_retriever(asked, folder / "retriever.log", warn))
-        workers: list[str] = []
-        if config.sampler.name == "vllm":
-            dtype = config.sampler_dtype
-            workers = stack.enter_context(
-                open_workers(config.sampler, model_folder, folder, dtype, rollout.max_length, warn)
-            )
-        yield retriever, workers
+
+        def opened() -> tuple[str | list[str], list[str]]:
+            retriever = stack.enter_context(open_retriever(asked, folder / "retriever.log", warn))
+            workers: list[str] = []
+            if config.sampler.name == "vllm":
+                dtype = config.sampler_dtype
+                workers = stack.enter_context(
+                    open_workers(config.sampler, model_folder, folder, dtype, rollout.max_length, warn)
+                )
+            return retriever, workers
+
+        yield hosts.first("services", opened)
 
 
 @contextmanager
@@ -62,6 +71,7 @@ def open_rollouts(
     model_folder: Path,
     snapshots: Path,
     check_service: Callable[[Mapping[str, Any]], object] = lambda _: None,
+    hosts: Hosts = ALONE,
 ) -> Iterator[Rollouts]:
     """Rollouts with the configured sampler and retriever, without weights yet.
 
@@ -69,18 +79,20 @@ def open_rollouts(
         model_folder: as for `open_services`.
         snapshots: folder in which policies are published for vLLM workers.
         check_service: told what the retriever's health says; raises if it is not to be searched.
+        hosts: the processes of the run, each of which has rollouts of its own.
     """
     actions = make_actions(config)
     check_tags(actions, model.tokenizer)
-    with open_services(config, model_folder) as (urls, workers):
+    with open_services(config, model_folder, hosts) as (urls, workers):
         retriever = RetrieverClient(config.retriever, urls, Console(config.log.progress).warn)
         if urls != NO_RETRIEVER:
             check_service(retriever.health())  # what it gives from now on must be of this index
+        share = replace(config.rollout, max_concurrency=-(-config.rollout.max_concurrency // hosts.count))
         context = RolloutContext(
-            sampler=_make_sampler(config, model, workers, snapshots, read_base(model_folder)),
+            sampler=_make_sampler(config, model, workers, snapshots, read_base(model_folder), hosts),
             retriever=retriever,
             tokenizer=model.tokenizer,
-            rollout=config.rollout,
+            rollout=share,
             prompt=config.prompt,
             actions=actions,
             judge=JudgeClient(config.reward.judge) if config.reward.judge.url else None,
@@ -90,11 +102,16 @@ def open_rollouts(
 
 
 def _make_sampler(
-    config: Config, model: Model, workers: list[str], snapshots: Path, base: Base | None
+    config: Config, model: Model, workers: list[str], snapshots: Path, base: Base | None, hosts: Hosts
 ) -> Sampler:
     stops = StopRule(model.tokenizer, model.hf_config["eos_token_id"])
     if config.sampler.name == "jax":
-        return JaxSampler(model.policy, stops, config.sampler, model.mesh, config.rollout.max_length)
+        length = config.rollout.max_length
+        if hosts.count == 1:
+            return JaxSampler(model.policy, stops, config.sampler, model.mesh, length)
+        share = replace(config.sampler, slots=-(-config.sampler.slots // hosts.count))
+        copied = LocalCopy(model.mesh, model.policy.numerics.compute_dtype)
+        return JaxSampler(model.policy, stops, share, copied.mesh, length, copied)
     dtype = config.checkpoint.snapshot_dtype or config.sampler_dtype
     store = SnapshotStore(snapshots, config.checkpoint.snapshots_kept, jnp.dtype(dtype))
     tokenizer_hash = model.tokenizer_hash

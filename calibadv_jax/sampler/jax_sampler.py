@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -64,6 +64,7 @@ class JaxSampler:
     Args:
         stops: decides where a completion ends.
         max_length: tokens of the longest trajectory, prompt included.
+        copied: puts the learner's parameters on `mesh`, where that is another mesh than the learner's.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class JaxSampler:
         config: SamplerConfig,
         mesh: Mesh,
         max_length: int,
+        copied: Callable[[Params], Params] = lambda params: params,
     ):
+        self._copied = copied
         self.policy, self.stops, self.config, self.mesh = policy, stops, config, mesh
         self.max_length = max_length
         self._version = -1
@@ -95,7 +98,7 @@ class JaxSampler:
         if self._active or self._waiting:
             raise RuntimeError("weights cannot be swapped while completions are in progress")
         self._version = version
-        self._engine.load(params)
+        self._engine.load(self._copied(params))
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
         """Nothing: the weights are the learner's own."""

@@ -92,6 +92,31 @@ def test_the_end_waits_for_no_unwaited_work(monkeypatch):
     assert end.value.code == 143 and left == [143]
 
 
+def test_released_work_is_broken_off_by_a_signal_that_came_before_or_comes_now():
+    stop = Stop()
+    with pytest.raises(SystemExit) as end, stop.held(), stop.released():
+        stop._handle(signal.SIGTERM, None)
+        raise AssertionError("it goes on")
+    assert end.value.code == 143
+    with pytest.raises(SystemExit), stop.held(), stop.released():
+        raise AssertionError("it begins")
+
+
+def test_a_call_of_another_process_stops_once_and_leaves_the_first_signal_without_harm(monkeypatch):
+    """A scheduler's SIGTERM reaches all processes; the call of the quickest is no first of two signals."""
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    stop = Stop()
+    with pytest.raises(SystemExit) as end, stop.held():
+        stop.call()
+        stop.call()
+        stop._handle(signal.SIGTERM, None)
+        assert not left
+        stop._handle(signal.SIGTERM, None)
+        assert left == [143]
+    assert end.value.code == 143 and not stop.was_called
+
+
 ENDLESS = """
 import os, signal, sys
 import jax

@@ -117,3 +117,18 @@ class MeshConfig:
                 " which stands for all remaining devices"
             )
         return self
+
+
+@dataclass(frozen=True, config=SECTION)
+class DistributedConfig:
+    coordinator_address: str = Field(default="", pattern=r"^(|auto|.+:\d{1,5})$")
+    """Several processes train together, on all their devices (docs/hosts.md): host:port of process 0, where
+    the processes meet; auto: as JAX detects it (SLURM, Open MPI, Kubernetes jobs, TPU pods). Empty: the
+    environment variable JAX_COORDINATOR_ADDRESS or, without it, one process."""
+    num_processes: PositiveInt | None = None
+    """Number of processes; empty: JAX_NUM_PROCESSES or, with auto, what JAX detects."""
+    process_id: NonNegativeInt | None = None
+    """Number of this process, from 0; empty: JAX_PROCESS_ID or, with auto, what JAX detects. Process 0 writes
+    the run's folder and starts the services."""
+    timeout: float = Field(default=30.0, ge=5.0)
+    """Seconds without a sign of life after which a process counts as lost: all others then end, too."""

@@ -1,0 +1,274 @@
+"""What the processes of a run tell each other, and how they stop at the same place.
+
+All processes run the same program. What each does by itself, such as its share of the rollouts, stands in an
+`apart` block; there a signal or an error stops a process at once. At the end of the block the processes
+meet: if one stops, all stop, at the same step and with the same parameters, so that they can save them
+together. Programs of all devices stand outside of these blocks: a signal waits for the next meeting, and an
+error leaves the others waiting in the middle of a program, so that `Watch` must end them.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import astuple, dataclass
+from typing import Any, NoReturn, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.stopping import CALLED, Stop
+from calibadv_jax.hosts.watch import STOPPING, Watch
+from calibadv_jax.hosts.wire import from_bytes, to_bytes
+
+T = TypeVar("T")
+
+INLINE = 2**14  # bytes; what is longer goes from device to device: the coordination service is slow
+WAIT = 2000  # milliseconds; between two waits a signal's handler may run
+_ROOT = "calibadv_exchange"
+
+
+class Hosts:
+    """One process alone: nothing to exchange, and nobody to wait for.
+
+    Attributes:
+        in_step: after an error, whether all processes have stopped at the same place, so that they can still
+            do something together.
+    """
+
+    index, count = 0, 1
+    in_step = True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes what only one may write."""
+        return self.index == 0
+
+    def exchange(self, what: str, value: T) -> list[T]:
+        """The values of all processes, by their numbers. All call this in the same order.
+
+        Raises:
+            UserError, SystemExit: another process stops here.
+        """
+        return [value]
+
+    def first(self, what: str, work: Callable[[], T]) -> T:
+        """What `work` returns in process 0, which alone does it.
+
+        Raises:
+            As `exchange`; in process 0 what `work` raises.
+        """
+        return work()
+
+    def out_of_step(self) -> None:
+        """What all processes began together has failed in this one."""
+
+    @contextmanager
+    def steps(self, stop: Stop) -> Iterator[None]:
+        """Within the block a signal ends the process only where it works `apart`, or at a meeting."""
+        yield
+
+    @contextmanager
+    def apart(self, what: str) -> Iterator[None]:
+        """As `together`; a signal ends the block at once, in all processes."""
+        yield
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """The processes meet at the end of the block. If it failed in one, it ends with an error in all."""
+        yield
+
+    def same(self, what: str, value: Callable[[], object]) -> None:
+        """Checks that this value is the same in all processes; alone, it is not computed.
+
+        Raises:
+            UserError: one has another.
+        """
+
+
+ALONE = Hosts()
+
+
+class Joined(Hosts):
+    """One of several processes, which JAX has brought together.
+
+    Args:
+        client: of JAX' coordination service.
+        timeout: seconds, as of `Watch`.
+    """
+
+    def __init__(self, client: Any, index: int, count: int, timeout: float):
+        self.index, self.count, self.in_step = index, count, False
+        self._client, self._timeout = client, timeout
+        self._number = 0  # of the next meeting
+        self._machines = [""] * count
+        self._stop = Stop()  # which no signal reaches, until there are steps
+        self._starting = ExitStack()
+        self._starting.enter_context(self._stop.held())
+        self._agreed: BaseException | None = None  # the error with which all have stopped
+        self.watch = Watch(client, index, count, self.named, timeout, lambda: self._stop.call())
+        self.watch.start()
+        self._machines = self.exchange("names", socket.gethostname())
+
+    @property
+    def machines(self) -> list[str]:
+        """The host name of every process."""
+        return self._machines
+
+    def named(self, index: int) -> str:
+        """A process, for messages."""
+        return f"process {index}" + (f" ({self._machines[index]})" if self._machines[index] else "")
+
+    def exchange(self, what: str, value: T) -> list[T]:
+        sent = to_bytes(value)
+        with self._stop.held():  # the others rely on this process now
+            heads = self._meet(what, len(sent), sent if len(sent) <= INLINE else b"")
+            parts = [head.short for head in heads]
+            longest = max(head.length for head in heads)
+            if longest > INLINE:
+                # Few different lengths: each is a program.
+                padded = np.zeros(2 ** int(np.ceil(np.log2(longest))), np.uint8)
+                padded[: len(sent)] = np.frombuffer(sent, np.uint8)
+                rows = multihost_utils.process_allgather(padded)
+                parts = [row[: head.length].tobytes() for row, head in zip(rows, heads, strict=True)]
+        return [from_bytes(part) for part in parts]
+
+    def first(self, what: str, work: Callable[[], T]) -> T:
+        value: Any = None
+        with self.apart(what):
+            if self.is_first:
+                value = work()
+        return self.exchange(what, value)[0]
+
+    def out_of_step(self) -> None:
+        self.in_step = False
+
+    @contextmanager
+    def steps(self, stop: Stop) -> Iterator[None]:
+        self._stop = stop
+        with stop.held():
+            yield
+            self._meet("the last step")
+
+    @contextmanager
+    def apart(self, what: str) -> Iterator[None]:
+        with self.together(what), self._stop.released():
+            yield
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if error is not self._agreed:
+                self._leave(what, error)
+            raise
+        self._meet(what)
+
+    def same(self, what: str, value: Callable[[], object]) -> None:
+        with self.together(what):
+            mine = value()
+            for index, other in enumerate(self.exchange(what, mine)):
+                if other != mine:
+                    raise UserError(
+                        f"{self.named(index)} has another {what} than {self.named(self.index)}: start all"
+                        " processes with the same config and the same files"
+                    )
+
+    def part(self) -> None:
+        """Waits for the others a last time: from now on each may end."""
+        self._tell(_Head("the end"))
+        self.watch.close()
+
+    def _meet(self, what: str, length: int = 0, short: bytes = b"") -> list[_Head]:
+        """Waits until all processes are here.
+
+        Raises:
+            As `exchange`.
+        """
+        stop = self._stop
+        heads = self._tell(_Head(what, length, short, status=None if stop.was_called else stop.status))
+        if any(head.stops for head in heads) or stop.status is not None:
+            self._stop_with(heads)
+        for index, head in enumerate(heads):
+            if head.what != what:
+                raise RuntimeError(f"{self.named(index)} came for {head.what!r}, this process for {what!r}")
+        return heads
+
+    def _leave(self, what: str, error: BaseException) -> None:
+        """Says, at the next meeting, that this process stops, and waits until all others are there.
+
+        Raises:
+            UserError, SystemExit: it stops because another process does.
+        """
+        with suppress(jax.errors.JaxRuntimeError):
+            self.watch.note(STOPPING, "")
+        status = error.code if isinstance(error, SystemExit) else None
+        said = "" if status is not None else f"{_kind(error)}{' '.join(str(error).split())}"
+        called = self._stop.was_called and status is not None
+        head = _Head(what, error=said, status=None if called else status)
+        try:
+            heads = self._tell(head, time.monotonic() + 2 * self._timeout)
+        except (TimeoutError, jax.errors.JaxRuntimeError):
+            return  # not in step: `Watch` ends the others
+        if called:
+            self._stop_with(heads)
+        self._agreed, self.in_step = error, True
+
+    def _stop_with(self, heads: list[_Head]) -> NoReturn:
+        """The error with which this process stops where another does."""
+        failed = {index: head.error for index, head in enumerate(heads) if head.error}
+        error: BaseException = SystemExit(next((head.status for head in heads if head.status), CALLED))
+        for index, said in failed.items():
+            error = UserError(f"{self.named(index)} has ended: {said}")
+        self._agreed, self.in_step = error, True
+        raise error
+
+    def _tell(self, head: _Head, until: float = math.inf) -> list[_Head]:
+        """What every process says at this meeting.
+
+        Raises:
+            TimeoutError: another one is not there yet.
+        """
+        number, self._number = self._number, self._number + 1
+        self._client.key_value_set_bytes(f"{_ROOT}/{number}/{self.index}", to_bytes(astuple(head)))
+        heads = [_Head(*self._wait(f"{_ROOT}/{number}/{index}", until)) for index in range(self.count)]
+        if number:  # who is at this meeting has read all of the one before
+            self._client.key_value_delete(f"{_ROOT}/{number - 1}/{self.index}")
+        return heads
+
+    def _wait(self, key: str, until: float) -> Any:
+        while time.monotonic() < until:
+            try:
+                return from_bytes(self._client.blocking_key_value_get_bytes(key, WAIT))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            if self._stop.status is not None:  # a signal came meanwhile: the others must not take their time
+                self.watch.note(STOPPING, "")
+        raise TimeoutError(key)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What a process says at a meeting."""
+
+    what: str  # it came for
+    length: int = 0  # bytes that it brings
+    short: bytes = b""  # they, if they are few
+    error: str = ""  # why it stops here
+    status: int | None = None  # with which it stops here
+
+    @property
+    def stops(self) -> bool:
+        return bool(self.error) or self.status is not None
+
+
+def _kind(error: BaseException) -> str:
+    """What stands before the message of an error that was not written for the user."""
+    return "" if isinstance(error, UserError) else f"{type(error).__name__}: "

@@ -1,0 +1,210 @@
+"""Brings the processes of a run together, before JAX knows its devices, and ends them together."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import jax
+from jax._src import distributed  # the only place where JAX gives its client of the coordination service
+
+from calibadv_jax.config import Config, DistributedConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.hosts.exchange import Hosts, Joined
+
+AUTO = "auto"
+KEYS = {
+    "coordinator_address": "JAX_COORDINATOR_ADDRESS",
+    "num_processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+}
+MARGIN = 10.0  # seconds for which an error waits for the news that another process is lost
+
+
+@contextmanager
+def joined(config: Config) -> Iterator[Hosts]:
+    """This process among those of the run, as the section `distributed` says; alone by default.
+
+    Raises:
+        UserError: the section is incomplete, the others do not come, or something that is asked for does not
+            work with several processes.
+    """
+    asked = _asked(config.distributed)
+    if asked is None:
+        yield Hosts()
+        return
+    hosts = _join(asked, config.distributed.timeout)
+    if hosts is None:
+        yield Hosts()
+        return
+    try:
+        _check(config, hosts)
+        yield hosts
+    except BaseException as error:
+        if not hosts.in_step:
+            _end_alone(hosts, error, config.distributed.timeout)
+            raise
+        _end(hosts)
+        raise
+    _end(hosts)
+
+
+def alone(config: DistributedConfig, command: str) -> None:
+    """For a command that runs in one process.
+
+    Raises:
+        UserError: it is started in several.
+    """
+    asked = _asked(config)
+    if asked is not None and (asked["num_processes"] or 1) > 1:
+        raise UserError(
+            f"calibadv {command} runs in one process: start it once, without distributed.num_processes and"
+            f" {KEYS['num_processes']}"
+        )
+
+
+def describe_processes(config: Config) -> list[str]:
+    """How many processes train, for people; nothing for one.
+
+    Raises:
+        UserError: the section is incomplete, or something that is asked for does not work with several.
+    """
+    asked = _asked(config.distributed)
+    if asked is None:
+        return []
+    _refuse(config)
+    address, count, index = asked.values()
+    if address == AUTO:
+        return ["several processes ON: as many as JAX detects"]
+    return [f"several processes ON: this is number {index} of {count}; they meet at {address}"]
+
+
+def _asked(config: DistributedConfig) -> dict[str, Any] | None:
+    """Arguments of `jax.distributed.initialize`; None for one process."""
+    values: dict[str, Any] = {name: getattr(config, name) for name in KEYS}
+    for name, variable in KEYS.items():
+        if values[name] in ("", None) and os.environ.get(variable):
+            values[name] = _number(variable) if name != "coordinator_address" else os.environ[variable]
+    address, count, index = values.values()
+    if not address:
+        if (count or 1) > 1:
+            raise UserError(
+                f"distributed.num_processes is {count}, but nothing says where they meet: set"
+                " distributed.coordinator_address to host:port of process 0, or to auto"
+            )
+        return None
+    if count == 1:
+        return None
+    if address != AUTO:
+        missing = [name for name in ("num_processes", "process_id") if values[name] is None]
+        if missing:
+            raise UserError(
+                f"distributed.coordinator_address is {address}, but distributed.{missing[0]} is missing: give"
+                f" it (or {KEYS[missing[0]]}), or set distributed.coordinator_address=auto"
+            )
+    if count is not None and index is not None and index >= count:
+        raise UserError(
+            f"distributed.process_id is {index}, but there are distributed.num_processes={count}: they are"
+            f" numbered 0 to {count - 1}"
+        )
+    return values
+
+
+def _number(variable: str) -> int:
+    text = os.environ[variable]
+    if not text.isdigit():
+        raise UserError(f"environment variable {variable}={text!r} is no number; set it to one, or unset it")
+    return int(text)
+
+
+def _join(asked: dict[str, Any], timeout: float) -> Joined | None:
+    """Meets the others; None if there is only one process."""
+    found = asked["coordinator_address"] == AUTO
+    # JAX would take SIGTERM for itself; and it ends a process in its own way where another is lost, later.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            **asked | {"coordinator_address": None if found else asked["coordinator_address"]},
+            cluster_detection_method=None if found else "deactivate",
+            heartbeat_timeout_seconds=math.ceil(3 * timeout + MARGIN),
+            shutdown_timeout_seconds=math.ceil(timeout),
+        )
+    except (RuntimeError, ValueError) as error:  # JaxRuntimeError is one
+        where = "the job's processes (auto)" if found else f"{asked['coordinator_address']}"
+        raise UserError(
+            f"distributed.coordinator_address: process {asked['process_id']} could not join {where}:"
+            f" {' '.join(str(error).split())[:300]}; is every process started, with the same address and"
+            " num_processes, and is the port free?"
+        ) from error
+    state = distributed.global_state
+    if state.num_processes == 1:
+        return None
+    return Joined(state.client, state.process_id, state.num_processes, timeout)
+
+
+def _check(config: Config, hosts: Joined) -> None:
+    """Whether all processes have the same config and as many devices, and all of it works with several."""
+    _refuse(config)
+    if len(set(hosts.machines)) > 1 and config.asks_retriever and not config.retriever.url:
+        raise UserError(
+            f"retriever.url is empty, and the processes are on {len(set(hosts.machines))} machines: start the"
+            " retrieval service yourself, and set retriever.url to an address that all of them reach"
+        )
+    devices = hosts.exchange("devices", jax.local_device_count())
+    if len(set(devices)) > 1:
+        raise UserError(f"the processes have {devices} devices: each must have the same number")
+    mine = dataclasses.asdict(config) | {"distributed": None}
+    for section, values in mine.items():
+        hosts.same(f"section {section!r} in its config", partial(repr, values))
+
+
+def _refuse(config: Config) -> None:
+    """
+    Raises:
+        UserError: the config asks for something that would fail with several processes, or be wrong.
+    """
+    own_reward = any(":" in name for name in config.reward.weights)
+    refused = {
+        f"sampler.name={config.sampler.name}": config.sampler.name != "jax",
+        "learner.optimizer.offload=host": config.learner.optimizer.offload != "none",
+        f"advantage.name={config.advantage.name} (a critic)": config.advantage.has_critic,
+        "policy.lora.rank above 0": config.policy.lora.rank > 0,
+        "rollout.replace_tied with a reward function of your own": config.rollout.replace_tied and own_reward,
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            raise UserError(
+                f"{what} does not work with several processes: change it, or train in one process (without"
+                " distributed.coordinator_address)"
+            )
+
+
+def _end(hosts: Joined) -> None:
+    """All processes are here, or will be: they leave together."""
+    hosts.part()
+    jax.distributed.shutdown()
+
+
+def _end_alone(hosts: Joined, error: BaseException, timeout: float) -> None:
+    """The others are elsewhere: says why this process ends, and lets it end without waiting for them."""
+    if not isinstance(error, UserError | SystemExit):
+        # A program that another process has left fails here too: `Watch` knows why, and ends this one.
+        time.sleep(timeout + MARGIN if isinstance(error, jax.errors.JaxRuntimeError) else 0.0)
+    status = error.code if isinstance(error, SystemExit) else 2 if isinstance(error, UserError) else 1
+    hosts.watch.last_words(" ".join(f"{type(error).__name__} {error}".split()))
+    atexit.register(_leave_now, status)  # runs before JAX' own end, which waits for the others
+
+
+def _leave_now(status: Any) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status if isinstance(status, int) else 1)

@@ -1,0 +1,127 @@
+"""Whether the other processes of a run still live; ends this one if they do not.
+
+A program of all devices waits for ever for a process that is gone, and no Python runs meanwhile in the thread
+that began it. So a thread of its own looks, once a second, and ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import jax
+
+PERIOD = 1.0  # seconds between two looks
+LAST_WORDS = 4 * PERIOD  # for which process 0, which keeps the notes, outlives the others
+LOST = 1  # exit status where another process was lost or has failed
+ALIVE, ENDED, STOPPING, DONE = "alive", "ended", "stopping", "done"
+_ROOT = "calibadv_watch"
+
+
+class Watch:
+    """Notes of all processes about themselves, and the thread that reads them.
+
+    Args:
+        client: of JAX' coordination service, which keeps the notes in process 0.
+        named: says how messages call a process.
+        timeout: seconds without news of a process after which it is lost.
+        stopping: called in the main thread, as a signal's handler, when another process stops.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        index: int,
+        count: int,
+        named: Callable[[int], str],
+        timeout: float,
+        stopping: Callable[[], None],
+    ):
+        self._client, self._index, self._count, self._named = client, index, count, named
+        self._timeout, self._stopping = timeout, stopping
+        self._over = threading.Event()
+        self._told = False
+        self._thread = threading.Thread(
+            target=self._look_on, name="watch of the other processes", daemon=True
+        )
+
+    def start(self) -> None:
+        self.note(ALIVE, "0")
+        if threading.current_thread() is threading.main_thread():  # no other one may set handlers
+            signal.signal(signal.SIGUSR1, lambda *_: self._stopping())
+        self._thread.start()
+
+    def close(self) -> None:
+        """This process needs no other any more, and none needs it."""
+        self.note(DONE, "")
+        self._over.set()
+        self._thread.join()
+
+    def note(self, kind: str, text: str) -> None:
+        """Leaves a note that the other processes' threads find within seconds."""
+        self._client.key_value_set(f"{_ROOT}/{kind}/{self._index}", text, allow_overwrite=True)
+
+    def last_words(self, text: str) -> None:
+        """Says why this process ends by itself, which ends the others, and waits until they have read it."""
+        with suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and the notes with it
+            self.note(ENDED, text)
+        if self._index == 0:
+            time.sleep(LAST_WORDS)
+
+    def _look_on(self) -> None:
+        seen: dict[int, tuple[str, float]] = {}
+        looked = time.monotonic()
+        for number in range(1, sys.maxsize):
+            if self._over.wait(PERIOD):
+                return
+            try:
+                self.note(ALIVE, str(number))
+                notes = self._notes()
+            except jax.errors.JaxRuntimeError as error:
+                self._end(f"{self._named(0)} is gone, or cannot be reached ({_first_line(error)})")
+                return
+            now = time.monotonic()
+            stood_still, looked = now - looked > self._timeout / 2, now
+            for index in range(self._count):
+                text = notes.get((ALIVE, index), "")
+                if stood_still or index not in seen or seen[index][0] != text:
+                    seen[index] = text, now
+            self._heed(notes, {index: now - since for index, (_, since) in seen.items()})
+
+    def _heed(self, notes: dict[tuple[str, int], str], silent: dict[int, float]) -> None:
+        for (kind, index), text in notes.items():
+            if kind == ENDED and index != self._index:
+                self._end(f"{self._named(index)} has ended: {text}")
+        for index, seconds in silent.items():
+            if seconds > self._timeout and (DONE, index) not in notes:
+                self._end(f"{self._named(index)} is lost: no sign of life for {seconds:.0f} s")
+        if not self._told and any(kind == STOPPING and index != self._index for kind, index in notes):
+            self._told = True
+            # A signal ends what the main thread waits for.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def _notes(self) -> dict[tuple[str, int], str]:
+        found = {}
+        for path, text in self._client.key_value_dir_get(f"{_ROOT}/"):
+            *_, kind, index = path.split("/")
+            found[kind, int(index)] = text
+        return found
+
+    def _end(self, why: str) -> None:
+        """Ends this process, whatever it waits for."""
+        line = f"error: {why}; start all processes again: the run goes on from its newest checkpoint\n"
+        with suppress(OSError):
+            os.write(sys.stderr.fileno(), line.encode(errors="replace"))
+        if self._index == 0:
+            time.sleep(LAST_WORDS)
+        os._exit(LOST)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]

@@ -1,0 +1,175 @@
+"""Meetings of the processes of a run, with threads in their place: what is exchanged, and how all stop."""
+
+import pickle
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
+from calibadv_jax.hosts import exchange
+from calibadv_jax.hosts.exchange import ALONE, Joined
+from calibadv_jax.hosts.groups import SharedGroups
+from calibadv_jax.hosts.wire import from_bytes, to_bytes
+
+
+class Notes:
+    """The key-value store of JAX' coordination service, for threads."""
+
+    def __init__(self):
+        self.kept, self.changed = {}, threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self.changed:
+            assert allow_overwrite or key not in self.kept, key
+            self.kept[key] = value
+            self.changed.notify_all()
+
+    key_value_set_bytes = key_value_set
+
+    def key_value_dir_get(self, prefix):
+        with self.changed:
+            return [(key, value) for key, value in self.kept.items() if key.startswith(prefix)]
+
+    def key_value_delete(self, key):
+        with self.changed:
+            del self.kept[key]
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.kept, milliseconds / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.kept[key]
+
+
+@pytest.fixture
+def run_all():
+    """Does a function of a process' hosts in two of them at once; gives what it returns or raises in each."""
+    made = []
+
+    def run(work, count=2):
+        notes = Notes()
+
+        def one(index):
+            hosts = Joined(notes, index, count, timeout=5.0)
+            made.append(hosts)
+            try:
+                return work(hosts), hosts.in_step
+            except BaseException as error:
+                return error, hosts.in_step
+
+        with ThreadPoolExecutor(count) as threads:
+            found = list(threads.map(one, range(count)))
+        left = [key for key in notes.kept if key.startswith(exchange._ROOT)]
+        assert len(left) <= count  # of the last meeting alone
+        return found
+
+    yield run
+    for hosts in made:
+        hosts.watch.close()
+
+
+def test_values_come_to_all_in_the_order_of_the_processes(run_all):
+    def work(hosts):
+        return [hosts.exchange("a", hosts.index), hosts.first("b", lambda: f"from {hosts.index}")]
+
+    assert [value for value, _ in run_all(work, 3)] == [[[0, 1, 2], "from 0"]] * 3
+    assert ALONE.exchange("a", 7) == [7] and ALONE.first("b", lambda: 8) == 8 and ALONE.is_first
+
+
+def test_an_error_in_one_process_ends_all_at_the_same_place(run_all):
+    def work(hosts):
+        with hosts.together("record"):
+            if hosts.index:
+                raise OSError(28, "No space left on device")
+
+    (one, one_in_step), (two, two_in_step) = run_all(work)
+    assert isinstance(one, UserError) and "process 1 (" in str(one) and "No space left" in str(one)
+    assert isinstance(two, OSError) and one_in_step and two_in_step
+
+
+def test_an_error_within_a_first_block_is_that_of_process_0(run_all):
+    def refuse():
+        raise UserError("run.dir=x holds another experiment")
+
+    (one, _), (two, _) = run_all(lambda hosts: hosts.first("folder", refuse))
+    assert str(one) == "run.dir=x holds another experiment"
+    assert str(two).startswith("process 0 (") and str(two).endswith(str(one))
+
+
+def test_a_signal_stops_all_at_the_next_meeting_with_its_status(run_all):
+    for error, in_step in run_all(with_signal):
+        assert isinstance(error, SystemExit) and error.code == 130 and in_step
+
+
+def with_signal(hosts):
+    stop = Stop()
+    with hosts.steps(stop):
+        if hosts.index:
+            stop.status = 130  # as its handler sets it within held work
+        with hosts.apart("rollout"):
+            assert not hosts.index, "nothing begins any more"
+
+
+def test_two_processes_that_differ_are_both_told(run_all):
+    for error, in_step in run_all(lambda hosts: hosts.same("data.train", lambda: hosts.index), 2):
+        assert (
+            isinstance(error, UserError) and "has another data.train than process" in str(error) and in_step
+        )
+
+
+def test_processes_at_different_places_do_not_take_each_other_for_something_else(run_all):
+    errors = [error for error, _ in run_all(lambda hosts: hosts.exchange(f"from {hosts.index}", 0))]
+    assert all(isinstance(error, RuntimeError) and "came for" in str(error) for error in errors)
+
+
+def test_every_process_writes_its_share_of_the_groups_and_gets_all(run_all):
+    def work(hosts):
+        begun = []
+
+        def begin(number, question):
+            begun.append(number)
+            future = Future()
+            future.set_result(Group(question, [Trajectory(question, np.arange(number + 1))]))
+            return future
+
+        shared = SharedGroups(begin, hosts)
+        futures = [shared.begin(number, Question(f"q{number}", "?", ("a",), "toy")) for number in range(5)]
+        shared.wait(futures)
+        return begun, [
+            (one.result().question.id, len(one.result().trajectories[0].prompt_ids)) for one in futures
+        ]
+
+    ((mine, groups), _), ((others, same), _) = run_all(work)
+    assert (mine, others) == ([0, 2, 4], [1, 3])
+    assert groups == same == [(f"q{number}", number + 1) for number in range(5)]
+
+
+def test_trajectories_come_as_they_were_and_nothing_else_comes():
+    question = Question("q", "who?", ("Ann",), "toy")
+    turn = Turn(
+        "search",
+        np.arange(3, dtype=np.int32),
+        np.float32([-1, -2, -0.1]),
+        documents=(Document("1", "T", "x"),),
+    )
+    group = Group.of(
+        question, [Trajectory(question, np.arange(4), [turn], metrics={"judge": np.float64(0.5)})]
+    )
+    found = from_bytes(to_bytes({3: group}))[3]
+    assert found.question == question and found.trajectories[0].turns[0].documents == turn.documents
+    assert found.trajectories[0].turns[0].logprobs.tobytes() == turn.logprobs.tobytes()
+    assert found.trajectories[0].metrics == {"judge": 0.5}
+    found.trajectories[0].turns[0].logprobs[0] = 0  # it is an array of its own
+
+    class Harm:
+        def __reduce__(self):
+            return eval, ("1/0",)
+
+    for sent in (Harm(), np.array([Harm()], object), {"a": [pickle.loads]}):
+        with pytest.raises(pickle.UnpicklingError, match="nothing that processes"):
+            from_bytes(pickle.dumps(sent))

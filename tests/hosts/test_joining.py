@@ -1,0 +1,139 @@
+"""Where a process learns that it is one of several, what is refused, and what a watch says of others."""
+
+import os
+import threading
+import time
+from contextlib import suppress
+
+import jax
+import pytest
+
+from calibadv_jax.config import Config, DistributedConfig, load_config
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.hosts import watch
+from calibadv_jax.hosts.joining import KEYS, alone, describe_processes, joined
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for variable in KEYS.values():
+        monkeypatch.delenv(variable, raising=False)
+
+
+def words_of(**keys):
+    return describe_processes(Config(distributed=DistributedConfig(**keys)))
+
+
+def test_one_process_is_the_default_and_joins_nobody():
+    assert words_of() == words_of(num_processes=1) == []
+    with joined(Config()) as hosts:
+        assert hosts.count == 1 and hosts.is_first and hosts.in_step
+    assert jax._src.distributed.global_state.client is None
+
+
+def test_keys_and_environment_say_which_process_this_is(monkeypatch):
+    keys = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
+    assert words_of(**keys) == ["several processes ON: this is number 1 of 2; they meet at a:1"]
+    for variable, value in zip(KEYS.values(), ("b:2", "4", "3"), strict=True):
+        monkeypatch.setenv(variable, value)
+    assert words_of() == ["several processes ON: this is number 3 of 4; they meet at b:2"]
+    assert words_of(**keys) == ["several processes ON: this is number 1 of 2; they meet at a:1"]
+    assert words_of(coordinator_address="auto") == ["several processes ON: as many as JAX detects"]
+    monkeypatch.setenv("JAX_PROCESS_ID", "first")
+    with pytest.raises(UserError, match="JAX_PROCESS_ID='first' is no number"):
+        words_of()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_processes": 2}, "nothing says where they meet: set distributed.coordinator_address"),
+        ({"coordinator_address": "a:1", "process_id": 0}, "distributed.num_processes is missing"),
+        ({"coordinator_address": "a:1", "num_processes": 2}, r"process_id is missing.*JAX_PROCESS_ID"),
+        (
+            {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2},
+            "process_id is 2, but there are distributed.num_processes=2: they are numbered 0 to 1",
+        ),
+    ],
+)
+def test_an_incomplete_section_is_one_line(keys, message):
+    with pytest.raises(UserError, match=message), joined(Config(distributed=DistributedConfig(**keys))):
+        pass
+
+
+def test_what_does_not_work_with_several_processes_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("run: {seed: 0}\n")
+    several = [
+        "distributed.coordinator_address=a:1",
+        "distributed.num_processes=2",
+        "distributed.process_id=0",
+    ]
+
+    def refusal(*overrides):
+        with pytest.raises(UserError, match="does not work with several processes") as refused:
+            describe_processes(load_config(tmp_path / "config.yaml", [*several, *overrides]))
+        return str(refused.value)
+
+    assert "sampler.name=vllm" in refusal("sampler.name=vllm")
+    assert "offload" in refusal("learner.optimizer.offload=host")
+    assert "a critic" in refusal("advantage.name=gae")
+    assert "policy.lora.rank" in refusal("policy.lora.rank=2")
+    assert "function of your own" in refusal("rollout.replace_tied=1", "reward.answer=mine:score")
+    config = load_config(tmp_path / "config.yaml", several)
+    with pytest.raises(UserError, match="calibadv export runs in one process"):
+        alone(config.distributed, "export")
+    alone(Config().distributed, "export")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
+    alone(Config().distributed, "export")
+
+
+class Ended(Exception):
+    """In place of the end of the process."""
+
+
+@pytest.fixture
+def last_line(monkeypatch, capfd):
+    """What a watch of process 1 of 3 says, and its status, when it finds these notes."""
+
+    def of(notes, silent):
+        statuses = []
+
+        def leave(status):
+            statuses.append(status)
+            raise Ended
+
+        monkeypatch.setattr(os, "_exit", leave)
+        called = threading.Event()
+        one = watch.Watch(None, 1, 3, lambda index: f"process {index} (host{index})", 30.0, called.set)
+        with suppress(Ended):
+            one._heed(notes, silent)
+        return capfd.readouterr().err, statuses
+
+    return of
+
+
+def test_a_process_that_is_silent_or_has_failed_ends_this_one_with_a_line(last_line):
+    line, statuses = last_line({}, {0: 1.0, 1: 0.0, 2: 31.0})
+    assert line.startswith(
+        "error: process 2 (host2) is lost: no sign of life for 31 s; start all processes again"
+    )
+    assert line.count("\n") == 1 and statuses == [1]
+    line, statuses = last_line({("ended", 0): "OSError disk full"}, {0: 0.0})
+    assert line.startswith("error: process 0 (host0) has ended: OSError disk full;") and statuses == [1]
+
+
+def test_processes_that_live_or_are_done_end_nobody(last_line):
+    assert last_line({("done", 2): "", ("ended", 1): "myself"}, {0: 29.0, 2: 60.0}) == ("", [])
+
+
+def test_a_watch_that_stood_still_itself_counts_nobody_as_lost(monkeypatch):
+    """A process that was stopped and goes on must not take the others for dead."""
+    one = watch.Watch(None, 0, 2, str, 30.0, lambda: None)
+    found, now = [], iter([0.0, 1.0, 100.0, 101.0])
+    monkeypatch.setattr(one, "note", lambda *_: None)
+    monkeypatch.setattr(one, "_notes", lambda: {("alive", 0): "7", ("alive", 1): "7"})
+    monkeypatch.setattr(one, "_heed", lambda notes, silent: found.append(silent))
+    monkeypatch.setattr(one._over, "wait", lambda _: len(found) == 3)
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    one._look_on()
+    assert [max(silent.values()) for silent in found] == [0.0, 0.0, 1.0]

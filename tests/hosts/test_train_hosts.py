@@ -1,0 +1,124 @@
+"""Training in several processes equals training in one, whoever is stopped or killed on the way."""
+
+from functools import partial
+
+import hosts_rig
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from small_run import SMALL
+
+from calibadv_jax.commands import train
+from calibadv_jax.config import load_config
+from calibadv_jax.data.world import write_world
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.weights import flatten
+from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.run import model
+from calibadv_jax.run.wiring import open_services
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytest.importorskip("faiss")
+pytest.importorskip("fastapi")
+
+STEPS, PER_STEP = 5, 16  # trajectories
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """Overrides of all runs: one world, one retriever, five steps."""
+    home = tmp_path_factory.mktemp("hosts")
+    places = [f"world.dir={home}/world", f"retriever.index={home}/index", "retriever.url="]
+    places += [f"data.{name}={home}/world/{name}.jsonl" for name in ("train", "eval")]
+    places += [f"policy.tokenizer={home}/world/tokenizer", f"retriever.corpus={home}/world/corpus.jsonl"]
+    overrides = [*SMALL, *places, f"learner.steps={STEPS}", "mesh.fsdp=-1", "distributed.timeout=20"]
+    overrides += ["reward.answer=hosts_rig:noisy", "checkpoint.every=0", "evaluate.every=4"]
+    overrides += ["evaluate.sample_size=2", "evaluate.temperatures=[0.0]"]
+    config = load_config(hosts_rig.ROOT / "configs/quickstart.yaml", [*overrides, f"run.dir={home}/services"])
+    write_world(config.world)
+    with open_services(config, home) as (url, _):
+        yield home, [*overrides, f"retriever.url={url}"]
+
+
+def config_of(settings, name, *overrides):
+    home, common = settings
+    arguments = [*common, f"run.dir={home / name}", *overrides]
+    return load_config(hosts_rig.ROOT / "configs/quickstart.yaml", arguments)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(settings):
+    """The folder of a run in one process with eight devices."""
+    train.run(config_of(settings, "whole"))
+    return settings[0] / "whole"
+
+
+def trained(folder):
+    """Parameters of the newest checkpoint, by path."""
+    step = max(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        tree = checkpointer.metadata(folder / "checkpoints" / str(step) / "state").item_metadata.tree
+        arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        state = checkpointer.restore(
+            folder / "checkpoints" / str(step) / "state", args=ocp.args.PyTreeRestore(restore_args=arrays)
+        )
+    return flatten(state["params"])
+
+
+def is_same(folder, other):
+    """Whether two runs have the same rows and parameters, up to rounding."""
+    ours, theirs = hosts_rig.rows(folder), hosts_rig.rows(other)
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == list(range(1, STEPS + 1))
+    for one, two in zip(ours, theirs, strict=True):
+        assert one.keys() == two.keys()
+        for name in one:
+            assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6), (one["step"], name)
+        assert one["actor/grad_norm"] > 0
+    for name, array in trained(folder).items():
+        np.testing.assert_allclose(array, trained(other)[name], rtol=1e-3, atol=1e-5, err_msg=name)
+    assert kept_steps(folder).keys() == kept_steps(other).keys()
+    return True
+
+
+def arguments(settings, name, *overrides):
+    home, common = settings
+    return [*common, f"run.dir={home / name}", *overrides]
+
+
+def test_one_device_trains_as_eight_do(settings, undisturbed, monkeypatch):
+    monkeypatch.setattr(model, "make_mesh", partial(make_mesh, devices=jax.devices()[:1]))
+    train.run(config_of(settings, "one"))
+    assert is_same(settings[0] / "one", undisturbed)
+
+
+def test_sigterm_to_one_stops_both_at_one_step_and_one_process_goes_on(settings, undisturbed):
+    """The signal comes while process 1 scores what its third step would train."""
+    running = hosts_rig.start(arguments(settings, "parts"), 2, 4, signals={1: f"{2 * PER_STEP + 3}:15"})
+    ended = hosts_rig.ends(running)
+    assert [status for _, status in ended] == [143, 143], ended
+    folder = settings[0] / "parts"
+    assert "checkpoint saved at step 2" in ended[0][0]
+    assert "step 1/5" in ended[0][0] and "step 1/5" not in ended[1][0]
+    assert [row["step"] for row in hosts_rig.rows(folder)] == [1, 2]
+    train.run(config_of(settings, "parts"))
+    assert is_same(folder, undisturbed)
+    assert len(list((folder / "configs").glob("*.yaml"))) == 2
+
+
+def test_kill_of_one_of_four_ends_all_and_two_go_on(settings, undisturbed):
+    """From one process to four, of which one is killed, to two."""
+    home, _ = settings
+    first = config_of(settings, "killed", "learner.steps=2", "evaluate.every=0")
+    train.run(first)
+    more = arguments(settings, "killed", "checkpoint.every=1")
+    killed = hosts_rig.ends(hosts_rig.start(more, 4, 2, signals={2: f"{PER_STEP + 3}:9"}))
+    assert killed[2][1] == -9
+    for index in (0, 1, 3):
+        errors, status = killed[index]
+        line = next(line for line in errors.splitlines() if line.startswith("error: "))
+        assert status == 1 and "process 2" in line and "is lost" in line, (index, status, errors)
+    ended = hosts_rig.ends(hosts_rig.start(more, 2, 4))
+    assert [status for _, status in ended] == [0, 0], ended
+    assert "resuming from step 3" in ended[0][0]
+    assert is_same(home / "killed", undisturbed)

@@ -1,0 +1,86 @@
+"""A training run in several processes: how tests start them, and the reward that also ends them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+UNTIMED = ("timing_s/", "perf/")
+
+_calls = 0
+
+
+def noisy(trajectory):
+    """A reward that depends on the sampled tokens, as that of a real policy does.
+
+    The environment variable HOSTS_RIG, "calls:signal", sends this process a signal at a call.
+    """
+    global _calls
+    _calls += 1
+    at, _, number = os.environ.get("HOSTS_RIG", "0:0").partition(":")
+    if _calls == int(at):
+        signal.raise_signal(int(number))
+    return float(trajectory.response_ids.sum() % 7) / 7
+
+
+def free_port():
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return held.getsockname()[1]
+
+
+def start(arguments, processes, devices, signals=None):
+    """Starts `calibadv train` in processes of so many simulated devices each.
+
+    Args:
+        signals: number of a process -> its HOSTS_RIG.
+    """
+    address = f"127.0.0.1:{free_port()}"
+    running = []
+    for index in range(processes):
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(processes),
+            "JAX_PROCESS_ID": str(index),
+            "PYTHONPATH": str(ROOT / "tests"),
+            "HOSTS_RIG": (signals or {}).get(index, "0:0"),
+        }
+        command = [sys.executable, "-m", "calibadv_jax.train", "--config", "configs/quickstart.yaml"]
+        running.append(
+            subprocess.Popen(
+                [*command, *arguments],
+                cwd=ROOT,
+                env=environment,
+                text=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+        )
+    return running
+
+
+def ends(running, seconds=400):
+    """(status, standard error) of each process; none may take longer."""
+    try:
+        return [(one.communicate(timeout=seconds)[1], one.returncode) for one in running]
+    finally:
+        for one in running:
+            one.kill()
+
+
+def rows(folder):
+    """Metrics of every step, without times."""
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(UNTIMED)}
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
