@@ -16,6 +16,7 @@ from calibadv_jax.commands.offline_checks import find_architecture
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
+from calibadv_jax.hosts.joining import refuse
 from calibadv_jax.metrics.console import Console, duration, number, table
 from calibadv_jax.planning.compiled import (
     OF_CRITIC,
@@ -118,6 +119,8 @@ def make_plan(config: Config, target: Target, efficiency: float, tokens: int = 0
     if not 0 < efficiency <= 1:
         raise UserError(f"--efficiency {efficiency:g}: must be above 0, and at most 1")
     config = placed_on(config, target)
+    if target.hosts > 1:  # each has a process
+        refuse(config)
     architecture = find_architecture(config)
     if architecture is None:
         raise UserError(

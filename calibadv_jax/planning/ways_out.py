@@ -62,7 +62,7 @@ def ways_out(config: Config, architecture: Architecture, target: Target, limit: 
     """
     gaps = GAPS.get(target.platform, 1.0)
     lines = []
-    for changes in _candidates(config, architecture):
+    for changes in _candidates(config, architecture, target.hosts):
         try:
             needed = peak_memory(memory_of(changed(config, changes), architecture, target)) * gaps
         except (ValidationError, UserError):  # it needs more changes than this
@@ -71,9 +71,9 @@ def ways_out(config: Config, architecture: Architecture, target: Target, limit: 
             said = " ".join(f"{key}={value}" for key, value in changes.items())
             lines.append(f"would fit: {said} ({needed / GIB:.1f} GiB by the formula{_times(gaps)})")
     return lines or [
-        "no one of policy.remat, learner.microbatch_rows, learner.row_length, learner.optimizer.offload,"
-        " mesh, sampler.slots and sampler.name=vllm makes it fit: take more devices, larger ones, or adapters"
-        " (policy.lora.rank=16)"
+        "none of policy.remat, learner.microbatch_rows, learner.row_length, mesh, sampler.slots, and on one"
+        " host learner.optimizer.offload and sampler.name=vllm, makes it fit: take more devices, larger ones,"
+        " or adapters on one host (policy.lora.rank=16)"
     ]
 
 
@@ -81,7 +81,7 @@ def _times(gaps: float) -> str:
     return f", with {gaps} times for gaps" if gaps > 1 else ""
 
 
-def _candidates(config: Config, architecture: Architecture) -> Iterator[Changes]:
+def _candidates(config: Config, architecture: Architecture, hosts: int) -> Iterator[Changes]:
     """Changes that leave alone what is learned, those that cost least first."""
     mesh, learner, sampler = config.mesh, config.learner, config.sampler
     shards = mesh.data * mesh.fsdp
@@ -99,6 +99,8 @@ def _candidates(config: Config, architecture: Architecture) -> Iterator[Changes]
         if mesh.tensor == 1 and mesh.fsdp % tensor == 0 and architecture.num_kv_heads % tensor == 0:
             rows = learner.microbatch_rows // tensor
             yield {"mesh.fsdp": mesh.fsdp // tensor, "mesh.tensor": tensor, "learner.microbatch_rows": rows}
+    if hosts > 1:  # what follows does not work with several processes
+        return
     if learner.optimizer.offload == "none":
         yield {"learner.optimizer.offload": "host"}
     if sampler.name == "jax":

@@ -77,8 +77,15 @@ def test_what_does_not_fit_ends_with_1_and_the_keys_to_change(capsys):
     assert status == 1 and "take more devices" in said
 
 
+def test_what_several_hosts_refuse_is_refused(capsys):
+    two = ["--gpu", "h100", "--topology", "1x2x8", "mesh.fsdp=16", "learner.microbatch_rows=16", "--estimate"]
+    status, _, errors = planned(capsys, "--config", PAPER, *two)
+    assert status == 2 and "sampler.name=vllm does not work with several processes" in errors
+    assert planned(capsys, "--config", PAPER, *two, "sampler.name=jax")[0] == 0
+
+
 def test_rows_that_many_devices_leave_empty_are_told(capsys):
-    many = ["--tpu", "v5p:4x8x8", "mesh.fsdp=256", "learner.microbatch_rows=256"]
+    many = ["--tpu", "v5p:4x8x8", "mesh.fsdp=256", "learner.microbatch_rows=256", "sampler.name=jax"]
     status, said, _ = planned(capsys, "--config", PAPER, *many, "--estimate", "--tokens", "4000")
     assert status == 0 and "warning: only 33% of the update's rows hold tokens" in said
     fewer = [*many, "mesh.fsdp=64", "mesh.tensor=4", "learner.microbatch_rows=64"]

@@ -1,5 +1,6 @@
 """Which keys a plan proposes where a run does not fit."""
 
+import pytest
 from plan_rig import SHAPE, small
 
 from calibadv_jax.planning.hardware import find_target, placed_on
@@ -43,6 +44,6 @@ def test_each_host_has_a_sampler_of_its_own(tmp_path):
     two, one = find_target(gpu="h100", topology="1x2x4"), find_target(gpu="h100", topology="1x1x8")
     config = small(tmp_path, learner__microbatch_rows=8)
     apart, together = (memory_of(placed_on(config, at), ARCHITECTURE, at) for at in (two, one))
-    assert apart["sampler weights"] == 2 * together["sampler weights"]
+    assert apart["sampler weights"] == pytest.approx(2 * together["sampler weights"], rel=0.01)  # but norms
     assert apart["kv cache"] == together["kv cache"]
     assert apart["parameters"] == together["parameters"]

@@ -152,6 +152,7 @@ def test_processes_train_beside_a_retriever_stop_at_the_time_limit_and_go_on(clu
         REQUEUE="1",
         JAX_PLATFORMS="cpu",
         JAX_NUM_CPU_DEVICES="2",
+        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
     )
     call = ["bash", str(SCRIPT), "--config", str(config), *settings]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -174,4 +175,4 @@ def test_processes_train_beside_a_retriever_stop_at_the_time_limit_and_go_on(clu
     assert max(kept_steps(run)) == done + 1
 
 
-NODES = "127.0.0.1"
+NODES = "127.0.0.1,127.0.0.2"
