@@ -151,18 +151,19 @@ def compile_programs(plan: Plan, console: Console) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: the compiler is missing.
     """
-    parts = [
-        (plan.config, plan.target, TRAINED + OF_CRITIC),
-        (sampler_of(plan.config, plan.target), plan.target.host, SAMPLED),
-    ]
+    apart = sampler_of(plan.config, plan.target)  # on the devices of one host
+    parts = ((plan.config, plan.target, TRAINED + OF_CRITIC), (apart, plan.target.host, SAMPLED))
     found = {}
     for config, target, mine in parts:
         names = [name for name in programs_of(config) if name in mine]
-        mesh = topology_mesh(config, target) if names else None
+        if not names:
+            continue
+        mesh = topology_mesh(config, target)
         for name in names:
             with console.phase(f"compiling for {target}: {name}", announce=True):
                 program = lowered_programs(config, plan.architecture, mesh, [name])[name]
-                found[name] = compiled_figures(program, held_beside(plan.estimate, name, shares_base(config)))
+                beside = held_beside(plan.estimate, name, shares_base(config))
+                found[name] = compiled_figures(program, beside)
     return found
 
 

@@ -61,6 +61,7 @@ def topology_mesh(config: Config, target: Target) -> Mesh:
     for name, value in COMPILER.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # programs for other devices cannot be read back
     options = {"topology_name": target.topology}
     if target.platform == "cuda":
         options = {"topology": target.topology, "target_config": target_config(target.kind)}

@@ -95,7 +95,7 @@ def test_a_job_starts_each_part_where_it_belongs(cluster):
     ("nodes", "more", "arguments", "said"),
     [
         ("n1,n2", {}, [], "sampler.name=vllm trains on one node, not 2: set WORKER_NODES=1"),
-        ("n1,n2", {}, ["sampler.name=jax", "retriever.url="], "no retriever for 2 nodes: set RETRIEVER"),
+        ("n1,n2", {}, ["sampler.name=jax"], "no retriever for 2 nodes: set RETRIEVER"),
         ("n1", {"WORKER_NODES": "1"}, [], "WORKER_NODES=1 of 1 nodes leaves none for the trainer"),
         ("n1", {}, ["mesh.fspd=8"], "the config cannot be used"),
         ("n1", {"VENV": "/nowhere"}, [], "VENV=/nowhere has no bin/python"),
