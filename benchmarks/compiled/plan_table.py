@@ -36,6 +36,7 @@ POINTS = (
     f"--tpu v5p:2x2x2 {HOSTS.format(8)}",
     f"--tpu v5p:4x4x4 {HOSTS.format(64)}",
 )
+PROGRAMS = ("update", "apply", "log-probabilities", "prefill", "decode")
 HEAD = (
     "devices",
     "limit GiB",
@@ -85,7 +86,7 @@ def row(point: str, found: dict[str, Any]) -> str:
     """A line of the Markdown table."""
     kind = found["kind"] if found["kind"].startswith("v") else found["kind"].upper()
     cells = [f"{found['devices']} {kind}", f"{found['limit'] / GIB:.1f}"]
-    for name in ("update", "apply", "log-probabilities", "prefill", "decode"):
+    for name in PROGRAMS:
         program = found["programs"].get(name)
         if program is None:
             cells.append("")
