@@ -106,7 +106,7 @@ def lowered_programs(
     policy = Policy(
         architecture, Numerics.from_config(config.policy), Adapters.from_config(config.policy.lora)
     )
-    lowered = {}
+    lowered: dict[str, jax.stages.Lowered] = {}
     if set(names) & set(TRAINED):
         learner, on_policy = _learner(config, policy, mesh), config.learner
         loss = policy_gradient(

@@ -112,9 +112,10 @@ def step_of(config: Config, architecture: Architecture, rollouts: Rollouts, targ
     costs = Costs(config, architecture, rollouts.tokens)
     minibatches = list(_minibatches(config, rollouts.trajectories))
     computed = sum(costs.positions(size) for size in minibatches)
-    parts = [
-        costs.forward("log-probabilities", costs.positions(rollouts.trajectories) * costs.passes_before())
-    ]
+    parts = []
+    if costs.passes_before():
+        positions = costs.positions(rollouts.trajectories) * costs.passes_before()
+        parts.append(costs.forward("log-probabilities", positions))
     parts.append(costs.update(computed))
     if config.advantage.has_critic:
         values = costs.forward("critic's values", costs.positions(rollouts.trajectories))
@@ -123,9 +124,7 @@ def step_of(config: Config, architecture: Architecture, rollouts: Rollouts, targ
     parts += costs.sampling(rollouts, sampler_of(config, target))
     overlap = config.rollout.max_staleness > 0 and bool(config.sampler.urls)
     trained = rollouts.trajectories * rollouts.tokens
-    return Step(
-        [part for part in parts if part.flops], trained * config.learner.epochs / computed, trained, overlap
-    )
+    return Step(parts, trained * config.learner.epochs / computed, trained, overlap)
 
 
 def _minibatches(config: Config, trajectories: int) -> Iterator[int]:
@@ -154,19 +153,20 @@ class Costs:
         self.stored = jnp.dtype(policy.param_dtype).itemsize
         self.is_flash = policy.attention in ("splash", "triton")
         self.split = (mesh.fsdp - 1) / mesh.fsdp
+        self._positions: dict[int, int] = {}  # packing thousands takes a second
 
     def positions(self, trajectories: int) -> int:
         """Positions that the learner computes for so many trajectories, those of unfilled rows too."""
-        learner = self.config.learner
-        shapes = row_shapes(
-            learner.row_length, learner.microbatch_rows, learner.row_widths, lambda width: self._pass(width)
-        )
-        return sum(plan([self.tokens] * trajectories, shapes).positions)
+        if trajectories not in self._positions:
+            learner = self.config.learner
+            shapes = row_shapes(learner.row_length, learner.microbatch_rows, learner.row_widths, self._pass)
+            self._positions[trajectories] = sum(plan([self.tokens] * trajectories, shapes).positions)
+        return self._positions[trajectories]
 
     def _keys(self, width: int) -> float:
         """Keys that a position attends to, or that its kernel computes."""
-        policy = self.config.policy
-        return max(keys_computed(policy.attention, width, policy.attention_chunk), self.tokens / 2)
+        numerics = Numerics.from_config(self.config.policy)
+        return max(keys_computed(numerics.kernel, width, numerics.attention_chunk), self.tokens / 2)
 
     def _pass(self, width: int) -> float:
         """Operations of a forward pass for one position of a row."""

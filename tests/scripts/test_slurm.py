@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,7 @@ def free_port():
 
 
 @pytest.mark.slow
-def test_processes_train_beside_a_retriever_stop_at_the_time_limit_and_go_on(cluster, tmp_path):
+def test_a_run_stops_at_the_time_limit_and_goes_on_in_two_processes(cluster, tmp_path):
     pytest.importorskip("faiss")
     pytest.importorskip("fastapi")
     environment, calls = cluster
@@ -145,7 +146,7 @@ def test_processes_train_beside_a_retriever_stop_at_the_time_limit_and_go_on(clu
     write_world(load_config(config, settings).world)
     retriever = f"--corpus_path {world}/corpus.jsonl --index_path {tmp_path}/index --retriever_name hashed"
     job = environment(
-        NODES,
+        "127.0.0.1",
         RETRIEVER=f"{retriever} --build_if_missing",
         RETRIEVER_PORT=str(free_port()),
         COORDINATOR_PORT=str(free_port()),
@@ -158,21 +159,24 @@ def test_processes_train_beside_a_retriever_stop_at_the_time_limit_and_go_on(clu
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     running = subprocess.Popen(call, env=job, start_new_session=True, **pipes)
     begun = time.monotonic()
-    while not (run / "rollouts/step_1.parquet").exists():
-        assert running.poll() is None, running.communicate()[0][-3000:]
-        assert time.monotonic() - begun < 240
-        time.sleep(0.2)
-    running.send_signal(signal.SIGTERM)  # as SLURM does before the time limit
-    said = running.communicate(timeout=120)[0]
-    assert running.returncode == 143, said[-3000:]
-    assert "scontrol requeue 77" in calls.read_text()
-    with pytest.raises(ProcessLookupError):  # no service is left
-        os.killpg(running.pid, 0)
+    try:
+        while not (run / "rollouts/step_2.parquet").exists():
+            assert running.poll() is None, running.communicate()[0][-3000:]
+            assert time.monotonic() - begun < 240
+            time.sleep(0.2)
+        running.send_signal(signal.SIGTERM)  # as SLURM does before the time limit
+        said = running.communicate(timeout=120)[0]
+        assert running.returncode == 143, said[-3000:]
+        assert "scontrol requeue 77" in calls.read_text()
+        with pytest.raises(ProcessLookupError):  # no service is left
+            os.killpg(running.pid, 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
     done = max(kept_steps(run))
     again = [*call, f"learner.steps={done + 1}"]
-    ended = subprocess.run(again, env=job, capture_output=True, text=True)
+    two = job | {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "REQUEUE": "0"}
+    ended = subprocess.run(again, env=two, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert max(kept_steps(run)) == done + 1
-
-
-NODES = "127.0.0.1,127.0.0.2"
+    assert "--nodes=2 --ntasks=2" in calls.read_text()
