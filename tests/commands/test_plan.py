@@ -16,6 +16,8 @@ from calibadv_jax.config import load_config
 from calibadv_jax.planning.hardware import find_target
 from calibadv_jax.run.memory import GIB, program_memory
 
+pytestmark = pytest.mark.medium
+
 ROOT = Path(__file__).resolve().parents[2]
 PAPER = str(ROOT / "configs/paper/qwen2.5-7b.yaml")
 COMPILER = Path(sys.prefix) / "cuda_compiler"  # where scripts/test.sh puts it

@@ -8,6 +8,8 @@ from calibadv_jax.planning.ways_out import changed, memory_of, ways_out
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.run.memory import peak_memory
 
+pytestmark = pytest.mark.medium
+
 ARCHITECTURE = architecture_from_hf(SHAPE)
 
 

@@ -13,6 +13,8 @@ from calibadv_jax.planning.work import Costs, Part, expected_rollouts, step_of
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 
+pytestmark = pytest.mark.medium
+
 FEW = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 512}
 ARCHITECTURE = architecture_from_hf(SHAPE)
 TARGET = find_target(gpu="h100", topology="1x1x4")
@@ -23,7 +25,6 @@ def step(folder, rollouts=(), **changed):
     return step_of(config, ARCHITECTURE, expected_rollouts(config, *rollouts), TARGET)
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_operations_are_those_that_xla_counts(tmp_path, remat):
     """Of layers without a loop, and rows of one block and one chunk: XLA counts the body of a loop once."""

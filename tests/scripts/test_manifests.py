@@ -18,6 +18,8 @@ from calibadv_jax.run.memory import peak_memory
 validator = pytest.importorskip("kubernetes_validate")
 jobsets = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set")
 
+pytestmark = pytest.mark.medium
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts/kubernetes"
 VERSIONS = ("1.31", "1.37")  # the oldest that is tried, and the newest that is published
