@@ -208,7 +208,8 @@ class Joined(Hosts):
         """
         with suppress(jax.errors.JaxRuntimeError):
             self.watch.note(STOPPING, "")
-        status = error.code if isinstance(error, SystemExit) else None
+        code = error.code if isinstance(error, SystemExit) else None
+        status = code if isinstance(code, int) else None
         said = "" if status is not None else f"{_kind(error)}{' '.join(str(error).split())}"
         called = self._stop.was_called and status is not None
         head = _Head(what, error=said, status=None if called else status)

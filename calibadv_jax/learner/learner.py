@@ -81,9 +81,9 @@ class Learner:
         self._apply = self._make_apply()
         placed = param_shardings(policy.abstract_trained, mesh)
         self._nothing = jax.jit(self._zeros, out_shardings=placed)
-        self._is_shared = len({device.process_index for device in mesh.devices.flat}) > 1
+        self._is_shared = jax.process_count() > 1  # not the mesh's: it may be a topology's
         # What a process reads it must have.
-        read = {"out_shardings": replicated(mesh)} if self._is_shared else {}
+        read: dict[str, Any] = {"out_shardings": replicated(mesh)} if self._is_shared else {}
         self._logprobs = jax.jit(lambda base, params, one: self._values(base, params, one)[0], **read)
         self._norm = jax.jit(optax.tree.norm)
 

@@ -54,7 +54,7 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
             f" {len(devices)} device(s); set one axis to -1 to take the rest"
         )
     mesh = jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
-    if len(set(_owners(mesh))) > 1 and _owners(mesh) != sorted(_owners(mesh)):
+    if jax.process_count() > 1 and _owners(mesh) != sorted(_owners(mesh)):
         # `LocalCopy` needs the devices of a process beside each other.
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
         mesh = Mesh(np.array(ordered).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)

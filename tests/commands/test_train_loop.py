@@ -221,7 +221,7 @@ def start(tmp_path, monkeypatch):
 
     def begin(config, rollouts=None):
         @contextmanager
-        def opened(config, model, model_folder, snapshots, check):
+        def opened(config, model, model_folder, snapshots, check, hosts):
             order.append("rollouts")
             start.folders = model_folder, snapshots
             try:

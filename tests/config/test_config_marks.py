@@ -9,10 +9,10 @@ from calibadv_jax.config.sections.section import Mark
 # A mark that is lost or added changes which runs may go on, or which scores are used again.
 EXPECTED = {
     Mark.UNLEARNED: (
-        "run.dir", "mesh", "world", "data.train", "data.eval", "data.eval_limit", "data.overlong_prompts",
-        "policy.path", "policy.tokenizer", "policy.attention", "policy.attention_chunk",
-        "policy.logprob_chunk", "policy.lora.init_from", "policy.lora.snapshots", "policy.remat",
-        "rollout.max_concurrency", "rollout.max_failed_share",
+        "run.dir", "mesh", "distributed", "world", "data.train", "data.eval", "data.eval_limit",
+        "data.overlong_prompts", "policy.path", "policy.tokenizer", "policy.attention",
+        "policy.attention_chunk", "policy.logprob_chunk", "policy.lora.init_from",
+        "policy.lora.snapshots", "policy.remat", "rollout.max_concurrency", "rollout.max_failed_share",
         "rollout.time_limit", "sampler", "retriever", "learner.microbatch_rows", "learner.row_length",
         "learner.row_widths", "learner.optimizer.offload", "critic.optimizer.offload", "sft", "checkpoint",
         "evaluate", "guards", "export", "log", "advantage.probes", "reward.judge.url", "reward.judge.timeout",
@@ -25,8 +25,8 @@ EXPECTED = {
     Mark.TUNED: ("learner", "critic", "loss", "rollout", "sampler", "retriever", "data.weights"),
     Mark.COLD_START: ("run.seed", "policy.init", "policy.lora", "world", "prompt", "sft"),
     Mark.PER_RUN: (
-        "run", "world.dir", "world.seed", "mesh", "data.eval", "data.eval_limit", "retriever.url",
-        "sampler.urls", "checkpoint", "evaluate", "export", "log",
+        "run", "world.dir", "world.seed", "mesh", "distributed", "data.eval", "data.eval_limit",
+        "retriever.url", "sampler.urls", "checkpoint", "evaluate", "export", "log",
     ),
     Mark.NO_ANSWER: (
         "rollout.questions_per_step", "rollout.group_size", "rollout.temperature",

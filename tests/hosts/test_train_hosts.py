@@ -35,6 +35,7 @@ def settings(tmp_path_factory):
     overrides = [*SMALL, *places, f"learner.steps={STEPS}", "mesh.fsdp=-1", "distributed.timeout=20"]
     overrides += ["reward.answer=hosts_rig:noisy", "checkpoint.every=0", "evaluate.every=4"]
     overrides += ["evaluate.sample_size=2", "evaluate.temperatures=[0.0]"]
+    overrides += ["loss.kl_coef=0.01", "advantage.probes=[current]"]  # passes that read log-probabilities
     config = load_config(hosts_rig.ROOT / "configs/quickstart.yaml", [*overrides, f"run.dir={home}/services"])
     write_world(config.world)
     with open_services(config, home) as (url, _):

@@ -62,7 +62,7 @@ def test_the_embedded_sampler_starts_no_workers(tmp_path, model, opened):
         sampler = rollouts.context.sampler
         assert isinstance(sampler, JaxSampler) and (sampler.max_length, sampler.config.slots) == (16, 3)
         assert sampler.stops.end_ids == {3}
-        assert rollouts.seed == config.run.seed and rollouts.context.rollout is config.rollout
+        assert rollouts.seed == config.run.seed and rollouts.context.rollout == config.rollout
         assert rollouts.context.tokenizer is model.tokenizer
     assert opened == [("retriever", config.retriever, tmp_path / "retriever.log"), "retriever closed"]
 
