@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from calibadv_jax.config import dump_config, load_config
 from calibadv_jax.core.errors import UserError
@@ -38,14 +38,37 @@ COMMANDS = {
     "coverage": "Which questions the index can answer: shares by data source, and files of those questions.",
     "demonstrate": "Demonstrations for sft from questions that name their supporting passages.",
     "doctor": "Checks a config end to end before a run.",
+    "plan": "Memory, time and device hours of a run on TPUs or GPUs that are not here.",
 }
 
-# Flags of a command, handed to its run() by name.
-OPTIONS = {
+
+@dataclass(frozen=True)
+class Value:
+    """An option with a value; its type is that of the default."""
+
+    metavar: str
+    what: str
+    default: str | int | float
+
+
+# Options of a command, handed to its run() by name: a text describes a flag.
+OPTIONS: dict[str, dict[str, str | Value]] = {
     "export": {
         "adapter": "write the adapters of policy.lora alone, as a PEFT folder (export.adapter_output)"
     },
     "doctor": {"offline": "check what needs no network, no services and no model or data files"},
+    "plan": {
+        "tpu": Value("KIND:SHAPE", "a TPU slice, such as v5e:4x4", ""),
+        "gpu": Value("KIND", "h100, h200 or h20", ""),
+        "topology": Value("SHAPE", "of the GPUs: slices x hosts x GPUs of a host, such as 1x2x8", ""),
+        "efficiency": Value("SHARE", "of the devices' highest speed that a step reaches", 0.4),
+        "tokens": Value(
+            "NUMBER", "tokens of a trajectory on average; 0: the longest that the config allows", 0
+        ),
+        "sampled": Value("NUMBER", "of these, those that the policy writes; 0: the most", 0),
+        "estimate": "count memory by the doctor's formula, without a compiler",
+        "json": Value("FILE", "write the figures to this file", ""),
+    },
 }
 
 # Commands without a config: a module of `calibadv_jax.tools` each ("-" written "_").
@@ -70,7 +93,7 @@ class Arguments:
     configs: list[Path]  # later files win
     overrides: list[str]  # "key.path=value", in the order given; later values win
     dry_run: bool
-    options: dict[str, bool] = field(default_factory=dict)  # of the command, see OPTIONS
+    options: dict[str, Any] = field(default_factory=dict)  # of the command, see OPTIONS
 
 
 class _Parser(argparse.ArgumentParser):
@@ -133,7 +156,7 @@ def _run_tool(name: str, argv: Sequence[str]) -> NoReturn:
 def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = None) -> NoReturn:
     """Loads the config, calls `run` and ends the process.
 
-    `run` gets the config, and the flags of OPTIONS by name.
+    `run` gets the config, and the options of OPTIONS by name.
     Exit status: 0 when `run` returns, whatever it returns (it raises SystemExit for another one); 2 after
     a `UserError`, which is printed as one line ``error: …``; 130 after an interruption from the keyboard.
     Any other exception is a defect of this program and shows its traceback.
@@ -146,13 +169,13 @@ def parse(
     program: str,
     description: str,
     argv: Sequence[str] | None = None,
-    options: Mapping[str, str] = MappingProxyType({}),
+    options: Mapping[str, str | Value] = MappingProxyType({}),
 ) -> Arguments:
     """Parses `argv` (default: the process's arguments).
 
     Args:
         program: how the command was called, for messages.
-        options: flags of this command, with what they do.
+        options: flags and options of this command, with what they do.
 
     Raises:
         SystemExit: status 0 after ``--help``, 2 after a mistake that was reported in one line.
@@ -166,8 +189,14 @@ def parse(
         metavar="FILE",
         help="YAML file of the run; if it is given several times, later files win, key by key",
     )
-    for name, what in options.items():
-        parser.add_argument(f"--{name}", action="store_true", help=what)
+    for name, option in options.items():
+        if isinstance(option, Value):
+            kind, default = type(option.default), option.default
+            parser.add_argument(
+                f"--{name}", metavar=option.metavar, type=kind, default=default, help=option.what
+            )
+        else:
+            parser.add_argument(f"--{name}", action="store_true", help=option)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
     parser.add_argument(
         "overrides",

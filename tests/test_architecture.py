@@ -28,6 +28,7 @@ FLOORS: tuple[set[str], ...] = (
     {"advantages", "data", "evaluation", "metrics", "policy", "rewards", "rollout", "services"},
     {"hosts", "learner", "record", "sampler", "snapshots"},
     {"pages", "report", "run"},
+    {"planning"},
     {"commands", "tools"},
 )
 OPTIONAL = {

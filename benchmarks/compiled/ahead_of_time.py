@@ -19,58 +19,50 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
-import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from benchmarks.compiled.gpu_targets import GPUS, target_config
-from benchmarks.device import NEVER_STOPS, SHAPES
+from benchmarks.device import SHAPES
 from calibadv_jax.config import (
     AdvantageConfig,
     Config,
     LearnerConfig,
     LoraConfig,
-    LossConfig,
     MeshConfig,
-    OptimizerConfig,
     PolicyConfig,
     RolloutConfig,
     SamplerConfig,
 )
-from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of
-from calibadv_jax.learner.learner import Learner
-from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
-from calibadv_jax.policy.adapters import Adapters
+from calibadv_jax.planning import compiled
+from calibadv_jax.planning.compiled import SAMPLED, TRAINED, compiled_figures, topology_mesh
+from calibadv_jax.planning.gpu_targets import GPUS
+from calibadv_jax.planning.hardware import Target, find_target
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.attention import Kernel
-from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.run.memory import GIB, estimate_memory, program_memory, shares_base
-from calibadv_jax.sampler.jax_sampler import JaxSampler
 
-GPU_SHARE = 0.75
 KERNELS: dict[str, Kernel] = {
     "tpu": "splash",
     "cuda": "triton",
 }  # "auto" would ask for this machine's backend
-NO_ROOM = re.compile(r"RESOURCE_EXHAUSTED|Ran out of memory|out of memory", re.IGNORECASE)
-PROGRAMS = ("update", "apply", "log-probabilities", "prefill", "copy", "decode")
+PROGRAMS = (*TRAINED, *SAMPLED)
+
+
+def target_of(arguments: argparse.Namespace) -> Target:
+    """The devices to compile for."""
+    if arguments.platform == "tpu":
+        return find_target(tpu=arguments.topology)
+    return find_target(gpu=arguments.gpu, topology=arguments.topology)
 
 
 def mesh_sizes(arguments: argparse.Namespace) -> dict[str, int]:
     """Sizes of the mesh's axes, without asking for the devices."""
-    devices = math.prod(int(size) for size in arguments.topology.rpartition(":")[2].split("x"))
-    fsdp, tensor = arguments.fsdp, arguments.tensor
+    devices, fsdp, tensor = target_of(arguments).devices, arguments.fsdp, arguments.tensor
     return {"data": devices // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
 
 
@@ -111,75 +103,16 @@ def expected_parts(arguments: argparse.Namespace) -> dict[str, float]:
 
 def make_topology_mesh(arguments: argparse.Namespace) -> Mesh:
     """A mesh of devices that need not be attached."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no machine to ask what it is
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # no GPU to try kernels on
-    jax.config.update("jax_platforms", "cpu")
-    options = {"topology_name": arguments.topology}
-    if arguments.platform == "cuda":
-        options = {"topology": arguments.topology, "target_config": target_config(arguments.gpu)}
-    devices = topologies.get_topology_desc(platform=arguments.platform, **options).devices
-    return make_mesh(MeshConfig(**mesh_sizes(arguments)), list(devices))
+    return topology_mesh(run_config(arguments), target_of(arguments))
 
 
 def lowered_programs(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, jax.stages.Lowered]:
     """The programs that the arguments ask for, for the mesh's devices."""
-    config, names = run_config(arguments), set(arguments.only)
-    architecture, numerics = (
-        architecture_from_hf(SHAPES[arguments.shape]),
-        Numerics.from_config(config.policy),
-    )
-    policy = Policy(architecture, numerics, Adapters.from_config(config.policy.lora))
-    optimizer = make_optimizer(OptimizerConfig(lr=1e-6), make_schedule(OptimizerConfig(), 100))
-    learner = (CriticLearner if arguments.critic else Learner)(
-        critic_of(policy) if arguments.critic else policy,
-        optimizer,
-        mesh,
-        config.learner.microbatch_rows,
-        logprob_chunk=config.policy.logprob_chunk,
-        entropy_gradient=False,
-    )
-    lowered = {}
-    if "update" in names:
-        loss = ValueLoss(0.5) if arguments.critic else policy_gradient(LossConfig(), on_policy=True)
-        lowered["update"] = learner.lower_update(arguments.length, loss)
-    if "apply" in names:
-        lowered["apply"] = learner.lower_apply()
-    if "log-probabilities" in names:
-        lowered["log-probabilities"] = learner.lower_logprobs(arguments.length)
-    if names & {"prefill", "copy", "decode"}:
-        sampler = JaxSampler(policy, NEVER_STOPS, config.sampler, mesh, arguments.length)
-        lowered |= {name: program for name, program in sampler.lower().items() if name in names}
-    return lowered
-
-
-def compiled_figures(program: jax.stages.Lowered, beside: float = 0.0) -> dict[str, Any]:
-    """Seconds of compiling, and GiB on a device by the compiler's plan; or why the compiler refuses.
-
-    *peak* is what lives at once; *needed* is what the program takes: temporary memory is one block, and lies
-    there with its gaps.
-
-    Args:
-        beside: bytes on a device that the program does not take, and that lie there meanwhile.
-    """
-    begun = time.perf_counter()
-    try:
-        compiled = program.compile()
-    except jax.errors.JaxRuntimeError as error:
-        refusal = NO_ROOM.search(str(error))
-        if refusal is None:
-            raise
-        return {"refused": refusal[0]}
-    seconds = time.perf_counter() - begun
-    memory: Any = compiled.memory_analysis()
-    held, made = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    sizes = {
-        "arguments": held,
-        "results": made,
-        "temporary": memory.temp_size_in_bytes,
-        "peak": memory.peak_memory_in_bytes + beside,
-        "needed": held + made - memory.alias_size_in_bytes + memory.temp_size_in_bytes + beside,
-    }
-    return {"compile_s": round(seconds, 1)} | {name: size / GIB for name, size in sizes.items()}
+    of_critic = {name: f"critic's {name}" for name in ("update", "apply")} if arguments.critic else {}
+    wanted = {of_critic.get(name, name): name for name in arguments.only}
+    architecture = architecture_from_hf(SHAPES[arguments.shape])
+    lowered = compiled.lowered_programs(run_config(arguments), architecture, mesh, wanted)
+    return {wanted[name]: program for name, program in lowered.items() if name in wanted}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -257,7 +190,7 @@ def fits(figures: dict[str, Any], arguments: argparse.Namespace) -> bool:
     """TPU's compiler has said so itself."""
     if "refused" in figures or arguments.platform == "tpu":
         return "refused" not in figures
-    return figures["needed"] * GIB <= GPU_SHARE * GPUS[arguments.gpu].memory
+    return figures["needed"] * GIB <= target_of(arguments).limit
 
 
 if __name__ == "__main__":

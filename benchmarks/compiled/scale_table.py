@@ -12,7 +12,6 @@ GPU is needed. The compilers lie where scripts/test.sh puts them, or where --lib
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shlex
 import subprocess
@@ -22,19 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compiled.ahead_of_time import (
-    GPU_SHARE,
     PROGRAMS,
     expected_bytes,
     expected_parts,
-    mesh_sizes,
     parse,
     run_config,
+    target_of,
     written,
 )
-from benchmarks.compiled.gpu_targets import GPUS
+from calibadv_jax.planning.gpu_targets import GPUS
 from calibadv_jax.run.memory import GIB, shares_base
 
-TPUS = {"v5e": 16e9, "v5p": 95e9, "v6e": 32e9}  # bytes of a chip
 HEADINGS = {"apply": "optimizer's step"}  # of programs that have another name in the table
 TABLED = tuple(name for name in PROGRAMS if name != "copy")  # which never decides
 COMMON = "--length 16384 --tensor"
@@ -112,15 +109,12 @@ def compile_point(point: str, programs: Sequence[str], file: Path, compilers: di
 def row(point: str, found: dict[str, dict[str, Any]]) -> str:
     """A line of the Markdown table."""
     a = parse(shlex.split(point))
-    if a.platform == "tpu":
-        kind = a.topology.partition(":")[0]
-        limit = TPUS[kind] / GIB
-    else:
-        kind = a.gpu.upper()
-        limit = GPU_SHARE * GPUS[a.gpu].memory / GIB
+    target = target_of(a)
+    limit = target.limit / GIB
+    kind = target.kind if a.platform == "tpu" else target.kind.upper()
     cells = [
         a.shape + (f", LoRA {a.lora}" if a.lora else ""),
-        f"{math.prod(mesh_sizes(a).values())} {kind}",
+        f"{target.devices} {kind}",
         f"{limit:.1f}",
     ]
     for program in TABLED:

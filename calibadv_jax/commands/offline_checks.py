@@ -65,7 +65,7 @@ def check_shape(config: Config) -> list[str]:
     lines = [f"mesh {sizes} = {math.prod(mesh.values())} device(s){counted}"]
     if rows % shards:
         lines.append(f"warning: {demand} on a machine with as many devices")
-    architecture = _architecture(config)
+    architecture = find_architecture(config)
     if architecture is None:
         where = f"{config.policy.path}/config.json is not here" if config.policy.path else "no policy.path"
         return [*lines, f"not checked: memory: {where}, and policy.init gives no whole shape"]
@@ -120,7 +120,7 @@ def _axes(config: Config) -> dict[str, int]:
     return {"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor}
 
 
-def _architecture(config: Config) -> Architecture | None:
+def find_architecture(config: Config) -> Architecture | None:
     """Of the policy's folder if it is here, else of policy.init; None if neither says it all.
 
     Raises:

@@ -80,7 +80,7 @@ def describe_processes(config: Config) -> list[str]:
     asked = _asked(config.distributed)
     if asked is None:
         return []
-    _refuse(config)
+    refuse(config)
     address, count, index = asked.values()
     if address == AUTO:
         return ["several processes ON: as many as JAX detects"]
@@ -152,7 +152,7 @@ def _join(asked: dict[str, Any], timeout: float) -> Joined | None:
 
 def _check(config: Config, hosts: Joined) -> None:
     """Whether all processes have the same config and as many devices, and all of it works with several."""
-    _refuse(config)
+    refuse(config)
     if len(set(hosts.machines)) > 1 and config.asks_retriever and not config.retriever.url:
         raise UserError(
             f"retriever.url is empty, and the processes are on {len(set(hosts.machines))} machines: start the"
@@ -166,7 +166,7 @@ def _check(config: Config, hosts: Joined) -> None:
         hosts.same(f"section {section!r} in its config", partial(repr, values))
 
 
-def _refuse(config: Config) -> None:
+def refuse(config: Config) -> None:
     """
     Raises:
         UserError: the config asks for something that would fail with several processes, or be wrong.

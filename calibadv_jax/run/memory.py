@@ -32,11 +32,14 @@ STEP = ("moments",)  # with optimizer.offload: those at work, live beside the su
 SAMPLING = ("prefill", "decode")  # live while the embedded sampler works only; one of them at a time
 
 
-def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
+def estimate_memory(
+    config: Config, architecture: Architecture, mesh: Mapping[str, int], sampling: Config | None = None
+) -> dict[str, float]:
     """Bytes on one device by purpose; `peak_memory` says how many of them there are at once.
 
     Args:
         mesh: sizes of the axes data, fsdp and tensor.
+        sampling: of several processes, the config of one's embedded sampler, with its mesh and slots.
     """
     stored = jnp.dtype(config.policy.param_dtype).itemsize
     computed = jnp.dtype(config.policy.compute_dtype).itemsize
@@ -62,8 +65,11 @@ def estimate_memory(config: Config, architecture: Architecture, mesh: Mapping[st
         estimate["reference policy"] = held * stored
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
         copied = 0 if shares_base(config) else frozen_count
+        if sampling is not None:
+            mesh = {name: getattr(sampling.mesh, name) for name in MESH_AXES}
+            held, copied = sum(_held_elements(policy.abstract_params, mesh).values()), 0
         estimate["sampler weights"] = (held + copied) * computed
-        estimate |= _sampler(config, architecture, mesh)
+        estimate |= _sampler(sampling or config, architecture, mesh)
     return estimate
 
 
@@ -113,6 +119,24 @@ def program_memory(estimate: Mapping[str, float], shares_base: bool = False) -> 
         cache = estimate["sampler weights"] + (base if shares_base else 0) + estimate["kv cache"]
         programs |= {name: cache + estimate[name] for name in SAMPLING}
     return programs
+
+
+def held_beside(estimate: Mapping[str, float], program: str, shares_base: bool = False) -> float:
+    """Bytes that lie on a device while a program works, and that are no arguments of it.
+
+    Args:
+        program: as `program_memory` names them, or log-probabilities.
+        shares_base: as the function of this name says.
+    """
+    held = {name: size for name, size in estimate.items() if name not in UPDATE + STEP + SAMPLING}
+    mine = {
+        "update": ("parameters", "base", "optimizer"),
+        "apply": ("parameters", "optimizer"),
+        "log-probabilities": ("parameters", "base"),
+        "critic's update": ("critic", "base", "critic's optimizer"),
+        "critic's apply": ("critic", "critic's optimizer"),
+    }.get(program, ("sampler weights", "kv cache", *(("base",) if shares_base else ())))
+    return sum(size for name, size in held.items() if name not in mine)
 
 
 def _step(estimate: Mapping[str, float]) -> float:
@@ -195,7 +219,7 @@ def _update(config: Config, architecture: Architecture, mesh: Mapping[str, int])
     computed = jnp.dtype(policy.compute_dtype).itemsize
     rows = learner.microbatch_rows / (mesh["data"] * mesh["fsdp"])
     tokens = rows * learner.row_length
-    inside = _layer_width(a, mesh)
+    inside = layer_width(a, mesh)
     layers, head = _gathered(config, a, mesh)
     chunk = min(policy.logprob_chunk, learner.row_length)
     logits = 3 * rows * chunk * _share(a.vocab_size, mesh) * 4
@@ -208,7 +232,7 @@ def _update(config: Config, architecture: Architecture, mesh: Mapping[str, int])
     }
 
 
-def _layer_width(architecture: Architecture, mesh: Mapping[str, int]) -> float:
+def layer_width(architecture: Architecture, mesh: Mapping[str, int]) -> float:
     """Elements a token that the forward pass of one layer makes on one device."""
     a = architecture
     heads = _share(a.num_heads, mesh) + _share(a.num_kv_heads, mesh)
@@ -253,7 +277,7 @@ def _sampler(config: Config, architecture: Architecture, mesh: Mapping[str, int]
     of_row = 4 * sampler.prefill_chunk * a.num_heads * length
     rows = TileShape.fitting(1, slots, sampler.prefill_chunk).rows  # of prefill
     scores = of_row * min(rows, max(1, SCORE_BYTES // of_row)) * _share(a.num_heads, mesh) / a.num_heads
-    new = rows * sampler.prefill_chunk * _layer_width(a, mesh) * computed
+    new = rows * sampler.prefill_chunk * layer_width(a, mesh) * computed
     layers, head = _gathered(config, a, mesh)
     cache = 2 * columns * _share(a.num_kv_heads, mesh) * a.head_dim * computed
     if rows < slots:  # they are taken out of one layer's cache

@@ -40,6 +40,7 @@ BEGINS = ("train", "sft", "quickstart", "prepare-data")  # commands that need no
 EXCEPTIONS = {  # words of a command -> why it is not run here
     "--config configs/own_data.yaml": "needs a 3B policy and a running service",
     "policy.path=PeterJinGo/": "downloads a policy from the hub",
+    "plan --config configs/paper/qwen2.5-7b.yaml": "compiles for TPUs and GPUs",
 }
 REFUSED = {  # a word of a command -> how it is refused
     "select-rollouts": "no trajectory with a score",  # this policy has learned nothing

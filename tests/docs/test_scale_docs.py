@@ -9,21 +9,28 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks.compiled.ahead_of_time import compiled_figures, expected_bytes, parse
+from benchmarks.compiled import plan_table
+from benchmarks.compiled.ahead_of_time import expected_bytes, parse
 from benchmarks.compiled.scale_table import POINTS, TABLED, compile_point, file_of, table
+from calibadv_jax import cli
+from calibadv_jax.commands import plan
 from calibadv_jax.config import load_config
+from calibadv_jax.planning.compiled import compiled_figures
+from calibadv_jax.planning.hardware import FRACTION, find_target
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.run.memory import GIB, estimate_memory, peak_memory
+from calibadv_jax.run.memory import GIB, estimate_memory, held_beside, peak_memory, program_memory
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
-ROWS = [
+COMMANDS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in TEXT.splitlines()
     if line.startswith("|") and line.endswith("` |") and "`--" in line
 ]
+ROWS = [row for row in COMMANDS if "--shape" in row[-1]]
+PLANNED = [row for row in COMMANDS if "mesh.fsdp=" in row[-1]]
 FIGURE = re.compile(r"(\*\*)?([\d.]+)(?: \(([\d.]+)\))? in (\d+) s(\*\*)?")
 
 
@@ -54,6 +61,36 @@ def test_a_row_is_a_point_whose_memory_the_doctor_knows(row):
     planned["sampler"] = max(planned["prefill"], planned["decode"])
     off = {name: size / planned[name] for name, size in counted.items()}
     assert all(1 / 1.15 < ratio < 1.15 for ratio in off.values()), off
+
+
+@pytest.mark.parametrize("row", PLANNED, ids=lambda row: row[-1].strip("`"))
+def test_a_planned_row_is_what_the_command_says(row, monkeypatch):
+    """What the compilers say is within 1.15 times the formula, too."""
+    monkeypatch.delenv(FRACTION, raising=False)
+    point = row[-1].strip("`")
+    assert point in plan_table.POINTS
+    asked = cli.parse("calibadv plan", "", shlex.split(f"{plan_table.RUN} {point}"), cli.OPTIONS["plan"])
+    config = load_config([ROOT / path for path in asked.configs], asked.overrides)
+    options = asked.options
+    target = find_target(options["tpu"], options["gpu"], options["topology"])
+    planned = plan.make_plan(config, target, options["efficiency"], options["tokens"], options["sampled"])
+    said = [cell.strip() for cell in plan_table.row(point, plan.figures(planned, {})).strip("|").split("|")]
+    first, end = 2, 2 + len(plan_table.PROGRAMS)
+    assert row[:first] + row[end:] == said[:first] + said[end:]
+    parts = program_memory(planned.estimate)
+    counted = {name: (size + held_beside(planned.estimate, name)) / GIB for name, size in parts.items()}
+    cells = zip(plan_table.PROGRAMS, row[first:end], strict=True)
+    at_once = {name: float(cell.strip("*").rpartition("(")[2].rstrip(")")) for name, cell in cells if cell}
+    for together in (("update",), ("apply",), ("prefill", "decode")):
+        names = [name for name in together if name in at_once]
+        if names:
+            ratio = max(counted[name] for name in names) / max(at_once[name] for name in names)
+            assert 1 / 1.15 < ratio < 1.15, (together, ratio)
+
+
+def test_the_plan_has_8_64_and_256_devices():
+    assert {"8 H100", "64 H100", "256 H100"} <= {row[0] for row in PLANNED}
+    assert any(row[0].startswith("256 v5") for row in PLANNED)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[-1].strip("`"))

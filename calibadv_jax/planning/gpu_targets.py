@@ -18,12 +18,13 @@ class Gpu:
     memory: int  # bytes
     bandwidth: int  # bytes a second
     l2_cache: int  # bytes
+    flops: float  # a second, bfloat16, at most
 
 
 GPUS = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 132, 84_942_979_072, 3_352_320_000_000, 52_428_800),
-    "h200": Gpu("NVIDIA H200 141GB HBM3e", 132, 151_397_597_184, 4_800_000_000_000, 52_428_800),
-    "h20": Gpu("NVIDIA H20", 78, 102_625_181_696, 4_022_784_000_000, 62_914_560),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 132, 84_942_979_072, 3_352_320_000_000, 52_428_800, 989e12),
+    "h200": Gpu("NVIDIA H200 141GB HBM3e", 132, 151_397_597_184, 4_800_000_000_000, 52_428_800, 989e12),
+    "h20": Gpu("NVIDIA H20", 78, 102_625_181_696, 4_022_784_000_000, 62_914_560, 148e12),
 }
 # XLA's primitive type -> (units a core, operations a clock), for scalars and for the matrix units.
 _SCALAR = {4: (64, 1), 8: (64, 1), 10: (128, 2), 11: (128, 1), 12: (64, 1), 16: (128, 2)}

@@ -1,0 +1,1 @@
+"""What a run costs on devices that are not attached."""

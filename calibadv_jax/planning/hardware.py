@@ -1,0 +1,187 @@
+"""The TPUs and GPUs that a run can be planned for: memory and speed of one device, and how many there are.
+
+Figures of TPUs: Google's pages of v5e, v5p and v6e. Figures of GPUs: NVIDIA's data sheets, without sparsity.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from calibadv_jax.config import Config
+from calibadv_jax.config.sections.policy import REST
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.planning.gpu_targets import GPUS
+from calibadv_jax.policy.attention import KERNELS
+
+Platform = Literal["tpu", "cuda"]
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX's name of the share of a GPU's memory that it takes
+GPU_SHARE = 0.75  # what it takes by default
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device."""
+
+    memory: float  # bytes
+    flops: float  # a second, bfloat16, at most
+    bandwidth: float  # bytes a second from and to its memory, at most
+    links: float  # bytes a second that it can receive from others of its slice or host, at most
+    network: float  # the same from others of another host
+
+
+TPUS = {
+    "v5e": Chip(16e9, 197e12, 819e9, 200e9, 200e9),
+    "v5p": Chip(95e9, 459e12, 2765e9, 600e9, 600e9),
+    "v6e": Chip(32e9, 918e12, 1638e9, 400e9, 400e9),
+}
+# Shape of one host of a larger slice, and the most chips that one host alone has.
+HOSTS = {"v5e": ("2x2", 8), "v5p": ("2x2x1", 4), "v6e": ("2x2", 8)}
+_HOPPER_LINKS, _NETWORK = 450e9, 50e9  # NVLink; 400 Gbit/s for each GPU, as hosts of eight usually have
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices that need not be attached."""
+
+    platform: Platform
+    kind: str  # v5e, h100
+    topology: str  # as the compiler names it: v5e:4x4, or slices x hosts x GPUs of a host
+    chip: Chip
+    devices: int
+    hosts: int = 1  # each with a process of the trainer
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a device that the trainer may use.
+
+        Raises:
+            UserError: the environment names a share that is none.
+        """
+        if self.platform == "tpu":
+            return self.chip.memory
+        said = os.environ.get(FRACTION, str(GPU_SHARE))
+        try:
+            share = float(said)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise UserError(f"{FRACTION} is {said!r} in the environment: set it to a number above 0, up to 1")
+        return share * self.chip.memory
+
+    @property
+    def links(self) -> float:
+        """Bytes a second that one device receives where all exchange parts: the slowest link decides.
+
+        Links between the hosts of a TPU slice are as fast as within one.
+        """
+        return self.chip.network if self.hosts > 1 else self.chip.links
+
+    @property
+    def host(self) -> Target:
+        """One host of it."""
+        if self.hosts == 1:
+            return self
+        if self.platform == "tpu":
+            return find_target(tpu=f"{self.kind}:{HOSTS[self.kind][0]}")
+        return find_target(gpu=self.kind, topology=f"1x1x{self.devices // self.hosts}")
+
+    def __str__(self) -> str:
+        kind = self.kind if self.platform == "tpu" else self.kind.upper()
+        return f"{self.devices} {kind} ({self.topology.rpartition(':')[2]})"
+
+
+def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
+    """The devices that the command line names.
+
+    Args:
+        tpu: kind and shape of the slice, such as v5e:4x4.
+        gpu: kind, such as h100.
+        topology: of GPUs: slices x hosts x GPUs of a host, such as 1x2x8.
+
+    Raises:
+        UserError: neither or both are named, or one is unknown.
+    """
+    if bool(tpu) == bool(gpu):
+        raise UserError("name the devices: --tpu v5e:4x4, or --gpu h100 --topology 1x2x8")
+    if tpu:
+        kind, _, shape = tpu.partition(":")
+        if topology:
+            raise UserError(
+                f"--topology {topology} is for --gpu; a TPU's shape follows its kind: --tpu {kind}:4x4"
+            )
+        if kind not in TPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+            raise UserError(
+                f"--tpu {tpu}: must be one of {', '.join(TPUS)} with the slice's shape, such as v5e:4x4"
+            )
+        count, (host, alone) = _product(shape), HOSTS[kind]
+        return Target("tpu", kind, tpu, TPUS[kind], count, 1 if count <= alone else count // _product(host))
+    if gpu not in GPUS:
+        raise UserError(f"--gpu {gpu}: must be one of {', '.join(GPUS)}")
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
+        raise UserError(
+            f"--topology {topology or 'is missing'}: must be slices x hosts x GPUs of a host, such as 1x2x8"
+        )
+    found = GPUS[gpu]
+    chip = Chip(found.memory, found.flops, found.bandwidth, _HOPPER_LINKS, _NETWORK)
+    return Target("cuda", gpu, topology, chip, _product(topology), _product(topology.rpartition("x")[0]))
+
+
+def sampler_of(config: Config, target: Target) -> Config:
+    """The config of one process' embedded sampler: on its own devices, with its share of the slots.
+
+    Args:
+        config: `placed_on` the target.
+    """
+    if target.hosts == 1:
+        return config
+    mesh, local = config.mesh, target.devices // target.hosts
+    if local % mesh.tensor:
+        raise UserError(
+            f"mesh.tensor is {mesh.tensor}, but a host has {local} devices, which it must divide: lower it"
+        )
+    fsdp = math.gcd(mesh.fsdp, local // mesh.tensor)
+    slots = -(-config.sampler.slots // target.hosts)
+    return replace(
+        config,
+        mesh=replace(mesh, data=local // mesh.tensor // fsdp, fsdp=fsdp),
+        sampler=replace(config.sampler, slots=slots),
+    )
+
+
+def _product(shape: str) -> int:
+    return math.prod(int(size) for size in shape.split("x"))
+
+
+def placed_on(config: Config, target: Target) -> Config:
+    """The config with a mesh of the target's devices, and the attention kernel of its platform.
+
+    Raises:
+        UserError: the mesh is of another number of devices, or they cannot share the rows.
+    """
+    mesh = config.mesh
+    sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
+    fixed = math.prod(size for size in sizes.values() if size != REST)
+    rest = target.devices // fixed
+    found = {name: rest if size == REST else size for name, size in sizes.items()}
+    if math.prod(found.values()) != target.devices:
+        said = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        tensor = mesh.tensor if mesh.tensor > 0 and target.devices % mesh.tensor == 0 else 1
+        fsdp = target.devices // tensor
+        raise UserError(
+            f"the mesh {said} does not fit {target}: set mesh.data=1 mesh.fsdp={fsdp} mesh.tensor={tensor}"
+            f" learner.microbatch_rows={-(-config.learner.microbatch_rows // fsdp) * fsdp}"
+        )
+    shards, rows = found["data"] * found["fsdp"], config.learner.microbatch_rows
+    if rows % shards:
+        raise UserError(
+            f"learner.microbatch_rows is {rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards}:"
+            f" set learner.microbatch_rows={-(-rows // shards) * shards}"
+        )
+    policy = config.policy
+    if policy.attention == "auto":
+        policy = replace(policy, attention=KERNELS["gpu" if target.platform == "cuda" else "tpu"])
+    return replace(config, mesh=replace(mesh, **found), policy=policy)

@@ -1,0 +1,156 @@
+"""`calibadv plan`: what it prints, writes and refuses; and beside a compiler's plan of the memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+from calibadv_jax import cli
+from calibadv_jax.commands import plan
+from calibadv_jax.config import load_config
+from calibadv_jax.planning.hardware import find_target
+from calibadv_jax.run.memory import GIB, program_memory
+
+pytestmark = pytest.mark.medium
+
+ROOT = Path(__file__).resolve().parents[2]
+PAPER = str(ROOT / "configs/paper/qwen2.5-7b.yaml")
+COMPILER = Path(sys.prefix) / "cuda_compiler"  # where scripts/test.sh puts it
+EIGHT = ["--gpu", "h100", "--topology", "1x1x8"]
+SMALL = """
+policy:
+  init: {model_type: qwen2, vocab_size: 16384, hidden_size: 512, intermediate_size: 1408,
+    num_hidden_layers: 4, num_attention_heads: 8, num_key_value_heads: 2, tie_word_embeddings: true}
+  logprob_chunk: 512
+learner: {row_length: 2048, microbatch_rows: 4}
+rollout: {max_length: 2048, max_prompt_length: 512}
+sampler: {name: vllm}
+"""
+
+
+def planned(capsys, *arguments):
+    """Status, output and errors of the command."""
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(["plan", *arguments])
+    output, errors = capsys.readouterr()
+    return end.value.code, " ".join(output.split()), errors
+
+
+@pytest.fixture(autouse=True)
+def share(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+
+
+def test_an_estimate_says_memory_work_and_hours(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    expected = ["--tokens", "4000", "--sampled", "700", "--json", str(file)]
+    status, said, _ = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", *expected)
+    assert status == 0
+    for words in (
+        "8 H100 (1x1x8), mesh data 1 x fsdp 8 x tensor 1: qwen2, 7615.62M parameters",
+        "estimated memory a device: 26.51 GiB",  # the doctor's
+        "fits 59.3 GiB of a device, by the formula",
+        "2560 trajectories of 4000 tokens, 700 of them sampled",
+        "at efficiency 0.4:",
+        "205 steps:",
+        "not counted: retrieval",
+    ):
+        assert words in said
+    figures = json.loads(file.read_text())
+    assert figures["fits"] and figures["programs"] == {} and figures["devices"] == 8
+    assert figures["device_hours"] == pytest.approx(205 * figures["seconds"] * 8 / 3600)
+    assert figures["tokens_per_second"] == pytest.approx(2560 * 4000 / figures["seconds"])
+    seconds = figures["seconds"]
+    planned(capsys, "--config", PAPER, *EIGHT, "--estimate", *expected, "--efficiency", "0.2")
+    assert json.loads(file.read_text())["seconds"] == pytest.approx(2 * seconds)
+
+
+def test_what_does_not_fit_ends_with_1_and_the_keys_to_change(capsys):
+    small = [*EIGHT, "--estimate", "policy.remat=none"]
+    status, said, _ = planned(capsys, "--config", PAPER, *small)
+    assert status == 1 and "does not fit 59.3 GiB of a device" in said
+    assert "would fit: policy.remat=full (26.5 GiB by the formula)" in said
+    status, said, _ = planned(capsys, "--config", PAPER, "--tpu", "v5e:2x4", "--estimate")
+    assert status == 1 and "take more devices" in said
+
+
+def test_what_several_hosts_refuse_is_refused(capsys):
+    two = ["--gpu", "h100", "--topology", "1x2x8", "mesh.fsdp=16", "learner.microbatch_rows=16", "--estimate"]
+    status, _, errors = planned(capsys, "--config", PAPER, *two)
+    assert status == 2 and "sampler.name=vllm does not work with several processes" in errors
+    assert planned(capsys, "--config", PAPER, *two, "sampler.name=jax")[0] == 0
+
+
+def test_rows_that_many_devices_leave_empty_are_told(capsys):
+    many = ["--tpu", "v5p:4x8x8", "mesh.fsdp=256", "learner.microbatch_rows=256", "sampler.name=jax"]
+    status, said, _ = planned(capsys, "--config", PAPER, *many, "--estimate", "--tokens", "4000")
+    assert status == 0 and "warning: only 33% of the update's rows hold tokens" in said
+    fewer = [*many, "mesh.fsdp=64", "mesh.tensor=4", "learner.microbatch_rows=64"]
+    assert "of the update's rows" not in planned(capsys, "--config", PAPER, *fewer, "--estimate")[1]
+
+
+@pytest.mark.parametrize(
+    ("platform", "named"),
+    [
+        (["--tpu", "v5e:2x4"], r"pip install --no-deps --target compiler 'libtpu"),
+        (EIGHT, "--target compiler 'jax-cuda13-plugin==" + jax.__version__),
+    ],
+)
+def test_a_compiler_that_is_missing_is_named_with_its_installation(capsys, monkeypatch, platform, named):
+    def missing(**_):
+        raise NotImplementedError("topology not implemented")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", missing)
+    status, _, errors = planned(capsys, "--config", PAPER, *platform)
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert status == 2 and named in line and "PYTHONPATH=compiler" in line and "--estimate" in line
+
+
+def test_a_compilers_refusal_is_no_fit(tmp_path):
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL)
+    one = plan.make_plan(load_config(file), find_target(gpu="h100", topology="1x1x4"), 0.4)
+    programs = {
+        "update": {"refused": "RESOURCE_EXHAUSTED"},
+        "apply": {"arguments": 1.0, "peak": 1.0, "needed": 1.0},
+    }
+    lines, fits = plan.memory_verdict(one, programs)
+    assert not fits and any("does not fit" in line and line.endswith(": update") for line in lines)
+    assert plan.memory_verdict(one, {"apply": programs["apply"]})[1]
+
+
+@pytest.mark.parametrize("efficiency", ["0", "1.5", "much"])
+def test_an_efficiency_is_a_share(capsys, efficiency):
+    status, _, errors = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", "--efficiency", efficiency)
+    assert status == 2 and "efficiency" in errors
+
+
+def test_without_a_shape_nothing_is_counted(capsys, tmp_path):
+    (tmp_path / "run.yaml").write_text("policy: {path: some/where}\nlearner: {microbatch_rows: 8}\n")
+    status, _, errors = planned(capsys, "--config", str(tmp_path / "run.yaml"), *EIGHT, "--estimate")
+    assert status == 2 and "policy.path is some/where, where no config.json is" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILER.is_dir(), reason="no compiler for CUDA; scripts/test.sh installs it")
+def test_memory_is_what_the_compiler_plans(tmp_path):
+    """In a process of its own: the compiler's packages must not stand beside those of torch."""
+    (tmp_path / "small.yaml").write_text(SMALL)
+    arguments = ["--config", "small.yaml", "--gpu", "h100", "--topology", "1x1x4", "--json", "plan.json"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, COMPILER)))}
+    command = [sys.executable, "-m", "calibadv_jax", "plan", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "needed, with all that lies beside it" in done.stdout
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert sorted(found["programs"]) == ["apply", "log-probabilities", "update"]
+    expected = program_memory(found["memory"])
+    for name in ("update", "apply"):
+        ratio = expected[name] / GIB / found["programs"][name]["peak"]
+        assert 1 / 1.15 < ratio < 1.15, (name, ratio)
+    assert 1 / 1.15 < found["peak"] / GIB / found["programs"]["update"]["peak"] < 1.15

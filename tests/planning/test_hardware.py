@@ -1,0 +1,58 @@
+"""The devices that a plan may name, and a config's mesh on them."""
+
+import pytest
+from plan_rig import small
+
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.planning.hardware import FRACTION, find_target, placed_on
+
+
+def test_devices_are_counted_from_the_topology(monkeypatch):
+    monkeypatch.delenv(FRACTION, raising=False)
+    tpu, gpu = find_target(tpu="v5p:4x4x8"), find_target(gpu="h100", topology="2x2x8")
+    assert (tpu.devices, str(tpu)) == (128, "128 v5p (4x4x8)")
+    assert (gpu.devices, gpu.hosts, str(gpu)) == (32, 4, "32 H100 (2x2x8)")
+    assert tpu.limit == 95e9 and gpu.limit == 0.75 * 84_942_979_072
+    assert gpu.links < find_target(gpu="h100", topology="1x1x8").links  # of another host
+    monkeypatch.setenv(FRACTION, ".45")
+    assert gpu.limit == 0.45 * 84_942_979_072 and tpu.limit == 95e9
+    monkeypatch.setenv(FRACTION, "45%")
+    with pytest.raises(UserError, match="XLA_PYTHON_CLIENT_MEM_FRACTION is '45%'"):
+        _ = gpu.limit
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({}, "name the devices: --tpu v5e:4x4, or --gpu h100"),
+        ({"tpu": "v5e:4x4", "gpu": "h100"}, "name the devices"),
+        ({"tpu": "v9"}, "--tpu v9: must be one of v5e, v5p, v6e"),
+        ({"tpu": "v5e:4x0"}, "with the slice's shape, such as v5e:4x4"),
+        ({"tpu": "v5e:4x4", "topology": "4x4"}, "--topology 4x4 is for --gpu"),
+        ({"gpu": "a100", "topology": "1x1x8"}, "--gpu a100: must be one of h100, h200, h20"),
+        ({"gpu": "h100"}, "--topology is missing: must be slices x hosts x GPUs"),
+        ({"gpu": "h100", "topology": "8"}, "--topology 8: must be"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_way_out(named, said):
+    with pytest.raises(UserError) as error:
+        find_target(**named)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_config_takes_the_devices_or_says_which_keys_would(tmp_path):
+    target = find_target(tpu="v5e:2x4")
+    placed = placed_on(small(tmp_path, learner__microbatch_rows=8), target)
+    assert (placed.mesh.fsdp, placed.policy.attention) == (8, "splash")
+    gpus = find_target(gpu="h100", topology="1x1x8")
+    assert placed_on(small(tmp_path, learner__microbatch_rows=8), gpus).policy.attention == "triton"
+    with pytest.raises(
+        UserError, match=r"multiple of mesh.data x mesh.fsdp = 8: set learner.microbatch_rows=8$"
+    ):
+        placed_on(small(tmp_path), target)
+    for mesh in ({"mesh__fsdp": 3, "mesh__tensor": 2}, {"mesh__data": 16}):
+        with pytest.raises(UserError, match="does not fit 8 v5e .*: set (.*)$") as error:
+            placed_on(small(tmp_path, **mesh), target)
+        keys = str(error.value).partition(": set ")[2].split()
+        proposed = {key.replace(".", "__"): value for key, _, value in (one.partition("=") for one in keys)}
+        assert placed_on(small(tmp_path, **proposed), target).mesh.fsdp  # what it proposes is taken

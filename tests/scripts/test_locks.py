@@ -1,0 +1,65 @@
+"""requirements/*.txt: pins that satisfy pyproject.toml on every Python, and no place to fetch from."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = {"cpu": ("cpu", "report"), "gpu": ("gpu", "dense", "report"), "tpu": ("tpu", "report")}
+PIN = re.compile(r"[a-z0-9-]+(\[[a-z0-9-]+\])?==[\w.]+( ; .+)?")
+
+
+def wanted(extras):
+    """The direct requirements of the project with extras, those of its own extras instead of their names."""
+    found = [Requirement(one) for one in PROJECT["dependencies"]]
+    open_ = list(extras)
+    while open_:
+        for one in map(Requirement, PROJECT["optional-dependencies"][open_.pop()]):
+            if one.name == PROJECT["name"]:
+                open_ += one.extras
+            else:
+                found.append(one)
+    return found
+
+
+def environment(python):
+    return {
+        "python_version": python,
+        "python_full_version": f"{python}.5",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": "x86_64",
+        "platform_python_implementation": "CPython",
+        "implementation_name": "cpython",
+        "os_name": "posix",
+        "extra": "",
+    }
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_lock_satisfies_the_project_on_every_python(name):
+    lines = (ROOT / f"requirements/{name}.txt").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if not PIN.fullmatch(line)] == []  # no index, path, option or local build
+    for python in ("3.11", "3.12", "3.13"):
+        here, pins = environment(python), {}
+        for one in map(Requirement, lines):
+            if one.marker is None or one.marker.evaluate(here):
+                assert canonicalize_name(one.name) not in pins, f"{one.name} has two versions"
+                pins[canonicalize_name(one.name)] = str(one.specifier).removeprefix("==")
+        for one in wanted(EXTRAS[name]):
+            pin = pins.get(canonicalize_name(one.name))
+            assert pin and one.specifier.contains(pin), f"{name}, Python {python}: {one} but {pin}"
+
+
+def test_every_lock_is_one_that_the_script_writes():
+    text = (ROOT / "scripts/lock.sh").read_text(encoding="utf-8")
+    assert (
+        dict((one[0], tuple(one[1:])) for one in map(str.split, re.findall(r"(?m)^lock (.*)$", text)))
+        == EXTRAS
+    )
+    assert sorted(file.stem for file in (ROOT / "requirements").iterdir()) == sorted(EXTRAS)

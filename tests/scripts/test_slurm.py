@@ -1,0 +1,182 @@
+"""scripts/slurm/train.sbatch under an srun and a scontrol that start real processes here."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from calibadv_jax.config import load_config
+from calibadv_jax.data.world import write_world
+from calibadv_jax.record.schema import kept_steps
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts/slurm/train.sbatch"
+SRUN = f"""#!{sys.executable}
+# As many processes as are asked for, each with its number; a signal goes to all; the status is the largest.
+import os, signal, subprocess, sys
+options = [word for word in sys.argv[1:] if word.startswith("--")]
+first = next(at for at, word in enumerate(sys.argv[1:], 1) if not word.startswith("--"))
+asked = dict(word[2:].partition("=")[::2] for word in options)
+with open(os.environ["CALLS"], "a") as file:
+    file.write(" ".join(sys.argv[1:]) + "\\n")
+count = int(asked["ntasks"])
+if os.environ.get("DRY"):
+    sys.exit(int(os.environ["DRY"]) if count == int(asked["nodes"]) else 99)
+running = [
+    subprocess.Popen(sys.argv[first:], env=os.environ | {{"SLURM_PROCID": str(number)}})
+    for number in range(count)
+]
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda got, _: [one.send_signal(got) for one in running])
+sys.exit(max(abs(one.wait()) for one in running))
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "scontrol $*" >>"$CALLS"
+if [[ "$1 $2" == "show hostnames" ]]; then tr , '\\n' <<<"$3"; fi
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """The environment of a job on these nodes, and the file of all calls."""
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    calls.write_text("")
+
+    def environment(nodes, **more):
+        return os.environ | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "CALLS": str(calls),
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NODELIST": nodes,
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "VENV": sys.prefix,
+            "LOGS": str(tmp_path / "logs"),
+            **more,
+        }
+
+    return environment, calls
+
+
+def submitted(environment, *arguments):
+    """The job as it ended."""
+    call = ["bash", str(SCRIPT), "--config", str(ROOT / "configs/paper/qwen2.5-7b.yaml"), *arguments]
+    return subprocess.run(call, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.medium
+def test_a_job_starts_each_part_where_it_belongs(cluster):
+    environment, calls = cluster
+    services = {"RETRIEVER": "--config configs/retriever.yaml", "WORKER_NODES": "2", "WORKERS_PER_NODE": "2"}
+    done = submitted(environment("n1,n2,n3", DRY="7", **services), "learner.steps=3")
+    assert done.returncode == 7, done.stderr  # that of the trainer
+    lines = [line for line in calls.read_text().splitlines() if not line.startswith("scontrol")]
+    (trainer,) = [line for line in lines if "calibadv_jax train" in line]
+    assert "--nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=n1 " in trainer
+    urls = ",".join(f"http://{node}:{port}" for node in ("n2", "n3") for port in (8100, 8101))
+    assert f"learner.steps=3 retriever.url=http://n1:8000 sampler.urls=[{urls}]" in trainer
+    (retriever,) = [line for line in lines if "retriever.serve" in line]
+    assert "--nodelist=n1 " in retriever and retriever.endswith("--host 0.0.0.0 --port 8000")
+    workers = [line for line in lines if "vllm_worker" in line]
+    assert len(workers) == 4 and all(
+        "--model Qwen/Qwen2.5-7B --max_model_len 16384" in one for one in workers
+    )
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("nodes", "more", "arguments", "said"),
+    [
+        ("n1,n2", {}, [], "sampler.name=vllm trains on one node, not 2: set WORKER_NODES=1"),
+        ("n1,n2", {}, ["sampler.name=jax"], "no retriever for 2 nodes: set RETRIEVER"),
+        ("n1", {"WORKER_NODES": "1"}, [], "WORKER_NODES=1 of 1 nodes leaves none for the trainer"),
+        ("n1", {}, ["mesh.fspd=8"], "the config cannot be used"),
+        ("n1", {"VENV": "/nowhere"}, [], "VENV=/nowhere has no bin/python"),
+        ("n1", {"SLURM_JOB_ID": ""}, [], "no SLURM job: start this with sbatch"),
+    ],
+)
+def test_what_cannot_run_is_told_before_anything_starts(cluster, nodes, more, arguments, said):
+    environment, calls = cluster
+    done = submitted(environment(nodes, **more), *arguments)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: ") and said in done.stderr
+    assert "nodes=" not in calls.read_text()
+
+
+TINY = [
+    *("world.people=20", "world.cities=8", "world.companies=8", "world.train_questions=40"),
+    *("world.eval_questions=6", "policy.init.hidden_size=32", "policy.init.intermediate_size=32"),
+    *("policy.init.num_hidden_layers=1", "policy.init.head_dim=16", "rollout.questions_per_step=2"),
+    *("rollout.group_size=2", "rollout.max_turn_length=8", "rollout.max_length=64", "sampler.slots=4"),
+    *("sampler.decode_chunk=8", "learner.row_length=64", "learner.microbatch_rows=4", "learner.row_widths=1"),
+    *(
+        "policy.path=",
+        "evaluate.every=0",
+        "log.backends=[]",
+        "checkpoint.every=1000",
+        "mesh.data=1",
+        "mesh.fsdp=-1",
+    ),
+]
+
+
+def free_port():
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return held.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_a_run_stops_at_the_time_limit_and_goes_on_in_two_processes(cluster, tmp_path):
+    pytest.importorskip("faiss")
+    pytest.importorskip("fastapi")
+    environment, calls = cluster
+    world, run = tmp_path / "world", tmp_path / "run"
+    places = [f"world.dir={world}", f"policy.tokenizer={world}/tokenizer", f"run.dir={run}", "retriever.url="]
+    places += [f"data.{name}={world}/{name}.jsonl" for name in ("train", "eval")]
+    settings = [*TINY, *places, "learner.steps=500"]
+    config = ROOT / "configs/quickstart.yaml"
+    write_world(load_config(config, settings).world)
+    retriever = f"--corpus_path {world}/corpus.jsonl --index_path {tmp_path}/index --retriever_name hashed"
+    job = environment(
+        "127.0.0.1",
+        RETRIEVER=f"{retriever} --build_if_missing",
+        RETRIEVER_PORT=str(free_port()),
+        COORDINATOR_PORT=str(free_port()),
+        REQUEUE="1",
+        JAX_PLATFORMS="cpu",
+        JAX_NUM_CPU_DEVICES="2",
+        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
+    )
+    call = ["bash", str(SCRIPT), "--config", str(config), *settings]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = subprocess.Popen(call, env=job, start_new_session=True, **pipes)
+    begun = time.monotonic()
+    try:
+        while not (run / "rollouts/step_2.parquet").exists():
+            assert running.poll() is None, running.communicate()[0][-3000:]
+            assert time.monotonic() - begun < 240
+            time.sleep(0.2)
+        running.send_signal(signal.SIGTERM)  # as SLURM does before the time limit
+        said = running.communicate(timeout=120)[0]
+        assert running.returncode == 143, said[-3000:]
+        assert "scontrol requeue 77" in calls.read_text()
+        with pytest.raises(ProcessLookupError):  # no service is left
+            os.killpg(running.pid, 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+    done = max(kept_steps(run))
+    again = [*call, f"learner.steps={done + 1}"]
+    two = job | {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "REQUEUE": "0"}
+    ended = subprocess.run(again, env=two, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert max(kept_steps(run)) == done + 1
+    assert "--nodes=2 --ntasks=2" in calls.read_text()
