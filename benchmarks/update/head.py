@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.logprobs import token_logprobs
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.transformer import Numerics, Params, Policy
 
 
 def main() -> None:
@@ -39,8 +39,8 @@ def main() -> None:
     targets = jax.random.randint(jax.random.key(2), (1, given.length), 0, architecture.vocab_size)
     trained = jax.random.uniform(jax.random.key(3), (1, given.length)) < given.share
 
-    def gradient(params, wanted):
-        def loss(params, hidden):
+    def gradient(params: Params, wanted: jax.Array) -> tuple[Params, jax.Array]:
+        def loss(params: Params, hidden: jax.Array) -> jax.Array:
             decoder = policy.merge(params)
             logprobs, _ = token_logprobs(decoder, hidden, targets, 1.0, given.chunk, False, wanted)
             return jnp.sum(jnp.where(trained, logprobs, 0.0))

@@ -191,9 +191,9 @@ class Joined(Hosts):
         Raises:
             As `exchange`.
         """
-        stop = self._stop
-        heads = self._tell(_Head(what, length, short, status=None if stop.was_called else stop.status))
-        if any(head.stops for head in heads) or stop.status is not None:
+        # What comes after this process has told its part counts at the next meeting: all must see the same.
+        heads = self._tell(_Head(what, length, short, status=self._own_status()))
+        if any(head.stops for head in heads):
             self._stop_with(heads)
         for index, head in enumerate(heads):
             if head.what != what:
@@ -224,11 +224,16 @@ class Joined(Hosts):
     def _stop_with(self, heads: list[_Head]) -> NoReturn:
         """The error with which this process stops where another does."""
         failed = {index: head.error for index, head in enumerate(heads) if head.error}
-        error: BaseException = SystemExit(next((head.status for head in heads if head.status), CALLED))
+        statuses = (*(head.status for head in heads), self._own_status())
+        error: BaseException = SystemExit(next(filter(None, statuses), CALLED))
         for index, said in failed.items():
             error = UserError(f"{self.named(index)} has ended: {said}")
         self._agreed, self.in_step = error, True
         raise error
+
+    def _own_status(self) -> int | None:
+        """With which this process was told to stop, not by another one of the run."""
+        return None if self._stop.was_called else self._stop.status
 
     def _tell(self, head: _Head, until: float = math.inf) -> list[_Head]:
         """What every process says at this meeting.
@@ -264,10 +269,11 @@ class _Head:
     short: bytes = b""  # they, if they are few
     error: str = ""  # why it stops here
     status: int | None = None  # with which it stops here
+    called: bool = False  # it stops here since another one does
 
     @property
     def stops(self) -> bool:
-        return bool(self.error) or self.status is not None
+        return bool(self.error) or self.called or self.status is not None
 
 
 def _kind(error: BaseException) -> str:

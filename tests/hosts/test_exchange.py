@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.stopping import CALLED, Stop
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 from calibadv_jax.hosts import exchange
 from calibadv_jax.hosts.exchange import ALONE, Joined
@@ -113,6 +113,48 @@ def with_signal(hosts):
             stop.status = 130  # as its handler sets it within held work
         with hosts.apart("rollout"):
             assert not hosts.index, "nothing begins any more"
+
+
+def test_a_signal_during_a_meeting_stops_all_at_the_next(run_all, monkeypatch):
+    """One process has said that it goes on when it is told to stop; the other may have gone on already."""
+    wait = Joined._wait
+
+    def late(hosts, key, until):
+        found = wait(hosts, key, until)
+        if hosts.index == 0 and getattr(hosts, "met", 0) == 2:
+            hosts.stop.status = 143
+        return found
+
+    monkeypatch.setattr(Joined, "_wait", late)
+
+    def work(hosts):
+        hosts.stop, hosts.met = Stop(), 0
+        with hosts.steps(hosts.stop):
+            try:
+                for hosts.met in range(1, 6):
+                    hosts.exchange("groups", hosts.met)
+            finally:
+                assert hosts.met == 3
+        raise AssertionError("nothing stopped it")
+
+    for error, in_step in run_all(work):
+        assert isinstance(error, SystemExit) and error.code == 143 and in_step
+
+
+def test_one_that_waits_is_told_to_stop_and_breaks_off_the_others_rollouts(run_all):
+    """Process 0 waits for process 1's rollouts when the signal comes: both stop at this meeting."""
+
+    def work(hosts):
+        stop = Stop()
+        with hosts.steps(stop), hosts.apart("rollout"):
+            if hosts.index:
+                stop.was_called, stop.status = True, CALLED  # as `Stop.call` in its main thread
+                raise SystemExit(CALLED)
+            stop.status = 130
+        raise AssertionError("nothing stopped it")
+
+    for error, in_step in run_all(work):
+        assert isinstance(error, SystemExit) and error.code == 130 and in_step
 
 
 def test_two_processes_that_differ_are_both_told(run_all):
