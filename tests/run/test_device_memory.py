@@ -305,7 +305,7 @@ def test_a_device_that_is_too_small_is_told(monkeypatch):
     assert needed < sum(estimated.values())
 
     def lines(limit, platform="gpu"):
-        monkeypatch.setattr(jax, "devices", lambda: [Device(limit, platform)])
+        monkeypatch.setattr(jax, "local_devices", lambda: [Device(limit, platform)])
         return memory_lines(estimated, 8)
 
     assert len(lines(needed)) == 1  # update and sampler are not at work together
@@ -342,5 +342,5 @@ def test_sizes_of_accelerators_are_told_on_a_cpu(monkeypatch):
     assert "configs/cpu.yaml" in warning
     assert cpu_lines(load_config([own, overlay])) == []
     assert cpu_lines(load_config(ROOT / "configs/quickstart.yaml")) == []
-    monkeypatch.setattr(jax, "devices", lambda: [Device(1, "gpu")])
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(1, "gpu")])
     assert cpu_lines(load_config(own)) == []

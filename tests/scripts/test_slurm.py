@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts/slurm/train.sbatch"
 SRUN = f"""#!{sys.executable}
 # As many processes as are asked for, each with its number; a signal goes to all; the status is the largest.
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 options = [word for word in sys.argv[1:] if word.startswith("--")]
 first = next(at for at, word in enumerate(sys.argv[1:], 1) if not word.startswith("--"))
 asked = dict(word[2:].partition("=")[::2] for word in options)
@@ -27,6 +27,12 @@ with open(os.environ["CALLS"], "a") as file:
     file.write(" ".join(sys.argv[1:]) + "\\n")
 count = int(asked["ntasks"])
 if os.environ.get("DRY"):
+    until = time.monotonic() + 60
+    # The services start beside the trainer, whose end ends them.
+    while "calibadv_jax train" in " ".join(sys.argv) and time.monotonic() < until:
+        if open(os.environ["CALLS"]).read().count("--overlap") > int(os.environ["SERVICES"]):
+            break
+        time.sleep(0.05)
     sys.exit(int(os.environ["DRY"]) if count == int(asked["nodes"]) else 99)
 running = [
     subprocess.Popen(sys.argv[first:], env=os.environ | {{"SLURM_PROCID": str(number)}})
@@ -76,7 +82,7 @@ def submitted(environment, *arguments):
 def test_a_job_starts_each_part_where_it_belongs(cluster):
     environment, calls = cluster
     services = {"RETRIEVER": "--config configs/retriever.yaml", "WORKER_NODES": "2", "WORKERS_PER_NODE": "2"}
-    done = submitted(environment("n1,n2,n3", DRY="7", **services), "learner.steps=3")
+    done = submitted(environment("n1,n2,n3", DRY="7", SERVICES="5", **services), "learner.steps=3")
     assert done.returncode == 7, done.stderr  # that of the trainer
     lines = [line for line in calls.read_text().splitlines() if not line.startswith("scontrol")]
     (trainer,) = [line for line in lines if "calibadv_jax train" in line]
