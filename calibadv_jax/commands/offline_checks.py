@@ -56,7 +56,7 @@ def check_shape(config: Config) -> list[str]:
     """The policy's shape, the mesh, and the memory of a device."""
     mesh = mesh_sizes(config)
     shards, rows = mesh["data"] * mesh["fsdp"], config.learner.microbatch_rows
-    is_counted = REST in _axes(config).values()
+    is_counted = REST in config.mesh.sizes.values()
     demand = f"learner.microbatch_rows is {rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards}"
     if rows % shards and not is_counted:
         raise UserError(f"{demand}: set it to {-(-rows // shards) * shards}")
@@ -110,14 +110,7 @@ def check_services(config: Config) -> list[str]:
 
 def mesh_sizes(config: Config) -> dict[str, int]:
     """Sizes of the mesh's axes; a size of -1 takes the devices of this machine that the other axes leave."""
-    axes = _axes(config)
-    fixed = math.prod(size for size in axes.values() if size != REST)
-    rest = max(1, jax.device_count() // fixed)
-    return {name: rest if size == REST else size for name, size in axes.items()}
-
-
-def _axes(config: Config) -> dict[str, int]:
-    return {"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor}
+    return config.mesh.sizes_on(jax.device_count())
 
 
 def find_architecture(config: Config) -> Architecture | None:

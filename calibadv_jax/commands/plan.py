@@ -135,8 +135,7 @@ def make_plan(config: Config, target: Target, efficiency: float, tokens: int = 0
 
 def describe(plan: Plan) -> list[str]:
     """Devices, policy, and the memory of a device by purpose."""
-    mesh, a = plan.config.mesh, plan.architecture
-    sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
+    sizes, a = plan.config.mesh.sizes, plan.architecture
     shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
     return [
         f"{plan.target}, mesh {shown}: {a.model_type}, {a.num_parameters / 1e6:.2f}M parameters",

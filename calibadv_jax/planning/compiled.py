@@ -108,11 +108,9 @@ def lowered_programs(
     )
     lowered: dict[str, jax.stages.Lowered] = {}
     if set(names) & set(TRAINED):
-        learner, on_policy = _learner(config, policy, mesh), config.learner
-        loss = policy_gradient(
-            config.loss, on_policy_only(config.loss, on_policy.minibatch_size, on_policy.epochs)
-        )
-        length = config.learner.row_length
+        learner, asked = _learner(config, policy, mesh), config.learner
+        loss = policy_gradient(config.loss, on_policy_only(config.loss, asked.minibatch_size, asked.epochs))
+        length = asked.row_length
         makers = {
             "update": lambda: learner.lower_update(length, loss),
             "apply": learner.lower_apply,

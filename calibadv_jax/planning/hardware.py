@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from calibadv_jax.config import Config
-from calibadv_jax.config.sections.policy import REST
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.planning.gpu_targets import GPUS
 from calibadv_jax.policy.attention import KERNELS
+from calibadv_jax.policy.sharding import local_sizes
 
 Platform = Literal["tpu", "cuda"]
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX's name of the share of a GPU's memory that it takes
@@ -135,19 +135,17 @@ def sampler_of(config: Config, target: Target) -> Config:
 
     Args:
         config: `placed_on` the target.
+
+    Raises:
+        UserError: as `local_sizes`.
     """
     if target.hosts == 1:
         return config
-    mesh, local = config.mesh, target.devices // target.hosts
-    if local % mesh.tensor:
-        raise UserError(
-            f"mesh.tensor is {mesh.tensor}, but a host has {local} devices, which it must divide: lower it"
-        )
-    fsdp = math.gcd(mesh.fsdp, local // mesh.tensor)
+    sizes = local_sizes(config.mesh.sizes, target.devices // target.hosts)
     slots = -(-config.sampler.slots // target.hosts)
     return replace(
         config,
-        mesh=replace(mesh, data=local // mesh.tensor // fsdp, fsdp=fsdp),
+        mesh=replace(config.mesh, **sizes),
         sampler=replace(config.sampler, slots=slots),
     )
 
@@ -163,12 +161,9 @@ def placed_on(config: Config, target: Target) -> Config:
         UserError: the mesh is of another number of devices, or they cannot share the rows.
     """
     mesh = config.mesh
-    sizes = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
-    fixed = math.prod(size for size in sizes.values() if size != REST)
-    rest = target.devices // fixed
-    found = {name: rest if size == REST else size for name, size in sizes.items()}
+    found = mesh.sizes_on(target.devices)
     if math.prod(found.values()) != target.devices:
-        said = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        said = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
         tensor = mesh.tensor if mesh.tensor > 0 and target.devices % mesh.tensor == 0 else 1
         fsdp = target.devices // tensor
         raise UserError(

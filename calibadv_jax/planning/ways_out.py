@@ -48,9 +48,8 @@ def memory_of(config: Config, architecture: Architecture, target: Target) -> dic
     Raises:
         UserError: the sampler's part of the mesh does not fit a host.
     """
-    mesh = {"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor}
     apart = sampler_of(config, target) if target.hosts > 1 and config.sampler.name == "jax" else None
-    return estimate_memory(config, architecture, mesh, apart)
+    return estimate_memory(config, architecture, config.mesh.sizes, apart)
 
 
 def ways_out(config: Config, architecture: Architecture, target: Target, limit: float) -> list[str]:

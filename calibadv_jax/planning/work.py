@@ -145,7 +145,7 @@ class Costs:
     def __init__(self, config: Config, architecture: Architecture, tokens: int):
         self.config, self.architecture, self.tokens = config, architecture, tokens
         mesh = config.mesh
-        self.mesh = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
+        self.mesh = mesh.sizes
         self.devices = math.prod(self.mesh.values())
         self.shards = mesh.data * mesh.fsdp
         policy = config.policy

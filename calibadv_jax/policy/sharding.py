@@ -6,6 +6,7 @@ Mesh axes: `data` (replicas), `fsdp` (parameters and batch split), `tensor` (hea
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -44,16 +45,13 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
         UserError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = [config.data, config.fsdp, config.tensor]
-    if sizes.count(-1) == 1:
-        rest = int(np.prod([size for size in sizes if size != -1]))
-        sizes[sizes.index(-1)] = len(devices) // max(rest, 1)
-    if any(size < 1 for size in sizes) or int(np.prod(sizes)) != len(devices):
+    sizes = tuple(config.sizes_on(len(devices)).values())
+    if math.prod(sizes) != len(devices):
         raise UserError(
             f"mesh: data {config.data} x fsdp {config.fsdp} x tensor {config.tensor} does not fit"
             f" {len(devices)} device(s); set one axis to -1 to take the rest"
         )
-    mesh = jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    mesh = jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
     if jax.process_count() > 1 and _owners(mesh) != sorted(_owners(mesh)):
         # `LocalCopy` needs the devices of a process beside each other.
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
@@ -66,6 +64,28 @@ def _owners(mesh: Mesh) -> list[int]:
     return [device.process_index for device in mesh.devices.flat]
 
 
+def local_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
+    """The mesh of one process' embedded sampler, on the devices that the process has.
+
+    Its `tensor` axis is that of the whole mesh, its `fsdp` axis as long as the devices allow, up to that of
+    the whole.
+
+    Args:
+        sizes: of the axes of the whole mesh.
+
+    Raises:
+        UserError: a process has no whole `tensor` axis.
+    """
+    tensor = sizes["tensor"]
+    if devices % tensor:
+        raise UserError(
+            f"mesh.tensor is {tensor}, but a process has {devices} devices, which it must divide for the"
+            " embedded sampler; lower it"
+        )
+    fsdp = math.gcd(sizes["fsdp"], devices // tensor)
+    return {"data": devices // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
+
+
 class LocalCopy:
     """Copies parameters that lie on the devices of several processes onto those of each of them.
 
@@ -74,23 +94,16 @@ class LocalCopy:
         dtype: of the copy.
 
     Attributes:
-        mesh: of this process' devices. Its `tensor` axis is that of the whole mesh, its `fsdp` axis as long
-            as the devices allow, up to that of the whole.
+        mesh: of this process' devices, see `local_sizes`.
 
     Raises:
-        UserError: a process has no whole `tensor` axis.
+        UserError: as `local_sizes`.
     """
 
     def __init__(self, mesh: Mesh, dtype: Any):
-        count, tensor = len(set(_owners(mesh))), mesh.shape["tensor"]
-        local = mesh.size // count
-        if local % tensor:
-            raise UserError(
-                f"mesh.tensor is {tensor}, but a process has {local} devices, which it must divide for the"
-                " embedded sampler; lower it"
-            )
-        fsdp = math.gcd(mesh.shape["fsdp"], local // tensor)
-        shape = count, local // tensor // fsdp, fsdp, tensor
+        count = len(set(_owners(mesh)))
+        sizes = local_sizes(mesh.shape, mesh.size // count)
+        shape = count, *(sizes[name] for name in MESH_AXES)
         self._all = Mesh(
             mesh.devices.reshape(shape), ("process", *MESH_AXES), axis_types=(AxisType.Auto,) * 4
         )

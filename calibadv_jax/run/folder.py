@@ -199,7 +199,7 @@ def _changes(
         yield name, old, new, is_binding(name, config) and not (is_length and same_decay)
     both = start.identity.keys() & identity.keys()
     for name, old, new in differences(start.identity, identity):
-        # These count between two starts that have one: a run of an older version has kept none.
+        # These are compared where both starts have kept one: a start without need of it keeps none.
         if name not in (REFERENCE, ADAPTERS, JUDGE) or name in both:
             yield name, old, new, True
 

@@ -66,7 +66,7 @@ def estimate_memory(
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
         copied = 0 if shares_base(config) else frozen_count
         if sampling is not None:
-            mesh = {name: getattr(sampling.mesh, name) for name in MESH_AXES}
+            mesh = sampling.mesh.sizes
             held, copied = sum(_held_elements(policy.abstract_params, mesh).values()), 0
         estimate["sampler weights"] = (held + copied) * computed
         estimate |= _sampler(sampling or config, architecture, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from typing import Annotated, Any, Literal, get_args
 
@@ -101,6 +102,16 @@ class MeshConfig:
     """Number of shards of parameters, optimizer state and batch."""
     tensor: int = 1
     """Number of shards of heads, MLP width and vocabulary."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the axes, as they are written."""
+        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+
+    def sizes_on(self, devices: int) -> dict[str, int]:
+        """Of the axes on so many devices: -1 is what the others leave, and 1 at least."""
+        rest = max(1, devices // math.prod(size for size in self.sizes.values() if size != REST))
+        return {name: rest if size == REST else size for name, size in self.sizes.items()}
 
     @field_validator("data", "fsdp", "tensor")
     @classmethod
