@@ -140,7 +140,6 @@ UNTIMED = ("timing_s/", "perf/")
 def run(config, rollouts, tmp_path, console=None):
     console = console or Console(progress=False)
     learning = make_trainer(config, tmp_path, rollouts, console)
-    learning.restore()
     with Stop() as stop, learning:
         train(config, learning, rollouts, tmp_path, console, stop)
     return rollouts

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,8 @@ def _run(config: Config, console: Console) -> None:
     }
     if base := base_of(config, model, sft.init_from):
         identity["policy.weights"] = base.sha256
-    params = initial_params(config, model, sft.init_from)
-    with Stop() as stop, SftState(config, identity, learner, params, console) as kept:
+    initial = partial(initial_params, config, model, sft.init_from)
+    with Stop() as stop, SftState(config, identity, learner, initial, console) as kept:
         batches = _all_batches(config, updates, training, model.tokenizer, kept.step)
         _train(config, learner, kept, batches, schedule, sum(updates), held_out, console, stop)
         write_text(folder / COLD_START, dump_config(config))

@@ -77,7 +77,6 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
             rollouts = stack.enter_context(opened)
         with console.phase("loading the parameters", announce=True):
             trainer = Trainer(config, model, questions, rollouts, folder, console, hosts)
-            trainer.restore()
         with trainer, hosts.steps(stop):
             train(config, trainer, rollouts, folder, console, stop, left_out)
 

@@ -30,10 +30,10 @@ class RunCritic:
 
     Args:
         params: of the policy that the run begins with, which the critic is a copy of; those that are trained
-            are donated.
+            are donated. None: the state comes from a checkpoint.
     """
 
-    def __init__(self, config: Config, model: Model, params: Params):
+    def __init__(self, config: Config, model: Model, params: Params | None):
         self.config = config
         learner, optimizer = config.learner, config.critic.optimizer
         trajectories = config.rollout.questions_per_step * config.rollout.group_size
@@ -48,7 +48,9 @@ class RunCritic:
             offload=optimizer.offload == "host",
         )
         self.loss = ValueLoss(config.critic.clip)
-        self.state: State = self.learner.init(critic_params(critic, params, model.mesh))
+        self.state: State = {}
+        if params is not None:
+            self.state = self.learner.init(critic_params(critic, params, model.mesh))
 
     def valued(self, groups: Sequence[Group]) -> list[Group]:
         """Copies of the groups whose turns have `values`."""

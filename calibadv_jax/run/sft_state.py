@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -48,14 +48,19 @@ class SftState:
 
     Args:
         identity: hashes of what the cold start is made of beside its config.
-        params: to begin with; donated.
+        initial: the parameters to begin with, which are donated; not called where a checkpoint has them.
 
     Raises:
         UserError: the folder holds an unfinished cold start of other settings, or a damaged one.
     """
 
     def __init__(
-        self, config: Config, identity: Mapping[str, str], learner: Learner, params: Params, console: Console
+        self,
+        config: Config,
+        identity: Mapping[str, str],
+        learner: Learner,
+        initial: Callable[[], Params],
+        console: Console,
     ):
         self.folder, self.every, self.console = Path(config.run.dir), config.sft.checkpoint_every, console
         now = {"config": dataclasses.asdict(config), "identity": dict(identity)}
@@ -67,7 +72,9 @@ class SftState:
             write_json(self.folder / START, now)
         else:
             _check(self.folder, now["config"], identity)
-        self.state: State = learner.init(params)
+        self.state: State = {}
+        if newest is None or learner.policy.adapters:  # a checkpoint holds adapters without their base
+            self.state = learner.init(initial())
         self._store = CheckpointStore(self.folder / CHECKPOINTS, keep=1)
         self.step = self._saved = 0
         self._saved_at = time.monotonic()

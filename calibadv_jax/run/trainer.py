@@ -57,6 +57,11 @@ class Trainer:
         rollouts: take every new policy.
         folder: of the run.
         hosts: the processes that train together.
+
+    It goes on from the newest checkpoint of the folder, if there is one.
+
+    Raises:
+        UserError: that checkpoint is damaged, or of another policy, optimizer or question file.
     """
 
     def __init__(
@@ -97,25 +102,40 @@ class Trainer:
         )
         on_policy = on_policy_only(config.loss, learner.minibatch_size, learner.epochs)
         self.loss = policy_gradient(config.loss, on_policy)
-        params = initial_params(config, model, config.policy.path)
         self.base = base_of(config, model, config.policy.path)
+        self.checkpoints = CheckpointStore(
+            folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous
+        )
+        self.state: State = {}
+        self.step = 0
+        newest = self.checkpoints.latest_step()
+        self._begin(is_fresh=newest is None)
+        if newest is not None:
+            self._restore(newest, with_guards=True)
+            self.rollouts.seed = self.seed
+            console.note(f"resuming from step {self.step}")
+
+    def _begin(self, is_fresh: bool) -> None:
+        """The policies that the run begins with; no parameters that a checkpoint replaces at once."""
+        config, model, params = self.config, self.model, None
+        if is_fresh or model.policy.adapters:  # a checkpoint holds adapters without their base
+            params = initial_params(config, model, config.policy.path)
         self.reference = self._reference(params) if config.keeps_initial_policy else None
         self.critic = None
         if config.advantage.has_critic:
-            self.critic = RunCritic(config, model, self._copy(params))
-        self.state = self.learner.init(params)
-        self.step = 0
-        self.checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
+            self.critic = RunCritic(config, model, None if params is None else self._copy(params))
+        if params is not None:
+            self.state = self.learner.init(params)
 
     def _copy(self, params: Params) -> Params:
         """The policy that the run begins with once more; a frozen base is not copied."""
         base, trained = self.model.policy.split(params)
         return joined(base, jax.tree.map(jnp.copy, trained))
 
-    def _reference(self, params: Params) -> Params:
+    def _reference(self, params: Params | None) -> Params:
         """What makes the learner's base the policy that the run begins with: no second copy of a base."""
         config, model = self.config, self.model
-        if model.policy.adapters is None:
+        if params is None or model.policy.adapters is None:
             return initial_params(config, model, config.policy.path)
         if not config.policy.lora.init_from:
             return {}  # new adapters change nothing
@@ -126,18 +146,6 @@ class Trainer:
         """Of everything that is drawn from now on."""
         return attempt_seed(self.config.run.seed, self.guards.rollbacks)
 
-    def restore(self) -> None:
-        """Continues from the newest checkpoint, if there is one.
-
-        Raises:
-            UserError: the checkpoint is damaged, or of another policy, optimizer or question file.
-        """
-        newest = self.checkpoints.latest_step()
-        if newest is not None:
-            self._restore(newest, with_guards=True)
-            self.rollouts.seed = self.seed
-            self.console.note(f"resuming from step {self.step}")
-
     def roll_back(self) -> None:
         """Goes back to the newest checkpoint of a good step, and on from there with other random draws.
 
@@ -145,6 +153,7 @@ class Trainer:
             UserError: there is no such checkpoint.
         """
         collapsed, last_good = self.step, self.guards.last_good_step
+        self._wait_for_checkpoint()
         good = [step for step in self.checkpoints.steps() if step <= last_good]
         if not good:
             raise UserError(
@@ -161,6 +170,9 @@ class Trainer:
 
     def _restore(self, step: int, with_guards: bool = False) -> None:
         critic = {} if self.critic is None else {CRITIC: self.critic.learner.abstract_state()}
+        self.state = {}  # there is room for one state
+        if self.critic is not None:
+            self.critic.state = {}
         state, extra = self.checkpoints.restore(step, self.learner.abstract_state() | critic)
         try:
             self._check_base(step, extra.get("base"))
@@ -278,13 +290,15 @@ class Trainer:
 
     def save_if_due(self) -> None:
         """Saves after every `checkpoint.every` steps, but no step in doubt, and after the last step."""
+        if not self.checkpoints.is_writing():
+            self._wait_for_checkpoint()
         every = self.config.checkpoint.every
         is_due = every and self.step % every == 0 and not self.guards.in_doubt
         if self.step == self.config.learner.steps or is_due:
             self.save()
 
     def save(self) -> None:
-        """Writes a full checkpoint; when it returns, the checkpoint is complete."""
+        """Writes a full checkpoint, or begins to (checkpoint.asynchronous): the next update may begin."""
         extra = {
             "step": self.step,
             "questions": self.questions.get_state(),
@@ -292,8 +306,16 @@ class Trainer:
             "guards": self.guards.state(),
         } | ({"base": self.base.said()} if self.base else {})
         with self.console.phase("saving a checkpoint"):
+            self._wait_for_checkpoint()
             self.checkpoints.save(self.step, self._whole_state(), extra)
-        self.console.note(f"checkpoint saved at step {self.step}")
+        if not self.checkpoints.is_writing():
+            self._wait_for_checkpoint()
+
+    def _wait_for_checkpoint(self) -> None:
+        """Until the checkpoint that was begun last is complete."""
+        step = self.checkpoints.wait()
+        if step is not None:
+            self.console.note(f"checkpoint saved at step {step}")
 
     def _whole_state(self) -> State:
         """The policy's, and the critic's beside it."""
@@ -317,13 +339,19 @@ class Trainer:
         self.stream.close()
         if kind is not None and not self.hosts.in_step:
             return  # a checkpoint is written by all processes, and the others are elsewhere
-        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._whole_state()))
-        if whole and not self.guards.is_broken and self.checkpoints.latest_step() != self.step:
-            try:
+        leaves = jax.tree.leaves(self._whole_state())
+        whole = bool(leaves) and not any(leaf.is_deleted() for leaf in leaves)
+        try:
+            self._wait_for_checkpoint()
+        except UserError as error:
+            self.console.note(str(error))  # this step is saved in its place, if it can be
+        try:
+            if whole and not self.guards.is_broken and self.checkpoints.latest_step() != self.step:
                 self.save()
-            except Exception as error:  # whatever Orbax raises: it must not hide why the run stopped
-                self.hosts.out_of_step()
-                if kind is None:
-                    raise
-                self.console.note(f"step {self.step} could not be saved: {' '.join(str(error).split())}")
+                self._wait_for_checkpoint()
+        except Exception as error:  # whatever Orbax raises: it must not hide why the run stopped
+            self.hosts.out_of_step()
+            if kind is None:
+                raise
+            self.console.note(f"step {self.step} could not be saved: {' '.join(str(error).split())}")
         self.checkpoints.close()

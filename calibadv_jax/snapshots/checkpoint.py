@@ -19,36 +19,47 @@ class CheckpointStore:
     """Checkpoints by step under one folder (Orbax; a checkpoint appears only when it is complete).
 
     Args:
-        keep: newest checkpoints that are kept.
+        keep: newest checkpoints that are kept; an older one goes when a newer one is complete.
+        asynchronous: a checkpoint is written while the caller goes on; `wait` ends when it is complete.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, asynchronous: bool = False):
         self.folder = folder.absolute()
-        self._manager = _open(self.folder, max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        self._manager = _open(
+            self.folder,
+            max_to_keep=keep,
+            create=True,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=asynchronous,
+        )
+        self._writing: int | None = None
 
     def latest_step(self) -> int | None:
-        """Step of the newest complete checkpoint."""
+        """Step of the newest checkpoint, which may still be being written."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, ascending."""
+        """Steps of all checkpoints, ascending; the last one may still be being written."""
         return sorted(self._manager.all_steps())
 
     def delete_after(self, step: int) -> None:
         """Removes the checkpoints of later steps."""
+        self.wait()
         for later in [one for one in self.steps() if one > step]:
             self._manager.delete(later)
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
-        """Writes a checkpoint; on return it is complete, and `state` may be donated.
+        """Writes a checkpoint, or begins to: on return `state` may be donated. See `wait`.
 
         Args:
             state: pytree of arrays; its "params" can be restored alone.
             extra: plain JSON values.
 
         Raises:
-            UserError: the folder holds this step or a later one, of another run; or it cannot be written.
+            UserError: the folder holds this step or a later one, of another run; or it cannot be written, or
+                the one before could not be.
         """
+        self.wait()
         newest = self.latest_step()
         if newest is not None and newest >= step:
             raise UserError(
@@ -57,10 +68,33 @@ class CheckpointStore:
             )
         json.dumps(extra)  # a value that is not JSON must fail before anything is written
         arguments = ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(state), EXTRA: ocp.args.JsonSave(extra)})
-        failed = f"{self.folder}: step {step} cannot be saved; the older checkpoints are whole"
-        with damage_as_user_error(failed):
+        with damage_as_user_error(self._failed(step)):
             self._manager.save(step, args=arguments, force=True)
-            self._manager.wait_until_finished()
+        self._writing = step
+
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written; once it is not, `wait` says at once how that ended."""
+        return self._writing is not None and self._manager.is_saving_in_progress()
+
+    def wait(self) -> int | None:
+        """Waits for the checkpoint that was begun last; its step, the first time that it is asked for.
+
+        Raises:
+            UserError: it could not be written; the older ones are whole.
+        """
+        step, self._writing = self._writing, None
+        if step is None:
+            return None
+        try:
+            with damage_as_user_error(self._failed(step)):
+                self._manager.wait_until_finished()
+        except UserError:
+            self._manager.reload()  # Orbax has forgotten the older ones
+            raise
+        return step
+
+    def _failed(self, step: int) -> str:
+        return f"{self.folder}: step {step} cannot be saved; the older checkpoints are whole"
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
         """The state in the shardings of `abstract_state`, which may be of another mesh, and the extra.
@@ -110,7 +144,7 @@ def restore_params(folder: Path, abstract_params: Any, step: int | None = None) 
 def _open(folder: Path, **options: Any) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(
         folder,
-        options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False, **options),
+        options=ocp.CheckpointManagerOptions(**{"enable_async_checkpointing": False} | options),
         item_handlers={STATE: ocp.PyTreeCheckpointHandler(), EXTRA: ocp.JsonCheckpointHandler()},
     )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint.checkpoint_manager import CheckpointManager
 from tiny_policy import Letters
 from trainer_rig import (
     MODEL,
@@ -48,10 +50,9 @@ class Failing(ScriptedRollouts):
         super().load(version, params)
 
 
-def run(config, folder, rollouts=None):
-    console = Console(progress=False)
+def run(config, folder, rollouts=None, progress=False):
+    console = Console(progress)
     trainer = Trainer(config, MODEL, QUESTIONS, rollouts or ScriptedRollouts(), folder, console)
-    trainer.restore()
     with Stop() as stop, trainer:
         train.train(config, trainer, trainer.rollouts, folder, console, stop)
     return trainer
@@ -275,15 +276,77 @@ def test_another_experiment_is_refused_before_anything_is_opened(tmp_path, start
         start(config)
 
 
-def test_the_next_start_begins_with_the_policy_that_was_saved(tmp_path):
-    """Parameters, moments and the number of updates."""
+def test_the_next_start_begins_with_the_policy_that_was_saved(tmp_path, monkeypatch):
+    """Parameters, moments and the number of updates; the policy that the run began with is not loaded."""
     optimizer = replace(make_config(tmp_path).learner.optimizer, lr=0.05)
     config = make_config(tmp_path, learner={"steps": 2, "optimizer": optimizer})
-    trained = jax.device_get(run(config, tmp_path).state)
+    elsewhere = Trainer(
+        config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path / "other", Console(progress=False)
+    )
+    fresh, trained = jax.device_get((elsewhere.state, run(config, tmp_path).state))
+    monkeypatch.delattr("calibadv_jax.run.trainer.initial_params")
     trainer = Trainer(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console(progress=False))
-    fresh = jax.device_get(trainer.state)
-    trainer.restore()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), trained)
     assert int(trained["updates"]) == trainer.step == 2 and int(fresh["updates"]) == 0
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), trained["params"], fresh["params"])
     assert max(jax.tree.leaves(moved)) > 0.01
+
+
+class SlowDisk:
+    """Checkpoints whose writing ends when `goes_on` is set; the first one with `error`, if there is one."""
+
+    def __init__(self, monkeypatch, error=None):
+        self.goes_on, self.error = threading.Event(), error
+        finalize = CheckpointManager._finalize
+
+        def slow(manager, *arguments):
+            assert self.goes_on.wait(60)
+            error, self.error = self.error, None
+            if error:
+                manager._save_progress_tracker.set(False)
+                raise error
+            finalize(manager, *arguments)
+
+        monkeypatch.setattr(CheckpointManager, "_finalize", slow)
+
+
+class Releasing(ScriptedRollouts):
+    """The disk goes on when the policy of step 3 is there."""
+
+    def __init__(self, disk):
+        super().__init__()
+        self.disk, self.late = disk, None
+
+    def load(self, version, params):
+        super().load(version, params)
+        if version == 3:
+            self.late = not self.disk.goes_on.is_set()
+            self.disk.goes_on.set()
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, capsys):
+    rollouts = Releasing(SlowDisk(monkeypatch))
+    run(make_config(tmp_path, learner={"steps": 4}, checkpoint={"every": 2}), tmp_path, rollouts, True)
+    assert rollouts.late and rollouts.loaded[-1][0] == 4
+    assert left(tmp_path)[2] == [2, 4]
+    told = [line for line in capsys.readouterr().err.splitlines() if "checkpoint saved" in line]
+    assert told == ["checkpoint saved at step 2", "checkpoint saved at step 4"]
+
+
+def test_a_checkpoint_that_fails_meanwhile_ends_the_run_with_its_last_step_saved(tmp_path, monkeypatch):
+    rollouts = Releasing(SlowDisk(monkeypatch, OSError("no room")))
+    with pytest.raises(UserError, match=r"step 2 cannot be saved; the older checkpoints are whole.*no room"):
+        run(make_config(tmp_path, learner={"steps": 9}, checkpoint={"every": 2}), tmp_path, rollouts)
+    assert left(tmp_path)[2][-1] == rollouts.loaded[-1][0] < 9
+
+
+def test_without_it_a_checkpoint_is_complete_before_the_next_step(tmp_path):
+    steps = []
+
+    class Looking(ScriptedRollouts):
+        def load(self, version, params):
+            super().load(version, params)
+            steps.append(left(tmp_path)[2])
+
+    run(make_config(tmp_path, checkpoint={"every": 1, "asynchronous": False}), tmp_path, Looking())
+    assert steps[:3] == [[], [], [1]]

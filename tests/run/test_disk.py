@@ -34,7 +34,6 @@ def small_disk(tmp_path):
 
 def run(config, folder):
     trainer = Trainer(config, make_model(), QUESTIONS, ScriptedRollouts(), folder, Console(progress=False))
-    trainer.restore()
     with Stop() as stop, trainer:
         train(config, trainer, trainer.rollouts, folder, Console(progress=False), stop)
 

@@ -247,4 +247,4 @@ def test_a_checkpoint_without_its_counters_is_one_line(tmp_path, extra):
     with pytest.raises(
         UserError, match=r"checkpoints/1: damaged checkpoint; delete it to use an older checkpoint \(in extra"
     ):
-        make_trainer(make_config(tmp_path), tmp_path).restore()
+        make_trainer(make_config(tmp_path), tmp_path)

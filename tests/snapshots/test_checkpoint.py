@@ -75,12 +75,16 @@ def test_state_and_extra_come_back_exactly(tiny, store, state):
     assert tiny.same(updated(restored), updated(state))
 
 
-def test_a_state_may_be_donated_once_saved(tiny, store, state):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_state_may_be_donated_once_saved(tiny, state, tmp_path, asynchronous):
+    store = CheckpointStore(tmp_path / "checkpoints", 2, asynchronous)
     expected, mine = jax.device_get(state), jax.tree.map(jnp.copy, state)
     store.save(1, mine, {})
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)
     overwrite(mine)
+    assert store.wait() == 1 and store.wait() is None and not store.is_writing()
     restored, _ = store.restore(1, abstract(tiny.policy))
+    store.close()
     assert tiny.same(jax.device_get(restored), expected)
 
 

@@ -49,6 +49,9 @@ class CheckpointConfig:
     """Steps between two full checkpoints; the last step has a checkpoint too. 0: only the last step has."""
     keep: PositiveInt = 2
     """Number of full checkpoints to keep."""
+    asynchronous: Annotated[bool, Mark.UNLEARNED] = True
+    """Write a full checkpoint while the next steps go on. A copy of the state waits in the host's memory
+    meanwhile. false: the run waits for it."""
     resume: bool = True
     """Continue from the newest full checkpoint in run.dir, if there is one. false: a folder that holds a
     checkpoint is refused."""
