@@ -244,6 +244,7 @@ def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monk
 def test_a_checkpoint_without_its_counters_is_one_line(tmp_path, extra):
     trainer = make_trainer(make_config(tmp_path), tmp_path)
     trainer.checkpoints.save(1, trainer.state, extra)
+    trainer.checkpoints.wait()
     with pytest.raises(
         UserError, match=r"checkpoints/1: damaged checkpoint; delete it to use an older checkpoint \(in extra"
     ):
