@@ -14,5 +14,5 @@ lock() { # FILE EXTRA …
 }
 options=("$@")
 lock cpu cpu report
-lock gpu gpu dense report
-lock tpu tpu report
+lock gpu gpu dense report s3 gcs
+lock tpu tpu report s3 gcs

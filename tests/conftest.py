@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 import rounding
+from object_store import s3  # noqa: F401
 
 # Set here and not in the environment, so that programs which a test starts see the machine as it is.
 jax.config.update("jax_num_cpu_devices", 8)

@@ -43,6 +43,7 @@ from calibadv_jax.run.wiring import open_rollouts
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_health import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
+from calibadv_jax.snapshots.mirror import bring_newest
 
 PASSAGE_QUERIES = 64  # questions that one-shot RAG looks up together
 
@@ -51,6 +52,8 @@ def run(config: Config) -> None:
     """Evaluates, prints a table and writes the report."""
     alone(config.distributed, "evaluate")
     console = Console(config.log.progress)
+    if not config.evaluate.policy:
+        bring_newest(config, console)
     source = choose_policy(config)
     console.say(f"policy: {source}")
     report = evaluate_policy(config, source, console)

@@ -32,6 +32,7 @@ from calibadv_jax.run.model import PolicySource, find_policy
 from calibadv_jax.snapshots.card import generation_config, model_card
 from calibadv_jax.snapshots.checkpoint import restore_params
 from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, save_folder
+from calibadv_jax.snapshots.mirror import bring_newest
 from calibadv_jax.snapshots.peft import save_adapters
 
 GENERATION = "generation_config.json"
@@ -47,7 +48,10 @@ def run(config: Config, adapter: bool = False) -> None:
     """
     alone(config.distributed, "export")
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be in use
-    Console(config.log.progress).say(f"written to {export(config, adapter)}")
+    console = Console(config.log.progress)
+    if not config.export.source:
+        bring_newest(config, console)
+    console.say(f"written to {export(config, adapter)}")
 
 
 def export(config: Config, adapter: bool = False) -> Path:

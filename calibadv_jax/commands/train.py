@@ -42,6 +42,7 @@ from calibadv_jax.run.model import build_model
 from calibadv_jax.run.service import check_service
 from calibadv_jax.run.trainer import Trainer
 from calibadv_jax.run.wiring import open_rollouts
+from calibadv_jax.snapshots.mirror import open_mirror
 
 
 def run(config: Config, kept: Config | None = None) -> None:
@@ -58,6 +59,8 @@ def run(config: Config, kept: Config | None = None) -> None:
 
 
 def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
+    mirror = open_mirror(config, console) if hosts.is_first else None
+    hosts.first("run.mirror", lambda: bool(mirror and mirror.fetch()))
     for line in describe_choices(config):
         console.say(line)
     questions = load_questions(config.data.train)
@@ -77,6 +80,8 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
             rollouts = stack.enter_context(opened)
         with console.phase("loading the parameters", announce=True):
             trainer = Trainer(config, model, questions, rollouts, folder, console, hosts)
+            if mirror:
+                trainer.mirror = stack.enter_context(mirror)
         with trainer, hosts.steps(stop):
             train(config, trainer, rollouts, folder, console, stop, left_out)
 

@@ -35,6 +35,7 @@ from calibadv_jax.rollout.stream import RolloutStream, any_done
 from calibadv_jax.run.critic import RunCritic
 from calibadv_jax.run.model import Model, base_of, initial_params
 from calibadv_jax.snapshots.checkpoint import EXTRA, CheckpointStore
+from calibadv_jax.snapshots.mirror import Mirror
 
 CRITIC = "critic"  # its part of a checkpoint's state
 PROBE_TOKENS = 256  # of the fixed text on which workers and learner are compared after a swap
@@ -106,6 +107,7 @@ class Trainer:
         self.checkpoints = CheckpointStore(
             folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous
         )
+        self.mirror: Mirror | None = None  # is told of every checkpoint that is complete
         self.state: State = {}
         self.step = 0
         newest = self.checkpoints.latest_step()
@@ -290,6 +292,8 @@ class Trainer:
 
     def save_if_due(self) -> None:
         """Saves after every `checkpoint.every` steps, but no step in doubt, and after the last step."""
+        if self.mirror:
+            self.mirror.check()
         if not self.checkpoints.is_writing():
             self._wait_for_checkpoint()
         every = self.config.checkpoint.every
@@ -316,6 +320,8 @@ class Trainer:
         step = self.checkpoints.wait()
         if step is not None:
             self.console.note(f"checkpoint saved at step {step}")
+            if self.mirror:
+                self.mirror.put(step)
 
     def _whole_state(self) -> State:
         """The policy's, and the critic's beside it."""

@@ -58,7 +58,8 @@ def noisy_rewards(monkeypatch):
 
 
 @pytest.mark.slow
-def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, noisy_rewards, monkeypatch):
+def test_interrupted_and_resumed_elsewhere_equals_uninterrupted(tmp_path, noisy_rewards, monkeypatch, s3):
+    """The second start has another disk, and takes the run from an object store."""
     whole = config_of(tmp_path / "whole")
     write_world(whole.world)
     train.run(whole)
@@ -68,7 +69,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, noisy_rewards, m
 
     # Two steps are left after the resume, so that questions are drawn; only the failure saves a checkpoint.
     checkpoint = replace(whole.checkpoint, every=0)
-    parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")), checkpoint=checkpoint)
+    place = replace(whole.run, dir=str(tmp_path / "parts"), mirror=f"{s3}/runs/parts")
+    parts = replace(whole, run=place, checkpoint=checkpoint)
     begin = Rollouts.begin
     with monkeypatch.context() as patch:
 
@@ -84,8 +86,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, noisy_rewards, m
         with pytest.raises(UserError, match="no usable answer"):
             train.run(parts)
     assert [p.name for p in (tmp_path / "parts/checkpoints").iterdir() if p.name.isdigit()] == ["2"]
-    train.run(parts)
-    assert rows(tmp_path / "parts") == expected
+    train.run(replace(parts, run=replace(place, dir=str(tmp_path / "elsewhere"))))
+    assert rows(tmp_path / "elsewhere") == expected
 
 
 @pytest.mark.slow

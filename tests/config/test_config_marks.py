@@ -9,7 +9,7 @@ from calibadv_jax.config.sections.section import Mark
 # A mark that is lost or added changes which runs may go on, or which scores are used again.
 EXPECTED = {
     Mark.UNLEARNED: (
-        "run.dir", "mesh", "distributed", "world", "data.train", "data.eval", "data.eval_limit",
+        "run.dir", "run.mirror", "mesh", "distributed", "world", "data.train", "data.eval", "data.eval_limit",
         "data.overlong_prompts", "policy.path", "policy.tokenizer", "policy.attention",
         "policy.attention_chunk", "policy.logprob_chunk", "policy.lora.init_from",
         "policy.lora.snapshots", "policy.remat", "rollout.max_concurrency", "rollout.max_failed_share",

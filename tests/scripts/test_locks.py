@@ -10,7 +10,11 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = {"cpu": ("cpu", "report"), "gpu": ("gpu", "dense", "report"), "tpu": ("tpu", "report")}
+EXTRAS = {
+    "cpu": ("cpu", "report"),
+    "gpu": ("gpu", "dense", "report", "s3", "gcs"),
+    "tpu": ("tpu", "report", "s3", "gcs"),
+}
 PIN = re.compile(r"[a-z0-9-]+(\[[a-z0-9-]+\])?==[\w.]+( ; .+)?")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark
@@ -14,9 +14,21 @@ from calibadv_jax.config.sections.section import SECTION, Mark
 @dataclass(frozen=True, config=SECTION)
 class RunConfig:
     dir: Annotated[str, Mark.UNLEARNED] = "runs/default"
-    """Folder of everything the run writes."""
+    """Folder of everything the run writes, on a disk or a mounted file system."""
+    mirror: Annotated[str, Mark.UNLEARNED] = ""
+    """Where the run's folder is copied to after every full checkpoint: s3://bucket/path, gs://bucket/path or
+    a folder. A start whose run.dir lacks the newest checkpoint takes the run from there. Empty: nowhere."""
     seed: Annotated[NonNegativeInt, Mark.COLD_START] = 0
     """Seed of initial parameters, order of questions and sampling."""
+
+    @field_validator("dir")
+    @classmethod
+    def _check_dir(cls, value: str) -> str:
+        if "://" in value:
+            raise ValueError(
+                f"{value} is no folder of a file system; set run.mirror to it and run.dir to a folder"
+            )
+        return value
 
 
 @dataclass(frozen=True, config=SECTION)
