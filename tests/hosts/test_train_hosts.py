@@ -1,5 +1,6 @@
 """Training in several processes equals training in one, whoever is stopped or killed on the way."""
 
+import re
 from functools import partial
 
 import hosts_rig
@@ -121,5 +122,5 @@ def test_kill_of_one_of_four_ends_all_and_two_go_on(settings, undisturbed):
         assert status == 1 and "process 2" in line and "is lost" in line, (index, status, errors)
     ended = hosts_rig.ends(hosts_rig.start(more, 2, 4))
     assert [status for _, status in ended] == [0, 0], ended
-    assert "resuming from step 3" in ended[0][0]
+    assert re.search("resuming from step [23]", ended[0][0])  # the third may have been on its way to the disk
     assert is_same(home / "killed", undisturbed)

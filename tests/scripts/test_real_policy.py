@@ -29,7 +29,7 @@ TEST = [
     row("5", "From which city is Cy Emm?", ["Quito"], ["p4"], "one"),
     row("6", "What is Cy Emm?", ["a painter"], ["p4"], "one"),
 ]
-NAMES = ["direct", "chain_of_thought", "rag", "cold_start", "calibadv-2-seed-3", "grpo-seed-3"]
+NAMES = ["direct", "chain_of_thought", "rag", "cold_start", "calibadv-2-seed-3"]
 
 
 def script(*arguments):
@@ -110,22 +110,19 @@ def inputs(tmp_path_factory):
 def test_all_stages_run_and_a_second_command_finds_them_done(inputs):
     output = inputs / "work" / "real"
     command = ["--size", "tiny", "--data", inputs / "data", "--model", inputs / "model", "--output", output]
-    command += ["--python", sys.executable, "--arms", "grpo calibadv-2", "--seeds", "3"]
+    command += ["--python", sys.executable, "--arms", "calibadv-2", "--seeds", "3"]
     command += ["prompt.template=short", "prompt.chat=off", "retriever.topk=1", "evaluate.resamples=100"]
     first = script(*command)
     assert first.returncode == 0, first.stdout + first.stderr
     table = (output / "table.md").read_text()
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]}
     assert list(rows) == NAMES
-    assert [" to " in line.split(" | ")[-1] for line in rows.values()] == [False] * 4 + [True] * 2
+    assert [" to " in line.split(" | ")[-1] for line in rows.values()] == [False] * 4 + [True]
     assert first.stdout.endswith(table)
-    # Every arm began from the one cold start, with its own credit.
-    arms = {"grpo": ("grpo", 1.0), "calibadv-2": ("calibadv", 2.0)}
-    for arm, credit in arms.items():
-        config = json.loads(json.dumps(_config(output / arm / "seed-3")))
-        assert (config["advantage"]["name"], config["advantage"]["target_ratio"]) == credit
-        assert config["policy"]["path"] == str(output / "cold_start")
-        assert config["run"]["seed"] == 3
+    config = _config(output / "calibadv-2/seed-3")
+    assert (config["advantage"]["name"], config["advantage"]["target_ratio"]) == ("calibadv", 2.0)
+    assert config["policy"]["path"] == str(output / "cold_start")
+    assert config["run"]["seed"] == 3
     assert {
         json.loads((output / "evaluations" / f"{name}.json").read_text())["method"] for name in NAMES
     } == {
@@ -154,7 +151,7 @@ def test_all_stages_run_and_a_second_command_finds_them_done(inputs):
     assert (output / "table.md").read_text() == table == (home / "table.md").read_text()
     with tarfile.open(home / "real.tar.gz") as archive:
         names = archive.getnames()
-    assert {"log.txt", "real/table.md", "real/grpo/seed-3/metrics.jsonl"} <= set(names)
+    assert {"log.txt", "real/table.md", "real/calibadv-2/seed-3/metrics.jsonl"} <= set(names)
     assert not any("checkpoints" in name for name in names)
 
 
