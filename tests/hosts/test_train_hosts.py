@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import load_file
 from small_run import SMALL
 
-from calibadv_jax.commands import train
+from calibadv_jax.commands import evaluate, export, train
 from calibadv_jax.config import load_config
 from calibadv_jax.data.world import write_world
 from calibadv_jax.policy.sharding import make_mesh
@@ -108,8 +109,18 @@ def test_sigterm_to_one_stops_both_at_one_step_and_one_process_goes_on(settings,
     assert len(list((folder / "configs").glob("*.yaml"))) == 2
 
 
+def finished(settings, name):
+    """What the run is for: its policy as a HuggingFace folder, and the scores of that."""
+    output = settings[0] / f"{name}_exported"
+    places = [f"export.output={output}", f"evaluate.output={output}.json", "data.eval_limit=2"]
+    config = config_of(settings, name, *places, "export.dtype=float32")
+    export.export(config)
+    report = evaluate.evaluate_policy(config, evaluate.choose_policy(config))
+    return load_file(output / "model.safetensors"), report.means
+
+
 def test_kill_of_one_of_four_ends_all_and_two_go_on(settings, undisturbed):
-    """From one process to four, of which one is killed, to two."""
+    """From one process to four, of which one is killed, to two, whose policy is exported and evaluated."""
     home, _ = settings
     first = config_of(settings, "killed", "learner.steps=2", "evaluate.every=0")
     train.run(first)
@@ -124,3 +135,8 @@ def test_kill_of_one_of_four_ends_all_and_two_go_on(settings, undisturbed):
     assert [status for _, status in ended] == [0, 0], ended
     assert re.search("resuming from step [23]", ended[0][0])  # the third may have been on its way to the disk
     assert is_same(home / "killed", undisturbed)
+    (weights, scores), (expected, theirs) = finished(settings, "killed"), finished(settings, "whole")
+    assert weights.keys() == expected.keys()
+    for name, array in weights.items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
+    assert scores == theirs and scores
