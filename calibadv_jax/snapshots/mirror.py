@@ -35,6 +35,7 @@ CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"
 METADATA = "_CHECKPOINT_METADATA"  # Orbax': when the checkpoint was written, to the nanosecond
 LEFT_OUT = (CHECKPOINTS, "snapshots", "sft_checkpoints")  # top folders; checkpoints are copied one by one
 SLOWEST = 60.0  # seconds between two tries to reach the store
+GONE_FOR_GOOD = 4  # tries in a row in which a file was missing, or the bucket
 PATIENCE = 600.0  # seconds for which the end of a run waits for the last copy
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
@@ -80,7 +81,8 @@ class Mirror:
         self._token = uuid.uuid4().hex
         self._owner = {"token": self._token, "host": socket.gethostname(), "process": os.getpid()}
         self._copied: dict[str, tuple[int, int]] = {}  # file -> size and time of change when it was copied
-        self._wanted, self._there = -1, -1  # step that is to be copied; step that was copied last
+        self._step = -1  # whose checkpoint is to be copied
+        self._asked = self._done = 0  # how often that was asked for; the last time that it was done
         self._failure: str | None = None  # why the last try failed
         self._taken: str | None = None  # which other start writes there now
         self._told: str | None = None
@@ -97,7 +99,8 @@ class Mirror:
         with self._read():
             marker = self._marker()
             steps = sorted(map(int, marker["checkpoints"]))
-            if not steps or steps[-1] <= (newest_step(self.folder / CHECKPOINTS) or -1):
+            ours = newest_step(self.folder / CHECKPOINTS)
+            if not steps or (ours is not None and steps[-1] <= ours):
                 return False
             self._check_same_run()
             files = [path for path in self._names() if path.partition("/")[0] not in (*LEFT_OUT, MARKER)]
@@ -123,7 +126,8 @@ class Mirror:
     def put(self, step: int) -> None:
         """Begins to copy the run's folder with this checkpoint, which is complete."""
         with self._changed:
-            self._wanted = step
+            self._step = step
+            self._asked += 1
             self._changed.notify_all()
 
     def check(self) -> None:
@@ -155,7 +159,7 @@ class Mirror:
         until = time.monotonic() + PATIENCE
         with self._changed:
             if self._is_behind():
-                self.console.note(f"copying step {self._wanted} to {self.url}")
+                self.console.note(f"copying step {self._step} to {self.url}")
             while self._is_behind() and time.monotonic() < until:
                 self._changed.wait(1.0)
             self._over = True
@@ -163,24 +167,24 @@ class Mirror:
         self._thread.join(timeout=5.0)
         if self._is_behind():
             self.console.warn(
-                f"run.mirror={self.url} lacks the checkpoint of step {self._wanted} ({self._failure});"
+                f"run.mirror={self.url} lacks the checkpoint of step {self._step} ({self._failure});"
                 f" the next start with run.dir={self.folder} copies it"
             )
         elif kind is None:
             self.check()
 
     def _is_behind(self) -> bool:
-        return self._taken is None and self._there != self._wanted
+        return self._taken is None and self._done != self._asked
 
     def _work(self) -> None:
-        wait = 1.0
+        wait, gone = 1.0, 0
         while True:
             with self._changed:
                 while not self._over and not self._is_behind():
                     self._changed.wait()
                 if self._over:
                     return
-                step = self._wanted
+                step, asked = self._step, self._asked
             try:
                 self._copy(step)
             except _Taken as other:
@@ -189,15 +193,16 @@ class Mirror:
                     self._changed.notify_all()
                 return
             except FileNotFoundError as error:
-                if (self.folder / CHECKPOINTS / str(step)).is_dir():
+                # Trajectories that are no longer kept, or a replaced checkpoint: the next try knows it.
+                gone += 1
+                if gone >= GONE_FOR_GOOD:
                     self._failure = _line(error)
-                # Else it was replaced by a newer one meanwhile, which comes next.
             except Exception as error:  # every store has errors of its own; none of them ends a run
                 self._failure = _line(error)
             else:
-                self._failure, wait = None, 1.0
+                self._failure, wait, gone = None, 1.0, 0
                 with self._changed:
-                    self._there = step
+                    self._done = asked
                     self._changed.notify_all()
                 continue
             with self._changed:
