@@ -36,8 +36,8 @@ def compare_paired(first: Strata, second: Strata, confidence: float, resamples: 
     # The mean is a weighted sum; a question with equal scores adds nothing to it, exchanged or not.
     weighted = np.concatenate([values / (len(values) * len(differences)) for values in differences])
     weighted = weighted[weighted != 0]
-    p_value = 1.0
-    if len(weighted):
+    p_value = 1.0  # also of one question: exchanged or not, the difference is as large
+    if len(weighted) > 1:
         p_value = permutation_test(
             (weighted,),
             lambda values, axis: values.sum(axis),

@@ -104,6 +104,13 @@ def test_many_questions_are_exchanged_at_random():
     assert again == compare_paired([first], [same], 0.95, 999)
 
 
+def test_one_question_that_differs_says_nothing():
+    other = FIRST.copy()
+    other[0] += 0.5
+    found = compare_paired([FIRST], [other], 0.95, 100)
+    assert found.difference > 0 and found.p_value == 1.0
+
+
 def test_equal_policies_do_not_differ():
     found = compare_paired([FIRST], [FIRST.copy()], 0.95, 100)
     assert (found.difference, found.interval, found.p_value) == (0, (0, 0), 1)
