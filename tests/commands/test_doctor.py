@@ -174,7 +174,7 @@ def test_every_worker_is_asked_what_it_serves(config):
 def test_a_retriever_that_does_not_answer_is_told(config, routes, message):
     with replying(working_retriever() | routes) as url, pytest.raises(UserError, match=message):
         config = with_retriever(config, url)
-        doctor.check_retriever(replace(config, retriever=replace(config.retriever, timeout=0.3)))
+        doctor.check_retriever(replace(config, retriever=replace(config.retriever, timeout=1.5)))
 
 
 def test_heads_that_the_mesh_cannot_share_are_told(config, capsys):
