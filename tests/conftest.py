@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 import rounding
+from disk_rig import small_disk  # noqa: F401
 from object_store import s3  # noqa: F401
 
 # Set here and not in the environment, so that programs which a test starts see the machine as it is.

@@ -74,14 +74,15 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
     hosts.first("run folder", lambda: bool(enter_run_folder(kept, model, questions, console.say)))
     folder = Path(config.run.dir)
     with Stop() as stop, ExitStack() as stack:
+        if mirror:
+            stack.enter_context(mirror)  # a store that cannot be written is told before services start
         with console.phase(f"waiting for {services(config)}", announce=True):
             check = partial(check_service, config, folder) if hosts.is_first else lambda _: None
             opened = open_rollouts(config, model, folder / "policy", folder / "snapshots", check, hosts)
             rollouts = stack.enter_context(opened)
         with console.phase("loading the parameters", announce=True):
             trainer = Trainer(config, model, questions, rollouts, folder, console, hosts)
-            if mirror:
-                trainer.mirror = stack.enter_context(mirror)
+            trainer.mirror = mirror
         with trainer, hosts.steps(stop):
             train(config, trainer, rollouts, folder, console, stop, left_out)
 

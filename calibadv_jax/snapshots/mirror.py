@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ import fsspec
 from calibadv_jax.config import Config
 from calibadv_jax.config.starts import FOLDER as CONFIGS
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import replacing_folder
+from calibadv_jax.core.files import replacing, replacing_folder, write_json
+from calibadv_jax.core.locking import locked_run
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.weights import summary
 from calibadv_jax.snapshots.checkpoint import newest_step
@@ -48,8 +49,10 @@ def open_mirror(config: Config, console: Console) -> Mirror | None:
 
 def bring_newest(config: Config, console: Console) -> None:
     """The run from run.mirror, if it is set, for a command that reads the newest checkpoint of run.dir."""
-    if mirror := open_mirror(config, console):
-        mirror.fetch()
+    mirror = open_mirror(config, console)
+    if mirror and mirror.has_newer():
+        with locked_run(mirror.folder, console.warn):
+            mirror.fetch()
 
 
 class _Taken(Exception):
@@ -65,7 +68,7 @@ class Mirror:
         keep: newest checkpoints that stay in the store.
 
     Raises:
-        UserError: the package that speaks to this kind of store is missing.
+        UserError: the package that speaks to this kind of store is missing, or the one lies in the other.
     """
 
     def __init__(self, url: str, folder: Path, keep: int, console: Console):
@@ -75,9 +78,15 @@ class Mirror:
         except (ImportError, ValueError) as error:
             extra = EXTRAS.get(url.partition("://")[0])
             way_out = f"pip install 'calibadv-jax[{extra}]'" if extra else "use s3://, gs:// or a folder"
-            raise UserError(f"run.mirror={url}: {' '.join(str(error).split())}; {way_out}") from error
-        if "file" in self._store.protocol:
+            raise UserError(f"run.mirror={url}: {_line(error)}; {way_out}") from error
+        self._is_folder = "file" in self._store.protocol
+        if self._is_folder:
             self._store.auto_mkdir = True
+            there, here = Path(self._root).resolve(), folder.resolve()
+            if there.is_relative_to(here) or here.is_relative_to(there):
+                raise UserError(
+                    f"run.mirror={url} and run.dir={folder} lie in one another; choose a folder elsewhere"
+                )
         self._token = uuid.uuid4().hex
         self._owner = {"token": self._token, "host": socket.gethostname(), "process": os.getpid()}
         self._copied: dict[str, tuple[int, int]] = {}  # file -> size and time of change when it was copied
@@ -90,6 +99,15 @@ class Mirror:
         self._over = False
         self._thread = threading.Thread(target=self._work, name="copy to run.mirror", daemon=True)
 
+    def has_newer(self) -> bool:
+        """Whether the store's newest checkpoint is newer than the folder's.
+
+        Raises:
+            UserError: the store cannot be read.
+        """
+        with self._read():
+            return bool(self._newer())
+
     def fetch(self) -> bool:
         """Brings the run here if the store's newest checkpoint is newer than the folder's; whether it did.
 
@@ -97,18 +115,25 @@ class Mirror:
             UserError: the store cannot be read, or holds another run, or a copy that is not whole.
         """
         with self._read():
-            marker = self._marker()
-            steps = sorted(map(int, marker["checkpoints"]))
-            ours = newest_step(self.folder / CHECKPOINTS)
-            if not steps or (ours is not None and steps[-1] <= ours):
+            checkpoints = self._newer()
+            if not checkpoints:
                 return False
             self._check_same_run()
             files = [path for path in self._names() if path.partition("/")[0] not in (*LEFT_OUT, MARKER)]
             self._get({path: self.folder / path for path in files})
-            for step in steps:
-                self._get_checkpoint(step, marker["checkpoints"][str(step)]["files"])
-        self.console.note(f"the run was brought from {self.url}, with the checkpoint of step {steps[-1]}")
+            for step, sizes in checkpoints.items():
+                self._get_checkpoint(step, sizes)
+        self.console.note(
+            f"the run was brought from {self.url}, with the checkpoint of step {max(checkpoints)}"
+        )
         return True
+
+    def _newer(self) -> dict[int, dict[str, int]]:
+        """The store's checkpoints with the sizes of their files, if the newest is newer than the folder's."""
+        found = {int(step): one["files"] for step, one in self._marker()["checkpoints"].items()}
+        ours = newest_step(self.folder / CHECKPOINTS)
+        is_newer = found and (ours is None or max(found) > ours)
+        return dict(sorted(found.items())) if is_newer else {}
 
     def begin(self) -> None:
         """This start writes there from now on; other starts of the run are told so by the marker.
@@ -167,7 +192,8 @@ class Mirror:
         self._thread.join(timeout=5.0)
         if self._is_behind():
             self.console.warn(
-                f"run.mirror={self.url} lacks the checkpoint of step {self._step} ({self._failure});"
+                f"run.mirror={self.url} lacks the checkpoint of step {self._step}"
+                f" ({self._failure or 'copying takes too long'});"
                 f" the next start with run.dir={self.folder} copies it"
             )
         elif kind is None:
@@ -215,19 +241,19 @@ class Mirror:
         self._put_changed(_files(self.folder))
         if complete.get(str(step), {}).get("made") != self._made(step):
             under = f"{CHECKPOINTS}/{step}"
-            if complete.pop(
-                str(step), None
-            ):  # of before a rollback: it must not be named while it is replaced
+            if str(step) in complete:  # of before a rollback: it must not be named while it is replaced
+                del complete[str(step)]
                 self._write_marker(complete)
             self._remove(self._names(under))
             sizes = {path: (self.folder / path).stat().st_size for path in _files(self.folder, under)}
             self._put(sizes)
             self._own_checkpoints()  # copying took its time
             complete[str(step)] = {"made": self._made(step), "files": sizes}
-        kept = sorted(one for one in map(int, complete) if one <= step)[-self.keep :]
-        self._write_marker({str(one): complete[str(one)] for one in kept})
-        self._remove(path for path in self._names(CHECKPOINTS) if path.split("/")[1] not in map(str, kept))
-        rollouts = _files(self.folder, ROLLOUTS)
+        newest = sorted(one for one in map(int, complete) if one <= step)[-self.keep :]
+        kept = {str(one): complete[str(one)] for one in newest}
+        self._write_marker(kept)
+        self._remove(path for path in self._names(CHECKPOINTS) if path.split("/")[1] not in kept)
+        rollouts = set(_files(self.folder, ROLLOUTS))
         self._remove(path for path in self._names(ROLLOUTS) if path not in rollouts)
 
     def _made(self, step: int) -> str:
@@ -263,8 +289,13 @@ class Mirror:
             )
         return marker
 
-    def _write_marker(self, checkpoints: Mapping[str, Mapping[str, int]]) -> None:
+    def _write_marker(self, checkpoints: Mapping[str, Mapping[str, Any]]) -> None:
+        """In one replacement, as object stores write: a cut marker would hide every checkpoint."""
         marker = {"format": FORMAT, "owner": self._owner, "checkpoints": checkpoints}
+        if self._is_folder:
+            Path(self._root).mkdir(parents=True, exist_ok=True)
+            write_json(Path(self._root) / MARKER, marker)
+            return
         self._store.pipe_file(f"{self._root}/{MARKER}", json.dumps(marker, indent=2).encode())
 
     def _check_same_run(self) -> None:
@@ -312,10 +343,20 @@ class Mirror:
             self._store.put(here, [f"{self._root}/{path}" for path in chosen])
 
     def _get(self, paths: Mapping[str, Path]) -> None:
-        for place in paths.values():
-            place.parent.mkdir(parents=True, exist_ok=True)
-        if paths:
-            self._store.get([f"{self._root}/{path}" for path in paths], list(map(str, paths.values())))
+        """All of them, each whole or not at all.
+
+        Raises:
+            UserError: one would lie outside of the run's folder.
+        """
+        with ExitStack() as stack:
+            partial = []
+            for path, place in paths.items():
+                if ".." in path.split("/"):
+                    raise UserError(f"{self.url}: {path} is no path inside of a run; remove it from there")
+                place.parent.mkdir(parents=True, exist_ok=True)
+                partial.append(str(stack.enter_context(replacing(place))))
+            if paths:
+                self._store.get([f"{self._root}/{path}" for path in paths], partial)
 
     def _remove(self, paths: Iterable[str]) -> None:
         chosen = [f"{self._root}/{path}" for path in paths]

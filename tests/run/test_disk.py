@@ -3,7 +3,6 @@
 import errno
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,18 +17,6 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.run.trainer import Trainer
 
 pytestmark = pytest.mark.medium
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A tmpfs of 2 MiB; skips where this process may not mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a tmpfs cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def run(config, folder):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,9 +30,17 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.snapshots import mirror as mirror_module
-from calibadv_jax.snapshots.mirror import MARKER, Mirror, open_mirror
+from calibadv_jax.snapshots.mirror import MARKER, Mirror, bring_newest, open_mirror
 
 pytestmark = pytest.mark.medium
+HOLD = """
+import sys
+from pathlib import Path
+from calibadv_jax.core.locking import locked_run
+with locked_run(Path(sys.argv[1]), print):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
 
 def config_at(folder, url, **sections):
@@ -92,16 +103,23 @@ def test_a_copy_that_was_broken_off_is_not_seen(tmp_path, monkeypatch):
     """The checkpoint is there but for its last file; the marker still names the one before."""
     store = tmp_path / "store"
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    put = Mirror._put
+    put, ask, tried = Mirror._put, Mirror.put, threading.Event()
 
     def broken_off(self, paths):
         paths = list(paths)
         if any(path.startswith("checkpoints/") for path in paths):
             put(self, paths[:-1])
+            tried.set()
             raise OSError("the network is away")
         put(self, paths)
 
+    def ask_and_wait(self, step):
+        ask(self, step)
+        if step == 4:
+            tried.wait()
+
     monkeypatch.setattr(Mirror, "_put", broken_off)
+    monkeypatch.setattr(Mirror, "put", ask_and_wait)
     monkeypatch.setattr(mirror_module, "PATIENCE", 0.0)
     start(config_at(tmp_path / "a", store, learner={"steps": 4}))
     assert steps_at(store) == [2] and (store / "checkpoints/4").is_dir()
@@ -190,6 +208,86 @@ def test_a_step_that_was_trained_again_replaces_the_older_one(tmp_path):
     assert found["made"] not in (before, again)
     for path, size in found["files"].items():
         assert (store / path).read_bytes() == (folder / path).read_bytes() and size > 0
+
+
+def test_a_full_disk_leaves_what_is_there_and_the_copy_goes_on_when_there_is_room(tmp_path, small_disk):
+    """The marker above all: cut off, it would hide every checkpoint, and refuse every start."""
+    store, folder = small_disk / "store", tmp_path / "a"
+    start(config_at(folder, store, learner={"steps": 2}))
+    ballast = small_disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(b"x" * 4096)
+    config = config_at(folder, store, learner={"steps": 2})
+    mirror = open_mirror(config, Console(progress=False))
+    with pytest.raises(UserError, match=r"run\.mirror=.* cannot be used \(.*No space left"), mirror:
+        pass
+    assert steps_at(store) == [2]
+    ballast.unlink()
+    with (mirror := open_mirror(config, Console(progress=False))):
+        ballast.write_bytes(b"x" * max(0, shutil.disk_usage(small_disk).free - 8192))
+        (folder / "larger").write_bytes(b"y" * 65536)
+        mirror.put(2)
+        until(lambda: mirror._failure)
+        assert "No space left" in mirror._failure and steps_at(store) == [2]
+        ballast.unlink()
+    assert (store / "larger").read_bytes() == b"y" * 65536
+
+
+def test_what_a_kill_leaves_of_a_fetch_is_no_other_run(tmp_path, monkeypatch):
+    """No file has its name before it is whole, the first config neither, by which runs are told apart."""
+    store = tmp_path / "store"
+    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
+    config = config_at(tmp_path / "b", store)
+    mirror = open_mirror(config, Console(progress=False))
+    get = mirror._store.get
+
+    def cut(theirs, ours):
+        get(theirs, ours)
+        for path in map(Path, ours):
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror._store, "get", cut)
+        with pytest.raises(UserError, match="killed"):
+            mirror.fetch()
+    assert not (tmp_path / "b/configs/0.yaml").exists()
+    assert mirror.has_newer() and mirror.fetch() and not mirror.has_newer()
+    assert checkpoints(tmp_path / "b") == [2]
+
+
+def test_a_command_that_reads_waits_for_no_lock_where_nothing_is_newer(tmp_path):
+    store, console = tmp_path / "store", Console(progress=False)
+    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
+    here, there = (config_at(tmp_path / name, store) for name in "ab")
+    for config, is_newer in ((here, False), (there, True)):
+        command = [sys.executable, "-c", HOLD, config.run.dir]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout.readline() == b"held\n"
+            with pytest.raises(UserError, match="run.dir=.*b") if is_newer else nullcontext():
+                bring_newest(config, console)
+            other.stdin.close()
+    bring_newest(there, console)
+    assert checkpoints(tmp_path / "b") == [2]
+
+
+@pytest.mark.parametrize("name", ["", "copy", ".."])
+def test_a_folder_within_the_other_is_refused(tmp_path, name):
+    """The copy would hold copies of itself."""
+    config = config_at(tmp_path / "a", tmp_path / "a" / name)
+    with pytest.raises(UserError, match="lie in one another; choose a folder elsewhere"):
+        open_mirror(config, Console(progress=False))
+
+
+def test_no_file_of_a_store_lands_outside_of_the_run(tmp_path, s3):
+    url = f"{s3}/deep/run"
+    store = fsspec.filesystem("s3")
+    entry = {"made": "x", "files": {"checkpoints/2/../../../stolen": 1}}
+    store.pipe_file(f"{url}/{MARKER}", json.dumps({"format": 1, "checkpoints": {"2": entry}}).encode())
+    with pytest.raises(UserError, match=r"checkpoints/2/\.\./\.\./\.\./stolen is no path inside of a run"):
+        open_mirror(config_at(tmp_path / "a", url), Console(progress=False)).fetch()
+    assert not list(tmp_path.rglob("stolen")) and checkpoints(tmp_path / "a") == []
 
 
 def test_a_rewound_run_leaves_no_trajectories_of_dropped_steps(tmp_path):
