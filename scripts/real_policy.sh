@@ -149,7 +149,9 @@ for seed in $seeds; do # a seed of every arm first: what is there can be compare
     credit=("advantage.name=${arm%-*}")
     [[ "$arm" == grpo ]] || credit+=("advantage.target_ratio=${arm#*-}")
     if stage "train $arm, seed $seed" "$folder/trained-${steps:-all}"; then
-      calibadv train run.dir="$folder" run.seed="$seed" "${credit[@]}" checkpoint.allow_change='[learner.steps]'
+      # Only questions whose evidence a search finds: from others there is nothing to learn.
+      calibadv train data.train="$output/demonstrations.jsonl" run.dir="$folder" run.seed="$seed" "${credit[@]}" \
+        checkpoint.allow_change='[learner.steps]' ${keys[@]+"${keys[@]}"}
       touch "$folder/trained-${steps:-all}"
     fi
     name="$arm-seed-$seed${steps:+-steps-$steps}"

@@ -57,7 +57,8 @@ def build_model(config: Config, path: str, adapters: Adapters | None = None) -> 
         adapters: that the policy has: those of policy.lora where it is trained, else those of its run.
 
     Raises:
-        UserError: neither is given, or one cannot be used.
+        UserError: neither is given, or one cannot be used; or rollout.max_length is more than the policy
+            knows positions for, which a vLLM worker would refuse too.
     """
     source, pins = find_folder(config, path)
     if path:
@@ -78,6 +79,12 @@ def build_model(config: Config, path: str, adapters: Adapters | None = None) -> 
     hf_config["eos_token_id"] = end_of_text_ids(source if path else "", hf_config, tokenizer)
     origin = f"{source}/config.json" if path else "policy.init"
     architecture, numerics = architecture_from_hf(hf_config, origin), Numerics.from_config(config.policy)
+    positions = hf_config.get("max_position_embeddings")
+    if positions is not None and config.rollout.max_length > int(positions):
+        raise UserError(
+            f"{origin}: the policy knows positions up to {positions} (max_position_embeddings), but"
+            f" rollout.max_length is {config.rollout.max_length}; lower it"
+        )
     policy = Policy(architecture, numerics, adapters)
     return Model(policy, hf_config, tokenizer, folder, make_mesh(config.mesh), tuple({*pins, *more_pins}))
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,18 @@ def test_every_end_of_text_token_goes_into_the_runs_config(tmp_path, generation,
     model = build_model(Config(mesh=MeshConfig(data=1, fsdp=8)), str(tmp_path))
     assert model.tokenizer.eos_token_id == 1
     assert model.hf_config["eos_token_id"] == expected
+
+
+def test_trajectories_longer_than_the_policy_knows_positions_for_are_refused(tmp_path):
+    build_word_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 512}))
+    config = Config(mesh=MeshConfig(data=1, fsdp=8))
+    with pytest.raises(
+        UserError, match=r"config\.json: .* up to 512 .*rollout\.max_length is 16384; lower it"
+    ):
+        build_model(config, str(tmp_path))
+    rollout = replace(config.rollout, max_length=512, max_prompt_length=64)
+    build_model(replace(config, rollout=rollout), str(tmp_path))
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
