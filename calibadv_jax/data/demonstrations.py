@@ -25,7 +25,7 @@ PER_WORLD = 100  # demonstrations before a fresh world is drawn
 DRILL_SHARE = 0.1  # of the look-ups
 COMPARISON_SHARE = 0.25  # of the rest of them
 RUMOUR_SHARE = 0.35  # of the rest of them, where there are rumours
-AGE_SHARE = 0.5  # of the rest of them, where ages are asked for
+AGE_SHARE = 0.4  # of the rest of them, where ages are asked for
 SIZES = {"person": 60, "city": 20, "company": 20, "work": 20}
 
 

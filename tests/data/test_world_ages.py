@@ -1,4 +1,4 @@
-"""A world that asks for ages: the passage, or page, has two years, and only their difference is the answer."""
+"""A world that asks for ages: a passage, or a page, has two years, and their difference is the answer."""
 
 import asyncio
 import itertools
