@@ -15,25 +15,17 @@ import numpy as np
 
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.words import POOLS
-from calibadv_jax.data.world import (
-    Facts,
-    WorldQuestion,
-    ask,
-    draw_kinds,
-    make_facts,
-    one_hop,
-    rumour_truth,
-    summarise,
-    write_pages,
-    write_passages,
-)
+from calibadv_jax.data.encyclopedia.articles import summarise, write_pages, write_passages
+from calibadv_jax.data.encyclopedia.asking import WorldQuestion, ask, draw_kinds, one_hop
+from calibadv_jax.data.encyclopedia.facts import Facts, facts_of
+from calibadv_jax.data.encyclopedia.words import AGES, POOLS, YEARS
 
 NUM_DOCUMENTS = 3
 PER_WORLD = 100  # demonstrations before a fresh world is drawn
 DRILL_SHARE = 0.1  # of the look-ups
 COMPARISON_SHARE = 0.25  # of the rest of them
 RUMOUR_SHARE = 0.35  # of the rest of them, where there are rumours
+AGE_SHARE = 0.4  # of the rest of them, where ages are asked for
 SIZES = {"person": 60, "city": 20, "company": 20, "work": 20}
 
 
@@ -57,9 +49,10 @@ class Demonstration:
 class Flaws:
     """How imperfect the demonstrations are."""
 
-    guess: float = 0.4  # one_hop: answers with a random entity of the right kind, without any search
-    wrong_name: float = 0.1  # one_hop: looks up a similar name first
-    unread: float = 0.5  # with pages, one_hop: answers with such an entity after the search, without reading
+    guess: float = 0.4  # one_hop, age: answers with any entity of the right kind, or age, without any search
+    wrong_name: float = 0.1  # one_hop, age: looks up a similar name first
+    unread: float = 0.5  # with pages, one_hop, age: answers so after the search, without reading
+    uncalculated: float = 0.6  # age: answers with any age after reading the years
     hasty_bridge: float = 0.4  # two_hop: answers with the bridge
     second_half: float = 0.3  # two_hop: only how the last look-up is read; the rest: cut after two searches
     credulous: float = 0.5  # rumour: answers with what is rumoured; the rest: a whole way
@@ -78,7 +71,7 @@ def imperfect(seed: int, config: WorldConfig, flaws: Flaws = Flaws()) -> Iterato
 def lookups(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
     """Endless careful demonstrations, none of them two-hop: facts are found, quoted and compared."""
     rng = np.random.default_rng(seed)
-    careful = Flaws(guess=0.0, unread=0.0, credulous=1.0, hasty_comparison=0.0)
+    careful = Flaws(guess=0.0, unread=0.0, uncalculated=0.0, credulous=1.0, hasty_comparison=0.0)
     comparisons = COMPARISON_SHARE if config.comparison else 0.0
     while True:
         world = _ColdStartWorld(rng, config)
@@ -89,6 +82,8 @@ def lookups(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
                 yield _demonstrate(world, ask(world.facts, "comparison", rng), careful, rng)
             elif config.rumour and rng.random() < RUMOUR_SHARE:  # draws nothing in a world without rumours
                 yield _demonstrate(world, ask(world.facts, "rumour", rng), careful, rng)
+            elif config.age and rng.random() < AGE_SHARE:
+                yield _demonstrate(world, ask(world.facts, "age", rng), careful, rng)
             else:
                 yield _demonstrate(world, one_hop(world.facts, rng), careful, rng)
 
@@ -97,6 +92,8 @@ def drills(seed: int, config: WorldConfig) -> Iterator[Demonstration]:
     """Endless exercises without any search: words to copy, names to compare."""
     rng = np.random.default_rng(seed)
     words = [word for pair in POOLS.values() for pool in pair for word in pool]
+    if config.age:
+        words += map(str, (*AGES, *YEARS))
     while True:
         text = " ".join(rng.choice(words, rng.integers(8, 25)))
         question = Question("demonstration", text, (text,), "drill")
@@ -131,7 +128,7 @@ class _ColdStartWorld:
 
     def __init__(self, rng: np.random.Generator, config: WorldConfig):
         self.misread = config.misread
-        self.facts: Facts = make_facts(rng, SIZES, "cold_start", rumour_truth(config))
+        self.facts: Facts = facts_of(config, rng, SIZES, "cold_start")
         self.rng = rng
         texts = write_passages(self.facts, rng)
         pages = write_pages(texts, rng) if config.pages else []
@@ -196,7 +193,13 @@ def _demonstrate(
     world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
 ) -> Demonstration:
     question = Question("demonstration", asked.text, (asked.answer,), asked.kind)
-    ways = {"one_hop": _one_hop, "two_hop": _two_hop, "rumour": _rumour, "comparison": _comparison}
+    ways = {
+        "one_hop": _one_hop,
+        "two_hop": _two_hop,
+        "rumour": _rumour,
+        "comparison": _comparison,
+        "age": _age,
+    }
     return Demonstration(question, ways[asked.kind](world, asked, flaws, rng))
 
 
@@ -204,15 +207,44 @@ def _one_hop(
     world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
 ) -> tuple[DemoTurn, ...]:
     wanted, statement = asked.searches[0], asked.statements[0]
-    way: tuple[DemoTurn, ...] = ()
-    guesses = rng.random() < flaws.guess
-    if world.pages and not guesses and rng.random() < flaws.unread:
-        guesses, way = True, (_search_turn(world, wanted),)
-    if guesses:
-        kind = next(kind for kind, names in world.facts.entities.items() if asked.answer in names)
-        guess = str(rng.choice(world.facts.entities[kind]))
-        return (*way, _answer_turn(statement.replace(asked.answer, guess), guess))
-    way = (*_look_up(world, wanted), _answer_turn(statement, asked.answer))
+    hasty = _before_a_guess(world, wanted, flaws, rng)
+    if hasty is None:
+        return (*_look_up_at_last(world, wanted, flaws, rng), _answer_turn(statement, asked.answer))
+    kind = next(kind for kind, names in world.facts.entities.items() if asked.answer in names)
+    guess = str(rng.choice(world.facts.entities[kind]))
+    return (*hasty, _answer_turn(statement.replace(asked.answer, guess), guess))
+
+
+def _age(
+    world: _ColdStartWorld, asked: WorldQuestion, flaws: Flaws, rng: np.random.Generator
+) -> tuple[DemoTurn, ...]:
+    (wanted,), (born, died) = asked.searches, asked.findings
+    way, said = _before_a_guess(world, wanted, flaws, rng), str(rng.choice(AGES))
+    if way is None:
+        way = _look_up_at_last(world, wanted, flaws, rng)
+        if rng.random() >= flaws.uncalculated:
+            thought, said = ". ".join(asked.statements), asked.answer
+            text = f"<think> {thought} </think>\n<calculate> {died} - {born} </calculate>"
+            way = (*way, DemoTurn(text, observation=said))
+    return (*way, _answer_turn(f"{wanted} became {said}", said))
+
+
+def _before_a_guess(
+    world: _ColdStartWorld, wanted: str, flaws: Flaws, rng: np.random.Generator
+) -> tuple[DemoTurn, ...] | None:
+    """What a demonstration does that then guesses: nothing, or a search alone; None: it does not guess."""
+    if rng.random() < flaws.guess:
+        return ()
+    if world.pages and rng.random() < flaws.unread:
+        return (_search_turn(world, wanted),)
+    return None
+
+
+def _look_up_at_last(
+    world: _ColdStartWorld, wanted: str, flaws: Flaws, rng: np.random.Generator
+) -> tuple[DemoTurn, ...]:
+    """The look-up of a title, now and then after a search for a similar one."""
+    way = _look_up(world, wanted)
     if rng.random() < flaws.wrong_name:
         way = (_search_turn(world, world.similar(wanted)), *way)
     return way
@@ -243,7 +275,8 @@ def _rumour(
     second = _look_up(world, bridge, asked.statements[0])
     thought, answer = asked.statements[1], asked.answer
     if rng.random() < world.misread:
-        thought, answer = world.misread_from(second[-1].documents, thought)
+        found = [document for turn in second for document in turn.documents]
+        thought, answer = world.misread_from(found, thought)
     return *first, *second, _answer_turn(thought, answer)
 
 

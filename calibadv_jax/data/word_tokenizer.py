@@ -8,12 +8,12 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from calibadv_jax.core.tags import TAGS, Grammar
-from calibadv_jax.data.words import PAGE_WORDS, all_words
+from calibadv_jax.data.encyclopedia.words import AGE_WORDS, PAGE_WORDS, all_words
 
 EOS, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<unk>"
 
 
-def build_word_tokenizer(pages: bool = False) -> Any:
+def build_word_tokenizer(pages: bool = False, ages: bool = False) -> Any:
     """One token for each word, punctuation mark and protocol tag; `save_pretrained` writes the folder.
 
     Unknown words become ``<unk>``. Decoding joins tokens with single spaces, so encoding the result
@@ -21,9 +21,12 @@ def build_word_tokenizer(pages: bool = False) -> Any:
 
     Args:
         pages: with the words of a world that has pages, and the tags of the action that reads them.
+        ages: with the words of one that asks for ages, and the tags of the action that subtracts years.
     """
-    more_tags = [tag for tag in Grammar(("access",)).tags if tag not in TAGS] if pages else []
-    words = [PAD, EOS, UNKNOWN, *TAGS, *all_words(), *(PAGE_WORDS if pages else []), *more_tags]
+    actions = [*(["access"] if pages else []), *(["calculate"] if ages else [])]
+    more_tags = [tag for tag in Grammar(tuple(actions)).tags if tag not in TAGS]
+    more_words = [*(PAGE_WORDS if pages else []), *(AGE_WORDS if ages else []), *more_tags]
+    words = dict.fromkeys([PAD, EOS, UNKNOWN, *TAGS, *all_words(), *more_words])
     vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

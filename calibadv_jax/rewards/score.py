@@ -9,12 +9,18 @@ from dataclasses import replace
 import numpy as np
 
 from calibadv_jax.config import RewardConfig
-from calibadv_jax.config.sections.credit import JUDGE
+from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.own_function import is_address, own_function
 from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.rewards.answer import ANSWER_REWARDS
 from calibadv_jax.rewards.format import is_trajectory_valid
+
+# What is logged as reward/NAME already.
+TAKEN = (
+    *(*ANSWER_REWARDS, JUDGE, JUDGE_AGREEMENT, "format", "format_valid", "overlong_penalty"),
+    *("mean", "max", "min"),
+)
 
 
 def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
@@ -98,8 +104,7 @@ def check_reward(config: RewardConfig) -> list[str]:
         if not is_address(name):
             continue
         own_function(name, "reward.answer", ("trajectory",), "reward(trajectory) -> float")
-        taken = metric_name(name) in (*ANSWER_REWARDS, JUDGE, "format", "overlong_penalty", "judge_agreement")
-        if taken or names.count(metric_name(name)) > 1:
+        if metric_name(name) in TAKEN or names.count(metric_name(name)) > 1:
             raise UserError(
                 f"reward.answer: {name} would be logged as reward/{metric_name(name)}, which is another"
                 " metric's name; rename the function"

@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 from pydantic import BaseModel, Field, ValidationError
 
-from calibadv_jax.config.sections.credit import JUDGE, JudgeConfig
+from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT, JudgeConfig
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.tags import well_formed
@@ -28,7 +28,6 @@ from calibadv_jax.services.retriever_replies import excerpt
 from calibadv_jax.services.waiting import BAD_REPLIES, Waits
 
 TOKEN_VARIABLE = "JUDGE_TOKEN"
-AGREEMENT = "judge_agreement"  # metric: whether judge and exact match say the same
 REMEMBERED = 100_000  # verdicts
 PROMPT = (
     "You judge answers to questions. You are given a JSON object with the fields question, golden_answers"
@@ -90,7 +89,7 @@ class JudgeClient:
             verdict = await self._ask_once(data)
         golden = {normalise_answer(one) for one in question.golden_answers}
         agrees = (verdict >= 0.5) == (normalise_answer(answer) in golden)
-        return {JUDGE: verdict, AGREEMENT: float(agrees)}
+        return {JUDGE: verdict, JUDGE_AGREEMENT: float(agrees)}
 
     async def close(self) -> None:
         """Closes the connections of the running event loop."""

@@ -6,14 +6,13 @@ The package `mcp` is optional; only what is in use of it is imported, in functio
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import re
 import shlex
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -22,10 +21,9 @@ from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.tags import well_formed
 from calibadv_jax.core.trajectory import Document
+from calibadv_jax.services.waiting import Waits, run_to_its_end
 
 TOKEN_VARIABLE = "MCP_TOKEN"
-FIRST_PAUSE, LAST_PAUSE = 0.2, 10.0  # seconds between attempts; the pause doubles
-ATTEMPTS = 3  # calls without an answer, of a server that is there, after which an action has failed
 START_PATIENCE = 30.0  # seconds for which the start of a program waits for a server, at most
 CLOSING = 10.0  # seconds that a connection may take to end
 LONGEST_PURPOSE = 300  # letters of a tool's own description that stand in the prompt
@@ -46,9 +44,7 @@ def mcp_actions(config: McpConfig, max_length: int) -> list[Action]:
         UserError: the package is missing, the server cannot be started or reached, or has no such tool.
     """
     server = McpServer(config)
-    with ThreadPoolExecutor(1) as thread:  # a loop may be running in this one, as in a notebook
-        tools = thread.submit(lambda: asyncio.run(server.tools())).result()
-    known = {tool.name: tool for tool in tools}
+    known = {tool.name: tool for tool in run_to_its_end(server.tools)}
     for name in config.tools:
         if name not in known:
             raise UserError(
@@ -110,23 +106,19 @@ class McpServer:
         return await self._ask(action, ask, self.config.patience)
 
     async def _ask(self, action: str, ask: Callable[[Any], Awaitable[T]], patience: float) -> T:
-        deadline, pause, unanswered = time.monotonic() + patience, FIRST_PAUSE, 0
+        waits = Waits(patience)
         while True:
             try:
                 connection = await self._connected()
                 return await connection.ask(ask, self.config.timeout)
             except Lost as error:
-                reason, goes_on = str(error), time.monotonic() < deadline
+                reason, goes_on = str(error), await waits.for_a_service(0)
             except TimeoutError:
-                unanswered += 1
-                reason, goes_on = f"no reply within {self.config.timeout:g} s", unanswered < ATTEMPTS
+                reason, goes_on = f"no reply within {self.config.timeout:g} s", await waits.for_a_good_reply()
             except _BadReply as error:
-                unanswered += 1
-                reason, goes_on = str(error), unanswered < ATTEMPTS
+                reason, goes_on = str(error), await waits.for_a_good_reply()
             if not goes_on:
                 raise RequestFailed(action, f"{self.where}: {reason}")
-            await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-            pause = min(2 * pause, LAST_PAUSE)
 
     async def _connected(self) -> _Connection:
         loop = asyncio.get_running_loop()
@@ -263,8 +255,9 @@ def _client(config: McpConfig, log: Any) -> Any:
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     http = create_mcp_http_client(headers={"Authorization": f"Bearer {token}"} if token else None)
     # A reply of any size is read, as from the retriever: what the policy sees of it is cut.
-    opened = streamable_http_client(config.url, http_client=http, max_sse_event_size=None)
-    return mcp.Client(opened, cache=None)
+    limit = "max_sse_event_size"  # older versions of the package have none
+    without = {limit: None} if limit in inspect.signature(streamable_http_client).parameters else {}
+    return mcp.Client(streamable_http_client(config.url, http_client=http, **without), cache=None)
 
 
 class McpAction(Action):

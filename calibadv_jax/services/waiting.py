@@ -72,17 +72,17 @@ def wait_for_any(
                 await asyncio.sleep(min(pause, left))
                 pause = min(2 * pause, LAST_PAUSE)
 
-    return _run(wait)
+    return run_to_its_end(wait)
 
 
-def _run(wait: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def run_to_its_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """What it returns; in a thread of its own where an event loop runs already, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(wait())
+        return asyncio.run(work())
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(wait())).result()
+        return thread.submit(lambda: asyncio.run(work())).result()
 
 
 async def _ask_all(urls: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> Present[T]:

@@ -99,7 +99,7 @@ def test_a_resolved_config_reads_back_as_itself(write):
         (
             "world: {one_hop: 0, two_hop: 0, comparison: 0}",
             [],
-            "world: one_hop, two_hop, comparison and rumour",
+            "world: one_hop, two_hop, comparison, rumour and age",
         ),
         ("world: {rumour: 1, cities: 1}", [], "people, cities and companies must be 2 or more"),
         ("advantage: {name: ppo}", [], "advantage.name: must be one of calibadv, grpo, "),

@@ -17,6 +17,7 @@ from trainer_rig import QUESTIONS, ScriptedRollouts, make_config, make_model, wr
 from calibadv_jax.commands import sft
 from calibadv_jax.commands.train import train
 from calibadv_jax.config import load_config
+from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.data.world import write_world
@@ -24,7 +25,6 @@ from calibadv_jax.metrics.catalogue import Metric, authors_names, find, metrics
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.run.trainer import Trainer
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
-from calibadv_jax.services.judge import AGREEMENT, JUDGE
 from scripts import document_metrics
 
 pytestmark = pytest.mark.medium
@@ -42,7 +42,7 @@ class EventfulRollouts(ScriptedRollouts):
         group = write_group(number, question)
         for index, trajectory in enumerate(group.trajectories):
             trajectory.actions = ("search", "access")
-            trajectory.metrics |= {JUDGE: 1.0, AGREEMENT: 1.0}  # as the agent loop notes them
+            trajectory.metrics |= {JUDGE: 1.0, JUDGE_AGREEMENT: 1.0}  # as the agent loop notes them
             trajectory.turns[0].documents = (Document("d1", "", ""), Document(f"x{index}", "", ""))
             for turn in trajectory.turns:
                 turn.policy_versions = (0,)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from http_rig import serving
 
-from benchmarks.generated_run import answer_turn, make_run, search_turn, write_run
+from benchmarks.generated_run import answer_turn, make_run, make_turn, search_turn, write_run
 from benchmarks.inspect_page import measure
 from calibadv_jax.config import Config
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
@@ -260,6 +260,42 @@ def test_a_turn_that_is_spared_altogether_does_not_look_untrained(served, page, 
         line = "e => [getComputedStyle(e).textDecorationLine, getComputedStyle(e).textDecorationStyle]"
         assert spared.locator(".token").first.evaluate(line) == ["underline", "dotted"]
         assert page.locator(".card[data-index='2'] .token").first.evaluate(line)[0] == "none"
+
+
+def test_each_action_is_shown_by_its_name_with_its_reply(served, page, tokenizer, tmp_path):
+    question = Question("q", "how old did ann become?", ("31",), "age", ("a",))
+    replies = ['Doc 1(Title: "title b") text of b', "31"]
+    page_b, result = (f"\n\n<information>{reply}</information>\n\n" for reply in replies)
+    read = make_turn(
+        tokenizer, "<think> now read </think> <access> kilo mint </access>", page_b,
+        kind="access", think="now read", query="kilo mint", documents=(SHELF["b"],),
+    )  # fmt: skip
+    counted = make_turn(
+        tokenizer, "<think> subtract </think> <calculate> 1879 - 1848 </calculate>", result,
+        kind="calculate", think="subtract", query="1879 - 1848",
+    )  # fmt: skip
+    way = [search_turn(tokenizer, "first", "ann", [SHELF["a"]]), read, counted]
+    prompt = np.array(tokenizer.encode(question.text).ids, np.int32)
+    made = [
+        Trajectory(
+            question,
+            prompt,
+            [*way, answer_turn(tokenizer, "so", answer)],
+            index,
+            actions=("search", "access", "calculate"),
+        )
+        for index, answer in enumerate(["31", "30"])
+    ]
+    write_run(tmp_path / "run", [[Group.of(question, made)]], Config(), tokenizer)
+    with served(tmp_path / "run") as address:
+        open_group(page, address, 1, 0)
+        turns = page.locator(".card[data-index='1'] .turn")
+        assert turns.locator(".kind").all_inner_texts() == ["1 search", "2 access", "3 calculate", "4 answer"]
+        # The page that the best trajectory read is silver; a sum brings no document and has correctness 0.
+        shown = turns.locator(".correctness").all_inner_texts()
+        assert shown == ["correctness 1", "correctness 1", "correctness 0"]
+        assert turns.nth(1).locator(".document .title").all_inner_texts() == ["title b"]
+        assert "1879 - 1848" in turns.nth(2).inner_text() and "31" in turns.nth(2).inner_text()
 
 
 def test_text_of_documents_questions_and_answers_stays_text(small):

@@ -36,8 +36,8 @@ def make_run(folder, config):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of a run of two steps, with its checkpoint."""
-    return make_run(tmp_path_factory.mktemp("trained") / "run", "quickstart.yaml")
+    """The folder of a run of two steps with three actions, with its checkpoint."""
+    return make_run(tmp_path_factory.mktemp("trained") / "run", "actions.yaml")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """Actions by name in the turn loop: search is one of them, and what an action brings speaks for nobody."""
 
 import asyncio
-import random
-import re
 
 import numpy as np
 import pytest
@@ -19,12 +17,12 @@ from calibadv_jax.config import (
 )
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
-from calibadv_jax.core.tags import INVALID_ACTION, Grammar, neutralise, parse_turn
+from calibadv_jax.core.tags import INVALID_ACTION, Grammar, parse_turn
 from calibadv_jax.core.trajectory import Document, Group
 from calibadv_jax.rewards.score import score_groups, score_trajectory
-from calibadv_jax.rollout.actions import Access, OwnAction, Search, grammar_of, invalid_notice
+from calibadv_jax.rollout.actions import OwnAction, Search, grammar_of, invalid_notice
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
-from calibadv_jax.rollout.observation import decode, neutralise_reply
+from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.prompts import TEMPLATES, build_prompt
 from calibadv_jax.run.actions import check_tags, describe_actions, make_actions
 
@@ -221,54 +219,3 @@ def test_a_tools_own_words_cannot_speak_in_the_prompt(byte_tokenizer):
     assert prompt.count("Who?") == 1 and "{actions}" not in prompt and "<|im_end|>" not in prompt
     assert "[answer] x [/answer]" in prompt and prompt.count("</tool>") == 1
     assert "<answer> x" not in invalid_notice([tool])
-
-
-NAMES = ("search", "access", "calculate", "tool")
-PIECES = [
-    *(f"<{slash}{name}>" for name in (*NAMES, "think", "information", "answer") for slash in ("", "/")),
-    *("<", ">", "/", " ", "\n", "tool", "ACCESS", "Ann", "\ud800", "<|im_end|>", "<|im", "_end|>"),
-    *("Doc 1(Title: ", "My previous action is invalid", "action tool does not take this: "),
-    "search engine does not take this query",
-]
-FORBIDDEN = re.compile(
-    r"<\s*/?\s*(think|search|access|calculate|tool|information|answer)\b|My previous action is invalid"
-    r"|action \w+ does not take this|engine does not take this query|<\|im_end\|>",
-    re.IGNORECASE,
-)
-
-
-def hostile(rng):
-    return "".join(rng.choices(PIECES, k=rng.randint(1, 12)))
-
-
-def test_ten_thousand_hostile_replies_of_every_action_are_text(byte_tokenizer):
-    rng = random.Random(0)
-    actions = (*three(), OwnAction(Tool(""), 1))
-    grammar = grammar_of(actions)
-    for number in range(10_000):
-        text = hostile(rng)
-        action = actions[number % len(actions)]
-        brought = Reply((Document(text, text, text),), text)
-        length = rng.choice([2, 4096])
-        shown = action.render(neutralise_reply(brought, action, byte_tokenizer, grammar, length))
-        assert not FORBIDDEN.search(shown) and shown.count("Doc 1(Title:") == 1 and shown.encode()
-        assert length == 2 or neutralise(text, ["<|im_end|>"], grammar) in shown
-
-
-def test_hostile_replies_forge_no_turn_mask_or_reward(byte_tokenizer):
-    rng = random.Random(1)
-    for _ in range(100):
-        text = hostile(rng)
-        found = Pages({"ann": [Document(text, text, text)]})
-        actions = (Search(), Access(), OwnAction(Tool(Reply((DOCUMENT,), text)), 1))
-        address = text.replace("<", "").replace("\ud800", "")
-        turns = [call("search", "ann"), call("tool", "x"), call("access", address), call("answer", "Bob")]
-        one = written(byte_tokenizer, actions, *turns, retriever=found)
-        kinds = [turn.kind for turn in one.turns]
-        assert kinds in (["search", "tool", "access", "answer"], ["search", "tool", "invalid"])
-        sampled = [turn.token_ids for turn in one.turns]
-        np.testing.assert_array_equal(one.response_ids[one.mask], np.concatenate(sampled))
-        assert score_trajectory(one, RewardConfig()).answer_score == 0
-        for turn in one.turns[:2]:
-            assert turn.observation_text.count("<information>") == 1
-            assert turn.observation_text.count("</information>") == 1

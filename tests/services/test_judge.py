@@ -174,12 +174,17 @@ def wordy(trajectory):
     return float("nan")
 
 
+def mean(trajectory):
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ("test_judge:wordy", "gave nan for an answer to question 'q'"),
         ("examples.own_tool:Calculator", "cannot be called with"),
         ("examples.own_reward:none", "has no function none"),
+        ("test_judge:mean", "would be logged as reward/mean, which is another metric's name"),
     ],
 )
 def test_a_reward_of_ones_own_must_give_a_number(answer, message):

@@ -16,7 +16,7 @@ import pytest
 from calibadv_jax.config import Config, McpConfig, ToolConfig
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.run.actions import make_actions
-from calibadv_jax.services import mcp_tools
+from calibadv_jax.services import mcp_tools, waiting
 
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).parent / "mcp_server.py")
@@ -95,7 +95,7 @@ def test_a_servers_tools_are_actions(server):
 @pytest.mark.slow
 def test_a_tool_that_is_too_slow_fails_its_trajectory_only(server, monkeypatch):
     config, actions = server
-    monkeypatch.setattr(mcp_tools, "ATTEMPTS", 1)
+    monkeypatch.setattr(waiting, "BAD_REPLIES", 1)
     slow, quick = asked(replace(config, timeout=3), actions["slow_one"], '{"seconds": 60}', '{"seconds": 0}')
     assert (
         isinstance(slow, RequestFailed) and slow.service == "slow_one" and "no reply within 3 s" in str(slow)

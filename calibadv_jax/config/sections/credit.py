@@ -21,6 +21,7 @@ from calibadv_jax.core.own_function import is_address
 
 ANSWER_REWARDS = ("f1", "em", "cover_em")
 JUDGE = "judge"
+JUDGE_AGREEMENT = "judge_agreement"  # metric: whether judge and exact match say the same
 OWN = "my_package.my_module:function"
 
 

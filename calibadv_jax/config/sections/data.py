@@ -96,8 +96,10 @@ class WorldConfig:
     comparison: NonNegativeFloat = 0.25
     """Share of questions that compare two entities."""
     rumour: NonNegativeFloat = 0.0
-    """Share of two-hop questions whose first passage already says an answer, which may be false. The four
-    shares need not sum to 1."""
+    """Share of two-hop questions whose first passage already says an answer, which may be false."""
+    age: NonNegativeFloat = 0.0
+    """Share of questions for a person's age, which is the difference of two years in one passage: the action
+    of a calculator has to work it out. The five shares need not sum to 1."""
     rumour_truth: float = Field(default=0.5, ge=0, le=1)
     """Share of the rumours that are true: what answering without the second search earns."""
     pages: bool = False
@@ -109,8 +111,10 @@ class WorldConfig:
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> WorldConfig:
-        if self.one_hop + self.two_hop + self.comparison + self.rumour == 0:
-            raise ValueError("one_hop, two_hop, comparison and rumour are all 0: give at least one a share")
+        if self.one_hop + self.two_hop + self.comparison + self.rumour + self.age == 0:
+            raise ValueError(
+                "one_hop, two_hop, comparison, rumour and age are all 0: give at least one a share"
+            )
         if self.rumour and min(self.people, self.cities, self.companies) < 2:
             raise ValueError(
                 "a false rumour names another person, city or company: people, cities and companies must be"

@@ -154,7 +154,7 @@ function turnBlock(turn, place) {
   const marks = [
     turn.softened && ["softened", turn.advantage === 0 ? "softened to 0" : "softened"],
     turn.repeated && ["repeated", `repeats ${turn.repeated}`],
-    turn.is_refused && ["refused", "query refused"],
+    turn.is_refused && ["refused", "refused"],
     ["length", "abort"].includes(turn.stop_reason) && ["cut", `cut: ${turn.stop_reason}`],
   ].filter(Boolean);
   const change = turn.advantage_raw === null || turn.advantage === turn.advantage_raw

@@ -64,6 +64,11 @@ ADDRESSES = (
 )
 PAGE_WORDS = ["page", *ADDRESSES[0], *ADDRESSES[1]]
 
+# Only in a world that asks for ages. So many pairs of years that their difference is not learned by heart.
+BIRTHS, AGES = range(1700, 1810), range(20, 90)
+YEARS = range(BIRTHS.start, BIRTHS[-1] + AGES[-1] + 1)
+AGE_WORDS = [*_words("how old did become became born died"), *map(str, AGES), *map(str, YEARS)]
+
 FUNCTION_WORDS = _words(
     "a an and are at author based by city company do does find for founded founder from"
     " has i in is it live lives mayor no not of same that the they to was were"
