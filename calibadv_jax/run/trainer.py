@@ -291,14 +291,22 @@ class Trainer:
         }
 
     def save_if_due(self) -> None:
-        """Saves after every `checkpoint.every` steps, but no step in doubt, and after the last step."""
-        if self.mirror:
-            self.mirror.check()
-        if not self.checkpoints.is_writing():
-            self._wait_for_checkpoint()
+        """Saves after every `checkpoint.every` steps, but no step in doubt, and after the last step.
+
+        Raises:
+            UserError: in all processes, where one learns that the checkpoint before could not be written, or
+                that another start writes to run.mirror.
+        """
         every = self.config.checkpoint.every
-        is_due = every and self.step % every == 0 and not self.guards.in_doubt
-        if self.step == self.config.learner.steps or is_due:
+        is_due = self.step == self.config.learner.steps or bool(
+            every and self.step % every == 0 and not self.guards.in_doubt
+        )
+        with self.hosts.together("checkpoint"):  # the save itself is a program of all: nobody may be missing
+            if self.mirror:
+                self.mirror.check()
+            if is_due or not self.checkpoints.is_writing():
+                self._wait_for_checkpoint()
+        if is_due:
             self.save()
 
     def save(self) -> None:

@@ -2,14 +2,23 @@
 
 One folder per version: an Orbax tree under ``params`` and a manifest that is written last. A folder
 without a manifest is not a snapshot. One host publishes: every parameter must be addressable from it.
+
+The tree is written so that a worker has next to nothing to do: matrices lie as in HuggingFace's files, and
+every tensor is one file that holds its bytes and nothing else (the only chunk of an uncompressed Zarr array).
+Readers map these files into memory. So no copy is made before the one into the model, all workers of a
+machine share the system's cache of them, and a tensor-parallel worker touches its part alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
+import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +32,14 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json, write_json
 from calibadv_jax.policy.sharding import placed_params
 from calibadv_jax.policy.transformer import Params, Policy
-from calibadv_jax.policy.weights import flatten, shape_problems, summary, unflatten
+from calibadv_jax.policy.weights import WEIGHTS, flatten, shape_problems, summary, unflatten
 from calibadv_jax.snapshots.adapted import with_base
-from calibadv_jax.snapshots.layout import damage_as_user_error, tensor_shapes
+from calibadv_jax.snapshots.layout import tensor_shapes
 
 MANIFEST, TREE = "manifest.json", "params"
-FORMAT = 1
-HASHED_AT_ONCE = 4  # tensors; each is copied to the host, and SHA-256 runs outside Python's lock
+FORMAT = 2
+HASHED_AT_ONCE = min(16, os.cpu_count() or 1)  # tensors; SHA-256 and reading run outside Python's lock
+AGAIN = "damaged snapshot, publish it again"
 
 
 class SnapshotStore:
@@ -42,8 +52,7 @@ class SnapshotStore:
 
     def __init__(self, folder: Path, keep: int, dtype: Any):
         self.folder, self.keep, self.dtype = folder.absolute(), keep, jnp.dtype(dtype).name
-        self._cast = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), params))
-        self._checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        self._checkpointer = _raw_checkpointer()
 
     def publish(
         self,
@@ -67,12 +76,14 @@ class SnapshotStore:
                 _remove(stale)
         folder = self.folder / f"v{version:06d}"
         folder.mkdir(parents=True)
-        cast = params if base else self._cast(params)
-        self._checkpointer.save(folder / TREE, cast)
-        tensors = {
-            path: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "sha256": digest}
-            for (path, leaf), digest in zip(flatten(cast).items(), _digests(cast), strict=True)
-        }
+        arrays = _on_host(_laid_out(params, None if base else self.dtype))
+        with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+            digests = pool.map(_digest, arrays.values())  # they are hashed while they are written
+            self._checkpointer.save(folder / TREE, unflatten(arrays))
+            tensors = {
+                path: {"shape": list(array.shape), "dtype": str(array.dtype), "sha256": digest}
+                for (path, array), digest in zip(arrays.items(), digests, strict=True)
+            }
         manifest = {
             "format": FORMAT,
             "version": version,
@@ -117,40 +128,24 @@ def load_snapshot(snapshot: Path, policy: Policy, mesh: Mesh | None, verify: boo
     Raises:
         UserError: incomplete, damaged, or of another policy (all differences are listed).
     """
-    snapshot = snapshot.absolute()
-    manifest, targets = read_manifest(snapshot), placed_params(policy.abstract_base, mesh)
-    dtype = policy.numerics.compute_dtype
-    if "base" in manifest:
-        whole = unflatten(read_tensors(snapshot))
-        _check_shapes(snapshot, tensor_shapes(whole), policy)
-        return jax.tree.map(lambda leaf, to: jax.device_put(leaf.astype(dtype), to.sharding), whole, targets)
-    tensors = manifest["tensors"]
-    _check_shapes(snapshot, {path: tuple(entry["shape"]) for path, entry in tensors.items()}, policy)
-    stored = unflatten(  # in the stored precision, so that the hashes can be compared
-        {
-            path: jax.ShapeDtypeStruct(target.shape, tensors[path]["dtype"], sharding=target.sharding)
-            for path, target in flatten(targets).items()
-        }
-    )
-    arguments = ocp.args.PyTreeRestore(
-        item=stored, restore_args=ocp.checkpoint_utils.construct_restore_args(stored)
-    )
-    with (
-        damage_as_user_error(f"{snapshot}: damaged snapshot, publish it again"),
-        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
-    ):
-        params = checkpointer.restore(snapshot / TREE, args=arguments)
+    manifest = read_manifest(snapshot)
+    tensors = _mapped(snapshot, manifest)
+    if "base" not in manifest:  # what does not fit is found before it is hashed
+        _check_shapes(snapshot, tensor_shapes(tensors), policy)
     if verify:
-        torn = [
-            path
-            for path, digest in zip(flatten(params), _digests(params), strict=True)
-            if digest != tensors[path]["sha256"]
-        ]
-        if torn:
-            raise UserError(
-                f"{snapshot}: damaged snapshot, publish it again; {', '.join(torn)} differ from {MANIFEST}"
-            )
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        _verify(snapshot, manifest)
+    if "base" in manifest:
+        tensors = with_base(tensors, manifest, snapshot)
+        _check_shapes(snapshot, tensor_shapes(tensors), policy)
+    targets, dtype = flatten(placed_params(policy.abstract_base, mesh)), policy.numerics.compute_dtype
+
+    def placed(path: str, target: jax.ShapeDtypeStruct) -> jax.Array:
+        # Copied: JAX may otherwise compute with the file's own bytes.
+        return jax.make_array_from_callback(
+            target.shape, target.sharding, lambda region: np.array(tensors[path][region], dtype, order="C")
+        )
+
+    return unflatten({path: placed(path, target) for path, target in targets.items()})
 
 
 def _check_shapes(snapshot: Path, found: Mapping[str, tuple[int, ...]], policy: Policy) -> None:
@@ -162,45 +157,121 @@ def _check_shapes(snapshot: Path, found: Mapping[str, tuple[int, ...]], policy: 
         )
 
 
-def read_tensors(snapshot: Path) -> dict[str, np.ndarray]:
+def read_tensors(snapshot: Path, share: slice = slice(None)) -> dict[str, np.ndarray]:
     """Host arrays of a snapshot by dotted path, in the stored precision, compared with their hashes.
 
-    Of one that holds adapters alone, those of the whole policy.
+    Of one that holds adapters alone, those of the whole policy. Others are views of the snapshot's files.
+
+    Args:
+        share: of the tensors, largest first, that are compared; others of this machine compare the rest.
 
     Raises:
         UserError: incomplete or damaged; or the base of the adapters is not there.
     """
-    snapshot = snapshot.absolute()
     manifest = read_manifest(snapshot)
-    tensors = manifest["tensors"]
-    arguments = ocp.args.PyTreeRestore(
-        restore_args=unflatten({path: ocp.RestoreArgs(restore_type=np.ndarray) for path in tensors})
-    )
-    with (
-        damage_as_user_error(f"{snapshot}: damaged snapshot, publish it again"),
-        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
-    ):
-        found = flatten(checkpointer.restore(snapshot / TREE, args=arguments))
-    stored = {path: tuple(entry["shape"]) for path, entry in tensors.items()}
-    problems = shape_problems({path: array.shape for path, array in found.items()}, stored)
-    problems += [
-        f"{path} differs from {MANIFEST}"
-        for path, digest in zip(found, _digests(found), strict=True)
-        if path in tensors and digest != tensors[path]["sha256"]
-    ]
-    if problems:
-        raise UserError(f"{snapshot}: damaged snapshot, publish it again; {summary(problems)}")
-    return with_base(found, manifest, snapshot) if "base" in manifest else found
+    tensors = _mapped(snapshot, manifest)
+    _verify(snapshot, manifest, share)
+    return with_base(tensors, manifest, snapshot) if "base" in manifest else tensors
 
 
-def _digests(params: Mapping[str, Any]) -> Iterator[str]:
-    """SHA-256 of every tensor's bytes, row-major, in the order of `flatten`."""
+def _mapped(snapshot: Path, manifest: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Every tensor in the policy's layout: a view of its file, which is not read yet.
+
+    Raises:
+        UserError: a file is missing, or has another size than its tensor; or a tensor is not known.
+    """
+    problems, tensors = [], {}
+    for path, entry in manifest["tensors"].items():
+        if path not in WEIGHTS:
+            problems.append(f"{path} is no parameter of a policy")
+            continue
+        file, dtype, shape = _file(snapshot, path, entry), jnp.dtype(entry["dtype"]), tuple(entry["shape"])
+        wanted = math.prod(shape) * dtype.itemsize
+        found = file.stat().st_size if file.is_file() else None
+        if found is None:
+            problems.append(f"{path} is missing")
+        elif found != wanted:
+            problems.append(f"{path} has {found} bytes instead of {wanted}")
+        else:  # "c": writable, as torch wants it; what is written never reaches the file
+            tensors[path] = _turned(path, np.memmap(file, dtype, "c", shape=shape))
+    _raise_damage(snapshot, problems)
+    return tensors
+
+
+def _verify(snapshot: Path, manifest: Mapping[str, Any], share: slice = slice(None)) -> None:
+    """Compares the files of tensors with their hashes.
+
+    They are read, not looked at through the mapping: what a disk or a network cannot give is then an error,
+    where the system would end the process. Whoever looks at the mapping next finds all in the system's cache.
+
+    Raises:
+        UserError: some differ, or cannot be read.
+    """
+    entries = manifest["tensors"]
+
+    def problem(path: str) -> str | None:
+        try:
+            with _file(snapshot, path, entries[path]).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            return f"{path} cannot be read ({error.strerror})"
+        return None if digest == entries[path]["sha256"] else f"{path} differs from {MANIFEST}"
+
+    large_first = sorted(entries, key=lambda path: -math.prod(entries[path]["shape"]))
     with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
-        yield from pool.map(_digest, flatten(params).values())
+        _raise_damage(snapshot, [found for found in pool.map(problem, large_first[share]) if found])
 
 
-def _digest(leaf: jax.Array | np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data).hexdigest()
+def _raise_damage(snapshot: Path, problems: list[str]) -> None:
+    if problems:
+        raise UserError(f"{snapshot}: {AGAIN}; {summary(problems)}")
+
+
+def _file(snapshot: Path, path: str, entry: Mapping[str, Any]) -> Path:
+    """Where Orbax writes the only chunk of a tensor."""
+    return snapshot / TREE / path / ".".join("0" * len(entry["shape"]))
+
+
+def _raw_checkpointer() -> ocp.Checkpointer:
+    """Orbax as it writes every array as one uncompressed file, without a copy of it in memory."""
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where it is missing
+    )
+    logging.getLogger("absl").addFilter(_is_news)
+    return ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=registry)
+    )
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """After every save Orbax warns that there are no parts of its other layout, which was not asked for."""
+    return "Skipping merge of OCDBT" not in record.getMessage()
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _laid_out(params: Params, dtype: str | None) -> dict[str, jax.Array]:
+    """Parameters by dotted path in the layout and, unless it is None, the dtype of a snapshot."""
+    return {
+        path: _turned(path, leaf if dtype is None else leaf.astype(dtype))
+        for path, leaf in flatten(params).items()
+    }
+
+
+def _turned(path: str, array: Any) -> Any:
+    """From the policy's layout to that of a snapshot, or back."""
+    return array.swapaxes(-1, -2) if WEIGHTS[path].transposed else array
+
+
+def _on_host(leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    for leaf in leaves.values():
+        leaf.copy_to_host_async()  # all of them, before the first is waited for
+    return {path: np.asarray(leaf) for path, leaf in leaves.items()}
+
+
+def _digest(array: np.ndarray) -> str:
+    """SHA-256 of a tensor's bytes, row-major."""
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def _version(folder: Path) -> int:

@@ -1,19 +1,23 @@
 """Weight-transfer engine ``orbax``: a vLLM worker takes its weights from a policy snapshot.
 
 vLLM finds `register` through the entry point group ``vllm.general_plugins`` and loads this engine where a
-server was started with ``--weight-transfer-config '{"backend": "orbax"}'``. Runs inside vLLM's workers;
-every tensor-parallel worker reads the snapshot and keeps its own part.
+server was started with ``--weight-transfer-config '{"backend": "orbax"}'``. Runs inside vLLM's workers. Those
+of one tensor-parallel group share the work: each of a machine compares its share of the tensors with their
+hashes, none loads anything unless all have found nothing, and then each reads its own part of every tensor.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -54,6 +58,9 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         """Begins a session: a new trainer counts its versions from the start."""
         jax.config.update("jax_platforms", "cpu")  # the accelerator is vLLM's
         self._session, self._version = init_info, -1
+        machines = _of_all(socket.gethostname())
+        here = [rank for rank, machine in enumerate(machines) if machine == socket.gethostname()]
+        self._share = slice(here.index(get_tp_group().rank_in_group), None, len(here))
 
     def start_weight_update(self) -> None:
         """Nothing: a layer-wise reload begins when the snapshot is known to be complete."""
@@ -72,10 +79,15 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
             initialize_layerwise_reload,
         )
 
+        tensors, failure = {}, None
         try:
             tensors = self._read(Path(update_info.path), update_info.version)
-        except UserError as error:
-            raise UserError(f"{REFUSAL}{error}") from error
+        except Exception as error:  # passed on to the other workers, who wait for it
+            failure = error
+        said = f"{REFUSAL}{failure}" if isinstance(failure, UserError) else failure and repr(failure)
+        for found in _of_all(said):
+            if found is not None:
+                raise UserError(found) from failure
         initialize_layerwise_reload(self.model)
         self.model.load_weights(_as_torch(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -86,7 +98,6 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         """Nothing is held between updates."""
 
     def _read(self, snapshot: Path, version: int) -> dict[str, np.ndarray]:
-
         if not hasattr(self, "_session"):
             raise UserError(f"{snapshot}: no session; call /init_weight_transfer_engine first")
         manifest = read_manifest(snapshot)
@@ -100,7 +111,7 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
             raise UserError(f"{snapshot}: written for another tokenizer than this session's")
         own = architecture_from_hf(self.model_config.hf_config.to_dict(), "the worker's config")
         _refuse_other_model(snapshot, architecture_from_hf(manifest["config"], f"{snapshot}: config"), own)
-        tensors = read_tensors(snapshot)
+        tensors = read_tensors(snapshot, self._share)
         expected = Policy(own, Numerics()).abstract_params
         check_hf(hf_shapes(unflatten(tensors)), expected, str(snapshot))
         return tensors
@@ -116,6 +127,15 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+
+
+def _of_all(value: Any) -> list[Any]:
+    """What every worker of this one's tensor-parallel group gives, by rank."""
+    group = get_tp_group()
+    values = [value] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
 
 
 def _refuse_other_model(snapshot: Path, theirs: Architecture, own: Architecture) -> None:

@@ -1,6 +1,8 @@
 """Training in several processes equals training in one, whoever is stopped or killed on the way."""
 
+import json
 import re
+import time
 from functools import partial
 
 import hosts_rig
@@ -19,6 +21,7 @@ from calibadv_jax.policy.weights import flatten
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run import model
 from calibadv_jax.run.wiring import open_services
+from calibadv_jax.snapshots import mirror
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("faiss")
@@ -140,3 +143,23 @@ def test_kill_of_one_of_four_ends_all_and_two_go_on(settings, undisturbed):
     for name, array in weights.items():
         np.testing.assert_allclose(array, expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
     assert scores == theirs and scores
+
+
+def test_what_process_0_alone_learns_ends_both_at_one_step(settings):
+    """Another start takes run.mirror: only the process that copies can find that out."""
+    store = settings[0] / "store"
+    more = ["checkpoint.every=1", "learner.steps=200", "evaluate.every=0", f"run.mirror={store}"]
+    running = hosts_rig.start(arguments(settings, "overtaken", *more), 2, 4)
+    marker = store / mirror.MARKER
+    while running[0].poll() is None:
+        if marker.is_file() and (found := json.loads(marker.read_text() or "{}")).get("checkpoints"):
+            other = {"token": "another", "host": "elsewhere", "process": 7}
+            marker.write_text(json.dumps(found | {"owner": other}))
+        time.sleep(0.1)
+    (first, status), (second, other_status) = hosts_rig.ends(running)
+    assert (status, other_status) == (2, 2), (first, second)
+    assert "was taken over by another start of this run (process 7 on elsewhere)" in first
+    assert re.search(r"error: process 0 \(.*\) has ended: run.mirror=.* was taken over", second), second
+    folder = settings[0] / "overtaken"
+    steps = [int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
+    assert max(steps) == len(hosts_rig.rows(folder)) < 200  # both were there to save the last step

@@ -7,13 +7,16 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest
+from calibadv_jax.policy.weights import unflatten
+from calibadv_jax.snapshots.layout import tensor_shapes
+from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest, read_tensors
 
 
 def publish(store, tiny, version, params=None):
@@ -31,17 +34,32 @@ def test_the_manifest_says_what_the_snapshot_holds(tiny, tmp_path):
     manifest = read_manifest(folder)
     assert folder.name == "v000007"
     assert {name: manifest[name] for name in ("format", "version", "tokenizer")} == {
-        "format": 1,
+        "format": 2,
         "version": 7,
         "tokenizer": "abc",
     }
     assert manifest["config"] == tiny.config
-    scale = np.asarray(tiny.params["layers"]["attn"]["q"]["kernel"].astype(jnp.bfloat16))
+    kernel = np.asarray(tiny.params["layers"]["attn"]["q"]["kernel"].astype(jnp.bfloat16))
+    bytes_of_file = kernel.swapaxes(1, 2).tobytes()  # as in HuggingFace's files
     assert manifest["tensors"]["layers.attn.q.kernel"] == {
-        "shape": [2, 16, 32],
+        "shape": [2, 32, 16],
         "dtype": "bfloat16",
-        "sha256": hashlib.sha256(scale.tobytes()).hexdigest(),
+        "sha256": hashlib.sha256(bytes_of_file).hexdigest(),
     }
+    assert (folder / "params/layers.attn.q.kernel/0.0.0").read_bytes() == bytes_of_file
+    assert (folder / "params/embed.embedding/0.0").read_bytes() == np.asarray(
+        tiny.params["embed"]["embedding"].astype(jnp.bfloat16)
+    ).tobytes()
+
+
+def test_orbax_alone_reads_what_was_published_and_has_nothing_to_warn_of(tiny, store, caplog):
+    folder = publish(store, tiny, 0)
+    assert not caplog.records
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        found = checkpointer.restore(folder / "params")
+    kernel = np.asarray(tiny.params["layers"]["attn"]["q"]["kernel"])
+    assert np.array_equal(found["layers"]["attn"]["q"]["kernel"], kernel.swapaxes(1, 2))
+    assert tensor_shapes(found).keys() == tensor_shapes(tiny.params).keys()
 
 
 @pytest.mark.medium
@@ -115,8 +133,8 @@ def test_incomplete_and_torn_snapshots_are_one_line(tiny, store, how):
         manifest.write_text(manifest.read_text()[:50])
         words = "not valid JSON"
     elif how == "format":
-        manifest.write_text(json.dumps({"format": 2}))
-        words = "format is 2, not 1"
+        manifest.write_text(json.dumps({"format": 1}))
+        words = "format is 1, not 2"
     elif how == "tree gone":
         shutil.rmtree(tree)
     else:
@@ -130,3 +148,53 @@ def test_incomplete_and_torn_snapshots_are_one_line(tiny, store, how):
     with pytest.raises(UserError, match=words) as caught:
         load_snapshot(folder, tiny.policy, None)
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["changed", "longer", "unknown", "unreadable"])
+def test_a_file_that_is_not_what_was_published_is_never_handed_out(tiny, store, how):
+    folder = publish(store, tiny, 0)
+    file = folder / "params/layers.mlp.up.kernel/0.0.0"
+    published = file.read_bytes()
+    words = "layers.mlp.up.kernel differs from manifest.json"
+    if how == "changed":  # in one bit
+        file.write_bytes(published[:-1] + bytes([published[-1] ^ 1]))
+    elif how == "longer":
+        file.write_bytes(published + b"0")
+        words = rf"layers.mlp.up.kernel has {len(published) + 1} bytes instead of {len(published)}"
+    elif how == "unknown":
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["tensors"]["../../other"] = manifest["tensors"].pop("final_norm.scale")
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        words = r"\.\./\.\./other is no parameter"
+    else:
+        file.unlink()
+        file.mkdir()
+        words = "layers.mlp.up.kernel is missing"
+    with pytest.raises(UserError, match=f"damaged snapshot, publish it again; {words}"):
+        read_tensors(folder)
+
+
+def test_what_is_read_stays_when_the_snapshot_is_pruned_or_published_again(tiny, store):
+    """Views of files: whoever still holds them must not see a later version in them."""
+    held = read_tensors(publish(store, tiny, 1))
+    publish(store, tiny, 1, jax.tree.map(lambda leaf: leaf * 2, tiny.params))
+    for version in (2, 3):
+        publish(store, tiny, version)
+    assert not (store.folder / "v000001").exists()
+    assert tiny.same(unflatten(held), tiny.params)
+
+
+def test_workers_that_share_the_hashes_find_what_one_finds(tiny, store):
+    folder = publish(store, tiny, 0)
+    for file in [path for path in (folder / "params").rglob("*") if path.name.startswith("0")]:
+        published = file.read_bytes()
+        file.write_bytes(published[:-1] + bytes([published[-1] ^ 1]))
+        found = []
+        for rank in range(3):
+            try:
+                read_tensors(folder, slice(rank, None, 3))
+            except UserError as error:
+                found.append(str(error))
+        assert len(found) == 1 and f"{file.parent.name} differs" in found[0], file
+        file.write_bytes(published)
+    assert tiny.same(unflatten(read_tensors(folder)), tiny.params)
