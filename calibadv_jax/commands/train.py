@@ -83,7 +83,7 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
         with console.phase("loading the parameters", announce=True):
             trainer = Trainer(config, model, questions, rollouts, folder, console, hosts)
             trainer.mirror = mirror
-        with trainer, hosts.steps(stop):
+        with hosts.steps(stop), trainer:  # all save the last step together, signal or not
             train(config, trainer, rollouts, folder, console, stop, left_out)
 
 

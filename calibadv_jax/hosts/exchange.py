@@ -111,7 +111,7 @@ class Joined(Hosts):
         self._starting = ExitStack()
         self._starting.enter_context(self._stop.held())
         self._agreed: BaseException | None = None  # the error with which all have stopped
-        self.watch = Watch(client, index, count, self.named, timeout, lambda: self._stop.call())
+        self.watch = Watch(client, index, count, self.named, timeout, self._called)
         self.watch.start()
         self._machines = self.exchange("names", socket.gethostname())
 
@@ -230,6 +230,11 @@ class Joined(Hosts):
             error = UserError(f"{self.named(index)} has ended: {said}")
         self._agreed, self.in_step = error, True
         raise error
+
+    def _called(self) -> None:
+        """Another process stops. Its note comes up to a second late: after a meeting it breaks off nothing."""
+        if self._agreed is None:
+            self._stop.call()
 
     def _own_status(self) -> int | None:
         """With which this process was told to stop, not by another one of the run."""

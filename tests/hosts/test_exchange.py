@@ -157,6 +157,26 @@ def test_one_that_waits_is_told_to_stop_and_breaks_off_the_others_rollouts(run_a
         assert isinstance(error, SystemExit) and error.code == 130 and in_step
 
 
+def test_the_note_of_a_stop_breaks_off_nothing_after_the_meeting(run_all):
+    """Process 0 notes that it stops, and the other reads the note only when both have met and save."""
+    saved = []
+
+    def work(hosts):
+        with Stop() as stop:
+            try:
+                with hosts.steps(stop), hosts.together("checkpoint"):
+                    if hosts.is_first:
+                        raise UserError("run.mirror was taken over")
+            finally:
+                hosts.watch._stopping()
+                with stop.held():
+                    saved.append(hosts.index)
+
+    (one, _), (two, _) = run_all(work)
+    assert str(one) == "run.mirror was taken over" and sorted(saved) == [0, 1]
+    assert isinstance(two, UserError) and "process 0 (" in str(two)
+
+
 def test_two_processes_that_differ_are_both_told(run_all):
     for error, in_step in run_all(lambda hosts: hosts.same("data.train", lambda: hosts.index), 2):
         assert (
