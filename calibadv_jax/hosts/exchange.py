@@ -232,7 +232,7 @@ class Joined(Hosts):
         raise error
 
     def _called(self) -> None:
-        """Another process stops. Its note comes up to a second late: after a meeting it breaks off nothing."""
+        """Another process stops. Its note may come late: after the meeting it breaks off nothing."""
         if self._agreed is None:
             self._stop.call()
 

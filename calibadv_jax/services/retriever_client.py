@@ -94,7 +94,7 @@ class RetrieverClient:
         """The page at each address, put into `config.page_address`; None where there is none.
 
         Raises:
-            As `search`; UserError where the service has no pages.
+            As `search`, also where the pages are others; UserError where the service has none.
         """
         self._enter_loop()
         return list(await asyncio.gather(*map(self._page, addresses)))
@@ -234,12 +234,14 @@ class RetrieverClient:
                 return [self._failed(f"no usable answer in {BAD_REPLIES} attempts ({failure})")]
 
     async def _page(self, address: str) -> Document | None:
-        assert self._http is not None
-        http, waits = self._http, Waits(self.config.patience)
+        assert self._http is not None and self._replicas is not None
+        http, replicas, waits = self._http, self._replicas, Waits(self.config.patience)
         body = {"urls": [self.config.page_address.replace("{}", address)]}
 
         async def ask(replica: Replica) -> Document | None:
             reply = await request(http, "POST", replica.url + PAGE_ROUTE, json=body)
+            if not reply.is_away:
+                await replicas.check(replica, reply)
             return read_page(replica.url, reply, address)
 
         while True:

@@ -12,9 +12,9 @@ import aiohttp
 from calibadv_jax.services.http_client import Unreachable, request
 from calibadv_jax.services.retriever_replies import TOKEN_VARIABLE, excerpt
 
-SAME = ("corpus_sha256", "encoder", "model", "reranker")  # of services that answer alike
-IDENTITY = "identity"  # of this project's services: index and reranker in one string
-IDENTITY_HEADER = "X-Index-Identity"  # the same string, on every reply of POST /retrieve
+SAME = ("corpus_sha256", "encoder", "model", "reranker", "pages_sha256")  # of services that answer alike
+IDENTITY = "identity"  # of this project's services: index, reranker and pages in one string
+IDENTITY_HEADER = "X-Index-Identity"  # the same string, on every reply of POST /retrieve and POST /access
 
 
 def token() -> str:

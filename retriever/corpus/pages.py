@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,11 @@ from retriever.errors import RetrieverError
 class Pages:
     """Knows where each URL's row begins; rows themselves stay on disk.
 
+    The file stays open, so that another one that is moved to its place changes nothing.
+
+    Attributes:
+        sha256: of all rows, as they stand in the file.
+
     Raises:
         RetrieverError: no such file, or a malformed row, with file and line.
     """
@@ -22,25 +29,39 @@ class Pages:
             raise RetrieverError(f"{path}: no such file of pages; correct --pages_path")
         self.path = path
         self._start: dict[str, int] = {}
-        offset = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(read_lines(file, path), 1):
-                if line.strip():
-                    self._start[self._url(line, number)] = offset
-                offset += len(line)
+        self._reading = threading.Lock()  # requests share one place in the file
+        self._file = path.open("rb")
+        offset, digest = 0, hashlib.sha256()
+        for number, line in enumerate(read_lines(self._file, path), 1):
+            if line.strip():
+                self._start[self._url(line, number)] = offset
+                digest.update(line.strip() + b"\n")
+            offset += len(line)
+        self.sha256 = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._start)
 
     def access(self, url: str) -> dict[str, Any] | None:
-        """The page's row, or None; ``…/index.php/Title`` is looked up as ``…/index.php?title=Title``."""
-        start = self._start.get(url.replace("index.php/", "index.php?title="))
+        """The page's row, or None; ``…/index.php/Title`` is looked up as ``…/index.php?title=Title``.
+
+        Raises:
+            RetrieverError: the file was written to since it was read.
+        """
+        url = url.replace("index.php/", "index.php?title=")
+        start = self._start.get(url)
         if start is None:
             return None
-        with self.path.open("rb") as file:
-            file.seek(start)
-            row: dict[str, Any] = json.loads(file.readline())
-            return row
+        with self._reading:
+            self._file.seek(start)
+            line = self._file.readline()
+        try:
+            row: dict[str, Any] = json.loads(line)
+            if row["url"] == url:
+                return row
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        raise RetrieverError(f"{self.path}: changed while it is served; start the service again")
 
     def _url(self, line: bytes, number: int) -> str:
         try:

@@ -21,6 +21,10 @@ def service(monkeypatch):
     class Pages(Handler):
         replies: list = []
         asked: list = []
+        state = {"corpus_sha256": "c1", "pages_sha256": "p1", "identity": "aa"}
+
+        def do_GET(self):
+            self.reply(200, self.state)
 
         def do_POST(self):
             urls = json.loads(self.body())["urls"]
@@ -29,12 +33,19 @@ def service(monkeypatch):
                 self.reply(*self.replies.pop(0))
                 return
             row = {"url": "p/ann", "contents": '"Ann"\nAnn paints.', "more": 1}
-            self.reply(200, {"result": [row if url == "p/ann" else None for url in urls]})
+            result = [row if url == "p/ann" else None for url in urls]
+            self.reply(200, {"result": result}, {"X-Index-Identity": self.state["identity"]})
 
-    def read(*addresses):
+    def read(*addresses, between=None):
+        client = RetrieverClient(RetrieverConfig(page_address="p/{}", patience=0.2), url)
+        if between is not None:
+            client.health()
+
         async def ask():
-            client = RetrieverClient(RetrieverConfig(page_address="p/{}", patience=0.2), url)
             try:
+                if between is not None:
+                    await client.access(addresses)
+                    between()
                 return await client.access(addresses)
             finally:
                 await client.close()
@@ -73,3 +84,16 @@ def test_a_service_that_stays_ill(service, reply, times, kind, message):
     with pytest.raises(kind, match=message) as error:
         read("ann")
     assert (type(error.value) is UserError) == (kind is UserError)
+
+
+def test_other_pages_than_at_the_start_are_never_taken(service):
+    """A service that was started again with another --pages_path, and the same index."""
+    read, handler = service
+
+    def exchange():
+        handler.state = handler.state | {"pages_sha256": "p2", "identity": "bb"}
+
+    assert read("ann", between=lambda: None) == [Document("page ann", "Ann", "Ann paints.")]
+    with pytest.raises(UserError, match="serves another index than at the start") as error:
+        read("ann", between=exchange)
+    assert type(error.value) is UserError

@@ -57,14 +57,15 @@ def make_app(
     if token:
         app.add_middleware(RequireToken, token=token)
     model = reranker.model if reranker else ""
-    identity = index_identity(searcher.manifest, model)
+    identity = index_identity(searcher.manifest, model, pages.sha256 if pages else "")
     app.add_middleware(Identify, identity=identity)
     app.add_middleware(Measure, metrics=metrics)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ready", **searcher.manifest, "reranker": model, "identity": identity}
+        of_pages = {"pages_sha256": pages.sha256} if pages else {}
+        return {"status": "ready", **searcher.manifest, "reranker": model, **of_pages, "identity": identity}
 
     @app.get("/metrics")
     async def show_metrics() -> Response:

@@ -46,7 +46,7 @@ class Measure:
 
 
 class Identify:
-    """ASGI middleware: every reply of ``/retrieve`` says which index gave it, also a refusal."""
+    """ASGI middleware: every reply of ``/retrieve`` and ``/access`` says whose it is, also a refusal."""
 
     def __init__(self, app: Any, identity: str):
         self.app, self.header = app, (HEADER.lower().encode(), identity.encode())
@@ -57,8 +57,8 @@ class Identify:
                 message = message | {"headers": [*message.get("headers", ()), self.header]}
             await send(message)
 
-        is_search = scope["type"] == "http" and scope["path"] == "/retrieve"
-        await self.app(scope, receive, say if is_search else send)
+        has_documents = scope["type"] == "http" and scope["path"] in ("/retrieve", "/access")
+        await self.app(scope, receive, say if has_documents else send)
 
 
 class RequireToken:

@@ -42,3 +42,19 @@ def test_malformed_pages_are_one_line(tmp_path, monkeypatch):
     path.write_text(json.dumps({"url": "u", "contents": "a" * 50}))
     with pytest.raises(RetrieverError, match="pages.jsonl:1: longer than 30 bytes"):
         Pages(path)
+
+
+def test_a_file_that_is_replaced_changes_nothing_and_one_that_is_rewritten_is_noticed(tmp_path):
+    path, other = tmp_path / "pages.jsonl", tmp_path / "other.jsonl"
+    rows = [{"url": name, "contents": name * 9} for name in "abc"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pages = Pages(path)
+    other.write_text('{"url": "b", "contents": "other"}\n')
+    other.replace(path)
+    assert [pages.access(name) for name in "cab"] == [rows[2], rows[0], rows[1]]
+
+    pages = Pages(path)
+    for changed in ('{"url": "c", "contents": "third"}\n', "{", ""):
+        path.write_text(changed)
+        with pytest.raises(RetrieverError, match="pages.jsonl: changed while it is served"):
+            pages.access("b")

@@ -11,6 +11,7 @@ pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient
 from retriever_rig import town_rows, write_rows
 
+from retriever.corpus.pages import Pages
 from retriever.corpus.passages import load_corpus
 from retriever.indexing.builder import build_index
 from retriever.indexing.options import BuildOptions
@@ -66,6 +67,21 @@ def test_what_decides_the_documents_decides_the_identity(files, tmp_path):
         build_index(load_corpus(file), tmp_path / str(number), options, progress=False)
         found.add(identity(opened(file, tmp_path / str(number))))
     assert len(found) == 9
+
+
+def test_pages_are_part_of_it_and_every_reply_with_pages_says_it(index, tmp_path):
+    rows = ['{"url": "a", "contents": "A"}\n', '{"url": "a", "contents": "B"}\n']
+    found = {identity(index)}
+    for number, row in enumerate([*rows, "\n" + rows[0].strip()]):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(row)
+        with TestClient(make_app(index, Depths(1), pages=Pages(path))) as client:
+            state = client.get("/health").json()
+            for urls in (["a"], 5):
+                reply = client.post("/access", json={"urls": urls})
+                assert reply.headers["x-index-identity"] == state["identity"] and state["pages_sha256"]
+        found.add(state["identity"])
+    assert len(found) == 3  # blank lines and the last line's end are no part of the pages
 
 
 def test_where_it_is_served_does_not(index):
