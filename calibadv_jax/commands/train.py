@@ -37,11 +37,12 @@ from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.choices import describe_choices
-from calibadv_jax.run.folder import content_hash, enter_run_folder
-from calibadv_jax.run.model import build_model
+from calibadv_jax.run.folder import content_hash, enter_run_folder, initial_hash, judge_hash
+from calibadv_jax.run.model import Model, build_model
 from calibadv_jax.run.service import check_service
 from calibadv_jax.run.trainer import Trainer
 from calibadv_jax.run.wiring import open_rollouts
+from calibadv_jax.snapshots.checkpoint import newest_step
 from calibadv_jax.snapshots.mirror import open_mirror
 
 
@@ -59,6 +60,7 @@ def run(config: Config, kept: Config | None = None) -> None:
 
 
 def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
+    hosts.share("run.dir", Path(config.run.dir))
     mirror = open_mirror(config, console) if hosts.is_first else None
     hosts.first("run.mirror", lambda: bool(mirror and mirror.fetch()))
     for line in describe_choices(config):
@@ -69,8 +71,7 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
         model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
         questions, left_out = fitting_questions(config, questions, model.tokenizer, console)
-    hosts.same("data.train", lambda: content_hash([dataclasses.astuple(one) for one in questions]))
-    hosts.same("policy or tokenizer", lambda: content_hash([model.hf_config, model.tokenizer_hash]))
+    check_same(config, model, questions, hosts)
     hosts.first("run folder", lambda: bool(enter_run_folder(kept, model, questions, console.say)))
     folder = Path(config.run.dir)
     with Stop() as stop, ExitStack() as stack:
@@ -85,6 +86,21 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
             trainer.mirror = mirror
         with hosts.steps(stop), trainer:  # all save the last step together, signal or not
             train(config, trainer, rollouts, folder, console, stop, left_out)
+
+
+def check_same(config: Config, model: Model, questions: Sequence[Question], hosts: Hosts) -> None:
+    """Whether all processes read the same in the files that the config names: each may have its own copies.
+
+    Raises:
+        UserError: one of them reads something else.
+    """
+    hosts.same("data.train", lambda: content_hash([dataclasses.astuple(one) for one in questions]))
+    hosts.same("policy or tokenizer", lambda: content_hash([model.hf_config, model.tokenizer_hash]))
+    hosts.same("file reward.judge.prompt", lambda: judge_hash(config))
+    newest = newest_step(Path(config.run.dir) / "checkpoints")
+    hosts.same("newest checkpoint in run.dir", lambda: newest)
+    if config.policy.path and (newest is None or config.keeps_initial_policy):
+        hosts.same("set of weights in policy.path", lambda: initial_hash(config, model))
 
 
 def fitting_questions(

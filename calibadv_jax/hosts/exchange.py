@@ -10,11 +10,13 @@ error leaves the others waiting in the middle of a program, so that `Watch` must
 from __future__ import annotations
 
 import math
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -88,6 +90,16 @@ class Hosts:
 
         Raises:
             UserError: one has another.
+        """
+
+    def share(self, what: str, folder: Path) -> None:
+        """Checks that this folder, which is there, is one folder for all processes.
+
+        Args:
+            what: the key that names it.
+
+        Raises:
+            UserError: a process sees another one.
         """
 
 
@@ -179,6 +191,27 @@ class Joined(Hosts):
                         f"{self.named(index)} has another {what} than {self.named(self.index)}: start all"
                         " processes with the same config and the same files"
                     )
+
+    def share(self, what: str, folder: Path) -> None:
+        seen: Path | None = None
+        name = self.first(what, lambda: f".seen_by_all_{secrets.token_hex(8)}")
+        try:
+            with self.together(what):
+                if self.is_first:
+                    seen = folder / name
+                    seen.touch()
+            with self.together(what):
+                until = time.monotonic() + self._timeout  # a network's file system may be slow
+                while not (folder / name).exists():
+                    if time.monotonic() > until:
+                        raise UserError(
+                            f"{what}={folder}: {self.named(self.index)} does not see there what"
+                            f" {self.named(0)} writes: all processes must share one folder"
+                        )
+                    time.sleep(0.1)
+        finally:
+            if seen is not None:
+                seen.unlink(missing_ok=True)
 
     def part(self) -> None:
         """Waits for the others a last time: from now on each may end."""

@@ -79,14 +79,29 @@ def _identity(config: Config, model: Model, questions: Sequence[Question]) -> di
         "policy.config": content_hash(model.hf_config),
         "policy.vocabulary": model.tokenizer_hash,
     }
-    if config.reward.judge.prompt:
-        identity[JUDGE] = content_hash(read_prompt(config.reward.judge.prompt))
+    if prompt := judge_hash(config):
+        identity[JUDGE] = prompt
     if config.policy.path and (config.keeps_initial_policy or config.policy.lora.rank):
-        weights, _ = find_folder(config, config.policy.path, with_weights=True, known=model.pins)
-        identity[REFERENCE] = weights_hash(weights)
+        identity[REFERENCE] = initial_hash(config, model)
     if config.keeps_initial_policy and config.policy.lora.init_from:
         identity[ADAPTERS] = adapters_hash(Path(config.policy.lora.init_from))
     return identity
+
+
+def judge_hash(config: Config) -> str:
+    """Of the judge's prompt; empty: it has no file."""
+    prompt = config.reward.judge.prompt
+    return content_hash(read_prompt(prompt)) if prompt else ""
+
+
+def initial_hash(config: Config, model: Model) -> str:
+    """Of the weights in policy.path.
+
+    Raises:
+        UserError: there are none, or they are damaged.
+    """
+    weights, _ = find_folder(config, config.policy.path, with_weights=True, known=model.pins)
+    return weights_hash(weights)
 
 
 def holds_training(folder: Path) -> bool:

@@ -235,3 +235,24 @@ def test_trajectories_come_as_they_were_and_nothing_else_comes():
     for sent in (Harm(), np.array([Harm()], object), {"a": [pickle.loads]}):
         with pytest.raises(pickle.UnpicklingError, match="nothing that processes"):
             from_bytes(pickle.dumps(sent))
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_a_folder_that_is_not_one_for_all_is_refused(run_all, tmp_path, is_one):
+    folders = [tmp_path / "a", tmp_path / ("a" if is_one else "b")]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+
+    def work(hosts):
+        hosts._timeout = 0.2
+        hosts.share("run.dir", folders[hosts.index])
+        return "shared"
+
+    (one, _), (two, _) = run_all(work)
+    if is_one:
+        assert one == two == "shared"
+    else:
+        assert "process 1 (" in str(one) and "has ended: run.dir=" in str(one)
+        assert isinstance(two, UserError) and f"run.dir={folders[1]}: process 1 (" in str(two)
+        assert "all processes must share one folder" in str(two)
+    assert [path for folder in folders for path in folder.iterdir()] == []

@@ -1,0 +1,62 @@
+"""What each process reads by itself is compared at the start, and the run's folder must be one."""
+
+import numpy as np
+import pytest
+from run_folder_rig import QUESTIONS, StandInModel
+from safetensors.numpy import save_file
+
+from calibadv_jax.commands.train import check_same
+from calibadv_jax.config import load_config
+from calibadv_jax.hosts.exchange import Hosts
+
+
+class Told(Hosts):
+    """What a process tells the others of what it has read."""
+
+    def __init__(self):
+        self.told = {}
+
+    def same(self, what, value):
+        self.told[what] = value()
+
+
+@pytest.fixture
+def told(tmp_path):
+    """Tells what stands in a process' copies of the files, with a change."""
+    (tmp_path / "config.yaml").write_text("{}")
+
+    def tell(prompt="Judge.", scale=1.0, questions=QUESTIONS, **hf_config):
+        policy, file = tmp_path / "policy", tmp_path / "prompt.txt"
+        model = StandInModel(policy, **hf_config)
+        save_file({"a": np.full(3, scale, np.float32)}, policy / "model.safetensors")
+        file.write_text(prompt)
+        places = [f"policy.path={policy}", f"run.dir={tmp_path / 'run'}", f"reward.judge.prompt={file}"]
+        hosts = Told()
+        check_same(load_config(tmp_path / "config.yaml", places), model, questions, hosts)
+        return hosts.told
+
+    tell.run = tmp_path / "run"
+    return tell
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"prompt": "Judge mildly."}, "file reward.judge.prompt"),
+        ({"scale": 2.0}, "set of weights in policy.path"),
+        ({"questions": QUESTIONS[:1]}, "data.train"),
+        ({"hidden_size": 8}, "policy or tokenizer"),
+    ],
+)
+def test_another_copy_of_one_file_shows(told, change, what):
+    ours, theirs = told(), told(**change)
+    assert [name for name in ours if ours[name] != theirs[name]] == [what]
+    assert ours == told()
+
+
+def test_weights_that_a_checkpoint_replaces_need_not_be_there(told):
+    before = told()
+    (told.run / "checkpoints" / "3").mkdir(parents=True)
+    after = told()
+    assert before["newest checkpoint in run.dir"] is None and after["newest checkpoint in run.dir"] == 3
+    assert before.keys() - after.keys() == {"set of weights in policy.path"}
