@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -108,6 +109,8 @@ class Runs:
         self.jobs = list(dict.fromkeys(jobs))
         self.failures: list[str] = []
         self._children: set[subprocess.Popen[bytes]] = set()
+        self._ending = False
+        self._starting = threading.Lock()  # what begins is seen by the one who ends it, or does not begin
 
     def run(self) -> None:
         """All cold starts first, each on as many cores as there are workers; then the runs."""
@@ -145,7 +148,9 @@ class Runs:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         for command in commands:
-            with log.open("ab") as file:
+            with self._starting, log.open("ab") as file:
+                if self._ending:
+                    return False
                 child = subprocess.Popen(
                     command,
                     stdout=file,
@@ -154,7 +159,7 @@ class Runs:
                     cwd=ROOT,
                     env=environment,
                 )
-            self._children.add(child)
+                self._children.add(child)
             if status := child.wait():
                 self.failures.append(f"{what}: ended with status {status}; see {log}")
                 say(f"error: {self.failures[-1]}")
@@ -163,9 +168,11 @@ class Runs:
         return True
 
     def _end_children(self) -> None:
-        for child in list(self._children):
+        with self._starting:
+            self._ending = True
+        for child in self._children:
             child.terminate()
-        for child in list(self._children):
+        for child in self._children:
             child.wait()
 
 

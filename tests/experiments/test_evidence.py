@@ -157,6 +157,14 @@ time.sleep(60)
     assert calls(tmp_path) == ["cold cold/seed-3", "train runs/grpo-lr1.9e-3/seed-3"]
 
 
+def test_between_two_commands_of_a_run_the_end_begins_no_second(tmp_path):
+    ended = evidence.Runs(tmp_path, [], "")
+    ended._end_children()
+    touch = [sys.executable, "-c", f"open({str(tmp_path / 'begun')!r}, 'w')"]
+    assert not ended._try("a run", tmp_path / "run", 1, touch)
+    assert not (tmp_path / "begun").exists() and not ended.failures
+
+
 def test_the_list_says_how_far_each_run_is(tmp_path, programs):
     jobs = jobs_of("grpo", "soft", "calibadv")
     run_all(tmp_path, jobs[:1])
