@@ -21,9 +21,10 @@ from calibadv_jax.config import Config, SftPhase, dump_config
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_text
+from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.locking import locked_output, locked_run
 from calibadv_jax.core.stopping import Stop
-from calibadv_jax.core.tags import neutralise
+from calibadv_jax.core.tags import neutralise_observation, parse_turn
 from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
 from calibadv_jax.data.demonstrations import GENERATORS, Demonstration
 from calibadv_jax.hosts.joining import alone
@@ -38,7 +39,7 @@ from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params
-from calibadv_jax.rollout.actions import grammar_of
+from calibadv_jax.rollout.actions import Search, grammar_of
 from calibadv_jax.rollout.observation import (
     Observations,
     added_token_strings,
@@ -375,15 +376,17 @@ def _encoded(demonstration: Demonstration, config: Config, tokenizer: Any, loss_
     prompt = build_prompt(demonstration.question, tokenizer, config.prompt, longest, actions)
     parts: list[tuple[np.ndarray, bool]] = [(prompt, False)]
     shown = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
-    for turn in demonstration.turns:
+    by_name: dict[str, Action] = {one.name: one for one in actions or (Search(),)}
+    for number, turn in enumerate(demonstration.turns, 1):
         text = turn.text.removeprefix(shown.opening)
         parts.append((np.asarray(encode(tokenizer, text), np.int32), turn.trained))
-        if turn.documents:
+        action = by_name.get(parse_turn(turn.text, "eos", grammar).kind)
+        goes_on = action is not None and number < len(demonstration.turns)
+        if goes_on or turn.documents or turn.observation:
+            said = neutralise_observation(turn.observation, added_token_strings(tokenizer), grammar)
             documents = neutralise_documents(turn.documents, tokenizer, grammar)
-            parts.append((shown.of_documents(documents)[0], False))
-        elif turn.observation:
-            body = neutralise(turn.observation, added_token_strings(tokenizer), grammar)
-            parts.append((shown.information(body)[0], False))
+            body = Search().render(Reply(tuple(documents), said))
+            parts.append((shown.of(action or Search()).information(body)[0], False))
     tokens = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
     mask = np.concatenate([np.full(len(ids), learned or loss_on == "all") for ids, learned in parts])
     mask[0] = False  # nothing precedes the first token

@@ -65,6 +65,7 @@ SEARCH_GRAMMAR = Grammar()
 TAG_NAMES, TAGS, STOP_STRINGS = SEARCH_GRAMMAR.tag_names, SEARCH_GRAMMAR.tags, SEARCH_GRAMMAR.stop_strings
 OPEN_THINK = "<think>"
 OPEN_INFORMATION, CLOSE_INFORMATION = "\n\n<information>", "</information>\n\n"
+FIRST_DOCUMENT = 'Doc 1(Title: "'  # begins a list of documents; nothing that is neutralised holds it
 INVALID_ACTION = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and"
     " </search>. If I want to give the final answer, I should put the answer between <answer> and"
@@ -102,6 +103,15 @@ def numbered(documents: Sequence[Document]) -> str:
 def refusal(name: str, reason: str) -> str:
     """What the policy reads where an action does not take its body; `reason` is neutralised already."""
     return f"The action {name} does not take this: {reason}"
+
+
+def neutralise_observation(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH_GRAMMAR) -> str:
+    """As `neutralise`, but a refusal at the beginning stays one: the environment writes those itself."""
+    if text == QUERY_REFUSED:
+        return text
+    beginnings = (refusal(name, "") for name in grammar.actions)
+    beginning = next((one for one in beginnings if text.startswith(one)), "")
+    return beginning + neutralise(text[len(beginning) :], extra, grammar)
 
 
 def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRAMMAR) -> ParsedTurn:

@@ -36,7 +36,7 @@ class DemoTurn:
     text: str
     documents: tuple[Document, ...] = ()
     trained: bool = True  # False: context only, not trained on
-    observation: str = ""  # shown where there are no documents: what a chat's tool said
+    observation: str = ""  # shown before the documents: what a tool said, or why it refused
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -172,8 +172,7 @@ async def _observe(turn: Turn, context: RolloutContext, room: int) -> bool:
     shown, reply = context.observations, Reply()
     if turn.is_action:
         action = context.by_name[turn.kind]
-        if action.max_length:
-            shown = replace(shown, max_length=min(shown.max_length, action.max_length))
+        shown = shown.of(action)
         try:
             found = await action.call(_parsed(action, turn.query))
         except (QueryRefused, ActionRefused) as error:

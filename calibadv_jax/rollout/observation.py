@@ -92,6 +92,10 @@ class Observations:
     opening: str  # of the turn that follows, see `PromptConfig.opening`
     notice: str = INVALID_ACTION  # after an invalid turn
 
+    def of(self, action: Action) -> Observations:
+        """With the action's own limit, where that is smaller."""
+        return replace(self, max_length=min(self.max_length, action.max_length or self.max_length))
+
     def of_documents(self, documents: Sequence[Document]) -> tuple[np.ndarray, str]:
         """The block of neutralised documents, best first; the last one loses the space at its end.
 

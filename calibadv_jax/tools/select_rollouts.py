@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
-from calibadv_jax.core.tags import OPEN_THINK
+from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, OPEN_THINK
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.record.reader import read_columns
 from calibadv_jax.record.schema import kept_steps
@@ -138,16 +138,18 @@ def demonstration(row: Row) -> dict[str, Any]:
         "golden_answers": row["golden_answers"],
         "data_source": row["data_source"],
         "supporting_ids": row["supporting_ids"],
-        "turns": [
-            {
-                "text": _opened(turn["text"]),
-                "documents": [
-                    {name: one[name] for name in ("id", "title", "text")} for one in turn["documents"]
-                ],
-            }
-            for turn in row["turns"]
-        ],
+        "turns": [{"text": _opened(turn["text"])} | _reply(turn) for turn in row["turns"]],
     }
+
+
+def _reply(turn: Row) -> dict[str, Any]:
+    """What the environment showed: the documents, or its words, or both where an action brought both."""
+    documents = [{name: one[name] for name in ("id", "title", "text")} for one in turn["documents"]]
+    shown = turn["observation_text"].partition(OPEN_INFORMATION)[2].rpartition(CLOSE_INFORMATION)[0]
+    words, listed, _ = shown.partition(FIRST_DOCUMENT)
+    if documents and listed:
+        return {"documents": documents, "observation": words.removesuffix("\n")}
+    return {"documents": [], "observation": shown}  # none; or an action lists its own in another way
 
 
 def _opened(text: str) -> str:

@@ -21,7 +21,9 @@ DOCUMENT = {"id": "d1", "title": "Title", "text": "Text.", "score": 0.5}
 def trajectory(question, answer, score=1.0, length=5, **fields):
     """A row in the columns that select-rollouts reads, and one that it does not."""
     search = {"text": f"{THINK}<search> {question} </search>", "token_ids": [1] * 3, "documents": [DOCUMENT]}
+    search["observation_text"] = '\n\n<information>Doc 1(Title: "Title") Text.</information>\n\n'
     last = {"text": f"{THINK}<answer> {answer} </answer>", "token_ids": [1] * length, "documents": []}
+    last["observation_text"] = ""
     return {
         "step": 1,
         "group": 0,
