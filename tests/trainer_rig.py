@@ -133,6 +133,19 @@ class ScriptedRollouts:
         return self.logprobs
 
 
+class Collapsing(ScriptedRollouts):
+    """From group 7 on the policy babbles, unless other numbers are drawn than at first."""
+
+    def begin(self, number, question):
+        future = super().begin(number, question)
+        if number >= 7 and self.seed == 0:
+            for trajectory in future.result().trajectories:
+                for turn in trajectory.turns:
+                    turn.logprobs = turn.logprobs - 20
+        return future
+
+
+GUARDED = {"max_sampled_perplexity": 1000.0, "patience": 1}
 MODEL = make_model()
 UNTIMED = ("timing_s/", "perf/")
 

@@ -168,6 +168,8 @@ class Trainer:
         self._restore(good[-1])
         self.guards.rolled_back(self.step)
         self.rollouts.seed = self.seed
+        if self.mirror:
+            self.mirror.put(self.step)  # a checkpoint that is deleted here must not come back from there
         self.console.note(f"rolled back from step {collapsed} to step {self.step}")
 
     def _restore(self, step: int, with_guards: bool = False) -> None:

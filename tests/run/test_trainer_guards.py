@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 from trainer_rig import (
+    GUARDED,
+    Collapsing,
     ScriptedRollouts,
     checkpoints,
     make_config,
@@ -22,21 +24,6 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.reader import read_metadata
 from calibadv_jax.record.schema import kept_steps
-
-
-class Collapsing(ScriptedRollouts):
-    """From group 7 on the policy babbles, unless other numbers are drawn than at first."""
-
-    def begin(self, number, question):
-        future = super().begin(number, question)
-        if number >= 7 and self.seed == 0:
-            for trajectory in future.result().trajectories:
-                for turn in trajectory.turns:
-                    turn.logprobs = turn.logprobs - 20
-        return future
-
-
-GUARDED = {"max_sampled_perplexity": 1000.0, "patience": 1}
 
 
 def test_a_rollback_goes_back_to_the_last_good_checkpoint_and_draws_other_numbers(tmp_path):

@@ -16,6 +16,8 @@ import jax
 import numpy as np
 import pytest
 from trainer_rig import (
+    GUARDED,
+    Collapsing,
     ScriptedRollouts,
     checkpoints,
     make_config,
@@ -208,6 +210,27 @@ def test_a_step_that_was_trained_again_replaces_the_older_one(tmp_path):
     assert found["made"] not in (before, again)
     for path, size in found["files"].items():
         assert (store / path).read_bytes() == (folder / path).read_bytes() and size > 0
+
+
+def test_a_checkpoint_that_a_rollback_deletes_goes_from_the_store_at_once(tmp_path):
+    """Else a machine that is lost before the next checkpoint would go on from the bad one."""
+    store, seen = tmp_path / "store", []
+
+    class Back(Collapsing):
+        def load(self, version, params):
+            super().load(version, params)
+            if version == 5:
+                until(lambda: steps_at(store)[-1] == 4)  # bad, as step 5 will show
+            if version == 3 and self.seed:
+                until(lambda: steps_at(store) == [1, 2, 3])
+                seen.append(version)
+
+    guards = GUARDED | {"action": "rollback", "patience": 2}
+    checkpoint = {"every": 1, "keep": 9, "asynchronous": False}
+    start(
+        config_at(tmp_path / "a", store, learner={"steps": 6}, checkpoint=checkpoint, guards=guards), Back()
+    )
+    assert seen == [3] and steps_at(store) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_full_disk_leaves_what_is_there_and_the_copy_goes_on_when_there_is_room(tmp_path, small_disk):
