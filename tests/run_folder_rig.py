@@ -1,10 +1,13 @@
 """A run's folder without a run: a stand-in of the model, and what a training leaves behind."""
 
+import functools
 import json
 
 from calibadv_jax.config import load_config
 from calibadv_jax.core.trajectory import Question
+from calibadv_jax.run import actions
 from calibadv_jax.run.folder import enter_run_folder
+from examples.own_tool import Calculator
 
 QUESTIONS = [Question("1", "Who?", ("Ann",), "test"), Question("2", "Where?", ("Here",), "test")]
 
@@ -19,6 +22,15 @@ class StandInModel:
         folder.mkdir(exist_ok=True)
         (folder / "tokenizer.json").write_text("{}")
         self.tokenizer_folder, self.hf_config = folder, {"model_type": "qwen2"} | hf_config
+
+
+CALCULATOR = "tools=[search, 'examples.own_tool:Calculator']"
+
+
+def another_calculator(monkeypatch, purpose):
+    """As if a new process found another version of the user's code, or a server said so."""
+    monkeypatch.setattr(Calculator, "purpose", purpose)
+    monkeypatch.setattr(actions, "_made", functools.cache(actions._made.__wrapped__))
 
 
 def make_run(tmp_path):

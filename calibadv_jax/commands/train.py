@@ -37,7 +37,7 @@ from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.choices import describe_choices
-from calibadv_jax.run.folder import content_hash, enter_run_folder, initial_hash, judge_hash
+from calibadv_jax.run.folder import content_hash, enter_run_folder, initial_hash, judge_hash, tools_hash
 from calibadv_jax.run.model import Model, build_model
 from calibadv_jax.run.service import check_service
 from calibadv_jax.run.trainer import Trainer
@@ -91,12 +91,15 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
 def check_same(config: Config, model: Model, questions: Sequence[Question], hosts: Hosts) -> None:
     """Whether all processes read the same in the files that the config names: each may have its own copies.
 
+    And whether the same actions are offered to all: a server or own code may differ from host to host.
+
     Raises:
         UserError: one of them reads something else.
     """
     hosts.same("data.train", lambda: content_hash([dataclasses.astuple(one) for one in questions]))
     hosts.same("policy or tokenizer", lambda: content_hash([model.hf_config, model.tokenizer_hash]))
     hosts.same("file reward.judge.prompt", lambda: judge_hash(config))
+    hosts.same("set of actions (key tools)", lambda: tools_hash(config))
     newest = newest_step(Path(config.run.dir) / "checkpoints")
     hosts.same("newest checkpoint in run.dir", lambda: newest)
     if config.policy.path and (newest is None or config.keeps_initial_policy):

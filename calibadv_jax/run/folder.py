@@ -23,6 +23,7 @@ from calibadv_jax.learner.optimizer import total_updates
 from calibadv_jax.metrics.console import table
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.base import Base
 from calibadv_jax.run.model import Model, base_of, find_folder
 from calibadv_jax.services.judge import read_prompt
@@ -37,7 +38,9 @@ COLD_START = "sft.yaml"  # the config of the cold start
 REFERENCE = "policy.weights"  # only of a run that keeps the policy it began with, or the base of its adapters
 ADAPTERS = "policy.adapters"  # of policy.lora.init_from, only of a run that keeps the policy it began with
 JUDGE = "reward.judge.content"  # of reward.judge.prompt
-IDENTITY = ("data.content", "policy.config", "policy.vocabulary", REFERENCE, ADAPTERS, JUDGE)
+TOOLS = "tools.content"  # what the prompt says of the actions: servers and the user's own code say it
+SOME_STARTS = (REFERENCE, ADAPTERS, JUDGE, TOOLS)  # a start without need of them keeps none
+IDENTITY = ("data.content", "policy.config", "policy.vocabulary", *SOME_STARTS)
 
 
 def enter_run_folder(
@@ -81,6 +84,8 @@ def _identity(config: Config, model: Model, questions: Sequence[Question]) -> di
     }
     if prompt := judge_hash(config):
         identity[JUDGE] = prompt
+    if tools := tools_hash(config):
+        identity[TOOLS] = tools
     if config.policy.path and (config.keeps_initial_policy or config.policy.lora.rank):
         identity[REFERENCE] = initial_hash(config, model)
     if config.keeps_initial_policy and config.policy.lora.init_from:
@@ -92,6 +97,17 @@ def judge_hash(config: Config) -> str:
     """Of the judge's prompt; empty: it has no file."""
     prompt = config.reward.judge.prompt
     return content_hash(read_prompt(prompt)) if prompt else ""
+
+
+def tools_hash(config: Config) -> str:
+    """Of what the policy is told of the actions that are on; empty: search alone is.
+
+    Raises:
+        UserError: see `make_actions`.
+    """
+    actions = make_actions(config)
+    told = [[one.name, one.purpose, one.argument, one.may_be_empty] for one in actions]
+    return content_hash(told) if told else ""
 
 
 def initial_hash(config: Config, model: Model) -> str:
@@ -173,7 +189,7 @@ def write_policy_folder(folder: Path, model: Model, base: Base | None = None) ->
 
 def _check_resume(config: Config, identity: Mapping[str, str], say: Callable[[str], None]) -> None:
     folder, allowed = Path(config.run.dir), config.checkpoint.allow_change
-    keys = known_keys().keys() | identity.keys() | {REFERENCE, ADAPTERS, JUDGE, SERVICE}
+    keys = known_keys().keys() | {*IDENTITY, SERVICE}
     unknown = [name for name in allowed if name not in keys]
     if unknown:
         raise UserError(
@@ -214,8 +230,7 @@ def _changes(
         yield name, old, new, is_binding(name, config) and not (is_length and same_decay)
     both = start.identity.keys() & identity.keys()
     for name, old, new in differences(start.identity, identity):
-        # These are compared where both starts have kept one: a start without need of it keeps none.
-        if name not in (REFERENCE, ADAPTERS, JUDGE) or name in both:
+        if name not in SOME_STARTS or name in both:
             yield name, old, new, True
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from run_folder_rig import QUESTIONS, StandInModel
+from run_folder_rig import CALCULATOR, QUESTIONS, StandInModel, another_calculator
 from safetensors.numpy import save_file
 
 from calibadv_jax.commands.train import check_same
@@ -25,14 +25,14 @@ def told(tmp_path):
     """Tells what stands in a process' copies of the files, with a change."""
     (tmp_path / "config.yaml").write_text("{}")
 
-    def tell(prompt="Judge.", scale=1.0, questions=QUESTIONS, **hf_config):
+    def tell(prompt="Judge.", scale=1.0, questions=QUESTIONS, keys=(), **hf_config):
         policy, file = tmp_path / "policy", tmp_path / "prompt.txt"
         model = StandInModel(policy, **hf_config)
         save_file({"a": np.full(3, scale, np.float32)}, policy / "model.safetensors")
         file.write_text(prompt)
         places = [f"policy.path={policy}", f"run.dir={tmp_path / 'run'}", f"reward.judge.prompt={file}"]
         hosts = Told()
-        check_same(load_config(tmp_path / "config.yaml", places), model, questions, hosts)
+        check_same(load_config(tmp_path / "config.yaml", [*places, *keys]), model, questions, hosts)
         return hosts.told
 
     tell.run = tmp_path / "run"
@@ -52,6 +52,13 @@ def test_another_copy_of_one_file_shows(told, change, what):
     ours, theirs = told(), told(**change)
     assert [name for name in ours if ours[name] != theirs[name]] == [what]
     assert ours == told()
+
+
+def test_actions_of_which_the_policy_is_told_something_else_show(told, monkeypatch):
+    ours = told(keys=[CALCULATOR])
+    another_calculator(monkeypatch, "guess a number")
+    theirs = told(keys=[CALCULATOR])
+    assert [name for name in ours if ours[name] != theirs[name]] == ["set of actions (key tools)"]
 
 
 def test_weights_that_a_checkpoint_replaces_need_not_be_there(told):

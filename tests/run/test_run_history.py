@@ -1,11 +1,19 @@
 """What a start says of the steps that lie in its folder: trained again, lost, or of another experiment."""
 
 import errno
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folder_rig import contents, make_run, trained, with_checkpoint
+from run_folder_rig import (
+    CALCULATOR,
+    another_calculator,
+    contents,
+    make_run,
+    trained,
+    with_checkpoint,
+)
 from safetensors.numpy import save_file
 
 from calibadv_jax.core.errors import UserError
@@ -193,3 +201,23 @@ def test_another_text_for_the_judge_is_another_reward(run, tmp_path):
     with pytest.raises(UserError, match="reward.judge.content changed"):
         run(judged)
     assert "accepted" in run(judged, "checkpoint.allow_change=[reward.judge.content]")
+
+
+def test_actions_of_which_the_policy_is_told_something_else_are_another_prompt(run, monkeypatch):
+    run(CALCULATOR)
+    trained(run, 1)
+    run(CALCULATOR)
+    another_calculator(monkeypatch, "guess a number")
+    with pytest.raises(UserError, match="tools.content changed"):
+        run(CALCULATOR)
+    assert "accepted" in run(CALCULATOR, "checkpoint.allow_change=[tools.content]")
+
+
+def test_a_run_of_before_that_kept_nothing_of_its_actions_goes_on(run):
+    run(CALCULATOR)
+    trained(run, 1)
+    kept = run.folder / "configs/0.json"
+    identity = json.loads(kept.read_text())
+    del identity["tools.content"]
+    kept.write_text(json.dumps(identity))
+    run(CALCULATOR)
