@@ -46,7 +46,8 @@ LAYOUTS = {
 }
 TARGETS = {"qwen2": "q k v o gate up down", "qwen3": "q v down", "llama": "q k v o gate up down"}
 RANK, ALPHA, UPDATES = 4, 12.0, 3
-OPTIMIZER = OptimizerConfig(lr=1e-3, schedule="constant", eps=1e-6, max_grad_norm=0.05)
+# AdamW divides gradients by their size. Those below eps make no whole steps, which rounding would direct.
+OPTIMIZER = OptimizerConfig(lr=1e-3, schedule="constant", eps=1e-4, max_grad_norm=0.05)
 LOSS = policy_gradient(LossConfig(), on_policy=True)
 
 

@@ -122,6 +122,17 @@ def test_lld_pushes_praised_tokens_at_ratio_one_unless_it_is_gated(gating):
     np.testing.assert_allclose(gradient - without, [push, push, 0, push], atol=1e-6)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_rounding_of_the_old_logprobs_chooses_no_gradient(name):
+    """They come from another program than the new ones: in a first update nothing else is apart."""
+    new, by = np.array([-1.0, -2.0, -0.5, -1.0]), [1.0, 1.0, -1.0, 3.0]
+    rounding = np.array([2e-6, -2e-6, 1e-6, -1e-6])
+    _, (expected,), _ = packed([sample(new, new, by, [1] * 4)], CONFIGS[name])
+    for old in (new + rounding, new - rounding):
+        _, (found,), _ = packed([sample(new, old, by, [1] * 4)], CONFIGS[name])
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
 def test_balance_detached_moves_both_sides():
     """At ratio 1: praised terms come to -4/3, blamed ones to 1/3; the factor is 1.75 x 4."""
     row = [-1.0, -2.0, -0.5], [-1.0, -2.0, -0.5], [1.0, 3.0, -1.0], [1, 1, 1]

@@ -21,7 +21,11 @@ from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 
 ROW, VOCAB = 16, 40
-OWN_KEYS = {"gspo": {"aggregation": "sequence_mean"}, "clip_cov": {"cov_low": 0.1, "cov_share": 0.5}}
+OWN_KEYS = {
+    "gspo": {"aggregation": "sequence_mean"},
+    "clip_cov": {"cov_low": 0.1, "cov_share": 0.5},
+    "kl_cov": {"cov_share": 0.5},
+}
 
 
 class Stub:
@@ -125,7 +129,7 @@ def updated(learner, rows, loss_config):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["gspo", "lld", "clip_cov"])
+@pytest.mark.parametrize("name", ["gspo", "lld", "clip_cov", "kl_cov"])
 def test_the_size_of_a_microbatch_changes_no_update(name, learners):
     loss_config = LossConfig(name=name, **OWN_KEYS.get(name, {}))
     one, all_rows = (updated(learner, rows, loss_config) for rows, learner in learners.items())

@@ -20,6 +20,7 @@ Terms = tuple[jax.Array, jax.Array]
 TokenLoss = Callable[[Tokens, LossConfig], Terms]
 
 OTHERS = 1e-8  # added to the probability of all other tokens, as in verl
+SAME = 1e-5  # log-ratio up to which nothing but rounding is seen: two programs of one policy are apart by it
 SEQUENCE_LIMIT = 10.0  # of gspo's log-ratio, from above, as in verl
 
 
@@ -84,8 +85,11 @@ def scaled(tokens: Tokens, config: LossConfig) -> Terms:
 
 
 def kl_cov(tokens: Tokens, config: LossConfig) -> Terms:
-    """No clip; the chosen tokens are held near the policy that sampled them."""
-    distance = jnp.abs(tokens.log_ratio)
+    """No clip; the chosen tokens are held near the policy that sampled them.
+
+    Within SAME of it nothing pulls, where rounding would choose the side.
+    """
+    distance = jnp.where(jnp.abs(tokens.log_ratio) > SAME, jnp.abs(tokens.log_ratio), 0.0)
     terms = -tokens.ratio * tokens.advantages + config.cov_kl_coef * tokens.given * distance
     return terms, jnp.zeros(tokens.trained.shape, bool)
 
@@ -132,13 +136,14 @@ def lld(tokens: Tokens, config: LossConfig) -> Terms:
     """Vanilla, and a penalty on praised tokens whose log-probability has fallen.
 
     At log-ratio 0 the penalty is 0 but its gradient is the full one, as in the authors' code: the first
-    update of a step pushes every praised token up. `lld_gating` takes it from sequences in which nothing has
-    fallen.
+    update of a step pushes every praised token up. So it is within SAME of 0, where rounding would choose.
+    `lld_gating` takes it from sequences in which nothing has fallen.
     """
     terms, flags = vanilla(tokens, config)
-    fallen = jnp.where(tokens.log_ratio <= 0, -tokens.log_ratio, 0.0)
+    fallen = jnp.where(tokens.log_ratio <= SAME, -tokens.log_ratio, 0.0)
     penalty = config.lld_coef * tokens.given * fallen
     if config.lld_gating:
-        row = segment_sums(jax.lax.stop_gradient(penalty), tokens.segment_ids)
+        has_fallen = (tokens.log_ratio < -SAME) & (tokens.given > 0)
+        row = segment_sums(has_fallen.astype(penalty.dtype), tokens.segment_ids)
         penalty = jnp.where(row > 0, penalty, 0.0)
     return terms + penalty, flags
