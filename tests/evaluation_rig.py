@@ -9,7 +9,7 @@ from pathlib import Path
 from tiny_policy import Letters
 
 from calibadv_jax.commands import evaluate
-from calibadv_jax.config import Config, PromptConfig
+from calibadv_jax.config import Config, PromptConfig, ToolConfig
 from calibadv_jax.core.interfaces import Completion
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.questions import write_questions
@@ -122,8 +122,10 @@ class Rig:
         changed = {
             name: dataclasses.replace(getattr(plain, name), **(values.get(name, {}) | sections.get(name, {})))
             for name in values.keys() | sections.keys()
+            if name != "tools"
         }
-        return dataclasses.replace(plain, **changed)
+        tools = [ToolConfig(name) for name in sections.get("tools", ["search"])]
+        return dataclasses.replace(plain, tools=tools, **changed)
 
     def rollouts(self, config, sampler):
         context = RolloutContext(sampler, self.shelf, Letters(), config.rollout, config.prompt)

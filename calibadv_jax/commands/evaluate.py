@@ -38,6 +38,7 @@ from calibadv_jax.rewards.score import score_trajectory, text_scores
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.actions import make_actions
+from calibadv_jax.run.folder import judge_hash, tools_hash
 from calibadv_jax.run.model import Model, PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.run.wiring import open_rollouts
 from calibadv_jax.services.retriever_client import RetrieverClient
@@ -125,7 +126,8 @@ def _evaluate(config: Config, source: PolicySource, console: Console) -> Report:
         console.warn(overlong)
     policy = describe_policy(source)
     retriever = describe_retriever(method_config(config).retriever, console.warn)
-    evaluation = identity(config, policy, retriever, questions)
+    told = {"tools": tools_hash(config), "judge": judge_hash(config)}
+    evaluation = identity(config, policy, retriever, questions, told)
     file = RowFile(output.with_suffix(".jsonl"), evaluation, questions)
     if file.others:
         console.note(f"{file.path}: {file.others} lines of another evaluation are replaced")

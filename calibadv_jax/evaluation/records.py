@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, RewardConfig
 from calibadv_jax.config.keys import marked
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
@@ -31,14 +31,20 @@ FIELDS = (
 
 
 def identity(
-    config: Config, policy: dict[str, Any], service: dict[str, Any], questions: Sequence[Question]
+    config: Config,
+    policy: dict[str, Any],
+    service: dict[str, Any],
+    questions: Sequence[Question],
+    told: Mapping[str, str],
 ) -> str:
-    """Hash of what decides an answer: policy, method, prompt, sampling, retrieval, seed.
+    """Hash of what decides an answer or its scores: policy, method, prompt, sampling, retrieval, reward.
 
     Args:
         config: as given, before `method_config`.
         service: which retriever answers.
         questions: all of the evaluation; "random_documents" draws from them.
+        told: hashes of what the policy is told of its actions ("tools", where search is not the only one)
+            and of what the judge is told ("judge", where it has a file).
     """
     evaluate, sampler = config.evaluate, config.sampler
     dtype = config.sampler_dtype
@@ -48,18 +54,26 @@ def identity(
         "seed": config.run.seed,
         "sampler": [sampler.name, dtype],
         "prompt": dataclasses.asdict(config.prompt),
-        "rollout": _deciding("rollout", config.rollout),
-        "retriever": _deciding("retriever", config.retriever),
+        "rollout": _deciding("rollout", dataclasses.asdict(config.rollout)),
+        "retriever": _deciding("retriever", dataclasses.asdict(config.retriever)),
         "service": service,
         "pool": [q.text for q in questions] if evaluate.method == "random_documents" else [],
     }
+    if config.reward != RewardConfig() or told.get("judge"):
+        value["reward"] = [_deciding("reward", dataclasses.asdict(config.reward)), told.get("judge", "")]
+    if told.get("tools"):
+        value["tools"] = [told["tools"], [[tool.name, tool.max_length] for tool in config.tools]]
     return _hash(value)
 
 
-def _deciding(section: str, values: Any) -> dict[str, Any]:
-    """The keys of a section that decide an answer."""
+def _deciding(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a section, and of those in it, that decide an answer or its scores."""
     free = marked(Mark.NO_ANSWER)
-    return {name: one for name, one in dataclasses.asdict(values).items() if f"{section}.{name}" not in free}
+    kept = {name: one for name, one in values.items() if f"{section}.{name}" not in free}
+    return {
+        name: _deciding(f"{section}.{name}", one) if isinstance(one, dict) else one
+        for name, one in kept.items()
+    }
 
 
 def make_row(evaluation: str, temperature: float, question: Question, group: Group, method: str) -> Row:

@@ -191,6 +191,8 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_same_table(run, tmp_pat
         {"rollout": {"max_searches": 1}},
         {"retriever": {"topk": 5}},
         {"prompt": {"template": "Tell: {question}"}},
+        {"tools": ["search", "access"]},
+        {"reward": {"answer": "examples.own_reward:short_way"}},
     ],
     ids=str,
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 
-from calibadv_jax.config import Config, LossConfig, SamplerConfig
+from calibadv_jax.config import Config, JudgeConfig, LossConfig, RewardConfig, SamplerConfig, ToolConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.evaluation.intervals import interval
@@ -119,7 +120,43 @@ def test_the_precision_that_samples_is_part_of_an_evaluation():
     def of(**sampler):
         config = Config(sampler=SamplerConfig(**sampler), loss=LossConfig(importance_cap=2.0))
         assert config.policy.compute_dtype == "bfloat16"
-        return identity(config, {}, {}, [QUESTION])
+        return identity(config, {}, {}, [QUESTION], {})
 
     assert of(name="vllm", dtype="float32") != of(name="vllm")
     assert of(name="vllm", dtype="bfloat16") == of(name="vllm"), "what it is where none is given"
+
+
+def test_other_actions_are_another_evaluation():
+    """Without this the rows of an agent that could read pages answered for one that could not."""
+
+    def of(*tools, told="a"):
+        told_hash = {"tools": told if len(tools) > 1 else ""}
+        config = Config(tools=[ToolConfig(**tool) for tool in tools])
+        return identity(config, {}, {}, [QUESTION], told_hash)
+
+    search, access = {"name": "search"}, {"name": "access"}
+    both = of(search, access)
+    assert len({of(search), both, of(search, access, told="b")}) == 3
+    assert of(search, access | {"max_length": 100}) != both
+    assert of(search, access | {"timeout": 1.0}) == both
+
+
+@pytest.mark.parametrize(
+    ("reward", "judge", "is_other"),
+    [
+        ({"answer": "em"}, {}, True),
+        ({"answer": {"f1": 0.5, "judge": 0.5}}, {}, True),
+        ({}, {"model": "large"}, True),
+        ({}, {"max_answer": 10}, True),
+        ({}, {"url": "http://127.0.0.1:2/v1", "timeout": 1.0, "patience": 1.0, "max_concurrency": 2}, False),
+        ({"shuffle": True}, {}, False),
+    ],
+)
+def test_what_decides_the_scores_is_part_of_an_evaluation(reward, judge, is_other):
+    def of(reward=MappingProxyType({}), judge=MappingProxyType({}), told="a"):
+        asked = JudgeConfig(**({"url": "http://127.0.0.1:1/v1", "model": "small"} | judge))
+        config = Config(reward=RewardConfig(judge=asked, **reward))
+        return identity(config, {}, {}, [QUESTION], {"judge": told})
+
+    assert (of(reward, judge) != of()) == is_other
+    assert of(told="b") != of()

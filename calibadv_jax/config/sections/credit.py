@@ -31,7 +31,7 @@ def _choices(*names: str) -> Any:
 
 @dataclass(frozen=True, config=SECTION)
 class JudgeConfig:
-    url: Annotated[str, Mark.UNLEARNED] = ""
+    url: Annotated[str, Mark.UNLEARNED, Mark.NO_ANSWER] = ""
     """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1: it is asked about every
     answer. Its verdict is reward/judge, which reward.answer may name. If the environment variable JUDGE_TOKEN
     is set, it is sent as a bearer token. Empty: nobody is asked."""
@@ -44,12 +44,12 @@ class JudgeConfig:
     """Tokens that the judge may write; its verdict stands in the last line."""
     max_answer: PositiveInt = 2000
     """Letters of an answer that the judge sees."""
-    timeout: Annotated[PositiveFloat, Mark.UNLEARNED] = 60.0
+    timeout: Annotated[PositiveFloat, Mark.UNLEARNED, Mark.NO_ANSWER] = 60.0
     """Seconds that one request may take; then it is repeated."""
-    patience: Annotated[PositiveFloat, Mark.UNLEARNED] = 600.0
+    patience: Annotated[PositiveFloat, Mark.UNLEARNED, Mark.NO_ANSWER] = 600.0
     """Seconds for which the endpoint may be away; then the trajectory whose answer was to be judged has
     failed."""
-    max_concurrency: Annotated[PositiveInt, Mark.UNLEARNED] = 64
+    max_concurrency: Annotated[PositiveInt, Mark.UNLEARNED, Mark.NO_ANSWER] = 64
     """Requests that are under way at the same time."""
 
     @model_validator(mode="after")
@@ -77,7 +77,7 @@ class RewardConfig:
     """Sampled tokens from which a trajectory loses a part of overlong_penalty, which grows evenly."""
     overlong_until: NonNegativeInt = 0
     """Sampled tokens at which it loses all of it; above overlong_from."""
-    shuffle: bool = False
+    shuffle: Annotated[bool, Mark.NO_ANSWER] = False
     """Control experiment: permute the rewards of the step's trajectories, so that they carry no signal."""
 
     @property
