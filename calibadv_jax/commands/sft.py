@@ -49,7 +49,7 @@ from calibadv_jax.rollout.observation import (
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run.actions import make_actions
-from calibadv_jax.run.folder import COLD_START, content_hash
+from calibadv_jax.run.folder import COLD_START, TOOLS, content_hash, tools_hash
 from calibadv_jax.run.model import base_of, build_model, initial_params
 from calibadv_jax.run.sft_state import SftState
 from calibadv_jax.snapshots.huggingface import save_folder
@@ -95,6 +95,8 @@ def _run(config: Config, console: Console) -> None:
         "policy.config": content_hash(model.hf_config),
         "policy.vocabulary": model.tokenizer_hash,
     }
+    if tools := tools_hash(config):
+        identity[TOOLS] = tools
     if base := base_of(config, model, sft.init_from):
         identity["policy.weights"] = base.sha256
     initial = partial(initial_params, config, model, sft.init_from)

@@ -41,7 +41,9 @@ class Config:
     prompt: Annotated[PromptConfig, Mark.COLD_START] = Field(default_factory=PromptConfig)
     rollout: Annotated[RolloutConfig, Mark.TUNED] = Field(default_factory=RolloutConfig)
     sampler: Annotated[SamplerConfig, Mark.UNLEARNED, Mark.TUNED] = Field(default_factory=SamplerConfig)
-    tools: list[ToolConfig] = Field(default_factory=lambda: [ToolConfig("search")])
+    tools: Annotated[list[ToolConfig], Mark.COLD_START] = Field(
+        default_factory=lambda: [ToolConfig("search")]
+    )
     """The actions that the policy may take before it answers (docs/tools.md). An entry that has a name only
     may be written as this name: [search, access]."""
     retriever: Annotated[RetrieverConfig, Mark.UNLEARNED, Mark.TUNED] = Field(default_factory=RetrieverConfig)

@@ -9,10 +9,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import yaml
+from run_folder_rig import another_calculator
 from safetensors.numpy import load_file
 
 from calibadv_jax.commands import sft
-from calibadv_jax.config import Config, LoraConfig, MeshConfig, OptimizerConfig, PromptConfig, SftPhase
+from calibadv_jax.config import (
+    Config,
+    LoraConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PromptConfig,
+    SftPhase,
+    ToolConfig,
+)
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.run import sft_state
@@ -222,11 +231,31 @@ def test_an_unfinished_cold_start_is_not_continued_with_other_settings(started, 
     init = replace(config, policy=replace(config.policy, init=SHAPE | {"hidden_size": 32}))
     with pytest.raises(UserError, match=r"\(policy.init.hidden_size, policy.config\)"):
         sft.run(init)
+    told = replace(config, tools=[ToolConfig("search"), ToolConfig("access")])
+    with pytest.raises(UserError, match=r"\(tools, tools.content\)"):
+        sft.run(told)
     (folder / "sft_start.json").write_text("")
     with pytest.raises(UserError, match="sft_start.json: lost or damaged, .* remove .*sft_checkpoints"):
         sft.run(config)
     (folder / "sft_start.json").write_bytes(before[folder / "sft_start.json"])
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.medium
+def test_an_unfinished_cold_start_is_not_continued_with_actions_that_are_told_otherwise(
+    started, tmp_path, monkeypatch
+):
+    tools = [ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")]
+    config = replace(moved(started[0], tmp_path / "run"), tools=tools)
+    interrupted(config, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    another_calculator(monkeypatch, "guess a number")
+    with pytest.raises(UserError, match=r"unfinished cold start with other settings \(tools.content\)"):
+        sft.run(config)
+
+
+def test_other_actions_want_another_cold_start(started):
+    with pytest.raises(UserError, match=r"cold start with other settings \(tools\)"):
+        check_cold_start(replace(started[0], tools=[ToolConfig("search"), ToolConfig("access")]))
 
 
 def test_a_cold_start_whose_settings_were_cut_off_is_one_line(started, tmp_path):

@@ -23,7 +23,7 @@ EXPECTED = {
         "retriever.rerank_topk", "retriever.reranker", "retriever.page_address",
     ),
     Mark.TUNED: ("learner", "critic", "loss", "rollout", "sampler", "retriever", "data.weights"),
-    Mark.COLD_START: ("run.seed", "policy.init", "policy.lora", "world", "prompt", "sft"),
+    Mark.COLD_START: ("run.seed", "policy.init", "policy.lora", "world", "prompt", "tools", "sft"),
     Mark.PER_RUN: (
         "run", "world.dir", "world.seed", "mesh", "distributed", "data.eval", "data.eval_limit",
         "retriever.url", "sampler.urls", "checkpoint", "evaluate", "export", "log",
@@ -33,6 +33,8 @@ EXPECTED = {
         "rollout.max_concurrency", "rollout.max_failed_share", "rollout.time_limit",
         "rollout.max_staleness", "rollout.replace_tied", "retriever.url", "retriever.index",
         "retriever.timeout", "retriever.patience", "retriever.start_timeout", "retriever.threads",
+        "reward.judge.url", "reward.judge.timeout", "reward.judge.patience", "reward.judge.max_concurrency",
+        "reward.shuffle",
     ),
     Mark.PLACE: ("data", "policy.path", "policy.tokenizer", "policy.lora.init_from", "run"),
 }  # fmt: skip
