@@ -123,6 +123,9 @@ class ScriptedRollouts:
             future.set_result(write_group(number, question))
         return future
 
+    def publish(self, version, params):
+        return params
+
     def load(self, version, params):
         self.loaded.append((version, jax.device_get(params)))
 

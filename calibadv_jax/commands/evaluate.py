@@ -206,7 +206,7 @@ def _answer_missing(
         open_rollouts(asked, model, source.model_folder, Path(snapshots)) as rollouts,
         console.bar("evaluate", len(missing), "questions") as show,
     ):
-        rollouts.load(0, source.params(model.policy, model.mesh))
+        rollouts.load(0, rollouts.publish(0, source.params(model.policy, model.mesh)))
         file.start()  # only now, when the policy has been found good
         retriever = method_retriever(name, rollouts.context.retriever, questions, config.run.seed)
         rollouts.context = replace(rollouts.context, retriever=retriever)

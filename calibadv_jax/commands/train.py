@@ -169,7 +169,7 @@ def train(
                 groups = score_groups(groups, config.reward, rng)
                 advantages = compute_advantages(groups, config.advantage)
             row = trajectory_metrics(groups, begun) | guard_metrics(groups) | advantages.metrics
-            row |= probed | rollouts.metrics() | {"rollout/overlong_prompts": float(left_out)}
+            row |= probed | trainer.sampler_metrics() | {"rollout/overlong_prompts": float(left_out)}
             with written(writer, trainer, row, phase):
                 with phase.held():  # what is trained is also kept and judged
                     with phase("update", "update, compiling" if begun + 1 == first else "update"):

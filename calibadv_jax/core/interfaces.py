@@ -50,12 +50,13 @@ class Sampler(Protocol):
         """The trajectory has ended; its cache may be reused."""
         ...
 
-    async def load(self, version: int, params: dict[str, Any]) -> None:
+    async def load(self, version: int, published: Any) -> None:
         """Samples with these parameters from now on.
 
         Args:
             version: of the policy; ascending within a run.
-            params: the learner's own. When this returns they may be donated.
+            published: the parameters on devices, or the folder of their snapshot, as the sampler takes them.
+                When this returns those on devices may be donated.
         """
         ...
 

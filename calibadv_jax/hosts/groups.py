@@ -1,4 +1,4 @@
-"""Every process writes its share of a step's groups, and all get all of them."""
+"""Every process writes its share of the groups, and all get all of them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.hosts.exchange import Hosts
 
+LOOK = 1.0  # seconds between two exchanges of what is complete, where groups run ahead
+
 
 class SharedGroups:
-    """Begins the groups whose number falls to this process, and exchanges them when all of these are there.
+    """Begins the groups whose number falls to this process, and exchanges those that are complete.
 
     All processes ask for the same groups in the same order, so that nobody need say which ones.
 
     Args:
         begin: starts the rollout of (number, question) in this process.
+        run_ahead: whether there are groups that later steps train. Else a step waits for all of its own, and
+            so they are exchanged once.
     """
 
-    def __init__(self, begin: Callable[[int, Question], Future[Group]], hosts: Hosts):
-        self._begin, self._hosts = begin, hosts
+    def __init__(self, begin: Callable[[int, Question], Future[Group]], hosts: Hosts, run_ahead: bool):
+        self._begin, self._hosts, self._run_ahead = begin, hosts, run_ahead
         self._mine: dict[int, Future[Group]] = {}
         self._asked: dict[int, Future[Group]] = {}  # of all processes
 
@@ -31,15 +35,20 @@ class SharedGroups:
         return self._asked[number]
 
     def wait(self, _: list[Future[Group]]) -> None:
-        """Waits until this process' groups are there, and then until all are.
+        """Waits until all groups are there or, where some run ahead, until one is.
 
         Raises:
             The error of a rollout, or that of another process; see `Hosts.exchange`.
         """
-        while running := [future for future in self._mine.values() if not future.done()]:
-            wait(running, None, FIRST_COMPLETED)
-        written = {number: future.result() for number, future in self._mine.items()}
-        self._mine.clear()
-        for groups in self._hosts.exchange("groups", written):
-            for number, group in groups.items():
+        while True:
+            if self._run_ahead:
+                wait(self._mine.values(), LOOK, FIRST_COMPLETED)
+            while not self._run_ahead and (running := [one for one in self._mine.values() if not one.done()]):
+                wait(running, None, FIRST_COMPLETED)
+            written = {number: one.result() for number, one in self._mine.items() if one.done()}
+            self._mine = {number: one for number, one in self._mine.items() if number not in written}
+            found = self._hosts.exchange("groups", written)
+            for number, group in (item for groups in found for item in groups.items()):
                 self._asked.pop(number).set_result(group)
+            if any(found):
+                return

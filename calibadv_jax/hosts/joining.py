@@ -19,6 +19,7 @@ from jax._src import distributed  # the only place where JAX gives its client of
 from calibadv_jax.config import Config, DistributedConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.hosts.exchange import Hosts, Joined
+from calibadv_jax.hosts.workers import own_workers
 
 AUTO = "auto"
 KEYS = {
@@ -84,6 +85,7 @@ def describe_processes(config: Config) -> list[str]:
     address, count, index = asked.values()
     if address == AUTO:
         return ["several processes ON: as many as JAX detects"]
+    _check_workers(config, count)
     return [f"several processes ON: this is number {index} of {count}; they meet at {address}"]
 
 
@@ -158,12 +160,19 @@ def _check(config: Config, hosts: Joined) -> None:
             f"retriever.url is empty, and the processes are on {len(set(hosts.machines))} machines: start the"
             " retrieval service yourself, and set retriever.url to an address that all of them reach"
         )
+    _check_workers(config, hosts.count)
     devices = hosts.exchange("devices", jax.local_device_count())
     if len(set(devices)) > 1:
         raise UserError(f"the processes have {devices} devices: each must have the same number")
     mine = dataclasses.asdict(config) | {"distributed": None}
     for section, values in mine.items():
         hosts.same(f"section {section!r} in its config", partial(repr, values))
+
+
+def _check_workers(config: Config, count: int) -> None:
+    """Raises: as `own_workers`."""
+    if config.sampler.name == "vllm":
+        own_workers(config.sampler, 0, count)
 
 
 def refuse(config: Config) -> None:
@@ -173,7 +182,6 @@ def refuse(config: Config) -> None:
     """
     own_reward = any(":" in name for name in config.reward.weights)
     refused = {
-        f"sampler.name={config.sampler.name}": config.sampler.name != "jax",
         "learner.optimizer.offload=host": config.learner.optimizer.offload != "none",
         f"advantage.name={config.advantage.name} (a critic)": config.advantage.has_critic,
         "policy.lora.rank above 0": config.policy.lora.rank > 0,

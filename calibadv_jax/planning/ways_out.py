@@ -70,9 +70,9 @@ def ways_out(config: Config, architecture: Architecture, target: Target, limit: 
             said = " ".join(f"{key}={value}" for key, value in changes.items())
             lines.append(f"would fit: {said} ({needed / GIB:.1f} GiB by the formula{_times(gaps)})")
     return lines or [
-        "none of policy.remat, learner.microbatch_rows, learner.row_length, mesh, sampler.slots, and on one"
-        " host learner.optimizer.offload and sampler.name=vllm, makes it fit: take more devices, larger ones,"
-        " or adapters on one host (policy.lora.rank=16)"
+        "none of policy.remat, learner.microbatch_rows, learner.row_length, mesh, sampler, and on one host"
+        " learner.optimizer.offload, makes it fit: take more devices, larger ones, or adapters on one host"
+        " (policy.lora.rank=16)"
     ]
 
 
@@ -98,11 +98,10 @@ def _candidates(config: Config, architecture: Architecture, hosts: int) -> Itera
         if mesh.tensor == 1 and mesh.fsdp % tensor == 0 and architecture.num_kv_heads % tensor == 0:
             rows = learner.microbatch_rows // tensor
             yield {"mesh.fsdp": mesh.fsdp // tensor, "mesh.tensor": tensor, "learner.microbatch_rows": rows}
-    if hosts > 1:  # what follows does not work with several processes
-        return
-    if learner.optimizer.offload == "none":
-        yield {"learner.optimizer.offload": "host"}
+    apart: Changes = {"sampler.name": "vllm"} | ({"sampler.workers": hosts} if hosts > 1 else {})
     if sampler.name == "jax":
-        yield {"sampler.name": "vllm"}
-        if learner.optimizer.offload == "none":
-            yield {"sampler.name": "vllm", "learner.optimizer.offload": "host"}
+        yield apart
+    if hosts == 1 and learner.optimizer.offload == "none":  # it does not work with several processes
+        yield {"learner.optimizer.offload": "host"}
+        if sampler.name == "jax":
+            yield apart | {"learner.optimizer.offload": "host"}

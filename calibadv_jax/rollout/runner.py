@@ -26,10 +26,17 @@ class Rollouts:
         context: its sampler, retriever, actions and judge are used on that loop only, and closed at the end
             of the block.
         seed: of the run.
+        publish: makes of a version's parameters what the sampler takes. It is called in the thread that uses
+            this object, in all processes of a run together.
     """
 
-    def __init__(self, context: RolloutContext, seed: int):
-        self.context, self.seed = context, seed
+    def __init__(
+        self,
+        context: RolloutContext,
+        seed: int,
+        publish: Callable[[int, dict[str, Any]], Any] = lambda version, params: params,
+    ):
+        self.context, self.seed, self.publish = context, seed, publish
         self._slots = asyncio.Semaphore(context.rollout.max_concurrency)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
@@ -44,9 +51,9 @@ class Rollouts:
         self._thread.join()
         self._loop.close()
 
-    def load(self, version: int, params: dict[str, Any]) -> None:
-        """Hands the policy's parameters to the sampler; when it returns they may be donated."""
-        self._run(self.context.sampler.load(version, params))
+    def load(self, version: int, published: Any) -> None:
+        """Hands what `publish` returned to the sampler; when it returns the parameters may be donated."""
+        self._run(self.context.sampler.load(version, published))
 
     def begin(self, number: int, question: Question) -> Future[Group]:
         """Starts the rollout of group `number`, counted over the whole run, in the background.

@@ -204,7 +204,8 @@ class Trainer:
             )
 
     def _make_stream(self) -> RolloutStream:
-        rollout, shared = self.config.rollout, SharedGroups(self.rollouts.begin, self.hosts)
+        rollout = self.config.rollout
+        shared = SharedGroups(self.rollouts.begin, self.hosts, rollout.max_staleness > 0)
         is_alone = self.hosts.count == 1
         return RolloutStream(
             self.rollouts.begin if is_alone else shared.begin,
@@ -275,22 +276,32 @@ class Trainer:
         Returns:
             How far each vLLM worker's log-probabilities of a fixed text are from the learner's.
         """
-        self.rollouts.load(self.step, self.learner.whole(self.state["params"]))
+        published = self.rollouts.publish(self.step, self.learner.whole(self.state["params"]))
+        with self.hosts.apart("weights of the samplers"):
+            self.rollouts.load(self.step, published)
         length = min(PROBE_TOKENS, self.config.rollout.max_length - 1)  # a worker samples one more
         tokens = np.random.default_rng(0).integers(0, len(self.model.tokenizer), length).astype(np.int32)
-        theirs = self.rollouts.prompt_logprobs(tokens.tolist())
+        with self.hosts.apart("log-probabilities of the samplers"):
+            mine = self.rollouts.prompt_logprobs(tokens.tolist())
+        found = self.hosts.exchange("log-probabilities of the samplers", mine)
+        theirs = [values for samplers in found for values in samplers.values()]
         if not theirs:
             return {}
         nothing = np.zeros(length, np.float32)
         probe = Sample(tokens, nothing == 0, nothing, nothing)
         one_width = replace(self.config.learner, row_widths=1)
         (ours,) = sample_logprobs(self.learner, self.state["params"], [probe], one_width)
-        gaps = [np.abs(values - ours[1:]) for values in theirs.values()]
+        gaps = [np.abs(values - ours[1:]) for values in theirs]
         return {
             "rollout/probe_logprob_diff_mean": float(np.mean(gaps)),
             "rollout/probe_logprob_diff_max": float(np.max(gaps)),
             "rollout/workers": float(len(gaps)),
         }
+
+    def sampler_metrics(self) -> dict[str, float]:
+        """What the samplers of all processes count together."""
+        counts = self.hosts.exchange("counts of the samplers", self.rollouts.metrics())
+        return {name: sum(one[name] for one in counts) for name in counts[0]}
 
     def save_if_due(self) -> None:
         """Saves after every `checkpoint.every` steps, but no step in doubt, and after the last step.

@@ -14,6 +14,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
 from calibadv_jax.core.interfaces import Sampler
 from calibadv_jax.hosts.exchange import ALONE, Hosts
+from calibadv_jax.hosts.workers import own_workers
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.sharding import LocalCopy
 from calibadv_jax.policy.transformer import Params
@@ -43,25 +44,24 @@ def open_services(
 
     Args:
         model_folder: HuggingFace folder whose config.json and tokenizer the workers take.
-        hosts: the processes of the run. The first one starts the services, for all.
+        hosts: the processes of the run. The first one starts the retriever for all; each has workers of its
+            own, see `hosts.workers`.
     """
-    folder, rollout, warn = Path(config.run.dir), config.rollout, Console(config.log.progress).warn
+    folder, warn = Path(config.run.dir), Console(config.log.progress).warn
     asked = config.retriever
     if not (asked.url or asked.corpus or config.asks_retriever):
         asked = replace(asked, url=NO_RETRIEVER)
     with ExitStack() as stack:
-
-        def opened() -> tuple[str | list[str], list[str]]:
-            retriever = stack.enter_context(open_retriever(asked, folder / "retriever.log", warn))
-            workers: list[str] = []
-            if config.sampler.name == "vllm":
-                dtype = config.sampler_dtype
-                workers = stack.enter_context(
-                    open_workers(config.sampler, model_folder, folder, dtype, rollout.max_length, warn)
-                )
-            return retriever, workers
-
-        yield hosts.first("services", opened)
+        searched = open_retriever(asked, folder / "retriever.log", warn)
+        retriever = hosts.first("retriever", lambda: stack.enter_context(searched))
+        workers: list[str] = []
+        if config.sampler.name == "vllm":
+            share, first = own_workers(config.sampler, hosts.index, hosts.count)
+            dtype, length = config.sampler_dtype, config.rollout.max_length
+            asked_for = open_workers(share, model_folder, folder, dtype, length, warn, first=first)
+            with hosts.apart("vLLM workers"):
+                workers = stack.enter_context(asked_for)
+        yield retriever, workers
 
 
 @contextmanager
@@ -88,8 +88,10 @@ def open_rollouts(
         if urls != NO_RETRIEVER:
             check_service(retriever.health())  # what it gives from now on must be of this index
         share = replace(config.rollout, max_concurrency=-(-config.rollout.max_concurrency // hosts.count))
+        base = read_base(model_folder)
+        sampler, publish = _make_sampler(config, model, workers, snapshots, base, hosts)
         context = RolloutContext(
-            sampler=_make_sampler(config, model, workers, snapshots, read_base(model_folder), hosts),
+            sampler=sampler,
             retriever=retriever,
             tokenizer=model.tokenizer,
             rollout=share,
@@ -97,21 +99,24 @@ def open_rollouts(
             actions=actions,
             judge=JudgeClient(config.reward.judge) if config.reward.judge.url else None,
         )
-        with Rollouts(context, config.run.seed) as rollouts:
+        with Rollouts(context, config.run.seed, publish) as rollouts:
             yield rollouts
 
 
 def _make_sampler(
     config: Config, model: Model, workers: list[str], snapshots: Path, base: Base | None, hosts: Hosts
-) -> Sampler:
+) -> tuple[Sampler, Callable[[int, Params], Any]]:
+    """And what makes of a version's parameters what the sampler takes."""
     stops = StopRule(model.tokenizer, model.hf_config["eos_token_id"])
     if config.sampler.name == "jax":
-        length = config.rollout.max_length
+        share, length = config.sampler, config.rollout.max_length
         if hosts.count == 1:
-            return JaxSampler(model.policy, stops, config.sampler, model.mesh, length)
-        share = replace(config.sampler, slots=-(-config.sampler.slots // hosts.count))
+            sampler = JaxSampler(model.policy, stops, share, model.mesh, length)
+            return sampler, lambda _, params: params
+        share = replace(share, slots=-(-share.slots // hosts.count))
         copied = LocalCopy(model.mesh, model.policy.numerics.compute_dtype)
-        return JaxSampler(model.policy, stops, share, copied.mesh, length, copied)
+        sampler = JaxSampler(model.policy, stops, share, copied.mesh, length)
+        return sampler, lambda _, params: copied(params)
     dtype = config.checkpoint.snapshot_dtype or config.sampler_dtype
     store = SnapshotStore(snapshots, config.checkpoint.snapshots_kept, jnp.dtype(dtype))
     tokenizer_hash = model.tokenizer_hash
@@ -123,9 +128,9 @@ def _make_sampler(
             params = model.policy.split(params)[1]
         elif model.policy.adapters:
             params = model.policy.merged(params, jnp.dtype(dtype))
-        return store.publish(
-            version, params, hf_config=model.hf_config, tokenizer_hash=tokenizer_hash, base=shared
-        )
+        about: dict[str, Any] = {"hf_config": model.hf_config, "tokenizer_hash": tokenizer_hash}
+        with hosts.together("snapshot of the policy"):
+            return store.publish(version, params, **about, base=shared, writes=hosts.is_first)
 
     vocab_size = model.policy.architecture.vocab_size
-    return VllmSampler(workers, config.sampler, stops, tokenizer_hash, publish, vocab_size)
+    return VllmSampler(workers, config.sampler, stops, tokenizer_hash, vocab_size), publish

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -64,7 +64,6 @@ class JaxSampler:
     Args:
         stops: decides where a completion ends.
         max_length: tokens of the longest trajectory, prompt included.
-        copied: puts the learner's parameters on `mesh`, where that is another mesh than the learner's.
     """
 
     def __init__(
@@ -74,9 +73,7 @@ class JaxSampler:
         config: SamplerConfig,
         mesh: Mesh,
         max_length: int,
-        copied: Callable[[Params], Params] = lambda params: params,
     ):
-        self._copied = copied
         self.policy, self.stops, self.config, self.mesh = policy, stops, config, mesh
         self.max_length = max_length
         self._version = -1
@@ -89,7 +86,7 @@ class JaxSampler:
         self._pump_task: asyncio.Task[None] | None = None
         self._pause_table: dict[tuple[str, ...], _Pauses] = {}
 
-    async def load(self, version: int, params: Params) -> None:
+    async def load(self, version: int, published: Params) -> None:
         """Takes a copy of the parameters in the policy's `compute_dtype`. No completion may be in progress.
 
         Raises:
@@ -98,7 +95,7 @@ class JaxSampler:
         if self._active or self._waiting:
             raise RuntimeError("weights cannot be swapped while completions are in progress")
         self._version = version
-        self._engine.load(self._copied(params))
+        self._engine.load(published)
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
         """Nothing: the weights are the learner's own."""

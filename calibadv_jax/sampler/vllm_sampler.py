@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,6 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.errors import REFUSAL, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Completion, SamplingParams
 from calibadv_jax.core.trajectory import StopReason
-from calibadv_jax.policy.transformer import Params
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_requests import completion_request, error_message, read_completion
 from calibadv_jax.sampler.vllm_worker import ask_alive, ask_label
@@ -64,8 +63,6 @@ class VllmSampler:
         urls: base URLs of servers started by `sampler.vllm_worker`.
         stops: decides where a completion ends.
         tokenizer_hash: identity of the vocabulary; a worker with another one refuses the run.
-        publish: writes parameters as the policy snapshot of a version, and returns its folder; None where
-            `load_snapshot` alone is used.
         vocab_size: the policy's; a reply with a token beyond it is unusable.
     """
 
@@ -75,12 +72,10 @@ class VllmSampler:
         config: SamplerConfig,
         stops: StopRule,
         tokenizer_hash: str,
-        publish: Callable[[int, Params], Path] | None = None,
         vocab_size: int = 2**31,
     ):
         self.config, self.stops, self.tokenizer_hash = config, stops, tokenizer_hash
         self.vocab_size = vocab_size
-        self._publish = publish
         self.run = uuid.uuid4().hex[:12]
         self.workers = [Worker(url.rstrip("/")) for url in urls]
         self._http: aiohttp.ClientSession | None = None  # opened by the loop that first asks
@@ -142,11 +137,9 @@ class VllmSampler:
         """The trajectory has ended."""
         self._home.pop(session, None)
 
-    async def load(self, version: int, params: Params) -> None:
-        """Publishes the parameters as a snapshot and brings the workers to it; errors as `load_snapshot`."""
-        if self._publish is None:
-            raise RuntimeError("no way to publish parameters was given; use load_snapshot")
-        await self.load_snapshot(await asyncio.to_thread(self._publish, version, params))
+    async def load(self, version: int, published: Path) -> None:
+        """As `load_snapshot`, of the policy's snapshot of this version."""
+        await self.load_snapshot(published)
 
     async def load_snapshot(self, snapshot: Path) -> None:
         """Brings every worker that answers to a snapshot; the others follow before they serve again.

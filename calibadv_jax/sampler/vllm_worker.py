@@ -251,6 +251,7 @@ def open_workers(
     dtype: str,
     max_length: int,
     warn: Callable[[str], object] = lambda _: None,
+    first: int = 0,
 ) -> Iterator[list[str]]:
     """URLs of the vLLM workers: `config.urls`, or child processes that end with the block.
 
@@ -261,6 +262,7 @@ def open_workers(
         logs: folder of the children's output.
         max_length: tokens of the longest trajectory.
         warn: told what is waited for, and which workers are missing.
+        first: number of the first child.
 
     Raises:
         UserError: vLLM is not installed, a child does not become ready, or no running worker is there for
@@ -282,9 +284,9 @@ def open_workers(
         workers = [
             VllmWorkerProcess(
                 model,
-                logs / f"vllm_worker_{number}.log",
+                logs / f"vllm_worker_{first + number}.log",
                 options,
-                what=f"vLLM worker {number}",
+                what=f"vLLM worker {first + number}",
                 more=config.worker_args,
                 devices=config.worker_devices[number] if config.worker_devices else None,
                 start_timeout=config.start_timeout,

@@ -1,7 +1,7 @@
 """Versioned policy snapshots: how samplers get their weights.
 
 One folder per version: an Orbax tree under ``params`` and a manifest that is written last. A folder
-without a manifest is not a snapshot. One host publishes: every parameter must be addressable from it.
+without a manifest is not a snapshot. Of several processes that hold the parameters together, one writes.
 
 The tree is written so that a worker has next to nothing to do: matrices lie as in HuggingFace's files, and
 every tensor is one file that holds its bytes and nothing else (the only chunk of an uncompressed Zarr array).
@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json, write_json
-from calibadv_jax.policy.sharding import placed_params
+from calibadv_jax.policy.sharding import placed_params, replicated
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import WEIGHTS, flatten, shape_problems, summary, unflatten
 from calibadv_jax.snapshots.adapted import with_base
@@ -62,21 +62,27 @@ class SnapshotStore:
         hf_config: Mapping[str, Any],
         tokenizer_hash: str,
         base: Mapping[str, Any] | None = None,
+        writes: bool = True,
     ) -> Path:
         """Writes a version and returns its folder; when it returns, the snapshot is complete.
 
+        All processes whose devices hold the parameters call this together.
+
         Args:
             base: of parameters that are adapters alone, which stay in their precision; see `adapted`.
+            writes: False in the processes that only give their part of the parameters.
 
         This version and later ones that are there already came from a run that was since resumed at an
         earlier step: they are removed.
         """
+        folder = self.folder / f"v{version:06d}"
+        arrays = _on_host(params, None if base else self.dtype, writes)
+        if not writes:
+            return folder
         for stale in self.folder.glob("v*"):
             if _version(stale) >= version:
                 _remove(stale)
-        folder = self.folder / f"v{version:06d}"
         folder.mkdir(parents=True)
-        arrays = _on_host(_laid_out(params, None if base else self.dtype))
         with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
             digests = pool.map(_digest, arrays.values())  # they are hashed while they are written
             self._checkpointer.save(folder / TREE, unflatten(arrays))
@@ -239,9 +245,15 @@ def _raw_checkpointer() -> ocp.Checkpointer:
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where it is missing
     )
     logging.getLogger("absl").addFilter(_is_news)
-    return ocp.Checkpointer(
-        ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=registry)
+    own = jax.process_index()  # of several processes, one writes: Orbax must not wait for the others
+    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False,
+        use_compression=False,
+        type_handler_registry=registry,
+        multiprocessing_options=alone,
     )
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -263,10 +275,27 @@ def _turned(path: str, array: Any) -> Any:
     return array.swapaxes(-1, -2) if WEIGHTS[path].transposed else array
 
 
-def _on_host(leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    for leaf in leaves.values():
-        leaf.copy_to_host_async()  # all of them, before the first is waited for
-    return {path: np.asarray(leaf) for path, leaf in leaves.items()}
+def _on_host(params: Params, dtype: str | None, wanted: bool) -> dict[str, np.ndarray]:
+    """As `_laid_out`, in memory; nothing where it is not wanted."""
+    flat = flatten(params)
+    if all(leaf.is_fully_addressable for leaf in flat.values()):
+        leaves = _laid_out(params, dtype)
+        for leaf in leaves.values():
+            leaf.copy_to_host_async()  # all of them, before the first is waited for
+        return {path: np.asarray(leaf) for path, leaf in leaves.items()}
+    found = {}
+    for path, leaf in flat.items():  # one by one: a device holds one tensor whole, and not the policy
+        whole = _gathered(leaf, WEIGHTS[path].transposed, dtype, replicated(leaf.sharding.mesh))
+        if wanted:
+            found[path] = np.asarray(whole)
+    return found
+
+
+@partial(jax.jit, static_argnames=("transposed", "dtype", "at"))
+def _gathered(leaf: jax.Array, transposed: bool, dtype: str | None, at: NamedSharding) -> jax.Array:
+    """One tensor of `_laid_out` on every device of its mesh."""
+    turned = leaf.swapaxes(-1, -2) if transposed else leaf
+    return jax.lax.with_sharding_constraint(turned if dtype is None else turned.astype(dtype), at)
 
 
 def _digest(array: np.ndarray) -> str:

@@ -100,7 +100,7 @@ def ask(config: Config, source: PolicySource, questions: Any, temperature: float
     model = build_model(config, str(source.model_folder), source.adapters)
     snapshots = Path(config.run.dir) / "snapshots"
     with open_rollouts(config, model, source.model_folder, snapshots) as rollouts:
-        rollouts.load(0, source.params(model.policy, model.mesh))
+        rollouts.load(0, rollouts.publish(0, source.params(model.policy, model.mesh)))
         show_turns(rollouts, say)
         for number, text in enumerate(questions):
             trajectory = _answer(rollouts, Question(f"ask{number}", text, (), "ask"), config, temperature)

@@ -11,7 +11,7 @@ import pytest
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import CALLED, Stop
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
-from calibadv_jax.hosts import exchange
+from calibadv_jax.hosts import exchange, groups
 from calibadv_jax.hosts.exchange import ALONE, Joined
 from calibadv_jax.hosts.groups import SharedGroups
 from calibadv_jax.hosts.wire import from_bytes, to_bytes
@@ -199,7 +199,7 @@ def test_every_process_writes_its_share_of_the_groups_and_gets_all(run_all):
             future.set_result(Group(question, [Trajectory(question, np.arange(number + 1))]))
             return future
 
-        shared = SharedGroups(begin, hosts)
+        shared = SharedGroups(begin, hosts, run_ahead=False)
         futures = [shared.begin(number, Question(f"q{number}", "?", ("a",), "toy")) for number in range(5)]
         shared.wait(futures)
         return begun, [
@@ -209,6 +209,32 @@ def test_every_process_writes_its_share_of_the_groups_and_gets_all(run_all):
     ((mine, groups), _), ((others, same), _) = run_all(work)
     assert (mine, others) == ([0, 2, 4], [1, 3])
     assert groups == same == [(f"q{number}", number + 1) for number in range(5)]
+
+
+def test_groups_that_run_ahead_come_as_soon_as_one_is_complete(run_all, monkeypatch):
+    """And in the same order to all: which groups a step trains must not depend on who wrote them."""
+    monkeypatch.setattr(groups, "LOOK", 0.01)
+    questions = [Question(f"q{number}", "?", ("a",), "toy") for number in range(4)]
+
+    def work(hosts):
+        written = {}
+
+        def begin(number, question):
+            written[number] = Future()
+            return written[number]
+
+        shared = SharedGroups(begin, hosts, run_ahead=True)
+        asked = {number: shared.begin(number, question) for number, question in enumerate(questions)}
+        order = []
+        for number in (3, 0, 1, 2):
+            if number in written:
+                written[number].set_result(Group(questions[number], []))
+            shared.wait([])
+            order.append([one for one, future in asked.items() if future.done()])
+        return order
+
+    (one, _), (two, _) = run_all(work)
+    assert one == two == [[3], [0, 3], [0, 1, 3], [0, 1, 2, 3]]
 
 
 def test_trajectories_come_as_they_were_and_nothing_else_comes():

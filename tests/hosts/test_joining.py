@@ -8,10 +8,11 @@ from contextlib import suppress
 import jax
 import pytest
 
-from calibadv_jax.config import Config, DistributedConfig, load_config
+from calibadv_jax.config import Config, DistributedConfig, SamplerConfig, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.hosts import watch
 from calibadv_jax.hosts.joining import KEYS, alone, describe_processes, joined
+from calibadv_jax.hosts.workers import own_workers
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,6 @@ def test_what_does_not_work_with_several_processes_is_refused(tmp_path, monkeypa
             describe_processes(load_config(tmp_path / "config.yaml", [*several, *overrides]))
         return str(refused.value)
 
-    assert "sampler.name=vllm" in refusal("sampler.name=vllm")
     assert "offload" in refusal("learner.optimizer.offload=host")
     assert "a critic" in refusal("advantage.name=gae")
     assert "policy.lora.rank" in refusal("policy.lora.rank=2")
@@ -85,6 +85,39 @@ def test_what_does_not_work_with_several_processes_is_refused(tmp_path, monkeypa
     alone(Config().distributed, "export")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
     alone(Config().distributed, "export")
+
+
+WORKERS = [f"http://node{number}:8100" for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "shares"),
+    [
+        ({"urls": WORKERS}, [WORKERS[:2], WORKERS[2:]]),
+        ({"workers": 4, "worker_devices": ["0", "1", "2", "3"]}, [["0", "1"], ["2", "3"]]),
+    ],
+)
+def test_every_process_has_vllm_workers_of_its_own(sampler, shares):
+    config = SamplerConfig(name="vllm", **sampler)
+    found = [own_workers(config, index, 2) for index in (0, 1)]
+    assert [first for _, first in found] == [0, 2]
+    assert [one.urls or one.worker_devices for one, _ in found] == shares
+    if "workers" in sampler:
+        assert [one.workers for one, _ in found] == [2, 2]
+    assert own_workers(config, 0, 1) == (config, 0)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        ({"urls": ["http://a:1"]}, "names 1 vLLM worker for 2 processes: each process needs one .*; start 1"),
+        ({"workers": 3}, "sampler.workers is 3, for 2 processes .* as many each: set it to a multiple of 2"),
+    ],
+)
+def test_too_few_vllm_workers_are_one_line(sampler, message):
+    section = DistributedConfig(coordinator_address="a:1", num_processes=2, process_id=0)
+    with pytest.raises(UserError, match=message):
+        describe_processes(Config(distributed=section, sampler=SamplerConfig(name="vllm", **sampler)))
 
 
 class Ended(Exception):

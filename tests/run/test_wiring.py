@@ -43,8 +43,8 @@ def opened(monkeypatch):
 
     def service(name, url):
         @contextmanager
-        def open_service(*arguments):
-            events.append((name, *arguments[:-1]))  # without what is told of waiting
+        def open_service(*arguments, **more):
+            events.append((name, *arguments[:-1], *more.values()))  # without what is told of waiting
             yield url
             events.append(f"{name} closed")
 
@@ -82,8 +82,8 @@ def test_vllm_workers_take_what_is_published_as_the_version_that_it_is(tmp_path,
     made = {}
 
     class Sampler(VllmSampler):
-        def __init__(self, urls, config, stops, tokenizer_hash, publish, vocab_size):
-            made.update(urls=urls, hash=tokenizer_hash, publish=publish, size=vocab_size)
+        def __init__(self, urls, config, stops, tokenizer_hash, vocab_size):
+            made.update(urls=urls, hash=tokenizer_hash, size=vocab_size)
 
         async def close(self):
             opened.append("sampler closed")
@@ -91,13 +91,18 @@ def test_vllm_workers_take_what_is_published_as_the_version_that_it_is(tmp_path,
     monkeypatch.setattr(wiring, "VllmSampler", Sampler)
     policy = {"compute_dtype": "float32"}  # so the snapshots are in it, too
     config = make_config(tmp_path, sampler={"name": "vllm"}, checkpoint={"snapshots_kept": 5}, policy=policy)
-    with wiring.open_rollouts(config, model, tmp_path / "policy", tmp_path / "snapshots"):
+    with wiring.open_rollouts(config, model, tmp_path / "policy", tmp_path / "snapshots") as rollouts:
         assert opened[1] == (
-            "workers", config.sampler, tmp_path / "policy", tmp_path, config.policy.compute_dtype, 16
+            "workers", config.sampler, tmp_path / "policy", tmp_path, config.policy.compute_dtype, 16, 0
         )  # fmt: skip
         assert made["urls"] == ["http://127.0.0.1:8"] and made["hash"] == model.tokenizer_hash
         assert made["size"] == 24
-        assert made["publish"](7, {"p": 1}) == tmp_path / "v000007"
+        assert rollouts.publish(7, {"p": 1}) == tmp_path / "v000007"
     assert opened[2:] == ["sampler closed", "workers closed", "retriever closed"]
-    about = {"hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash, "base": None}
-    assert stored == [(tmp_path / "snapshots", 5, "float32"), (7, {"p": 1}, about)]
+    about = {
+        "hf_config": model.hf_config,
+        "tokenizer_hash": model.tokenizer_hash,
+        "base": None,
+        "writes": True,
+    }
+    assert stored == [(tmp_path / "snapshots", 5, "float32"), (7, {"p": 1}, about | {"writes": True})]

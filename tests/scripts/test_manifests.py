@@ -147,12 +147,11 @@ def run(request, tmp_path):
 def test_the_runs_config_names_the_services_and_fits_the_devices(run):
     assert run.retriever.url == "http://calibadv-retriever:8000"
     (trainer,) = pods()["trainer"]["spec"]["containers"]
-    nodes = 1
-    if run.sampler.name == "jax":
-        (job,) = find("JobSet", "calibadv")["spec"]["replicatedJobs"]
-        nodes = job["template"]["spec"]["completions"]
-    else:
+    (job,) = find("JobSet", "calibadv")["spec"]["replicatedJobs"]
+    nodes = job["template"]["spec"]["completions"]
+    if run.sampler.name == "vllm":
         count = find("StatefulSet", "calibadv-worker")["spec"]["replicas"]
+        assert count >= nodes
         assert run.sampler.urls == [f"http://calibadv-worker-{n}.calibadv-worker:8100" for n in range(count)]
         (worker,) = pods()["worker"]["spec"]["containers"]
         assert f"--model={run.policy.path}" in worker["args"]

@@ -98,10 +98,26 @@ def test_a_job_starts_each_part_where_it_belongs(cluster):
 
 
 @pytest.mark.medium
+def test_several_nodes_of_the_trainer_share_the_workers(cluster):
+    environment, calls = cluster
+    more = {"RETRIEVER": "--config configs/retriever.yaml", "WORKER_NODES": "1", "WORKERS_PER_NODE": "4"}
+    done = submitted(environment("n1,n2,n3", DRY="7", SERVICES="5", **more))
+    assert done.returncode == 7, done.stderr
+    (trainer,) = [line for line in calls.read_text().splitlines() if "calibadv_jax train" in line]
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n1,n2 " in trainer
+    assert "sampler.urls=[http://n3:8100,http://n3:8101,http://n3:8102,http://n3:8103]" in trainer
+
+
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("nodes", "more", "arguments", "said"),
     [
-        ("n1,n2", {}, [], "sampler.name=vllm trains on one node, not 2: set WORKER_NODES=1"),
+        (
+            "n1,n2,n3",
+            {"WORKER_NODES": "1", "WORKERS_PER_NODE": "1"},
+            [],
+            "1 vLLM workers for 2 nodes of the trainer: set WORKER_NODES, sampler.workers or sampler.name=jax",
+        ),
         ("n1,n2", {}, ["sampler.name=jax"], "no retriever for 2 nodes: set RETRIEVER"),
         ("n1", {"WORKER_NODES": "1"}, [], "WORKER_NODES=1 of 1 nodes leaves none for the trainer"),
         ("n1", {}, ["mesh.fspd=8"], "the config cannot be used"),

@@ -80,9 +80,9 @@ class SamplerConfig:
     """jax: tokens of one row that prefill computes together."""
     urls: Annotated[list[str], Mark.PER_RUN] = Field(default_factory=list)
     """vllm: addresses of running workers (scripts/launch_vllm_worker.sh); empty: start `workers` child
-    processes."""
+    processes. Several processes share them out in this order."""
     workers: PositiveInt = 1
-    """vllm: number of child processes to start if `urls` is empty."""
+    """vllm: number of child processes to start if `urls` is empty; of all processes of the run together."""
     flavour: Literal["auto", "gpu", "cpu", "tpu"] = "auto"
     """vllm: which build of vLLM the child processes run. auto: the build that is installed."""
     dtype: Literal["", "bfloat16", "float32"] = ""
