@@ -110,7 +110,7 @@ def _make_sampler(
         if hosts.count == 1:
             return JaxSampler(model.policy, stops, config.sampler, model.mesh, length)
         share = replace(config.sampler, slots=-(-config.sampler.slots // hosts.count))
-        copied = LocalCopy(model.mesh, model.policy.numerics.compute_dtype)
+        copied = LocalCopy(model.mesh, model.policy.numerics.compute_dtype, model.policy.split)
         return JaxSampler(model.policy, stops, share, copied.mesh, length, copied)
     dtype = config.checkpoint.snapshot_dtype or config.sampler_dtype
     store = SnapshotStore(snapshots, config.checkpoint.snapshots_kept, jnp.dtype(dtype))
