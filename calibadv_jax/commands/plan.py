@@ -161,7 +161,8 @@ def compile_programs(plan: Plan, console: Console) -> dict[str, dict[str, Any]]:
         for name in names:
             with console.phase(f"compiling for {target}: {name}", announce=True):
                 program = lowered_programs(config, plan.architecture, mesh, [name])[name]
-                beside = held_beside(plan.estimate, name, shares_base(config))
+                shares = shares_base(config) and plan.target.hosts == 1
+                beside = held_beside(plan.estimate, name, shares)
                 found[name] = compiled_figures(program, beside)
     return found
 
