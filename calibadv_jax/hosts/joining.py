@@ -171,20 +171,11 @@ def refuse(config: Config) -> None:
     Raises:
         UserError: the config asks for something that would fail with several processes, or be wrong.
     """
-    own_reward = any(":" in name for name in config.reward.weights)
-    refused = {
-        f"sampler.name={config.sampler.name}": config.sampler.name != "jax",
-        "learner.optimizer.offload=host": config.learner.optimizer.offload != "none",
-        f"advantage.name={config.advantage.name} (a critic)": config.advantage.has_critic,
-        "policy.lora.rank above 0": config.policy.lora.rank > 0,
-        "rollout.replace_tied with a reward function of your own": config.rollout.replace_tied and own_reward,
-    }
-    for what, is_asked in refused.items():
-        if is_asked:
-            raise UserError(
-                f"{what} does not work with several processes: change it, or train in one process (without"
-                " distributed.coordinator_address)"
-            )
+    if config.sampler.name != "jax":
+        raise UserError(
+            f"sampler.name={config.sampler.name} does not work with several processes: change it, or train in"
+            " one process (without distributed.coordinator_address)"
+        )
 
 
 def _end(hosts: Joined) -> None:
