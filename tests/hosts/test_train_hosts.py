@@ -129,10 +129,11 @@ def test_sigterm_to_one_stops_both_at_one_step_and_one_process_goes_on(settings,
 
 
 def test_adapters_and_critic_begin_in_one_process_and_go_on_in_two(settings, expected):
-    """On the policy of another run. Moments lie in host memory, and tied groups give way."""
+    """On the policy of another run. Its moments lie in host memory, and tied groups give way."""
     more = [f"policy.path={settings[0]}/whole_exported", "policy.lora.rank=2", "policy.lora.alpha=4"]
-    more += ["learner.optimizer.offload=host", "advantage.name=gae", "critic.optimizer.offload=host"]
-    more += ["critic.optimizer.lr=0.01", "rollout.replace_tied=3", "reward.answer=hosts_rig:coarse"]
+    more += ["learner.optimizer.offload=host", "advantage.name=gae", "critic.optimizer.lr=0.01"]
+    more += ["rollout.replace_tied=3", "reward.answer=hosts_rig:coarse"]
+    more += ["advantage.probes=[]", "evaluate.every=0"]  # programs that other tests compile
     train.run(config_of(settings, "adapted", *more))
     train.run(config_of(settings, "shared", *more, "learner.steps=2"))
     ended = hosts_rig.ends(hosts_rig.start(arguments(settings, "shared", *more), 2, 2))
