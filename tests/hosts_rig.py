@@ -30,6 +30,11 @@ def noisy(trajectory):
     return float(trajectory.response_ids.sum() % 7) / 7
 
 
+def coarse(trajectory):
+    """As `noisy`, but 0 or 1, and mostly 0, so that some groups are tied."""
+    return float(noisy(trajectory) > 0.6)
+
+
 def free_port():
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

@@ -16,7 +16,7 @@ from calibadv_jax.commands.offline_checks import find_architecture
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
-from calibadv_jax.hosts.joining import refuse
+from calibadv_jax.hosts.workers import check_workers
 from calibadv_jax.metrics.console import Console, duration, number, table
 from calibadv_jax.planning.compiled import (
     OF_CRITIC,
@@ -120,7 +120,7 @@ def make_plan(config: Config, target: Target, efficiency: float, tokens: int = 0
         raise UserError(f"--efficiency {efficiency:g}: must be above 0, and at most 1")
     config = placed_on(config, target)
     if target.hosts > 1:  # each has a process
-        refuse(config)
+        check_workers(config.sampler, target.hosts)
     architecture = find_architecture(config)
     if architecture is None:
         raise UserError(
@@ -161,7 +161,8 @@ def compile_programs(plan: Plan, console: Console) -> dict[str, dict[str, Any]]:
         for name in names:
             with console.phase(f"compiling for {target}: {name}", announce=True):
                 program = lowered_programs(config, plan.architecture, mesh, [name])[name]
-                beside = held_beside(plan.estimate, name, shares_base(config))
+                shares = shares_base(config) and plan.target.hosts == 1
+                beside = held_beside(plan.estimate, name, shares)
                 found[name] = compiled_figures(program, beside)
     return found
 

@@ -44,6 +44,7 @@ from calibadv_jax.run.trainer import Trainer
 from calibadv_jax.run.wiring import open_rollouts
 from calibadv_jax.snapshots.checkpoint import newest_step
 from calibadv_jax.snapshots.mirror import open_mirror
+from calibadv_jax.snapshots.peft import adapters_hash
 
 
 def run(config: Config, kept: Config | None = None) -> None:
@@ -102,8 +103,12 @@ def check_same(config: Config, model: Model, questions: Sequence[Question], host
     hosts.same("set of actions (key tools)", lambda: tools_hash(config))
     newest = newest_step(Path(config.run.dir) / "checkpoints")
     hosts.same("newest checkpoint in run.dir", lambda: newest)
-    if config.policy.path and (newest is None or config.keeps_initial_policy):
+    lora = config.policy.lora
+    # A checkpoint holds neither the policy that the run began with nor the base of its adapters.
+    if config.policy.path and (newest is None or config.keeps_initial_policy or lora.rank):
         hosts.same("set of weights in policy.path", lambda: initial_hash(config, model))
+    if lora.init_from and (newest is None or config.keeps_initial_policy):
+        hosts.same("set of adapters in policy.lora.init_from", lambda: adapters_hash(Path(lora.init_from)))
 
 
 def fitting_questions(

@@ -19,7 +19,7 @@ from jax._src import distributed  # the only place where JAX gives its client of
 from calibadv_jax.config import Config, DistributedConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.hosts.exchange import Hosts, Joined
-from calibadv_jax.hosts.workers import own_workers
+from calibadv_jax.hosts.workers import check_workers
 
 AUTO = "auto"
 KEYS = {
@@ -81,11 +81,10 @@ def describe_processes(config: Config) -> list[str]:
     asked = _asked(config.distributed)
     if asked is None:
         return []
-    refuse(config)
     address, count, index = asked.values()
     if address == AUTO:
         return ["several processes ON: as many as JAX detects"]
-    _check_workers(config, count)
+    check_workers(config.sampler, count)
     return [f"several processes ON: this is number {index} of {count}; they meet at {address}"]
 
 
@@ -154,45 +153,18 @@ def _join(asked: dict[str, Any], timeout: float) -> Joined | None:
 
 def _check(config: Config, hosts: Joined) -> None:
     """Whether all processes have the same config and as many devices, and all of it works with several."""
-    refuse(config)
     if len(set(hosts.machines)) > 1 and config.asks_retriever and not config.retriever.url:
         raise UserError(
             f"retriever.url is empty, and the processes are on {len(set(hosts.machines))} machines: start the"
             " retrieval service yourself, and set retriever.url to an address that all of them reach"
         )
-    _check_workers(config, hosts.count)
+    check_workers(config.sampler, hosts.count)
     devices = hosts.exchange("devices", jax.local_device_count())
     if len(set(devices)) > 1:
         raise UserError(f"the processes have {devices} devices: each must have the same number")
     mine = dataclasses.asdict(config) | {"distributed": None}
     for section, values in mine.items():
         hosts.same(f"section {section!r} in its config", partial(repr, values))
-
-
-def _check_workers(config: Config, count: int) -> None:
-    """Raises: as `own_workers`."""
-    if config.sampler.name == "vllm":
-        own_workers(config.sampler, 0, count)
-
-
-def refuse(config: Config) -> None:
-    """
-    Raises:
-        UserError: the config asks for something that would fail with several processes, or be wrong.
-    """
-    own_reward = any(":" in name for name in config.reward.weights)
-    refused = {
-        "learner.optimizer.offload=host": config.learner.optimizer.offload != "none",
-        f"advantage.name={config.advantage.name} (a critic)": config.advantage.has_critic,
-        "policy.lora.rank above 0": config.policy.lora.rank > 0,
-        "rollout.replace_tied with a reward function of your own": config.rollout.replace_tied and own_reward,
-    }
-    for what, is_asked in refused.items():
-        if is_asked:
-            raise UserError(
-                f"{what} does not work with several processes: change it, or train in one process (without"
-                " distributed.coordinator_address)"
-            )
 
 
 def _end(hosts: Joined) -> None:

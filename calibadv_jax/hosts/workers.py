@@ -35,3 +35,9 @@ def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerC
     if known:
         return replace(config, urls=config.urls[begin:end]), begin
     return replace(config, workers=end - begin, worker_devices=config.worker_devices[begin:end]), begin
+
+
+def check_workers(config: SamplerConfig, count: int) -> None:
+    """Raises as `own_workers`, where the sampler has workers."""
+    if config.name == "vllm":
+        own_workers(config, 0, count)

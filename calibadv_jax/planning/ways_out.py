@@ -70,8 +70,8 @@ def ways_out(config: Config, architecture: Architecture, target: Target, limit: 
             said = " ".join(f"{key}={value}" for key, value in changes.items())
             lines.append(f"would fit: {said} ({needed / GIB:.1f} GiB by the formula{_times(gaps)})")
     return lines or [
-        "none of policy.remat, learner.microbatch_rows, learner.row_length, mesh, sampler, and on one host"
-        " learner.optimizer.offload, makes it fit: take more devices, larger ones, or adapters on one host"
+        "none of policy.remat, learner.microbatch_rows, learner.row_length, mesh, sampler and"
+        " learner.optimizer.offload makes it fit: take more devices, larger ones, or adapters"
         " (policy.lora.rank=16)"
     ]
 
@@ -101,7 +101,7 @@ def _candidates(config: Config, architecture: Architecture, hosts: int) -> Itera
     apart: Changes = {"sampler.name": "vllm"} | ({"sampler.workers": hosts} if hosts > 1 else {})
     if sampler.name == "jax":
         yield apart
-    if hosts == 1 and learner.optimizer.offload == "none":  # it does not work with several processes
+    if learner.optimizer.offload == "none":
         yield {"learner.optimizer.offload": "host"}
         if sampler.name == "jax":
             yield apart | {"learner.optimizer.offload": "host"}

@@ -6,7 +6,7 @@ Mesh axes: `data` (replicas), `fsdp` (parameters and batch split), `tensor` (hea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.weights import WEIGHTS
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -92,6 +93,8 @@ class LocalCopy:
     Args:
         mesh: of all processes' devices, of which each process has as many.
         dtype: of the copy.
+        split: gives the frozen and the trained ones of all parameters, as `Policy.split`. The frozen ones are
+            copied once: they must be the same in every call.
 
     Attributes:
         mesh: of this process' devices, see `local_sizes`.
@@ -100,7 +103,9 @@ class LocalCopy:
         UserError: as `local_sizes`.
     """
 
-    def __init__(self, mesh: Mesh, dtype: Any):
+    def __init__(self, mesh: Mesh, dtype: Any, split: Callable[[Any], tuple[Any, Any]]):
+        self._split = split
+        self._frozen: Any = None
         count = len(set(_owners(mesh)))
         sizes = local_sizes(mesh.shape, mesh.size // count)
         shape = count, *(sizes[name] for name in MESH_AXES)
@@ -119,6 +124,12 @@ class LocalCopy:
 
     def __call__(self, params: Any) -> Any:
         """All processes call this together."""
+        frozen, trained = self._split(params)
+        if self._frozen is None:
+            self._frozen = self._copied(frozen)
+        return joined(self._frozen, self._copied(trained))
+
+    def _copied(self, params: Any) -> Any:
         gathered = self._gather(params)
         return jax.tree.map(
             lambda leaf, at: jax.make_array_from_single_device_arrays(

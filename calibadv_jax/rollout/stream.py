@@ -40,7 +40,7 @@ class RolloutStream:
         questions: endless; the next one is drawn when its group may begin.
         max_failed_share: of the trajectories of a step; above it `take` raises an error.
         max_replaced: groups of a step in whose place others are asked for.
-        is_tied: says of a complete group whether it is one of these.
+        are_tied: says of each of some complete groups whether it is one of these.
         wait_for: waits until one of these, which are under way, is complete.
     """
 
@@ -52,12 +52,12 @@ class RolloutStream:
         max_staleness: int,
         max_failed_share: float,
         max_replaced: int = 0,
-        is_tied: Callable[[Group], bool] = lambda _: False,
+        are_tied: Callable[[Sequence[Group]], Sequence[bool]] = lambda groups: [False] * len(groups),
         wait_for: Callable[[list[Future[Group]]], object] = any_done,
     ):
         self._begin, self._questions = begin, questions
         self.per_step, self.max_staleness, self.max_failed_share = per_step, max_staleness, max_failed_share
-        self._max_replaced, self._is_tied, self._wait_for = max_replaced, is_tied, wait_for
+        self._max_replaced, self._are_tied, self._wait_for = max_replaced, are_tied, wait_for
         self._begun, self._trained = 0, 0  # groups, over the whole run; replaced ones count as trained
         self._pending: deque[tuple[int, Question]] = deque()  # of a resumed run: to begin before others
         self._running: dict[int, _Asked] = {}
@@ -137,7 +137,8 @@ class RolloutStream:
         room = self._max_replaced - len(self._replaced)
         if room <= 0:
             return False
-        tied = [number for number in numbers if self._is_tied(self._running[number].future.result())][:room]
+        found = self._are_tied([self._running[number].future.result() for number in numbers])
+        tied = [number for number, is_tied in zip(numbers, found, strict=True) if is_tied][:room]
         self._replaced += [self._running.pop(number) for number in tied]
         return bool(tied)
 

@@ -87,7 +87,7 @@ def _add_critic(estimate: dict[str, float], config: Config, policy: Policy, mesh
 
 
 def shares_base(config: Config) -> bool:
-    """Whether the embedded sampler computes with the learner's own frozen base."""
+    """Whether the embedded sampler of a run in one process computes with the learner's own frozen base."""
     return bool(config.policy.lora.rank) and config.policy.lora.base_dtype == config.policy.compute_dtype
 
 

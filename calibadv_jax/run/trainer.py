@@ -214,9 +214,19 @@ class Trainer:
             rollout.max_staleness,
             rollout.max_failed_share,
             rollout.replace_tied,
-            lambda group: len(set(self._scores(group))) < 2,
+            self._are_tied,
             any_done if is_alone else shared.wait,
         )
+
+    def _are_tied(self, groups: Sequence[Group]) -> list[bool]:
+        """Of each group whether its trajectories all have the same score.
+
+        Raises:
+            UserError: another process scores them otherwise: it would ask for other groups in their place.
+        """
+        scores = [self._scores(group) for group in groups]
+        self.hosts.same("score of a group", lambda: scores)
+        return [len(set(one)) < 2 for one in scores]
 
     def _scores(self, group: Group) -> list[float]:
         return trajectory_scores(group, self.config.reward)

@@ -114,7 +114,7 @@ def _make_sampler(
             sampler = JaxSampler(model.policy, stops, share, model.mesh, length)
             return sampler, lambda _, params: params
         share = replace(share, slots=-(-share.slots // hosts.count))
-        copied = LocalCopy(model.mesh, model.policy.numerics.compute_dtype)
+        copied = LocalCopy(model.mesh, model.policy.numerics.compute_dtype, model.policy.split)
         sampler = JaxSampler(model.policy, stops, share, copied.mesh, length)
         return sampler, lambda _, params: copied(params)
     dtype = config.checkpoint.snapshot_dtype or config.sampler_dtype

@@ -13,6 +13,7 @@ from jax.experimental import topologies
 from calibadv_jax import cli
 from calibadv_jax.commands import plan
 from calibadv_jax.config import load_config
+from calibadv_jax.metrics.console import Console
 from calibadv_jax.planning.hardware import find_target
 from calibadv_jax.run.memory import GIB, program_memory
 
@@ -81,9 +82,12 @@ def test_what_does_not_fit_ends_with_1_and_the_keys_to_change(capsys):
 
 def test_what_several_hosts_refuse_is_refused(capsys):
     two = ["--gpu", "h100", "--topology", "1x2x8", "mesh.fsdp=16", "learner.microbatch_rows=16", "--estimate"]
-    status, _, errors = planned(capsys, "--config", PAPER, *two)
-    assert status == 2 and "sampler.name=vllm does not work with several processes" in errors
-    assert planned(capsys, "--config", PAPER, *two, "sampler.name=jax")[0] == 0
+    status, _, errors = planned(
+        capsys, "--config", PAPER, *two, "sampler.workers=3", "sampler.worker_devices=[]"
+    )
+    assert status == 2 and "sampler.workers is 3, for 2 processes" in errors
+    for more in ([], ["sampler.name=jax"]):
+        assert planned(capsys, "--config", PAPER, *two, *more)[0] == 0
 
 
 def test_rows_that_many_devices_leave_empty_are_told(capsys):
@@ -122,6 +126,20 @@ def test_a_compilers_refusal_is_no_fit(tmp_path):
     lines, fits = plan.memory_verdict(one, programs)
     assert not fits and any("does not fit" in line and line.endswith(": update") for line in lines)
     assert plan.memory_verdict(one, {"apply": programs["apply"]})[1]
+
+
+@pytest.mark.parametrize(("hosts", "is_beside"), [(1, False), (2, True)])
+def test_the_learners_base_lies_beside_a_sampler_that_has_a_copy(monkeypatch, hosts, is_beside):
+    """One process' sampler computes with the base itself, each of several with a copy on its own devices."""
+    said = ["sampler.name=jax", "policy.lora.rank=8", "learner.microbatch_rows=16", f"mesh.fsdp={8 * hosts}"]
+    target = find_target(gpu="h100", topology=f"1x{hosts}x8")
+    one = plan.make_plan(load_config(PAPER, said), target, 0.4)
+    monkeypatch.setattr(plan, "topology_mesh", lambda *_: None)
+    monkeypatch.setattr(plan, "lowered_programs", lambda *of: dict.fromkeys(of[-1]))
+    monkeypatch.setattr(plan, "compiled_figures", lambda _, beside: {"beside": beside})
+    programs = plan.compile_programs(one, Console(progress=False))
+    held = ("parameters", "optimizer", *(["base"] if is_beside else []))
+    assert programs["decode"]["beside"] == sum(one.estimate[name] for name in held)
 
 
 @pytest.mark.parametrize("efficiency", ["0", "1.5", "much"])

@@ -184,6 +184,17 @@ def test_two_processes_that_differ_are_both_told(run_all):
         )
 
 
+def test_a_difference_within_rollouts_stops_all_at_one_step(run_all):
+    """As where tied groups would give way in one process, and in the other would not."""
+
+    def work(hosts):
+        with hosts.steps(Stop()), hosts.apart("rollout"):
+            hosts.same("score of a group", lambda: [[0.0, float(hosts.index)]])
+
+    for error, in_step in run_all(work):
+        assert isinstance(error, UserError) and "has another score of a group" in str(error) and in_step
+
+
 def test_processes_at_different_places_do_not_take_each_other_for_something_else(run_all):
     errors = [error for error, _ in run_all(lambda hosts: hosts.exchange(f"from {hosts.index}", 0))]
     assert all(isinstance(error, RuntimeError) and "came for" in str(error) for error in errors)

@@ -67,3 +67,17 @@ def test_weights_that_a_checkpoint_replaces_need_not_be_there(told):
     after = told()
     assert before["newest checkpoint in run.dir"] is None and after["newest checkpoint in run.dir"] == 3
     assert before.keys() - after.keys() == {"set of weights in policy.path"}
+    assert told(keys=["policy.lora.rank=2"]).keys() == before.keys()  # a checkpoint lacks the adapters' base
+
+
+def test_adapters_to_begin_with_are_compared_where_they_count(told, tmp_path):
+    begun = ["policy.lora.rank=2", f"policy.lora.init_from={tmp_path}"]
+    found = []
+    for scale in (1, 2):
+        save_file({"a": np.full(3, scale, np.float32)}, tmp_path / "adapter_model.safetensors")
+        found.append(told(keys=begun))
+    adapters = "set of adapters in policy.lora.init_from"
+    assert [name for name in found[0] if found[0][name] != found[1][name]] == [adapters]
+    (told.run / "checkpoints" / "3").mkdir(parents=True)
+    assert adapters not in told(keys=begun)
+    assert adapters in told(keys=[*begun, "loss.kl_coef=0.1"])  # they are the reference

@@ -92,6 +92,22 @@ def arguments(settings, name, *overrides):
     return [*common, f"run.dir={home / name}", *overrides]
 
 
+def finished(settings, name):
+    """What the run is for: its policy as a HuggingFace folder, and the scores of that."""
+    output = settings[0] / f"{name}_exported"
+    places = [f"export.output={output}", f"evaluate.output={output}.json", "data.eval_limit=2"]
+    config = config_of(settings, name, *places, "export.dtype=float32")
+    export.export(config)
+    report = evaluate.evaluate_policy(config, evaluate.choose_policy(config))
+    return load_file(output / "model.safetensors"), report.means
+
+
+@pytest.fixture(scope="module")
+def expected(settings, undisturbed):
+    """`finished` of the undisturbed run."""
+    return finished(settings, "whole")
+
+
 def test_one_device_trains_as_eight_do(settings, undisturbed, monkeypatch):
     monkeypatch.setattr(model, "make_mesh", partial(make_mesh, devices=jax.devices()[:1]))
     train.run(config_of(settings, "one"))
@@ -112,17 +128,22 @@ def test_sigterm_to_one_stops_both_at_one_step_and_one_process_goes_on(settings,
     assert len(list((folder / "configs").glob("*.yaml"))) == 2
 
 
-def finished(settings, name):
-    """What the run is for: its policy as a HuggingFace folder, and the scores of that."""
-    output = settings[0] / f"{name}_exported"
-    places = [f"export.output={output}", f"evaluate.output={output}.json", "data.eval_limit=2"]
-    config = config_of(settings, name, *places, "export.dtype=float32")
-    export.export(config)
-    report = evaluate.evaluate_policy(config, evaluate.choose_policy(config))
-    return load_file(output / "model.safetensors"), report.means
+def test_adapters_and_critic_begin_in_one_process_and_go_on_in_two(settings, expected):
+    """On the policy of another run. Its moments lie in host memory, and tied groups give way."""
+    more = [f"policy.path={settings[0]}/whole_exported", "policy.lora.rank=2", "policy.lora.alpha=4"]
+    more += ["learner.optimizer.offload=host", "advantage.name=gae", "critic.optimizer.lr=0.01"]
+    more += ["rollout.replace_tied=3", "reward.answer=hosts_rig:coarse"]
+    more += ["advantage.probes=[]", "evaluate.every=0"]  # programs that other tests compile
+    train.run(config_of(settings, "adapted", *more))
+    train.run(config_of(settings, "shared", *more, "learner.steps=2"))
+    ended = hosts_rig.ends(hosts_rig.start(arguments(settings, "shared", *more), 2, 2))
+    assert [status for _, status in ended] == [0, 0], ended
+    assert "resuming from step 2" in ended[0][0]
+    assert is_same(settings[0] / "shared", settings[0] / "adapted")
+    assert sum(row["rollout/replaced_groups"] for row in hosts_rig.rows(settings[0] / "shared")[2:]) > 0
 
 
-def test_kill_of_one_of_four_ends_all_and_two_go_on(settings, undisturbed):
+def test_kill_of_one_of_four_ends_all_and_two_go_on(settings, undisturbed, expected):
     """From one process to four, of which one is killed, to two, whose policy is exported and evaluated."""
     home, _ = settings
     first = config_of(settings, "killed", "learner.steps=2", "evaluate.every=0")
@@ -138,10 +159,10 @@ def test_kill_of_one_of_four_ends_all_and_two_go_on(settings, undisturbed):
     assert [status for _, status in ended] == [0, 0], ended
     assert re.search("resuming from step [23]", ended[0][0])  # the third may have been on its way to the disk
     assert is_same(home / "killed", undisturbed)
-    (weights, scores), (expected, theirs) = finished(settings, "killed"), finished(settings, "whole")
-    assert weights.keys() == expected.keys()
+    (weights, scores), (whole, theirs) = finished(settings, "killed"), expected
+    assert weights.keys() == whole.keys()
     for name, array in weights.items():
-        np.testing.assert_allclose(array, expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(array, whole[name], rtol=1e-3, atol=1e-5, err_msg=name)
     assert scores == theirs and scores
 
 

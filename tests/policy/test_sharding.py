@@ -1,13 +1,17 @@
 """The table from logical axis to mesh axis."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tiny_policy import WIDER
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.policy.adapters import Adapters, joined
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh, param_shardings
+from calibadv_jax.policy.sharding import LocalCopy, make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 
 
@@ -46,3 +50,23 @@ def test_parameters_split_where_they_can():
     assert layers["attn"]["k"]["kernel"].spec == P(None, "fsdp", None)
     assert layers["attn"]["q"]["kernel"].spec == P(None, "fsdp", "tensor")
     assert jax.tree.structure(shardings) == jax.tree.structure(abstract)
+
+
+def test_a_local_copy_gathers_the_frozen_base_once():
+    """Later calls bring what is trained anew; where everything is trained, everything."""
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    architecture = architecture_from_hf(WIDER)
+    for adapters in (Adapters(2, 4.0, ("q",), "bfloat16"), None):
+        policy = Policy(architecture, Numerics(), adapters)
+        at = param_shardings(policy.abstract_params, mesh)
+        params = jax.jit(policy.init, out_shardings=at)(jax.random.key(0))
+        copied = LocalCopy(mesh, jnp.float32, policy.split)
+        first = copied(params)
+        base, trained = policy.split(params)
+        second = copied(joined(base, jax.tree.map(lambda leaf: leaf + 1, trained)))
+        (kept, before), (again, after) = policy.split(first), policy.split(second)
+        assert jax.tree.leaves(kept) == [] if adapters is None else jax.tree.leaves(kept)
+        assert all(one is two for one, two in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True))
+        jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, old + 1), after, before)
+        for leaf, placed in zip(jax.tree.leaves(second), jax.tree.leaves(at), strict=True):
+            assert leaf.dtype == jnp.float32 and leaf.sharding.is_equivalent_to(placed, leaf.ndim)

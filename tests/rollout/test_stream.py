@@ -46,7 +46,7 @@ def stream(background, staleness=0, per_step=PER_STEP, state=None, tied=(), max_
         staleness,
         0.25,
         max_replaced,
-        lambda group: int(group.question.id[1:]) in tied,
+        lambda groups: [int(group.question.id[1:]) in tied for group in groups],
     )
     if state is not None:
         made.restore(state, {f"q{number}": question(number) for number in range(100)})

@@ -7,13 +7,16 @@ import pytest
 from trainer_rig import (
     ScriptedRollouts,
     make_config,
+    make_trainer,
     resumed,
     rows,
     run,
     shared_programs,  # noqa: F401
 )
 
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Turn
+from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.record.reader import find_step, read_step
 
 pytestmark = pytest.mark.medium
@@ -74,3 +77,21 @@ def test_both_are_off_by_default(tmp_path):
     rollouts = run(make_config(tmp_path), SomeTied(), tmp_path)
     assert [number for number, _ in rollouts.begun] == list(range(8))
     assert not {"rollout/replaced_groups", "rollout/resting_questions"} & rows(tmp_path)[0].keys()
+
+
+class AnotherScore(Hosts):
+    """Another process scores a group otherwise: it would ask for other groups."""
+
+    def same(self, what, value):
+        if what == "score of a group":
+            assert value() == [[0.0] * 3, [1.0, 0.0, 0.0]]
+            raise UserError(f"process 1 has another {what} than process 0")
+
+
+def test_scores_that_choose_what_is_replaced_are_compared_first(tmp_path):
+    rollouts = SomeTied()
+    trainer = make_trainer(config_of(tmp_path), tmp_path, rollouts)
+    trainer.hosts = AnotherScore()
+    with pytest.raises(UserError, match="another score of a group"):
+        trainer.stream.take(0)
+    assert [number for number, _ in rollouts.begun] == [0, 1]

@@ -116,7 +116,7 @@ def test_several_nodes_of_the_trainer_share_the_workers(cluster):
             "n1,n2,n3",
             {"WORKER_NODES": "1", "WORKERS_PER_NODE": "1"},
             [],
-            "1 vLLM workers for 2 nodes of the trainer: set WORKER_NODES, sampler.workers or sampler.name=jax",
+            "1 vLLM workers for 2 nodes of the trainer: set WORKER_NODES, sampler.workers or sampler.name",
         ),
         ("n1,n2", {}, ["sampler.name=jax"], "no retriever for 2 nodes: set RETRIEVER"),
         ("n1", {"WORKER_NODES": "1"}, [], "WORKER_NODES=1 of 1 nodes leaves none for the trainer"),
