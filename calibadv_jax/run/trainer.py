@@ -238,15 +238,15 @@ class Trainer:
             rng = random_state(self.seed, self.step, "minibatches")
             reference = self.reference if self.config.loss.kl_coef else None
             learned = learn(self.learner, self.state, samples, self.config.learner, self.loss, rng, reference)
-            self.state = learned.state
         trained = [sample for sample in samples if sample.mask.any()]
         untrained = sum(len(group.attempts) for group in groups) - len(trained)
         metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(untrained)} | learned.metrics
         if trained:
-            metrics["actor/finite"] = float(self.learner.is_finite(self.state["params"]))
+            metrics["actor/finite"] = float(self.learner.is_finite(learned.state["params"]))
         if self.critic is not None:
             metrics |= self.critic.update(groups, random_state(self.seed, self.step, "critic"))
         metrics |= self._note(groups)
+        self.state = learned.state  # with the step's number: half a step must not be saved as the one before
         self.step += 1
         self.stream.commit()
         old = iter(
