@@ -13,6 +13,7 @@ import numpy as np
 from calibadv_jax.advantages.estimators import AdvantageResult
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import read_json, write_json
 from calibadv_jax.core.seeds import attempt_seed, random_state
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
@@ -38,6 +39,7 @@ from calibadv_jax.snapshots.checkpoint import EXTRA, CheckpointStore
 from calibadv_jax.snapshots.mirror import Mirror
 
 CRITIC = "critic"  # its part of a checkpoint's state
+ROLLBACK = "rollback.json"  # in the run's folder: the last one, which no checkpoint knows of at first
 PROBE_TOKENS = 256  # of the fixed text on which workers and learner are compared after a swap
 
 
@@ -75,7 +77,7 @@ class Trainer:
         console: Console,
         hosts: Hosts = ALONE,
     ):
-        learner, self.hosts = config.learner, hosts
+        learner, self.hosts, self.folder = config.learner, hosts, folder
         self.config, self.model, self.rollouts, self.console = config, model, rollouts, console
         self.by_id = {question.id: question for question in questions}
         self.questions = QuestionIterator(
@@ -112,8 +114,11 @@ class Trainer:
         self.step = 0
         newest = self.checkpoints.latest_step()
         self._begin(is_fresh=newest is None)
+        if newest is None and hosts.is_first:
+            (folder / ROLLBACK).unlink(missing_ok=True)
         if newest is not None:
             self._restore(newest, with_guards=True)
+            self._count_last_rollback()
             self.rollouts.seed = self.seed
             console.note(f"resuming from step {self.step}")
 
@@ -164,13 +169,22 @@ class Trainer:
             )
         self.stream.close()
         self.checkpoints.delete_after(good[-1])
+        self.guards.rolled_back(good[-1])
+        if self.hosts.is_first:
+            write_json(self.folder / ROLLBACK, {"step": good[-1], "rollbacks": self.guards.rollbacks})
         self.stream = self._make_stream()
         self._restore(good[-1])
-        self.guards.rolled_back(self.step)
         self.rollouts.seed = self.seed
         if self.mirror:
             self.mirror.put(self.step)  # a checkpoint that is deleted here must not come back from there
         self.console.note(f"rolled back from step {collapsed} to step {self.step}")
+
+    def _count_last_rollback(self) -> None:
+        """The rollback that ended at this step, whose checkpoint is older than it: other draws follow."""
+        path = self.folder / ROLLBACK
+        last = read_json(path, "remove it") if path.is_file() else {}
+        if last.get("step") == self.step:
+            self.guards.rollbacks = int(last["rollbacks"])
 
     def _restore(self, step: int, with_guards: bool = False) -> None:
         critic = {} if self.critic is None else {CRITIC: self.critic.learner.abstract_state()}
