@@ -170,9 +170,8 @@ class Guards:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues where `state` was called; guards that the config has switched off since are forgotten."""
         self.rollbacks, self.last_good_step = state["rollbacks"], state["last_good_step"]
-        self._streaks = {
-            name: count for name, count in state["streaks"].items() if name in (*GUARDS, NUMBERS)
-        }
+        on = [name for name, guard in GUARDS.items() if getattr(self.config, guard.threshold) is not None]
+        self._streaks = {name: count for name, count in state["streaks"].items() if name in (*on, NUMBERS)}
 
     def _action(self) -> Action:
         if self.config.action == "log" and not self.is_broken:

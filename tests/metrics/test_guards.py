@@ -135,6 +135,16 @@ def test_a_resumed_run_judges_as_an_uninterrupted_one(cut):
     assert second.state() == whole.state()
 
 
+def test_a_guard_that_was_switched_off_since_keeps_no_step_from_being_good():
+    """Its count would stand for ever, and a later rollback would find no checkpoint that is old enough."""
+    first = guards(action="stop", patience=2)
+    assert feed(first, {}, bad("entropy"), bad("entropy"))[-1].action == "stop"
+    second = guards(action="rollback", patience=2, min_entropy=None)
+    second.restore(json.loads(json.dumps(first.state())))
+    feed(second, *[bad("entropy")] * 3, start=4)
+    assert second.last_good_step == 6
+
+
 def group(*turns):
     ids = np.zeros(1, np.int32)
     return Group(
