@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from calibadv_jax.advantages.estimators import describe
 from calibadv_jax.config import Config
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.hosts.joining import describe_processes
 from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.rewards.score import check_reward
@@ -14,8 +15,10 @@ def describe_choices(config: Config) -> list[str]:
     """Lines for people; of what is off by default only what is switched on.
 
     Raises:
-        UserError: a function of the user's cannot be loaded, or takes other parameters.
+        UserError: a function of the user's cannot be loaded, or takes other parameters; or nothing could be
+            earned.
     """
+    _check_something_is_earned(config)
     return [
         *describe(config.advantage),
         *_critic(config),
@@ -25,6 +28,14 @@ def describe_choices(config: Config) -> list[str]:
         *_switched_on(config),
         *describe_processes(config),
     ]
+
+
+def _check_something_is_earned(config: Config) -> None:
+    if config.reward.format and not config.rollout.max_searches:
+        raise UserError(
+            "rollout.max_searches is 0 and reward.format is true: the format asks for a search, so that every"
+            " trajectory would score 0 and nothing be learned; set reward.format=false, or allow searches"
+        )
 
 
 def _critic(config: Config) -> list[str]:

@@ -2,10 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
+import pytest
+
 from calibadv_jax.advantages.estimators import describe
 from calibadv_jax.commands import doctor, offline_checks
 from calibadv_jax.config import Config
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.learner.losses import check_loss
+from calibadv_jax.rewards.score import score_trajectory
 from calibadv_jax.run.choices import describe_choices
 
 
@@ -22,6 +28,23 @@ def test_what_is_switched_on_is_said():
     assert "from 100 sampled tokens" in said[0] and "by 1 at 200" in said[0]
     assert "up to 7 further questions" in said[1]
     assert "below 0 or above 0.9" in said[2]
+
+
+def test_a_run_without_searches_must_not_be_paid_for_a_format_that_has_one():
+    """Every score would be 0, in every step, and no guard would ever be armed."""
+    plain = Config()
+    without = replace(plain, rollout=replace(plain.rollout, max_searches=0))
+    with pytest.raises(
+        UserError, match="max_searches is 0 .*every trajectory would score 0.*reward.format=false"
+    ):
+        describe_choices(without)
+    turn = Turn("answer", np.ones(1, np.int32), np.zeros(1), text="<think>t</think><answer>Ann</answer>")
+    alone = Trajectory(
+        Question("1", "Who?", ("Ann",), "test"), np.ones(1, np.int32), [replace(turn, answer="Ann")]
+    )
+    assert score_trajectory(alone, plain.reward).answer_score == 0
+    free = replace(without, reward=replace(plain.reward, format=False))
+    assert describe_choices(free) and score_trajectory(alone, free.reward).answer_score == 1
 
 
 def test_a_critic_is_spoken_of():
