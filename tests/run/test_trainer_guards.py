@@ -198,6 +198,6 @@ def test_steps_in_which_all_groups_tie_are_no_collapse(tmp_path):
 @pytest.mark.medium
 def test_without_a_good_checkpoint_a_rollback_says_so(tmp_path):
     guards = GUARDED | {"action": "rollback"}
-    config = make_config(tmp_path, checkpoint={"every": 0}, guards=guards)
+    config = make_config(tmp_path, checkpoint={"every": 5}, guards=guards)
     with pytest.raises(UserError, match="no checkpoint is as old as the last good step 3"):
         run(config, Collapsing(), tmp_path)
