@@ -143,3 +143,14 @@ def test_random_documents_never_are_what_the_query_finds(run):
     for row in rows(run):
         ids = row["trajectories"][0]["turns"][0]["document_ids"]
         assert len(set(ids)) == 2 and not {"shared", f"{row['question']}/0"} & set(ids)
+
+
+def test_a_question_that_the_retriever_refuses_makes_no_other_search_a_refused_one(run):
+    run.shelf = Shelf({"b 2": QueryRefused("too long")})
+    run(evaluate={"method": "random_documents"})
+    refused = [
+        row["question"]
+        for row in rows(run)
+        if "does not take this query" in row["trajectories"][0]["turns"][0]["observation"]
+    ]
+    assert refused == ["b 2"]
