@@ -169,7 +169,8 @@ def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -
     """What answers the searches, as plain values; empty where nothing is searched.
 
     A running service is what it says of itself. One that does not say which corpus it has is its address. A
-    service that is started here is its corpus: `modified` tells apart what was written to one place in turn.
+    service that is started here is its corpus and its pages: `modified` tells apart what was written to one
+    place in turn.
 
     Args:
         warn: told what is waited for.
@@ -184,9 +185,14 @@ def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -
         health = client.health()
         said = index_identity(health)
         return said if {"identity", "corpus_sha256"} & said.keys() else said | {"url": client.url}
-    corpus = Path(config.corpus)
-    found = corpus.stat() if corpus.is_file() else None
-    return {"corpus": str(corpus), "modified": found.st_mtime_ns} if found else {"corpus": str(corpus)}
+    about = _written("corpus", "modified", config.corpus)
+    return about | (_written("pages", "pages_modified", config.pages) if config.pages else {})
+
+
+def _written(name: str, when: str, path: str) -> dict[str, Any]:
+    """A file of the service that is started here, and when it was written."""
+    file = Path(path)
+    return {name: str(file)} | ({when: file.stat().st_mtime_ns} if file.is_file() else {})
 
 
 def _answer_missing(
