@@ -16,9 +16,9 @@ def describe_choices(config: Config) -> list[str]:
 
     Raises:
         UserError: a function of the user's cannot be loaded, or takes other parameters; or nothing could be
-            earned.
+            learned.
     """
-    _check_something_is_earned(config)
+    _check_something_is_learned(config)
     return [
         *describe(config.advantage),
         *_critic(config),
@@ -30,11 +30,28 @@ def describe_choices(config: Config) -> list[str]:
     ]
 
 
-def _check_something_is_earned(config: Config) -> None:
-    if config.reward.format and not config.rollout.max_searches:
+def _check_something_is_learned(config: Config) -> None:
+    """Choices that are sound alone, but together teach nothing and end in no error."""
+    rollout, credit = config.rollout, config.advantage
+    if config.reward.format and not rollout.max_searches:
         raise UserError(
             "rollout.max_searches is 0 and reward.format is true: the format asks for a search, so that every"
             " trajectory would score 0 and nothing be learned; set reward.format=false, or allow searches"
+        )
+    if rollout.group_size > 1:
+        return
+    if rollout.replace_tied:
+        raise UserError(
+            "rollout.group_size is 1, so that every group is tied, and"
+            f" rollout.replace_tied={rollout.replace_tied} of them would be thrown away in every step; set"
+            " rollout.replace_tied=0, or raise rollout.group_size"
+        )
+    balances = credit.rebalance and credit.rebalance_within == "group" and not credit.rebalance_excess
+    if credit.is_calibrated and balances and credit.adjust != "clip":
+        raise UserError(
+            "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question: no"
+            " answer would ever be praised or blamed; set rollout.group_size to 2 or more, or advantage.name"
+            " to what compares none, such as gae"
         )
 
 
