@@ -101,7 +101,11 @@ class OwnAction(Action):
         return shown
 
     async def close(self) -> None:
-        await self._inner.close()
+        try:
+            await self._inner.close()
+        except Exception as error:  # a person's own code may raise anything
+            said = f"{type(error).__name__}: {error}"
+            raise UserError(f"action {self.name}: close failed ({said}); correct its code") from error
 
     def _failed(self, error: Exception) -> RequestFailed:
         return RequestFailed(self.name, f"action {self.name}: {type(error).__name__}: {error}")
