@@ -118,7 +118,12 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
 
 
 def _evaluate(config: Config, source: PolicySource, console: Console) -> Report:
-    output = Path(config.evaluate.output)
+    output, service = Path(config.evaluate.output), config.retriever
+    if config.evaluate.method == "rag" and not (config.asks_retriever or service.url or service.corpus):
+        raise UserError(
+            "evaluate.method is rag, which looks passages up, but no retriever is named; set retriever.url,"
+            " or retriever.corpus to start a service here"
+        )
     source = at_step(source)
     model = build_model(method_config(config), str(source.model_folder), source.adapters)
     questions, overlong = evaluation_questions(config, model.tokenizer)

@@ -9,7 +9,7 @@ import evaluation_rig
 import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf
 
-from calibadv_jax.core.errors import QueryRefused, RequestFailed
+from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.evaluation.methods import NO_RETRIEVER, method_config
 
@@ -101,6 +101,14 @@ def test_a_question_that_the_retriever_refuses_has_no_passages_and_a_service_tha
     run.shelf = Shelf({"b 2": RequestFailed("retriever", "gone")})
     with pytest.raises(RequestFailed, match="gone"):
         run(Scripted(searches=False), evaluate={"method": "rag", "samples": 2})
+
+
+def test_rag_of_a_run_whose_actions_ask_no_retriever_needs_one_all_the_same(run):
+    """It would ask nobody's address for retriever.patience, ten minutes, before it ends."""
+    keys = {"evaluate": {"method": "rag"}, "tools": ["examples.own_tool:Calculator"]}
+    with pytest.raises(UserError, match="method is rag.* but no retriever is named.* set retriever.url"):
+        run(Scripted(searches=False), **keys)
+    assert run(Scripted(searches=False), **keys | {"evaluate": {"method": "direct"}})
 
 
 def test_the_empty_retriever_finds_nothing(run):
