@@ -123,11 +123,16 @@ class Guards:
             elif name in self._streaks or math.isnan(value):
                 self._streaks[name] = self._streaks.get(name, 0) + 1
             flags[f"guard/{name}"] = float(is_bad and name in self._streaks)
-            if self._streaks.get(name) == self.config.patience:
+            if self._is_tripped(self._streaks.get(name, 0)):
                 findings.append(_finding(step, guard, value, limit, self.config.patience))
         if not any(self._streaks.values()):
             self.last_good_step = step
         return Verdict(self._action() if findings else "go_on", findings, flags)
+
+    def _is_tripped(self, streak: int) -> bool:
+        """Said once; but a rollback that is due stays so, where the last start ended before it went back."""
+        patience = self.config.patience
+        return streak == patience or (streak > patience and self.config.action == "rollback")
 
     @property
     def in_doubt(self) -> bool:
