@@ -351,6 +351,13 @@ class Trainer:
         """The policy's, and the critic's beside it."""
         return self.state if self.critic is None else self.state | {CRITIC: self.critic.state}
 
+    def _spares_a_good_one(self) -> bool:
+        """Whether a checkpoint of this step leaves the one to which a coming rollback would go back."""
+        steps, last_good = self.checkpoints.steps(), self.guards.last_good_step
+        good = [step for step in steps if step <= last_good < self.step]
+        kept = [*steps, self.step][-self.config.checkpoint.keep :]
+        return self.config.guards.action != "rollback" or not good or good[-1] in kept
+
     def why_stopped(self) -> str:
         """The line with which the run ends if a guard says so."""
         if not self.guards.is_broken:
@@ -365,7 +372,10 @@ class Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Whatever stops the run, the last complete step is saved, unless its update failed or diverged."""
+        """Whatever stops the run, the last complete step is saved, unless its update failed or diverged.
+
+        Nor one in a row of bad ones that would take the place of the last good checkpoint.
+        """
         self.stream.close()
         if kind is not None and not self.hosts.in_step:
             return  # a checkpoint is written by all processes, and the others are elsewhere
@@ -376,7 +386,8 @@ class Trainer:
         except UserError as error:
             self.console.note(str(error))  # this step is saved in its place, if it can be
         try:
-            if whole and not self.guards.is_broken and self.checkpoints.latest_step() != self.step:
+            is_new = self.checkpoints.latest_step() != self.step
+            if whole and not self.guards.is_broken and is_new and self._spares_a_good_one():
                 self.save()
                 self._wait_for_checkpoint()
         except Exception as error:  # whatever Orbax raises: it must not hide why the run stopped

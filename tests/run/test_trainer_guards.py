@@ -99,6 +99,24 @@ def test_a_run_that_ends_just_after_a_rollback_does_not_draw_the_collapse_again(
     assert make_trainer(config, tmp_path).guards.rollbacks == 0
 
 
+def test_a_signal_among_bad_steps_leaves_the_checkpoint_to_which_a_rollback_goes_back(tmp_path):
+    """Steps 4 to 6 are bad, and 4 is saved; a checkpoint of 5 would take the place of that of step 2."""
+
+    class Ended(Collapsing):
+        def begin(self, number, question):
+            if number == 10:
+                raise SystemExit(143)
+            return super().begin(number, question)
+
+    guards = GUARDED | {"action": "rollback", "patience": 3}
+    config = make_config(tmp_path, learner={"steps": 7}, guards=guards)
+    with pytest.raises(SystemExit):
+        run(config, Ended(), tmp_path)
+    assert checkpoints(tmp_path) == [2, 4]
+    loaded = [version for version, _ in run(config, Collapsing(), tmp_path).loaded]
+    assert loaded == [4, 5, 6, 2, 3, 4, 5, 6, 7]
+
+
 def test_a_guard_may_stop_the_run_with_its_state_saved(tmp_path, capsys):
     config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "stop"})
     with pytest.raises(UserError, match="stopped by guards.action"):
