@@ -42,7 +42,8 @@ that the CalibAdv authors give the same value; it is logged too, so that curves 
 | `prometheus` | in `cpu`, `gpu`, `tpu` | the newest values at `http://<log.prometheus>/metrics` |
 
 A resumed run goes on in the same run of Weights & Biases and MLflow. Steps that are trained again (after a
-kill or a rollback) are written again at the same step.
+kill or a rollback) are written again at the same step. An MLflow server that goes away ends no run: what it
+missed is sent after a later step.
 
 Prometheus names are `calibadv_` and the metric's name with `_` for every other character:
 `calibadv_reward_mean`. The vLLM workers have an endpoint of their own, vLLM's `/metrics` on each worker's

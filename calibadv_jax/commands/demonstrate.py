@@ -27,13 +27,17 @@ from calibadv_jax.data.annotated import (
 from calibadv_jax.data.demonstrations import Demonstration
 from calibadv_jax.data.questions import load_questions, question_row
 from calibadv_jax.metrics.console import Console, table
+from calibadv_jax.rollout.actions import Search as SearchAction
+from calibadv_jax.rollout.actions import grammar_of
 from calibadv_jax.rollout.observation import Observations, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import build_model
 from calibadv_jax.services.lookups import look_up_each
 from calibadv_jax.services.retriever_process import open_retriever
 
 WRITTEN, NO_LIMIT = "written", 2**31
+SEARCH = SearchAction.name
 
 
 def run(config: Config) -> None:
@@ -50,6 +54,9 @@ def run(config: Config) -> None:
         raise UserError(
             "retriever.corpus is empty: set it to the file of the passages, which names their titles"
         )
+    grammar = grammar_of(make_actions(config))
+    if SEARCH not in grammar.actions:
+        raise UserError(f"tools has no {SEARCH}, and it is searches that are demonstrated: put it into tools")
     tokenizer = build_model(config, config.sft.init_from or config.policy.path).tokenizer
     questions = load_questions(config.data.train)
     passages = read_passages(corpus, {name for one in questions for name in one.supporting_ids})
@@ -69,7 +76,9 @@ def run(config: Config) -> None:
     for question, lookups in zip(named, found, strict=True):
         made: Demonstration | str = "not found"
         if is_complete(question, passages, lookups):
-            made = demonstrate(question, lookups, lambda documents: _shown(config, tokenizer, documents))
+            made = demonstrate(
+                question, lookups, lambda documents: _shown(config, tokenizer, documents), grammar
+            )
         if isinstance(made, Demonstration) and not _fits(made, config, tokenizer):
             made = "too long"
         if isinstance(made, Demonstration):
@@ -89,14 +98,16 @@ def run(config: Config) -> None:
 
 def _shown(config: Config, tokenizer: Any, documents: Sequence[Document]) -> str:
     """What the policy would see of the documents."""
-    shown = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
-    return shown.of_documents(neutralise_documents(documents, tokenizer))[1]
+    actions = make_actions(config)
+    search = next((one for one in actions if one.name == SEARCH), SearchAction())
+    shown = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening).of(search)
+    return shown.of_documents(neutralise_documents(documents, tokenizer, grammar_of(actions)))[1]
 
 
 def _fits(demonstration: Demonstration, config: Config, tokenizer: Any) -> bool:
     """Whether the policy could write it, and sft train on it, within the limits of the config."""
     rollout = config.rollout
-    prompt = build_prompt(demonstration.question, tokenizer, config.prompt, NO_LIMIT)
+    prompt = build_prompt(demonstration.question, tokenizer, config.prompt, NO_LIMIT, make_actions(config))
     longest_turn = max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns)
     if len(prompt) > rollout.max_prompt_length or longest_turn > rollout.max_turn_length:
         return False

@@ -118,7 +118,12 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
 
 
 def _evaluate(config: Config, source: PolicySource, console: Console) -> Report:
-    output = Path(config.evaluate.output)
+    output, service = Path(config.evaluate.output), config.retriever
+    if config.evaluate.method == "rag" and not (config.asks_retriever or service.url or service.corpus):
+        raise UserError(
+            "evaluate.method is rag, which looks passages up, but no retriever is named; set retriever.url,"
+            " or retriever.corpus to start a service here"
+        )
     source = at_step(source)
     model = build_model(method_config(config), str(source.model_folder), source.adapters)
     questions, overlong = evaluation_questions(config, model.tokenizer)
@@ -169,7 +174,8 @@ def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -
     """What answers the searches, as plain values; empty where nothing is searched.
 
     A running service is what it says of itself. One that does not say which corpus it has is its address. A
-    service that is started here is its corpus: `modified` tells apart what was written to one place in turn.
+    service that is started here is its corpus and its pages: `modified` tells apart what was written to one
+    place in turn.
 
     Args:
         warn: told what is waited for.
@@ -184,9 +190,14 @@ def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -
         health = client.health()
         said = index_identity(health)
         return said if {"identity", "corpus_sha256"} & said.keys() else said | {"url": client.url}
-    corpus = Path(config.corpus)
-    found = corpus.stat() if corpus.is_file() else None
-    return {"corpus": str(corpus), "modified": found.st_mtime_ns} if found else {"corpus": str(corpus)}
+    about = _written("corpus", "modified", config.corpus)
+    return about | (_written("pages", "pages_modified", config.pages) if config.pages else {})
+
+
+def _written(name: str, when: str, path: str) -> dict[str, Any]:
+    """A file of the service that is started here, and when it was written."""
+    file = Path(path)
+    return {name: str(file)} | ({when: file.stat().st_mtime_ns} if file.is_file() else {})
 
 
 def _answer_missing(

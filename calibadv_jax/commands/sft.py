@@ -131,7 +131,7 @@ def _train(
     folder, every = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every
     patience = min(config.guards.patience, total)
     guards = Guards(dataclasses.replace(config.guards, patience=patience), "sft.optimizer.lr")
-    backends = open_backends(config.log, folder, start_step=kept.step + 1)
+    backends = open_backends(config.log, folder, kept.step + 1, console.warn)
     with (
         MetricsWriter(folder, backends, start_step=kept.step + 1) as writer,
         console.bar("cold start", total, "steps") as show,

@@ -153,7 +153,7 @@ def train(
     """
     first, total, hosts = trainer.step + 1, config.learner.steps, trainer.hosts
     shown = ShownSteps(console, total, config.log.transcripts)
-    with written_by_first(config, folder, first, hosts) as (record, writer):
+    with written_by_first(config, folder, first, hosts, console.warn) as (record, writer):
         with console.phase("publishing the policy"):
             trainer.publish()  # before the first step, so that a broken path fails at the start
         if trainer.step < total:
@@ -199,12 +199,13 @@ def train(
 
 @contextmanager
 def written_by_first(
-    config: Config, folder: Path, first: int, hosts: Hosts
+    config: Config, folder: Path, first: int, hosts: Hosts, warn: Callable[[str], object]
 ) -> Iterator[tuple[RolloutWriter, MetricsWriter]]:
     """The writers of trajectories and metrics; those of the other processes write where nobody reads.
 
     Args:
         first: step that will be written.
+        warn: told where a service for metrics has gone.
     """
     with ExitStack() as stack:
         if not hosts.is_first:
@@ -212,7 +213,7 @@ def written_by_first(
             log = dataclasses.replace(config.log, backends=[], rollouts="none")
             config = dataclasses.replace(config, log=log)
         record = RolloutWriter(folder, config, first)
-        writer = MetricsWriter(folder, open_backends(config.log, folder, first), first)
+        writer = MetricsWriter(folder, open_backends(config.log, folder, first, warn), first)
         yield record, stack.enter_context(writer)
 
 

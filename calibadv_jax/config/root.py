@@ -87,7 +87,7 @@ class Config:
         if not self.tools or len(set(names)) < len(names):
             raise ValueError(
                 f"tools is {names}: name each action once, and at least one; to answer without any action set"
-                " rollout.max_searches=0"
+                " rollout.max_searches=0 and reward.format=false"
             )
         return self
 
@@ -97,6 +97,25 @@ class Config:
             raise ValueError(
                 f"critic.warmup_steps is {self.critic.warmup_steps}, but the run has learner.steps ="
                 f" {self.learner.steps}: the policy would never be trained; lower the first"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_rollback_finds_a_checkpoint(self) -> Config:
+        every, keep, patience = self.checkpoint.every, self.checkpoint.keep, self.guards.patience
+        if self.guards.action != "rollback":
+            return self
+        if not every:
+            raise ValueError(
+                "guards.action is rollback, but checkpoint.every is 0: there would be none to go back"
+                " to; set it to a number of steps"
+            )
+        bad = -(-(patience - 1) // every)  # checkpoints of bad steps before the last of them trips the guard
+        if keep <= bad:
+            raise ValueError(
+                f"guards.action is rollback, but of checkpoint.keep={keep} checkpoints, one every {every}"
+                f" steps, none may be left from before the guards.patience={patience} bad steps: set"
+                f" checkpoint.keep={bad + 1} or more"
             )
         return self
 

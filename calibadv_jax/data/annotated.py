@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import neutralise
+from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, neutralise
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 from calibadv_jax.data.files import read_rows
@@ -125,29 +126,34 @@ def _are_alternatives(question: Question, passages: Mapping[str, Document]) -> b
 
 
 def demonstrate(
-    question: Question, lookups: Sequence[Lookup], shown: Callable[[Sequence[Document]], str]
+    question: Question,
+    lookups: Sequence[Lookup],
+    shown: Callable[[Sequence[Document]], str],
+    grammar: Grammar = SEARCH_GRAMMAR,
 ) -> Demonstration | str:
     """Searches with their documents, thoughts that quote them, and the answer; or why there is none.
 
     Args:
         lookups: that found what the question needs.
         shown: documents as the policy sees them, which may cut off the end.
+        grammar: of the actions that are on.
     """
+    clean = partial(neutralise, grammar=grammar)
     turns = []
     thought = FIRST_THOUGHT
     quotes: list[str] = []
     for number, lookup in enumerate(lookups, 1):
-        text = f"<think> {thought} </think>\n<search> {neutralise(lookup.query)} </search>"
+        text = f"<think> {thought} </think>\n<search> {clean(lookup.query)} </search>"
         turns.append(DemoTurn(text, lookup.documents))
         seen = shown(lookup.documents)
         support = [one for one in lookup.documents if one.id in lookup.found]
-        new = [quote for one in support if (quote := neutralise(_quote(one, question))) in seen]
+        new = [quote for one in support if (quote := clean(_quote(one, question))) in seen]
         if not new:
             return "cut off"
         quotes += new
         if number < len(lookups):
-            query = neutralise(lookups[number].query)
-            thought = f"{_naming(query, lookup.documents, seen) or new[0]} Now I look up {query}."
+            query = clean(lookups[number].query)
+            thought = f"{_naming(query, lookup.documents, seen, clean) or new[0]} Now I look up {query}."
     held = next((pair for quote in quotes if (pair := (quote, answer_in(quote, question)))[1]), None)
     if held is not None:
         quote, answer = held
@@ -155,7 +161,7 @@ def demonstrate(
         quote, answer = " ".join(quotes), question.golden_answers[0]
     else:
         return "answer not in the passages"
-    turns.append(DemoTurn(f"<think> {quote} </think>\n<answer> {neutralise(str(answer))} </answer>"))
+    turns.append(DemoTurn(f"<think> {quote} </think>\n<answer> {clean(str(answer))} </answer>"))
     return Demonstration(replace(question, prompt=()), tuple(turns))
 
 
@@ -169,9 +175,9 @@ def _quote(document: Document, question: Question) -> str:
     return max(pieces, key=lambda piece: len(asked & set(question_key(piece).split())), default="")
 
 
-def _naming(query: str, documents: Sequence[Document], seen: str) -> str:
+def _naming(query: str, documents: Sequence[Document], seen: str, clean: Callable[[str], str]) -> str:
     """The first sentence that is seen of the documents and names what is looked up next, or nothing."""
-    pieces = (neutralise(piece) for one in documents for piece in _pieces(one.text) if holds(piece, query))
+    pieces = (clean(piece) for one in documents for piece in _pieces(one.text) if holds(piece, query))
     return next((piece for piece in pieces if piece in seen), "")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, parse_turn
+from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, parse_turn, well_formed
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 from calibadv_jax.data.files import read_jsonl
@@ -104,7 +104,7 @@ def _parse_turn(turn: object, where: str, grammar: Grammar) -> DemoTurn:
     if not isinstance(observation, str):
         raise UserError(f"{where}: 'observation' must be a text, got {observation!r}")
     return DemoTurn(
-        turn["text"],
+        well_formed(turn["text"]),
         tuple(Document(str(d.get("id", d["title"])), d["title"], d["text"]) for d in documents),
         observation=observation,
     )
@@ -165,7 +165,7 @@ def _messages(value: Any, key: str, where: str) -> list[tuple[str, str, bool]]:
                 f" ({', '.join(ROLES)}) and a text {text_key!r}, got {str(one)[:80]!r}; write a tool call as"
                 " <search> query </search>"
             )
-        found.append((role, one[text_key], one.get("weight", 1) != 0))
+        found.append((role, well_formed(one[text_key]), one.get("weight", 1) != 0))
     if not found:
         raise UserError(f"{where}: {key!r} must be a non-empty list, got {str(value)[:80]!r}")
     return found

@@ -132,7 +132,7 @@ def parse_question(
         text,
         tuple(map(well_formed, answers)),
         well_formed(row["data_source"]),
-        tuple(map(str, supporting)),
+        tuple(well_formed(str(one)) for one in supporting),
         _parse_prompt(row.get("prompt"), text, where, {} if prompts is None else prompts),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
+from calibadv_jax.core.errors import QueryRefused
 from calibadv_jax.core.interfaces import Retriever
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Document, Question
@@ -124,7 +125,10 @@ class RandomDocuments:
         drawn: dict[str, Document] = {}
         order = random_state(self.seed, 0, f"random documents of {query}").permutation(len(self.texts))
         for index in order[:MAX_DRAWS].tolist():
-            (found,) = await self.inner.search([self.texts[index]])
+            try:
+                (found,) = await self.inner.search([self.texts[index]])
+            except QueryRefused:  # the other question's text, and not what the policy asks for
+                continue
             drawn |= {document.id: document for document in found if document.id not in refused}
             if len(drawn) >= len(related):
                 break

@@ -12,6 +12,8 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_text
 from calibadv_jax.metrics.catalogue import find
 
+MLFLOW_BATCH = 1000  # values that it takes at once
+
 
 class Backend(Protocol):
     """Takes the finite values of every step."""
@@ -24,17 +26,23 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-def open_backends(log: LogConfig, directory: Path, start_step: int | None) -> list[Backend]:
+def open_backends(
+    log: LogConfig, directory: Path, start_step: int | None, warn: Callable[[str], object] = lambda _: None
+) -> list[Backend]:
     """Those that log.backends names, in its order.
 
     Args:
         directory: of the run; the run is called by its name.
         start_step: first step that will be written, where an earlier attempt may have written it already.
+        warn: told where a service has gone.
 
     Raises:
         UserError: a package is not installed, or a service cannot be used.
     """
-    return [_OPEN[name](log, directory, start_step) for name in log.backends]
+    return [
+        MLflow(log, directory, warn) if name == "mlflow" else _OPEN[name](log, directory, start_step)
+        for name in log.backends
+    ]
 
 
 class TensorBoard:
@@ -103,9 +111,12 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of the MLflow experiment log.project, at MLFLOW_TRACKING_URI; a resumed run is continued."""
+    """A run of the MLflow experiment log.project, at MLFLOW_TRACKING_URI; a resumed run is continued.
 
-    def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
+    A server that goes away while the run is on ends nothing: what it did not take is sent after a later step.
+    """
+
+    def __init__(self, log: LogConfig, directory: Path, warn: Callable[[str], object]) -> None:
         try:
             import mlflow
             from mlflow.exceptions import MlflowException
@@ -125,19 +136,44 @@ class MLflow:
             raise UserError(
                 f"log.backends: no MLflow ({' '.join(str(error).split())}); set MLFLOW_TRACKING_URI"
             ) from error
-        self._metric = mlflow.entities.Metric
+        self._warn, self._is_away = warn, False
+        self._unsent: list[Any] = []
+        self._error, self._metric = MlflowException, mlflow.entities.Metric
         self._now = mlflow.utils.time.get_current_time_millis
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now = self._now()
-        rows = [self._metric(_plain_name(name), float(value), now, step) for name, value in values.items()]
-        self._client.log_batch(self._run_id, metrics=rows)
+        self._unsent += [
+            self._metric(_plain_name(name), float(value), now, step) for name, value in values.items()
+        ]
+        try:
+            self._send()
+        except self._error as error:
+            if not self._is_away:
+                self._warn(
+                    f"log.backends: MLflow does not take the metrics ({' '.join(str(error).split())}); they"
+                    " stand in metrics.jsonl, and are sent again after the next step"
+                )
+            self._is_away = True
+
+    def _send(self) -> None:
+        while self._unsent:
+            self._client.log_batch(self._run_id, metrics=self._unsent[:MLFLOW_BATCH])
+            del self._unsent[:MLFLOW_BATCH]
+        self._is_away = False
 
     def rewind(self, step: int) -> None:
         """Nothing: what is written again stands at the same steps, later in time."""
 
     def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+        try:
+            self._send()
+            self._client.set_terminated(self._run_id)
+        except self._error as error:
+            self._warn(
+                f"log.backends: MLflow lacks {len(self._unsent)} values and the end of the run"
+                f" ({' '.join(str(error).split())}); metrics.jsonl has all of them"
+            )
 
 
 class Prometheus:
@@ -205,6 +241,5 @@ def _missing(package: str) -> UserError:
 _OPEN: dict[str, Callable[[LogConfig, Path, int | None], Backend]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
-    "mlflow": MLflow,
     "prometheus": Prometheus,
 }

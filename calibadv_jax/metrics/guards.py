@@ -123,11 +123,26 @@ class Guards:
             elif name in self._streaks or math.isnan(value):
                 self._streaks[name] = self._streaks.get(name, 0) + 1
             flags[f"guard/{name}"] = float(is_bad and name in self._streaks)
-            if self._streaks.get(name) == self.config.patience:
+            if self._is_tripped(self._streaks.get(name, 0)):
                 findings.append(_finding(step, guard, value, limit, self.config.patience))
         if not any(self._streaks.values()):
             self.last_good_step = step
         return Verdict(self._action() if findings else "go_on", findings, flags)
+
+    def _is_tripped(self, streak: int) -> bool:
+        """Said once; but a rollback that is due stays so, where the last start ended before it went back."""
+        patience = self.config.patience
+        return streak == patience or (streak > patience and self.config.action == "rollback")
+
+    def may_save(self, step: int, saved: Sequence[int], keep: int) -> bool:
+        """Whether this step can be gone on from, and leaves the checkpoint to which a rollback would go back.
+
+        Args:
+            saved: steps of the checkpoints that are there, ascending, of which the newest `keep` stay.
+        """
+        good = [one for one in saved if one <= self.last_good_step < step]
+        stays = not good or good[-1] in [*saved, step][-keep:]
+        return not self.is_broken and (stays or self.config.action != "rollback")
 
     @property
     def in_doubt(self) -> bool:
@@ -170,9 +185,8 @@ class Guards:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues where `state` was called; guards that the config has switched off since are forgotten."""
         self.rollbacks, self.last_good_step = state["rollbacks"], state["last_good_step"]
-        self._streaks = {
-            name: count for name, count in state["streaks"].items() if name in (*GUARDS, NUMBERS)
-        }
+        on = [name for name, guard in GUARDS.items() if getattr(self.config, guard.threshold) is not None]
+        self._streaks = {name: count for name, count in state["streaks"].items() if name in (*on, NUMBERS)}
 
     def _action(self) -> Action:
         if self.config.action == "log" and not self.is_broken:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,12 +91,21 @@ class OwnAction(Action):
 
     def render(self, reply: Reply) -> str:
         try:
-            return self._inner.render(reply)
+            shown = self._inner.render(reply)
         except Exception as error:  # a person's own code may raise anything
             raise self._failed(error) from error
+        if not isinstance(shown, str):
+            raise UserError(
+                f"action {self.name}: render returned {type(shown).__name__}; it must return a text"
+            )
+        return shown
 
     async def close(self) -> None:
-        await self._inner.close()
+        try:
+            await self._inner.close()
+        except Exception as error:  # a person's own code may raise anything
+            said = f"{type(error).__name__}: {error}"
+            raise UserError(f"action {self.name}: close failed ({said}); correct its code") from error
 
     def _failed(self, error: Exception) -> RequestFailed:
         return RequestFailed(self.name, f"action {self.name}: {type(error).__name__}: {error}")
@@ -110,7 +120,23 @@ class OwnAction(Action):
                     " of Documents or a Reply"
                 )
             found = Reply(tuple(found))
+        documents = found.documents
+        listed = isinstance(documents, Sequence) and all(map(_is_whole, documents))
+        if not listed or not isinstance(found.text, str):
+            raise UserError(
+                f"action {self.name}: call returned a Reply whose text, or whose Documents' id, title or"
+                " text, are no texts, or a score that is no finite number; make texts of them"
+            )
         return found
+
+
+def _is_whole(document: Any) -> bool:
+    """Whether what it holds can be shown and kept."""
+    if not isinstance(document, Document):
+        return False
+    score, texts = document.score, (document.id, document.title, document.text)
+    is_number = score is None or (isinstance(score, int | float) and math.isfinite(score))
+    return is_number and all(isinstance(one, str) for one in texts)
 
 
 def grammar_of(actions: Sequence[Action]) -> Grammar:

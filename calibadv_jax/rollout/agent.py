@@ -101,7 +101,7 @@ async def run_trajectory(
             if context.judge is not None and trajectory.answer is not None:
                 trajectory.metrics = await context.judge.score(trajectory)
     except RequestFailed as error:
-        trajectory.error = f"{error.service}: {' '.join(str(error).split())}"
+        trajectory.error = well_formed(f"{error.service}: {' '.join(str(error).split())}")
     except TimeoutError:
         if not limit.expired():
             raise

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.rollout.agent import RolloutContext
@@ -45,11 +46,16 @@ class Rollouts:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._run(self._finish())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._run(self._finish())
+        except UserError:
+            if kind is None:  # else it would hide why the block ends
+                raise
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def load(self, version: int, published: Any) -> None:
         """Hands what `publish` returned to the sampler; when it returns the parameters may be donated."""
@@ -103,16 +109,22 @@ class Rollouts:
             raise
 
     async def _finish(self) -> None:
-        """Cancels what is running, and closes the connections."""
+        """Cancels what is running, and closes the connections, all of them before an error is raised."""
         running = asyncio.all_tasks() - {asyncio.current_task()}
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        failures: list[UserError] = []
         for service in (
             *self.context.actions,
             self.context.judge,
             self.context.retriever,
             self.context.sampler,
         ):
-            if service is not None:
-                await service.close()
+            try:
+                if service is not None:
+                    await service.close()
+            except UserError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]

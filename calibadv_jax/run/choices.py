@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from calibadv_jax.advantages.estimators import describe
 from calibadv_jax.config import Config
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.hosts.joining import describe_processes
 from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.rewards.score import check_reward
@@ -14,8 +15,10 @@ def describe_choices(config: Config) -> list[str]:
     """Lines for people; of what is off by default only what is switched on.
 
     Raises:
-        UserError: a function of the user's cannot be loaded, or takes other parameters.
+        UserError: a function of the user's cannot be loaded, or takes other parameters; or nothing could be
+            learned.
     """
+    _check_something_is_learned(config)
     return [
         *describe(config.advantage),
         *_critic(config),
@@ -25,6 +28,31 @@ def describe_choices(config: Config) -> list[str]:
         *_switched_on(config),
         *describe_processes(config),
     ]
+
+
+def _check_something_is_learned(config: Config) -> None:
+    """Choices that are sound alone, but together teach nothing and end in no error."""
+    rollout, credit = config.rollout, config.advantage
+    if config.reward.format and not rollout.max_searches:
+        raise UserError(
+            "rollout.max_searches is 0 and reward.format is true: the format asks for a search, so that every"
+            " trajectory would score 0 and nothing be learned; set reward.format=false, or allow searches"
+        )
+    if rollout.group_size > 1:
+        return
+    if rollout.replace_tied:
+        raise UserError(
+            "rollout.group_size is 1, so that every group is tied, and"
+            f" rollout.replace_tied={rollout.replace_tied} of them would be thrown away in every step; set"
+            " rollout.replace_tied=0, or raise rollout.group_size"
+        )
+    balances = credit.rebalance and credit.rebalance_within == "group" and not credit.rebalance_excess
+    if credit.is_calibrated and balances and credit.adjust != "clip":
+        raise UserError(
+            "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question: no"
+            " answer would ever be praised or blamed; set rollout.group_size to 2 or more, or advantage.name"
+            " to what compares none, such as gae"
+        )
 
 
 def _critic(config: Config) -> list[str]:

@@ -165,11 +165,12 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
             f"{path}: empty or cut off (was the disk full?); remove {config.sft.output}, and the cold start"
             " is made again"
         )
-    before = with_defaults(at_home(kept, path.parent))
+    before, now = with_defaults(at_home(kept, path.parent)), dataclasses.asdict(config)
     changed = [
         name
-        for name, _, _ in differences(before, dataclasses.asdict(config))
+        for name, _, _ in differences(before, now)
         if among(COLD_START_KEYS, name) and not among(may_differ, name)
+        if name != "tools" or not offers_same(before, now)
     ]
     if changed:
         raise UserError(
@@ -224,10 +225,11 @@ def _changes(
 ) -> Iterator[tuple[str, Any, Any, bool]]:
     """(dotted key, value then, value now, whether it makes another experiment) of all that differs."""
     before, now = with_defaults(start.config), dataclasses.asdict(config)
-    same_decay = _decay(before, config) == _decay(now, config)
+    same_decay, same_tools = _decay(before, config) == _decay(now, config), offers_same(before, now)
     for name, old, new in differences(before, now):
         is_length = name in ("learner.steps", "learner.optimizer.decay_updates")
-        yield name, old, new, is_binding(name, config) and not (is_length and same_decay)
+        is_same = (is_length and same_decay) or (name == "tools" and same_tools)
+        yield name, old, new, is_binding(name, config) and not is_same
     both = start.identity.keys() & identity.keys()
     for name, old, new in differences(start.identity, identity):
         if name not in SOME_STARTS or name in both:
@@ -299,6 +301,19 @@ def differences(
             yield from differences(old, new, f"{prefix}{name}.")
         elif old != new:
             yield prefix + name, old, new
+
+
+def offers_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the actions of two configs differ only in where a server is, and how long one waits for it.
+
+    What a server says of its tools is compared apart (TOOLS).
+    """
+
+    def offer(tool: Mapping[str, Any]) -> dict[str, Any]:
+        server = tool["mcp"] and {"timeout": 0, "patience": 0, "url": bool(tool["mcp"]["url"])}
+        return {**tool, "timeout": 0, "mcp": server and {**tool["mcp"], **server}}
+
+    return [offer(tool) for tool in before["tools"]] == [offer(tool) for tool in now["tools"]]
 
 
 def is_binding(name: str, config: Config) -> bool:

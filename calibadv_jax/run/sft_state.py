@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -18,7 +19,7 @@ from calibadv_jax.core.files import write_json
 from calibadv_jax.learner.learner import Learner, State
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.transformer import Params
-from calibadv_jax.run.folder import COLD_START_KEYS, differences, with_defaults
+from calibadv_jax.run.folder import COLD_START_KEYS, differences, offers_same, with_defaults
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, newest_step
 
 CHECKPOINTS, START = "sft_checkpoints", "sft_start.json"  # in the run's folder, until the policy is written
@@ -116,7 +117,7 @@ class SftState:
         self._saved, self._saved_at = self.step, time.monotonic()
 
 
-def _check(folder: Path, config: Mapping[str, object], identity: Mapping[str, str]) -> None:
+def _check(folder: Path, config: Mapping[str, Any], identity: Mapping[str, str]) -> None:
     advice = f"choose another run.dir, or remove {folder / CHECKPOINTS} to begin again"
     try:
         start = json.loads((folder / START).read_text(encoding="utf-8"))
@@ -126,7 +127,10 @@ def _check(folder: Path, config: Mapping[str, object], identity: Mapping[str, st
             f"{folder / START}: lost or damaged, so that nobody knows what {CHECKPOINTS} is of; {advice}"
         ) from error
     changed = [
-        name for name, _, _ in differences(before, config) if among(COMPARED, name) and not among(FREE, name)
+        name
+        for name, _, _ in differences(before, config)
+        if among(COMPARED, name) and not among(FREE, name)
+        if name != "tools" or not offers_same(before, config)
     ]
     changed += [name for name, _, _ in differences(known, identity)]
     if changed:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from calibadv_jax.advantages.estimators import AdvantageResult
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import read_json, write_json
 from calibadv_jax.core.seeds import attempt_seed, random_state
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
 from calibadv_jax.hosts.exchange import ALONE, Hosts
 from calibadv_jax.hosts.groups import SharedGroups
-from calibadv_jax.learner.batching import Sample, content_of
+from calibadv_jax.learner.agreement import agreement, fixed_text
+from calibadv_jax.learner.batching import content_of
 from calibadv_jax.learner.learner import Learner, State, on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
 from calibadv_jax.learner.probe import with_golden_logprobs
-from calibadv_jax.learner.step import Learned, learn, make_sample, sample_logprobs
+from calibadv_jax.learner.step import Learned, learn, make_sample
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.policy.adapters import joined
@@ -38,7 +39,7 @@ from calibadv_jax.snapshots.checkpoint import EXTRA, CheckpointStore
 from calibadv_jax.snapshots.mirror import Mirror
 
 CRITIC = "critic"  # its part of a checkpoint's state
-PROBE_TOKENS = 256  # of the fixed text on which workers and learner are compared after a swap
+ROLLBACK = "rollback.json"  # in the run's folder: the last one, which no checkpoint knows of at first
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Trainer:
         console: Console,
         hosts: Hosts = ALONE,
     ):
-        learner, self.hosts = config.learner, hosts
+        learner, self.hosts, self.folder = config.learner, hosts, folder
         self.config, self.model, self.rollouts, self.console = config, model, rollouts, console
         self.by_id = {question.id: question for question in questions}
         self.questions = QuestionIterator(
@@ -112,8 +113,11 @@ class Trainer:
         self.step = 0
         newest = self.checkpoints.latest_step()
         self._begin(is_fresh=newest is None)
+        if newest is None and hosts.is_first:
+            (folder / ROLLBACK).unlink(missing_ok=True)
         if newest is not None:
             self._restore(newest, with_guards=True)
+            self._count_last_rollback()
             self.rollouts.seed = self.seed
             console.note(f"resuming from step {self.step}")
 
@@ -164,13 +168,22 @@ class Trainer:
             )
         self.stream.close()
         self.checkpoints.delete_after(good[-1])
+        self.guards.rolled_back(good[-1])
+        if self.hosts.is_first:
+            write_json(self.folder / ROLLBACK, {"step": good[-1], "rollbacks": self.guards.rollbacks})
         self.stream = self._make_stream()
         self._restore(good[-1])
-        self.guards.rolled_back(self.step)
         self.rollouts.seed = self.seed
         if self.mirror:
             self.mirror.put(self.step)  # a checkpoint that is deleted here must not come back from there
         self.console.note(f"rolled back from step {collapsed} to step {self.step}")
+
+    def _count_last_rollback(self) -> None:
+        """The rollback that ended at this step, whose checkpoint is older than it: other draws follow."""
+        path = self.folder / ROLLBACK
+        last = read_json(path, "remove it") if path.is_file() else {}
+        if last.get("step") == self.step:
+            self.guards.rollbacks = int(last["rollbacks"])
 
     def _restore(self, step: int, with_guards: bool = False) -> None:
         critic = {} if self.critic is None else {CRITIC: self.critic.learner.abstract_state()}
@@ -249,15 +262,15 @@ class Trainer:
             rng = random_state(self.seed, self.step, "minibatches")
             reference = self.reference if self.config.loss.kl_coef else None
             learned = learn(self.learner, self.state, samples, self.config.learner, self.loss, rng, reference)
-            self.state = learned.state
         trained = [sample for sample in samples if sample.mask.any()]
         untrained = sum(len(group.attempts) for group in groups) - len(trained)
         metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(untrained)} | learned.metrics
         if trained:
-            metrics["actor/finite"] = float(self.learner.is_finite(self.state["params"]))
+            metrics["actor/finite"] = float(self.learner.is_finite(learned.state["params"]))
         if self.critic is not None:
             metrics |= self.critic.update(groups, random_state(self.seed, self.step, "critic"))
         metrics |= self._note(groups)
+        self.state = learned.state  # with the step's number: half a step must not be saved as the one before
         self.step += 1
         self.stream.commit()
         old = iter(
@@ -289,24 +302,12 @@ class Trainer:
         published = self.rollouts.publish(self.step, self.learner.whole(self.state["params"]))
         with self.hosts.apart("weights of the samplers"):
             self.rollouts.load(self.step, published)
-        length = min(PROBE_TOKENS, self.config.rollout.max_length - 1)  # a worker samples one more
-        tokens = np.random.default_rng(0).integers(0, len(self.model.tokenizer), length).astype(np.int32)
+        tokens = fixed_text(len(self.model.tokenizer), self.config.rollout.max_length)
         with self.hosts.apart("log-probabilities of the samplers"):
             mine = self.rollouts.prompt_logprobs(tokens.tolist())
         found = self.hosts.exchange("log-probabilities of the samplers", mine)
         theirs = [values for samplers in found for values in samplers.values()]
-        if not theirs:
-            return {}
-        nothing = np.zeros(length, np.float32)
-        probe = Sample(tokens, nothing == 0, nothing, nothing)
-        one_width = replace(self.config.learner, row_widths=1)
-        (ours,) = sample_logprobs(self.learner, self.state["params"], [probe], one_width)
-        gaps = [np.abs(values - ours[1:]) for values in theirs]
-        return {
-            "rollout/probe_logprob_diff_mean": float(np.mean(gaps)),
-            "rollout/probe_logprob_diff_max": float(np.max(gaps)),
-            "rollout/workers": float(len(gaps)),
-        }
+        return agreement(self.learner, self.state["params"], self.config.learner, tokens, theirs)
 
     def sampler_metrics(self) -> dict[str, float]:
         """What the samplers of all processes count together."""
@@ -372,7 +373,10 @@ class Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Whatever stops the run, the last complete step is saved, unless its update failed or diverged."""
+        """Whatever stops the run, the last complete step is saved, unless its update failed or diverged.
+
+        Nor one in a row of bad ones that would take the place of the last good checkpoint.
+        """
         self.stream.close()
         if kind is not None and not self.hosts.in_step:
             return  # a checkpoint is written by all processes, and the others are elsewhere
@@ -383,7 +387,9 @@ class Trainer:
         except UserError as error:
             self.console.note(str(error))  # this step is saved in its place, if it can be
         try:
-            if whole and not self.guards.is_broken and self.checkpoints.latest_step() != self.step:
+            saved, keep = self.checkpoints.steps(), self.config.checkpoint.keep
+            is_new = self.step not in saved[-1:]
+            if whole and is_new and self.guards.may_save(self.step, saved, keep):
                 self.save()
                 self._wait_for_checkpoint()
         except Exception as error:  # whatever Orbax raises: it must not hide why the run stopped

@@ -115,10 +115,11 @@ class Mirror:
             UserError: the store cannot be read, or holds another run, or a copy that is not whole.
         """
         with self._read():
+            if self._marker()["checkpoints"]:  # newer or not: the copy of another run is not written over
+                self._check_same_run()
             checkpoints = self._newer()
             if not checkpoints:
                 return False
-            self._check_same_run()
             files = [path for path in self._names() if path.partition("/")[0] not in (*LEFT_OUT, MARKER)]
             self._get({path: self.folder / path for path in files})
             for step, sizes in checkpoints.items():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from calibadv_jax.config import Config, load_config
+from calibadv_jax.config import Config, RewardConfig, load_config
 from calibadv_jax.config.starts import newest_start
 from calibadv_jax.core.errors import ActionRefused, QueryRefused, UserError
 from calibadv_jax.core.interfaces import Action, Completion, Reply, Sampler, SamplingParams
@@ -137,13 +137,17 @@ def run_config(source: PolicySource) -> Path:
 
 
 def _alone(config: Config, folder: str) -> Config:
-    """For questions of a person: logs in `folder`, where no run writes; one slot; no long wait."""
+    """For questions of a person: logs in `folder`, where no run writes; one slot; no long wait; no judge.
+
+    Nobody knows the answer, so that there is nothing to judge, and a judge that is gone would fail it.
+    """
     retriever = config.retriever
     return dataclasses.replace(
         config,
         run=dataclasses.replace(config.run, dir=folder),
         sampler=dataclasses.replace(config.sampler, slots=1),
         retriever=dataclasses.replace(retriever, patience=min(retriever.patience, _PATIENCE)),
+        reward=RewardConfig(),
     )
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, OPEN_THINK
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.record.reader import read_columns
+from calibadv_jax.record.reader import read_columns, read_metadata
 from calibadv_jax.record.schema import kept_steps
 
 Row = dict[str, Any]  # of rollouts/step_N.parquet
@@ -84,6 +85,11 @@ def _good_rows(folder: Path, min_score: float, counts: Counter[str]) -> Iterator
             f"{folder}: no rollouts/step_N.parquet; give the folder of a run with log.rollouts=parquet"
         )
     for path in files.values():
+        if json.loads(read_metadata(path).get("config", "{}")).get("reward", {}).get("shuffle"):
+            raise UserError(
+                f"{path}: its scores were permuted among the trajectories of the step (reward.shuffle), and"
+                " say nothing of them; give other runs"
+            )
         head = read_columns(path, COLUMNS).to_pylist()
         verdicts = [_verdict(row, min_score) for row in head]
         good = [index for index, verdict in enumerate(verdicts) if not verdict]

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ VERSION = 1
 HEADER = 4096
 CACHED_FROM = 16 * 2**20  # bytes; a smaller corpus is scanned in less than a second
 MAX_LINE = 16 * 2**20  # bytes of a row; a longer one would cost several times as much memory
+HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # whether the other half follows or not
 PROBES, PROBE = 64, 4096  # parts of the file that its fingerprint reads, and bytes of each
 
 
@@ -76,6 +78,18 @@ def parse_row(line: bytes, where: str) -> Row:
     return row | {"id": str(row["id"])}
 
 
+def check_sendable(line: bytes, row: Any, where: str) -> None:
+    """
+    Raises:
+        RetrieverError: the row, which a reply holds as it is, has half a surrogate pair: no client reads it.
+    """
+    if HALF_PAIR.search(line):
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RetrieverError(f"{where}: holds half a surrogate pair; remove it") from error
+
+
 def scan(lines: Iterable[bytes], path: Path, row_at: Callable[[int, int], Row]) -> Offsets:
     """Reads every row once.
 
@@ -89,10 +103,8 @@ def scan(lines: Iterable[bytes], path: Path, row_at: Callable[[int, int], Row]) 
     digest = hashlib.sha256()
     for number, line in enumerate(lines, 1):
         row = parse_row(line, f"{path}:{number}")
-        try:
-            digest.update(f"{row['id']}\0{row['contents']}\0".encode())
-        except UnicodeEncodeError as error:
-            raise RetrieverError(f"{path}:{number}: holds half a surrogate pair; remove it") from error
+        check_sendable(line, row, f"{path}:{number}")
+        digest.update(f"{row['id']}\0{row['contents']}\0".encode())
         keys.append(hash(row["id"]))
         starts.append(starts[-1] + len(line))
     if not keys:

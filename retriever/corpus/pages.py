@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from retriever.corpus.offsets import read_lines
+from retriever.corpus.offsets import check_sendable, read_lines
 from retriever.errors import RetrieverError
 
 
@@ -64,10 +64,14 @@ class Pages:
         raise RetrieverError(f"{self.path}: changed while it is served; start the service again")
 
     def _url(self, line: bytes, number: int) -> str:
+        where = f"{self.path}:{number}"
         try:
-            url = json.loads(line)["url"]
+            row = json.loads(line)
+            url, contents = row["url"], row["contents"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise RetrieverError(f"{self.path}:{number}: expected a JSON object with 'url'") from error
-        if not isinstance(url, str):
-            raise RetrieverError(f"{self.path}:{number}: field 'url' must be a string, got {url!r}")
+            raise RetrieverError(f"{where}: expected a JSON object with 'url' and 'contents'") from error
+        if not isinstance(url, str) or not isinstance(contents, str):
+            name, wrong = ("contents", contents) if isinstance(url, str) else ("url", url)
+            raise RetrieverError(f"{where}: field {name!r} must be a string, got {wrong!r}")
+        check_sendable(line, row, where)
         return url

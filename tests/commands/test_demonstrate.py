@@ -7,11 +7,14 @@ from shelf_rig import row, shelf_service, write_corpus, write_rows
 from test_doctor import SHAPE
 
 from calibadv_jax.commands import demonstrate
-from calibadv_jax.config import Config, PolicyConfig, RetrieverConfig
+from calibadv_jax.config import Config, PolicyConfig, RetrieverConfig, ToolConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import parse_turn
+from calibadv_jax.core.tags import Grammar, parse_turn
 from calibadv_jax.data.demonstration_files import load_demonstrations
+from calibadv_jax.data.questions import parse_question
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.run.model import load_tokenizer
 
 TWO_HOPS = row("1", "Where was the writer of Silent Garden born?", ["Oslo"], ["p0", "p1"], "two")
 QUESTIONS = [
@@ -78,6 +81,26 @@ def test_what_the_policy_has_no_room_for_is_left_out(config, capsys):
         short = replace(config, **{section: replace(getattr(config, section), **changes)})
         with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration \(.*too long"):
             run(short)
+
+
+def test_the_prompt_is_measured_with_the_actions_that_it_lists(config):
+    """One that has no room left once a calculator is listed is too long; it does not end the command."""
+    listed = replace(config, prompt=replace(config.prompt, template="paper"))
+    question = parse_question(TWO_HOPS, "a row")
+    tokenizer = load_tokenizer(config.policy.tokenizer)
+    without = len(build_prompt(question, tokenizer, listed.prompt, 10_000))
+    tools = [ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")]
+    some = replace(listed, tools=tools, rollout=replace(listed.rollout, max_prompt_length=without))
+    with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration \(.*too long"):
+        run(some)
+    run(replace(some, rollout=replace(some.rollout, max_prompt_length=without + 100)))
+    made = load_demonstrations(config.sft.demonstrations, Grammar(("search", "calculate")))
+    assert [one.question.id for one in made][0] == "1"
+
+
+def test_without_search_among_the_tools_there_is_nothing_to_demonstrate(config):
+    with pytest.raises(UserError, match="tools has no search.*put it into tools"):
+        run(replace(config, tools=[ToolConfig("examples.own_tool:Calculator")]))
 
 
 def test_what_is_missing_is_said_in_one_line(config):

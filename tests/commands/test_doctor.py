@@ -7,7 +7,7 @@ import pytest
 from http_rig import Handler, serving
 
 from calibadv_jax.commands import doctor
-from calibadv_jax.config import load_config
+from calibadv_jax.config import RetrieverConfig, ToolConfig, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 
@@ -175,6 +175,15 @@ def test_a_retriever_that_does_not_answer_is_told(config, routes, message):
     with replying(working_retriever() | routes) as url, pytest.raises(UserError, match=message):
         config = with_retriever(config, url)
         doctor.check_retriever(replace(config, retriever=replace(config.retriever, timeout=1.5)))
+
+
+def test_a_run_whose_actions_ask_no_retriever_needs_none(config):
+    """It is opened without one; with search among them the doctor asks for it."""
+    none = replace(config, retriever=RetrieverConfig())
+    own = replace(none, tools=[ToolConfig("examples.own_tool:Calculator")])
+    assert doctor.check_retriever(own) == ["none: no action of tools asks it"]
+    with pytest.raises(UserError, match="retriever.url is empty"):
+        doctor.check_retriever(none)
 
 
 def test_heads_that_the_mesh_cannot_share_are_told(config, capsys):

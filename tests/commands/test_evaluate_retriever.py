@@ -89,6 +89,16 @@ def test_a_corpus_written_anew_to_the_same_place_is_another_one(run, tmp_path):
     assert len(run(**keys)[1].asked) == 16
 
 
+def test_pages_written_anew_to_the_same_place_are_others(run, tmp_path):
+    corpus, pages = tmp_path / "corpus.jsonl", tmp_path / "pages.jsonl"
+    corpus.write_text("one\n")
+    pages.write_text("one\n")
+    keys = {"retriever": {"corpus": str(corpus), "pages": str(pages)}}
+    assert len(run(**keys)[1].asked) == 16 and run(**keys)[1].asked == []
+    os.utime(pages, ns=(1, 1))
+    assert len(run(**keys)[1].asked) == 16
+
+
 def test_what_an_evaluation_waits_for_is_said(run, capsys):
     """Not that it is silent for as long as retriever.patience allows."""
     with pytest.raises(UserError, match="cannot be reached"):

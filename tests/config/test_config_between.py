@@ -128,3 +128,24 @@ def test_a_critics_warm_up_leaves_steps_for_the_policy(base, warmup, fits):
     else:
         with pytest.raises(ValueError, match="critic.warmup_steps is 4, but the run has learner.steps = 4"):
             build(**sections)
+
+
+@pytest.mark.parametrize(
+    ("every", "keep", "patience", "needed"),
+    [(1, 1, 1, 0), (1, 2, 2, 0), (1, 2, 3, 3), (2, 1, 3, 2), (2, 2, 3, 0), (3, 2, 5, 3), (50, 1, 3, 2)],
+)
+def test_a_rollback_finds_a_checkpoint_of_before_the_bad_steps(every, keep, patience, needed):
+    """Bad steps are saved too while the guard waits: they must not be all that is kept."""
+    sections = {"checkpoint": {"every": every, "keep": keep}, "guards": {"patience": patience}}
+    build(**sections)
+    sections["guards"]["action"] = "rollback"
+    if needed:
+        with pytest.raises(ValueError, match=rf"action is rollback.* set checkpoint.keep={needed} or more"):
+            build(**sections)
+        sections["checkpoint"]["keep"] = needed
+    build(**sections)
+
+
+def test_a_rollback_needs_checkpoints():
+    with pytest.raises(ValueError, match="action is rollback, but checkpoint.every is 0"):
+        build(checkpoint={"every": 0}, guards={"action": "rollback"})

@@ -8,6 +8,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstration_files import load_demonstrations
 from calibadv_jax.data.demonstrations import DemoTurn
+from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 
 ANSWER = {"text": "<think> so </think>\n<answer> ada </answer>"}
 SEARCH = "<think> find it </think>\n<search> silent garden </search>"
@@ -67,6 +68,17 @@ def test_what_is_no_turn_is_named_with_its_line(tmp_path, turn, message):
     path = write(tmp_path / "demos.jsonl", row(ANSWER), row(ANSWER, turn))
     with pytest.raises(UserError, match=f"demos.jsonl:2: {message}"):
         load_demonstrations(path)
+
+
+def test_half_a_surrogate_pair_is_replaced_in_turns_and_in_messages(tmp_path):
+    """As a text has that was cut in the middle of an emoji: no tokenizer takes it."""
+    said = "<think> so \ud83d </think>\n<answer> ada </answer>"
+    chat = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": said}]
+    path = write(tmp_path / "demos.jsonl", row({"text": said}, supporting_ids=["\ud83d"]), {"messages": chat})
+    ours, theirs = load_demonstrations(path)
+    assert ours.turns[0].text == theirs.turns[0].text == said.replace("\ud83d", "\ufffd")
+    assert ours.question.supporting_ids == ("\ufffd",)
+    build_word_tokenizer().encode(ours.turns[0].text)
 
 
 @pytest.mark.parametrize("turns", [[], None, "x"])

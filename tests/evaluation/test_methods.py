@@ -9,7 +9,7 @@ import evaluation_rig
 import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf
 
-from calibadv_jax.core.errors import QueryRefused, RequestFailed
+from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.evaluation.methods import NO_RETRIEVER, method_config
 
@@ -103,6 +103,14 @@ def test_a_question_that_the_retriever_refuses_has_no_passages_and_a_service_tha
         run(Scripted(searches=False), evaluate={"method": "rag", "samples": 2})
 
 
+def test_rag_of_a_run_whose_actions_ask_no_retriever_needs_one_all_the_same(run):
+    """It would ask nobody's address for retriever.patience, ten minutes, before it ends."""
+    keys = {"evaluate": {"method": "rag"}, "tools": ["examples.own_tool:Calculator"]}
+    with pytest.raises(UserError, match="method is rag.* but no retriever is named.* set retriever.url"):
+        run(Scripted(searches=False), **keys)
+    assert run(Scripted(searches=False), **keys | {"evaluate": {"method": "direct"}})
+
+
 def test_the_empty_retriever_finds_nothing(run):
     keys = {"evaluate": {"method": "empty_retriever"}}
     assert method_config(run.config(**keys)).retriever.url == NO_RETRIEVER
@@ -143,3 +151,14 @@ def test_random_documents_never_are_what_the_query_finds(run):
     for row in rows(run):
         ids = row["trajectories"][0]["turns"][0]["document_ids"]
         assert len(set(ids)) == 2 and not {"shared", f"{row['question']}/0"} & set(ids)
+
+
+def test_a_question_that_the_retriever_refuses_makes_no_other_search_a_refused_one(run):
+    run.shelf = Shelf({"b 2": QueryRefused("too long")})
+    run(evaluate={"method": "random_documents"})
+    refused = [
+        row["question"]
+        for row in rows(run)
+        if "does not take this query" in row["trajectories"][0]["turns"][0]["observation"]
+    ]
+    assert refused == ["b 2"]

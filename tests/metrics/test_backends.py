@@ -76,6 +76,37 @@ def test_mlflow_continues_its_run(tmp_path, monkeypatch):
     assert set(run.data.metrics) == {"reward/mean", "eval/1/a b _c_/f1"}
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_an_mlflow_that_goes_away_ends_no_run(tmp_path, monkeypatch, comes_back):
+    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
+    log_batch, away, told = mlflow.MlflowClient.log_batch, [], []
+
+    def batch(client, run, metrics):
+        if away:
+            raise mlflow.exceptions.MlflowException("no route\nto host")
+        log_batch(client, run, metrics=metrics)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", batch)
+    folder = tmp_path / "seed-4"
+    opened = open_backends(LogConfig(backends=["mlflow"]), folder, 1, told.append)
+    with MetricsWriter(folder, opened, 1) as writer:
+        for step, is_away in enumerate([False, True, True, not comes_back], 1):
+            away[:] = [True] if is_away else []
+            writer.write(step, {f"m{number}": step for number in range(400)})
+    client = mlflow.MlflowClient()
+    history = client.get_metric_history((folder / "mlflow_run_id").read_text(), "m7")
+    assert [(one.step, one.value) for one in history] == [
+        (n, n) for n in ((1, 2, 3, 4) if comes_back else (1,))
+    ]
+    assert told[0].startswith("log.backends: MLflow does not take the metrics (no route to host)")
+    assert ["lacks 1200 values" in line for line in told[1:]] == ([] if comes_back else [True])
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
+
+
 def test_prometheus_shows_the_newest_step(tmp_path):
     pytest.importorskip("prometheus_client", reason="the extras cpu, gpu and tpu have it")
     with socket.create_server(("127.0.0.1", 0)) as free:

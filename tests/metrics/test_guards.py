@@ -135,6 +135,31 @@ def test_a_resumed_run_judges_as_an_uninterrupted_one(cut):
     assert second.state() == whole.state()
 
 
+@pytest.mark.parametrize(
+    ("action", "before", "expected"),
+    [("rollback", 0, "rollback"), ("rollback", 3, "stop"), ("stop", 0, "go_on"), ("log", 0, "go_on")],
+)
+def test_a_rollback_that_was_due_when_the_last_start_ended_is_still_due(action, before, expected):
+    """A signal came in the step that tripped the guard, or there was no checkpoint to go back to."""
+    first, second = guards(action=action, patience=2), guards(action=action, patience=2)
+    first.rollbacks = before
+    feed(first, {}, bad("entropy"), bad("entropy"))
+    second.restore(json.loads(json.dumps(first.state())))
+    (again,) = feed(second, bad("entropy"), start=4)
+    assert again.action == expected and bool(again.findings) == (action == "rollback")
+    assert second.last_good_step == 1
+
+
+def test_a_guard_that_was_switched_off_since_keeps_no_step_from_being_good():
+    """Its count would stand for ever, and a later rollback would find no checkpoint that is old enough."""
+    first = guards(action="stop", patience=2)
+    assert feed(first, {}, bad("entropy"), bad("entropy"))[-1].action == "stop"
+    second = guards(action="rollback", patience=2, min_entropy=None)
+    second.restore(json.loads(json.dumps(first.state())))
+    feed(second, *[bad("entropy")] * 3, start=4)
+    assert second.last_good_step == 6
+
+
 def group(*turns):
     ids = np.zeros(1, np.int32)
     return Group(

@@ -125,6 +125,7 @@ def test_a_body_that_is_not_taken_is_said_and_the_trajectory_goes_on(byte_tokeni
     [
         (OSError("gone"), "tool: action tool: OSError: gone"),
         (RequestFailed("mine", "away"), "mine: away"),
+        (RequestFailed("mine", "said \ud83d"), "mine: said \ufffd"),  # no file of trajectories takes a half
         (60.0, "tool: action tool: no reply within 0.05 s"),
     ],
 )
@@ -144,6 +145,33 @@ def test_an_action_that_brings_another_type_ends_the_run(byte_tokenizer):
 
 
 @pytest.mark.timeout(60)  # as a whole it would take minutes
+@pytest.mark.parametrize(
+    "brings",
+    [
+        Reply(text=15),
+        Reply(None),
+        Reply((Document(7, "Ann", "lives"),)),
+        [Document("7", None, "lives")],
+        Reply(({"id": "7", "title": "Ann", "text": "lives"},)),
+        [Document("7", "Ann", "lives", score="best")],
+        [Document("7", "Ann", "lives", score=float("nan"))],
+    ],
+    ids=str,
+)
+def test_what_is_no_text_within_a_reply_is_one_line(byte_tokenizer, brings):
+    with pytest.raises(UserError, match="action tool: call returned a Reply whose .* make texts of them"):
+        written(byte_tokenizer, [OwnAction(Tool(brings), 9)], call("tool", "x"), call("answer", "Ann"))
+
+
+def test_what_is_shown_of_a_reply_is_a_text(byte_tokenizer):
+    class Bare(Tool):
+        def render(self, reply):
+            return 15
+
+    with pytest.raises(UserError, match="action tool: render returned int; it must return a text"):
+        written(byte_tokenizer, [OwnAction(Bare("x"), 9)], call("tool", "x"), call("answer", "Ann"))
+
+
 def test_a_reply_of_ten_megabytes_is_cut_at_once(byte_tokenizer):
     huge = Reply((Document("d", "t", "<think>" * 1_500_000),), "</information> word " * 500_000)
     tool = OwnAction(Tool(huge), 9, max_length=64)

@@ -1,12 +1,16 @@
 """Rollouts in the background: what a group's number decides, what evaluation may change, how it all ends."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from loop_fakes import DOCUMENT, QUESTION, DictRetriever, ScriptedSampler
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.interfaces import Action, Reply
+from calibadv_jax.rollout.actions import OwnAction
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
 
@@ -83,6 +87,29 @@ def test_weights_and_probes_go_to_the_sampler_and_everything_is_closed_once(open
     sampler = rollouts.context.sampler
     assert sampler.loaded == [(7, {"w": 1})]
     assert sampler.closed == rollouts.context.retriever.closed == 1
+
+
+class Stuck(Action):
+    name, purpose = "tool", "use the tool"
+
+    async def call(self, argument):
+        return Reply(text="x")
+
+    async def close(self):
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize("ending", [None, SystemExit(143)])
+def test_an_action_that_does_not_close_keeps_nothing_else_open(open_rollouts, ending):
+    """One line after what was trained; and a signal, or another error, stays why the block ends."""
+    rollouts = open_rollouts()
+    rollouts.context = replace(rollouts.context, actions=(OwnAction(Stuck(), 9),))
+    with pytest.raises(SystemExit if ending else UserError) as caught, rollouts:
+        if ending:
+            raise ending
+    assert caught.value is ending or str(caught.value).startswith("action tool: close failed (OSError: gone)")
+    assert rollouts.context.sampler.closed == rollouts.context.retriever.closed == 1
+    assert not rollouts._thread.is_alive()
 
 
 def test_the_end_cancels_what_is_running(open_rollouts):

@@ -1,11 +1,18 @@
 """What the start of a run and the doctor say of the choices in a config."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
-from calibadv_jax.advantages.estimators import describe
+import numpy as np
+import pytest
+
+from calibadv_jax.advantages.estimators import compute_advantages, describe
 from calibadv_jax.commands import doctor, offline_checks
 from calibadv_jax.config import Config
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.learner.losses import check_loss
+from calibadv_jax.rewards.score import score_trajectory
 from calibadv_jax.run.choices import describe_choices
 
 
@@ -22,6 +29,58 @@ def test_what_is_switched_on_is_said():
     assert "from 100 sampled tokens" in said[0] and "by 1 at 200" in said[0]
     assert "up to 7 further questions" in said[1]
     assert "below 0 or above 0.9" in said[2]
+
+
+def test_a_run_without_searches_must_not_be_paid_for_a_format_that_has_one():
+    """Every score would be 0, in every step, and no guard would ever be armed."""
+    plain = Config()
+    without = replace(plain, rollout=replace(plain.rollout, max_searches=0))
+    with pytest.raises(
+        UserError, match="max_searches is 0 .*every trajectory would score 0.*reward.format=false"
+    ):
+        describe_choices(without)
+    turn = Turn("answer", np.ones(1, np.int32), np.zeros(1), text="<think>t</think><answer>Ann</answer>")
+    alone = Trajectory(
+        Question("1", "Who?", ("Ann",), "test"), np.ones(1, np.int32), [replace(turn, answer="Ann")]
+    )
+    assert score_trajectory(alone, plain.reward).answer_score == 0
+    free = replace(without, reward=replace(plain.reward, format=False))
+    assert describe_choices(free) and score_trajectory(alone, free.reward).answer_score == 1
+
+
+ALONE = {"group_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "advantage", "message"),
+    [
+        (ALONE, {}, "group_size is 1, but advantage.name=calibadv .*no answer would ever be praised"),
+        (ALONE | {"replace_tied": 3}, {"name": "gae"}, "replace_tied=3 of them would be thrown away"),
+        ({"group_size": 2, "replace_tied": 3}, {}, ""),
+        (ALONE, {"name": "gae"}, ""),
+        (ALONE, {"rebalance": False}, ""),
+        (ALONE, {"rebalance_within": "step"}, ""),
+    ],
+)
+def test_one_trajectory_a_question_is_refused_where_several_are_compared(rollout, advantage, message):
+    plain = Config()
+    config = replace(
+        plain, rollout=replace(plain.rollout, **rollout), advantage=replace(plain.advantage, **advantage)
+    )
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        describe_choices(config)
+
+
+def test_of_one_trajectory_the_answer_has_no_advantage_once_it_is_balanced():
+    """What the refusal speaks of."""
+    turn = Turn("answer", np.ones(1, np.int32), np.zeros(1, np.float32), answer="Ann")
+    question = Question("1", "Who?", ("Ann",), "test")
+    alone = Trajectory(question, np.ones(1, np.int32), [turn], answer_score=1.0, format_valid=True)
+    found = [
+        compute_advantages([Group(question, [alone])], replace(Config().advantage, rebalance=on)).advantages
+        for on in (True, False)
+    ]
+    assert [one[0][0][0] for one in found] == [0, pytest.approx(1, rel=1e-5)]
 
 
 def test_a_critic_is_spoken_of():

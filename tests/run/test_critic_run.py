@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from trainer_rig import (
     ScriptedRollouts,
+    checkpoints,
     make_config,
     make_trainer,
     resumed,
@@ -66,6 +67,22 @@ def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
         for one, other in zip(kept(folder, step).groups, kept(tmp_path, step).groups, strict=True):
             for mine, theirs in zip(one.trajectories, other.trajectories, strict=True):
                 np.testing.assert_array_equal(values_of(mine), values_of(theirs))
+
+
+def test_a_step_whose_critic_fails_is_not_saved_as_the_step_before(tmp_path, monkeypatch):
+    """The policy is updated by then: the next start would train it once more on the same trajectories."""
+    learn_values, asked = critic.learn_values, []
+
+    def failing(*arguments):
+        asked.append(arguments)
+        if len(asked) == 4:
+            raise RuntimeError("the device is full")
+        return learn_values(*arguments)
+
+    monkeypatch.setattr(critic, "learn_values", failing)
+    with pytest.raises(RuntimeError, match="the device is full"):
+        run(critic_config(tmp_path), ScriptedRollouts(), tmp_path)
+    assert checkpoints(tmp_path) == [2]
 
 
 def test_the_first_steps_train_the_critic_alone(whole):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,11 @@ from run_folder_rig import (
 )
 from safetensors.numpy import save_file
 
+from calibadv_jax.config import dump_config, load_config
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.run import actions
+from calibadv_jax.run.folder import check_cold_start
+from examples.own_tool import Calculator
 
 
 @pytest.fixture
@@ -211,6 +216,37 @@ def test_actions_of_which_the_policy_is_told_something_else_are_another_prompt(r
     with pytest.raises(UserError, match="tools.content changed"):
         run(CALCULATOR)
     assert "accepted" in run(CALCULATOR, "checkpoint.allow_change=[tools.content]")
+
+
+def served(url, more="", **own):
+    values = "".join(f", {name}: {value}" for name, value in own.items())
+    return f"tools=[search, {{mcp: {{url: '{url}'{more}}}{values}}}]"
+
+
+@pytest.mark.parametrize(
+    ("moved", "goes_on"),
+    [
+        (served("http://b/mcp", ", timeout: 9, patience: 9", timeout=9), True),
+        (served("http://a/mcp", ", tools: [calculate]"), False),
+        (served("http://a/mcp", max_length=9), False),
+        ("tools=[search, {mcp: {command: serve}}]", False),
+    ],
+)
+def test_a_server_of_tools_may_move_and_be_waited_for_otherwise(run, monkeypatch, moved, goes_on):
+    """As retriever, judge and vLLM workers may. What its tools say of themselves is compared apart."""
+    monkeypatch.setattr(actions, "mcp_actions", lambda config, max_length: [Calculator()])
+    run(served("http://a/mcp"))
+    trained(run, 1)
+    if goes_on:
+        assert "accepted" in run(moved) and "refused" not in run(served("http://a/mcp"))
+    else:
+        with pytest.raises(UserError, match="another experiment: tools changed"):
+            run(moved)
+    config = load_config(run.folder / "configs/0.yaml", [])
+    (run.folder / "sft.yaml").write_text(dump_config(config))
+    cold = load_config(run.folder / "configs/0.yaml", [moved])
+    with nullcontext() if goes_on else pytest.raises(UserError, match=r"other settings \(tools\)"):
+        check_cold_start(cold)
 
 
 def test_a_run_of_before_that_kept_nothing_of_its_actions_goes_on(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from dataclasses import replace
 
 import jax
@@ -75,6 +76,45 @@ def test_a_resumed_run_knows_that_it_was_rolled_back(tmp_path):
     trainer = make_trainer(config, tmp_path, after := ScriptedRollouts())
     assert trainer.guards.rollbacks == 1 and trainer.guards.last_good_step == trainer.step == 4
     assert after.seed == trainer.seed == before.seed != config.run.seed
+
+
+def test_a_run_that_ends_just_after_a_rollback_does_not_draw_the_collapse_again(tmp_path):
+    """No checkpoint has been written since then. A folder that begins anew has never gone back."""
+
+    class Ended(Collapsing):
+        def begin(self, number, question):
+            if self.seed:
+                raise SystemExit(143)
+            return super().begin(number, question)
+
+    config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "rollback"})
+    with pytest.raises(SystemExit):
+        run(config, Ended(), tmp_path)
+    assert checkpoints(tmp_path) == [2]
+    trainer = make_trainer(config, tmp_path, after := Collapsing())
+    assert trainer.guards.rollbacks == 1 and after.seed == trainer.seed != config.run.seed
+    assert [version for version, _ in run(config, Collapsing(), tmp_path).loaded] == [2, 3, 4, 5, 6]
+    shutil.rmtree(tmp_path / "checkpoints")
+    run(replace(config, learner=replace(config.learner, steps=2)), Collapsing(), tmp_path)
+    assert make_trainer(config, tmp_path).guards.rollbacks == 0
+
+
+def test_a_signal_among_bad_steps_leaves_the_checkpoint_to_which_a_rollback_goes_back(tmp_path):
+    """Steps 4 to 6 are bad, and 4 is saved; a checkpoint of 5 would take the place of that of step 2."""
+
+    class Ended(Collapsing):
+        def begin(self, number, question):
+            if number == 10:
+                raise SystemExit(143)
+            return super().begin(number, question)
+
+    guards = GUARDED | {"action": "rollback", "patience": 3}
+    config = make_config(tmp_path, learner={"steps": 7}, guards=guards)
+    with pytest.raises(SystemExit):
+        run(config, Ended(), tmp_path)
+    assert checkpoints(tmp_path) == [2, 4]
+    loaded = [version for version, _ in run(config, Collapsing(), tmp_path).loaded]
+    assert loaded == [4, 5, 6, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_guard_may_stop_the_run_with_its_state_saved(tmp_path, capsys):
@@ -176,6 +216,6 @@ def test_steps_in_which_all_groups_tie_are_no_collapse(tmp_path):
 @pytest.mark.medium
 def test_without_a_good_checkpoint_a_rollback_says_so(tmp_path):
     guards = GUARDED | {"action": "rollback"}
-    config = make_config(tmp_path, checkpoint={"every": 0}, guards=guards)
+    config = make_config(tmp_path, checkpoint={"every": 5}, guards=guards)
     with pytest.raises(UserError, match="no checkpoint is as old as the last good step 3"):
         run(config, Collapsing(), tmp_path)

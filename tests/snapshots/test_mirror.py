@@ -333,6 +333,20 @@ def test_another_run_at_the_place_is_refused_and_nothing_is_changed(tmp_path):
     assert not (tmp_path / "b/checkpoints").exists()
 
 
+def test_an_older_copy_of_another_run_is_not_written_over(tmp_path):
+    store, folder = tmp_path / "store", tmp_path / "b"
+    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
+    before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    add_start(folder, "seed: 7\n", {})
+    trainer = make_trainer(config_at(folder, ""), folder)
+    trainer.step = 4  # further than the other run
+    trainer.save()
+    trainer.checkpoints.wait()
+    with pytest.raises(UserError, match=r"store holds another run than run\.dir=.*b;"):
+        start(config_at(folder, store))
+    assert {path: path.read_bytes() for path in store.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -8,7 +8,7 @@ import pytest
 from tiny_policy import Letters
 
 from calibadv_jax import cli
-from calibadv_jax.config import Config, PromptConfig, RolloutConfig
+from calibadv_jax.config import Config, JudgeConfig, PromptConfig, RewardConfig, RolloutConfig
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Completion
 from calibadv_jax.core.trajectory import Document, Question
@@ -137,6 +137,13 @@ def answer(monkeypatch):
         return said
 
     return answer
+
+
+def test_no_judge_is_asked_about_an_answer_that_nobody_knows(tmp_path):
+    """That of a run that has ended is gone: its patience of ten minutes, and then the answer had failed."""
+    judge = JudgeConfig(url="http://127.0.0.1:1/v1", model="m", prompt="gone.txt")
+    judged = replace(CONFIG, reward=RewardConfig(answer={"f1": 0.5, "judge": 0.5}, judge=judge))
+    assert ask._alone(judged, str(tmp_path)).reward.judge.url == ""
 
 
 def test_the_only_question_fails_the_command(answer):

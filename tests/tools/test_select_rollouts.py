@@ -41,12 +41,13 @@ def trajectory(question, answer, score=1.0, length=5, **fields):
     } | fields
 
 
-def write(folder, step, rows):
+def write(folder, step, rows, config=None):
     (folder / "rollouts").mkdir(parents=True, exist_ok=True)
     for row in rows:
         row["step"] = step
     schema = pa.Table.from_pylist([trajectory("q", "a") | {"error": "e"}]).schema
-    schema = schema.with_metadata({"schema_version": VERSION})
+    kept = {} if config is None else {"config": json.dumps(config)}
+    schema = schema.with_metadata({"schema_version": VERSION} | kept)
     pq.write_table(
         pa.Table.from_pylist(rows, schema=schema),
         folder / "rollouts" / f"step_{step}.parquet",
@@ -159,3 +160,14 @@ def test_every_line_is_one_demonstration(tmp_path, capsys):
     select(tmp_path / "run", "--output", tmp_path / "new/d.jsonl", capsys=capsys)
     lines = (tmp_path / "new/d.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
     assert [json.loads(line)["id"] for line in lines] == ["q1", "q2"]
+
+
+def test_scores_that_were_permuted_choose_nothing(tmp_path, capsys):
+    """A control experiment gives wrong trajectories the scores of right ones."""
+    write(tmp_path / "a", 1, [trajectory("q", "ann")], {"reward": {"shuffle": False}})
+    write(tmp_path / "b", 1, [trajectory("q", "bob")], {"reward": {"shuffle": True}})
+    output = tmp_path / "demos.jsonl"
+    status, _, said = select(tmp_path / "a", tmp_path / "b", "--output", output, capsys=capsys)
+    assert status == 2 and "b/rollouts/step_1.parquet: its scores were permuted" in said
+    assert not output.exists()
+    assert select(tmp_path / "a", "--output", output, capsys=capsys)[0] in (0, None)

@@ -23,6 +23,23 @@ def test_blank_lines_move_nothing(tmp_path, between):
 
 def test_a_mistake_is_named_by_its_line_of_the_file(tmp_path):
     path = tmp_path / "pages.jsonl"
-    path.write_text('{"url": "a"}\n\n\n{"url": 3}\n')
+    path.write_text('{"url": "a", "contents": ""}\n\n\n{"url": 3, "contents": ""}\n')
     with pytest.raises(RetrieverError, match="pages.jsonl:4: field 'url' must be a string, got 3"):
+        Pages(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"url": "b"}', "expected a JSON object with 'url' and 'contents'"),
+        ('{"url": "b", "contents": null}', "field 'contents' must be a string, got None"),
+        ('{"url": "b", "contents": "a \\ud83d b"}', "holds half a surrogate pair; remove it"),
+        ('{"url": "b", "contents": "", "more": "\\uD83D"}', "holds half a surrogate pair; remove it"),
+    ],
+)
+def test_a_page_that_no_client_could_read_is_named_at_the_start(tmp_path, row, message):
+    """Else each trajectory that asks for it would fail, and with enough of them the run."""
+    path = tmp_path / "pages.jsonl"
+    path.write_text('{"url": "a", "contents": "A \\ud83d\\ude00"}\n' + row + "\n")
+    with pytest.raises(RetrieverError, match=f"pages.jsonl:2: {message}"):
         Pages(path)

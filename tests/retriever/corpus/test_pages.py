@@ -23,7 +23,7 @@ def test_pages_by_url(index, tmp_path):
     with TestClient(make_app(index, Depths(1), pages=Pages(path))) as client:
         urls = ["https://w/index.php/A", "u", "nowhere"]
         assert client.post("/access", json={"urls": urls}).json() == {"result": [*rows, None]}
-    path.write_text('{"url": "u"}\n{"contents": "no url"}\n')
+    path.write_text('{"url": "u", "contents": ""}\n{"contents": "no url"}\n')
     with pytest.raises(RetrieverError, match="pages.jsonl:2: expected a JSON object with 'url'"):
         Pages(path)
     with TestClient(make_app(index, Depths(1))) as client:

@@ -126,6 +126,7 @@ def test_offsets_go_to_the_cache_folder_where_the_corpus_cannot_be_written(tmp_p
         (b'{"id": true, "contents": "x"}', "c.jsonl:2: field 'id'"),
         (b'{"id": "9", "contents": "\xff"}', "c.jsonl:2: not valid UTF-8"),
         (b'{"id": "9", "contents": "\\ud800"}', "c.jsonl:2: holds half a surrogate pair"),
+        (b'{"id": "9", "contents": "x", "more": ["\\uD800"]}', "c.jsonl:2: holds half a surrogate pair"),
         (b'{"id": 0, "contents": "x"}', "c.jsonl:2: id '0' was used before, in line 1"),
     ],
 )
