@@ -28,11 +28,15 @@ class SharedGroups:
         self._asked: dict[int, Future[Group]] = {}  # of all processes
 
     def begin(self, number: int, question: Question) -> Future[Group]:
-        """A future that all processes fulfil in the same call of `wait`, whoever writes the group."""
+        """A future that all processes fulfil in the same call of `wait`, whoever writes the group.
+
+        If it is cancelled, the group is not written to its end.
+        """
+        asked = self._asked[number] = Future()
         if number % self._hosts.count == self._hosts.index:
-            self._mine[number] = self._begin(number, question)
-        self._asked[number] = Future()
-        return self._asked[number]
+            mine = self._mine[number] = self._begin(number, question)
+            asked.add_done_callback(lambda one: one.cancelled() and mine.cancel())
+        return asked
 
     def wait(self, _: list[Future[Group]]) -> None:
         """Waits until all groups are there or, where some run ahead, until one is.

@@ -248,6 +248,24 @@ def test_groups_that_run_ahead_come_as_soon_as_one_is_complete(run_all, monkeypa
     assert one == two == [[3], [0, 3], [0, 1, 3], [0, 1, 2, 3]]
 
 
+def test_a_group_that_nobody_wants_any_more_is_not_written_to_its_end(run_all):
+    """As when a run goes back to a checkpoint while groups run ahead."""
+
+    def work(hosts):
+        begun = []
+
+        def begin(number, question):
+            begun.append(Future())
+            return begun[-1]
+
+        shared = SharedGroups(begin, hosts, run_ahead=True)
+        for number in range(4):
+            shared.begin(number, Question(f"q{number}", "?", ("a",), "toy")).cancel()
+        return [one.cancelled() for one in begun]
+
+    assert [value for value, _ in run_all(work)] == [[True, True]] * 2
+
+
 def test_trajectories_come_as_they_were_and_nothing_else_comes():
     question = Question("q", "who?", ("Ann",), "toy")
     turn = Turn(
