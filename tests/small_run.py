@@ -1,4 +1,8 @@
-"""Overrides of configs/quickstart.yaml that make a whole run as small as it can be."""
+"""Overrides of configs/quickstart.yaml that make a run as small as it can be, and its policy's folder."""
+
+import json
+import shutil
+from pathlib import Path
 
 from benchmarks.kill import SMALL_WORLD
 
@@ -25,3 +29,11 @@ SMALL = [
     # A random policy never answers: reward what it does vary in, so that there is something to learn.
     "reward.format=false",
 ]
+
+
+def write_model(folder, config):
+    """What a vLLM worker needs of the random policy: config.json, and the tokenizer of the written world."""
+    shutil.copytree(Path(config.world.dir) / "tokenizer", folder)
+    hf_config = config.policy.init | {"vocab_size": 398, "eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    return folder

@@ -175,7 +175,7 @@ def check_sampler(config: Config) -> list[str]:
 
 def check_retriever(config: Config) -> list[str]:
     """The service's corpus and index (a child service checks them as it starts), and one real query."""
-    if not (config.retriever.url or config.retriever.corpus or config.asks_retriever):
+    if not config.has_retriever:
         return ["none: no action of tools asks it"]
     question = load_questions(config.data.eval)[0]
     asked = replace(config.retriever, patience=ONCE)

@@ -118,8 +118,8 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
 
 
 def _evaluate(config: Config, source: PolicySource, console: Console) -> Report:
-    output, service = Path(config.evaluate.output), config.retriever
-    if config.evaluate.method == "rag" and not (config.asks_retriever or service.url or service.corpus):
+    output = Path(config.evaluate.output)
+    if config.evaluate.method == "rag" and not config.has_retriever:
         raise UserError(
             "evaluate.method is rag, which looks passages up, but no retriever is named; set retriever.url,"
             " or retriever.corpus to start a service here"

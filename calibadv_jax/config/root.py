@@ -67,6 +67,11 @@ class Config:
         return any(tool.name in OF_RETRIEVER for tool in self.tools)
 
     @property
+    def has_retriever(self) -> bool:
+        """Whether a retrieval service is named, or needed."""
+        return bool(self.retriever.url or self.retriever.corpus or self.asks_retriever)
+
+    @property
     def sampler_dtype(self) -> str:
         """Precision in which trajectories are sampled."""
         return self.sampler.dtype or self.policy.compute_dtype

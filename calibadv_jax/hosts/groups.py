@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.hosts.exchange import Hosts
@@ -44,11 +44,9 @@ class SharedGroups:
         Raises:
             The error of a rollout, or that of another process; see `Hosts.exchange`.
         """
+        seconds, until = (LOOK, FIRST_COMPLETED) if self._run_ahead else (None, ALL_COMPLETED)
         while True:
-            if self._run_ahead:
-                wait(self._mine.values(), LOOK, FIRST_COMPLETED)
-            while not self._run_ahead and (running := [one for one in self._mine.values() if not one.done()]):
-                wait(running, None, FIRST_COMPLETED)
+            wait(self._mine.values(), seconds, until)
             written = {number: one.result() for number, one in self._mine.items() if one.done()}
             self._mine = {number: one for number, one in self._mine.items() if number not in written}
             found = self._hosts.exchange("groups", written)

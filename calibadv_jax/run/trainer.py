@@ -300,10 +300,9 @@ class Trainer:
             How far each vLLM worker's log-probabilities of a fixed text are from the learner's.
         """
         published = self.rollouts.publish(self.step, self.learner.whole(self.state["params"]))
+        tokens = fixed_text(len(self.model.tokenizer), self.config.rollout.max_length)
         with self.hosts.apart("weights of the samplers"):
             self.rollouts.load(self.step, published)
-        tokens = fixed_text(len(self.model.tokenizer), self.config.rollout.max_length)
-        with self.hosts.apart("log-probabilities of the samplers"):
             mine = self.rollouts.prompt_logprobs(tokens.tolist())
         found = self.hosts.exchange("log-probabilities of the samplers", mine)
         theirs = [values for samplers in found for values in samplers.values()]

@@ -49,7 +49,7 @@ def open_services(
     """
     folder, warn = Path(config.run.dir), Console(config.log.progress).warn
     asked = config.retriever
-    if not (asked.url or asked.corpus or config.asks_retriever):
+    if not config.has_retriever:
         asked = replace(asked, url=NO_RETRIEVER)
     with ExitStack() as stack:
         searched = open_retriever(asked, folder / "retriever.log", warn)

@@ -1,9 +1,9 @@
 """The whole trainer over a real vLLM worker. Beside test_train.py, so that both can run at once."""
 
-import json
 from dataclasses import replace
 
 import pytest
+from small_run import write_model
 from test_train import config_of, noisy_rewards, rows
 
 from calibadv_jax.commands import train
@@ -23,12 +23,7 @@ def test_vllm_worker_synchronous_and_ahead_by_one_step(tmp_path, noisy_rewards):
     overrides = ["sampler.name=vllm", "policy.init.head_dim=32"]
     config = config_of(tmp_path / "run", *overrides, "learner.steps=3")
     write_world(config.world)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in (tmp_path / "run/world/tokenizer").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    hf_config = config.policy.init | {"vocab_size": 398, "eos_token_id": 1}
-    (folder / "config.json").write_text(json.dumps(hf_config))
+    folder = write_model(tmp_path / "model", config)
     with open_services(config, folder) as (retriever, workers):
         sampler = replace(config.sampler, urls=workers)
         config = replace(config, sampler=sampler, retriever=replace(config.retriever, url=retriever))

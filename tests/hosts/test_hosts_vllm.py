@@ -1,11 +1,10 @@
 """Two processes of one run, each with a real vLLM worker of its own."""
 
-import json
 from dataclasses import replace
 
 import hosts_rig
 import pytest
-from small_run import SMALL
+from small_run import SMALL, write_model
 
 from calibadv_jax.commands import train
 from calibadv_jax.config import load_config
@@ -28,7 +27,6 @@ def settings(tmp_path_factory):
         f"world.dir={home}/world",
         f"retriever.index={home}/index",
         f"run.dir={home}/run",
-        "retriever.url=",
     ]
     places += [f"data.{name}={home}/world/{name}.jsonl" for name in ("train", "eval")]
     places += [f"policy.tokenizer={home}/world/tokenizer", f"retriever.corpus={home}/world/corpus.jsonl"]
@@ -38,19 +36,13 @@ def settings(tmp_path_factory):
         "retriever.url=",
         "mesh.fsdp=-1",
         "distributed.timeout=60",
-        "reward.answer=hosts_rig:noisy",
     ]
     overrides += ["reward.answer=hosts_rig:noisy", "checkpoint.every=0"]
     overrides += ["sampler.name=vllm", "policy.init.head_dim=32", "sampler.workers=2"]
     overrides += ["checkpoint.allow_change=[rollout.max_staleness,loss.importance_cap]"]
     config = load_config(hosts_rig.ROOT / "configs/quickstart.yaml", overrides)
     write_world(config.world)
-    folder = home / "model"
-    folder.mkdir()
-    for file in (home / "world/tokenizer").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    hf_config = config.policy.init | {"vocab_size": 398, "eos_token_id": 1}
-    (folder / "config.json").write_text(json.dumps(hf_config))
+    folder = write_model(home / "model", config)
     with open_services(replace(config, run=replace(config.run, dir=str(home))), folder) as (url, workers):
         yield home / "run", [*overrides, f"retriever.url={url}", f"sampler.urls=[{','.join(workers)}]"]
 
