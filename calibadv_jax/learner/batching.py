@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import jax
 import numpy as np
 
 from calibadv_jax.config import Aggregation
-from calibadv_jax.learner.packing import RowShape, plan
+from calibadv_jax.learner.packing import Plan, RowShape, plan
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Sample:
     advantages: np.ndarray  # float32 [T]
     logprobs: np.ndarray  # float32 [T], from the sampler; 0 where not sampled
     old_logprobs: np.ndarray | None = None  # float32 [T], the ratio's denominator; None: the sampler's
+    prompt: int | None = None  # tokens that a question's samples share; None: those before the first trained
 
 
 @jax.tree_util.register_dataclass
@@ -30,18 +31,21 @@ class Sample:
 class Batch:
     """Packed rows. Column t describes the token that *follows* it, so device code never shifts.
 
-    Shapes [R, L]. The mask is owned here: a column with weight 0 has no influence on the loss.
+    Shapes [R, L]. The mask is owned here: a column with weight 0 has no influence on the loss. Where samples
+    share computed tokens (`sharing`), only `tokens`, `positions` and `ends` are of the computed columns.
     """
 
     tokens: Any  # int32, input
     positions: Any  # int32, restart in every segment
-    segment_ids: Any  # int32, 0 = padding
+    segment_ids: Any  # int32, a sample's columns; 0 = padding
     targets: Any  # int32, the next token of the segment
     weights: Any  # float32, of this token in the loss; those of a mean sum to 1 over the mini-batch
     advantages: Any  # float32
     sampler_logprobs: Any  # float32, of the targets
     old_logprobs: Any  # float32, of the targets; the ratio's denominator
     factors: Any = None  # float32, of the targets, from the loss's look at the mini-batch; None: it has none
+    ends: Any = None  # int32, the first column that does not see this one; None: the end of its segment
+    sources: Any = None  # int32, the computed column that predicts the target; None: the same one
 
 
 def token_weights(
@@ -103,12 +107,20 @@ class Rows:
     ):
         nothing = (np.zeros(len(sample.tokens), np.float32) for sample in samples)
         self.samples, self.weights = samples, list(nothing if weights is None else weights)
-        self.plan = plan([len(sample.tokens) for sample in samples], shapes)
+        self.plan = self._planned(shapes)
+
+    def _planned(self, shapes: Sequence[RowShape]) -> Plan:
+        return plan([len(sample.tokens) for sample in self.samples], shapes)
 
     @property
     def tokens(self) -> int:
-        """Columns that hold a token."""
+        """Of all samples."""
         return sum(len(sample.tokens) for sample in self.samples)
+
+    @property
+    def computed(self) -> int:
+        """Columns that hold a token."""
+        return self.tokens
 
     @property
     def positions(self) -> int:
@@ -121,26 +133,41 @@ class Rows:
         Args:
             factors: float32 [T] of each sample, for a loss that has a look at the mini-batch.
         """
+        batches = self._empty(factors)
+        for index, (sample, at) in enumerate(zip(self.samples, self.plan.placements, strict=True)):
+            batch, here = batches[at.batch], slice(at.start, at.start + at.length)
+            batch.tokens[at.row, here] = sample.tokens
+            batch.positions[at.row, here] = np.arange(at.length)
+            batch.segment_ids[at.row, here] = at.segment
+            self._fill(batch, at.row, slice(here.start, here.stop - 1), index, slice(1, None), factors)
+        return batches
+
+    def _empty(self, factors: Sequence[np.ndarray] | None) -> list[Batch]:
         widths = [shape.length for shape in self.plan.shapes]
         batches = [_empty(shape) for shape in zip(self.plan.num_rows, widths, strict=True)]
         for batch in batches if factors is not None else ():
             batch.factors = np.zeros_like(batch.weights)
-        for index, (sample, at) in enumerate(zip(self.samples, self.plan.placements, strict=True)):
-            batch = batches[at.batch]
-            here = slice(at.start, at.start + at.length)
-            before = slice(at.start, at.start + at.length - 1)
-            batch.tokens[at.row, here] = sample.tokens
-            batch.positions[at.row, here] = np.arange(at.length)
-            batch.segment_ids[at.row, here] = at.segment
-            batch.targets[at.row, before] = sample.tokens[1:]
-            batch.advantages[at.row, before] = sample.advantages[1:]
-            batch.sampler_logprobs[at.row, before] = sample.logprobs[1:]
-            old = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
-            batch.old_logprobs[at.row, before] = old[1:]
-            batch.weights[at.row, before] = self.weights[index][1:]
-            if factors is not None:
-                batch.factors[at.row, before] = factors[index][1:]
         return batches
+
+    def _fill(
+        self,
+        batch: Batch,
+        row: int,
+        columns: slice,
+        index: int,
+        tokens: slice | np.ndarray,
+        factors: Sequence[np.ndarray] | None,
+    ) -> None:
+        """Writes what the loss needs of these tokens of a sample into these columns."""
+        sample = self.samples[index]
+        old = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
+        batch.targets[row, columns] = sample.tokens[tokens]
+        batch.advantages[row, columns] = sample.advantages[tokens]
+        batch.sampler_logprobs[row, columns] = sample.logprobs[tokens]
+        batch.old_logprobs[row, columns] = old[tokens]
+        batch.weights[row, columns] = self.weights[index][tokens]
+        if factors is not None:
+            batch.factors[row, columns] = factors[index][tokens]
 
     def taken(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Per-column values [R, L] of each batch, back as [T] a sample.
@@ -178,12 +205,17 @@ def microbatches(batch: Batch, rows: int) -> Iterator[Batch]:
         yield jax.tree.map(lambda array, padding=padding: np.pad(array, padding), part)
 
 
-def abstract_batch(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Batch:
+def abstract_batch(
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding, shares_prefixes: bool = False
+) -> Batch:
     """ShapeDtypeStructs of a batch, for compiling ahead of time."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding), _empty((0, 0)))
+    batch = _empty((0, 0))
+    if shares_prefixes:
+        batch.ends = batch.sources = batch.tokens
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding), batch)
 
 
 def _empty(shape: tuple[int, int]) -> Batch:
     integers = {"tokens", "positions", "segment_ids", "targets"}
-    names = [field.name for field in fields(Batch) if field.name != "factors"]
+    names = [field.name for field in fields(Batch) if field.default is MISSING]
     return Batch(**{name: np.zeros(shape, np.int32 if name in integers else np.float32) for name in names})

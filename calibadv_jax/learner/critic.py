@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 
 from calibadv_jax.config import LearnerConfig
 from calibadv_jax.core.trajectory import Trajectory
-from calibadv_jax.learner.batching import Batch, Rows, Sample, token_weights
-from calibadv_jax.learner.learner import Learner, State
+from calibadv_jax.learner.batching import Batch, Sample, token_weights
+from calibadv_jax.learner.learner import Learner, State, states
 from calibadv_jax.learner.losses import Metrics
-from calibadv_jax.learner.step import make_sample, mini_batches, widths
+from calibadv_jax.learner.step import make_sample, mini_batches, packed
 from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.sharding import param_shardings
 from calibadv_jax.policy.transformer import Critic, Params, Policy
@@ -33,7 +33,7 @@ class CriticLearner(Learner):
     ) -> tuple[jax.Array, jax.Array]:
         critic = self.policy.merge(joined(base, params))
         assert isinstance(critic, Critic)
-        values = critic.values(critic(one.tokens, one.positions, one.segment_ids))
+        values = critic.values(states(critic, one))
         return values, jnp.zeros_like(values)
 
 
@@ -108,12 +108,11 @@ def learn_values(
     Returns:
         The new state, and means over the updates; no metrics where no sample has a sampled token.
     """
-    shapes = widths(learner, config)
     trained = np.flatnonzero([sample.mask.any() for sample in samples])
     history: list[dict[str, float]] = []
     for chosen in mini_batches(trained, config, rng):
         members = [samples[index] for index in chosen]
-        rows = Rows(members, shapes, token_weights(members, "token_mean"))
+        rows = packed(learner, members, config, token_weights(members, "token_mean"))
         state, metrics = learner.update(state, rows.batches(), loss)
         history.append(metrics)
     if not history:

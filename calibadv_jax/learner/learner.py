@@ -22,7 +22,7 @@ from calibadv_jax.policy import attention
 from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import batch_sharding, param_shardings, placed_params, replicated
-from calibadv_jax.policy.transformer import Params, Policy
+from calibadv_jax.policy.transformer import Decoder, Params, Policy
 from calibadv_jax.policy.weights import flatten, unflatten
 
 State = dict[str, Any]  # {"params", "opt_state", "updates": int32 []}; what a checkpoint holds
@@ -43,12 +43,13 @@ class Learner:
         entropy_gradient: False where the loss does not contain the entropy, so that it is only reported.
         row_length: of the widest rows; a microbatch has more of the narrower ones. 0: `rows` of any width.
         offload: the optimizer's moments lie in host memory between the updates.
+        shares_prefixes: samples share computed tokens (`sharing`).
 
     Attributes:
         base: the frozen parameters, from `init`; empty where all are trained.
 
     Raises:
-        UserError: the devices cannot share the rows.
+        UserError: the devices cannot share the rows, or attention's kernel no tokens.
     """
 
     metrics_of = "actor"  # what its metrics are named after
@@ -65,6 +66,7 @@ class Learner:
         entropy_gradient: bool = True,
         row_length: int = 0,
         offload: bool = False,
+        shares_prefixes: bool = False,
     ):
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         if rows % shards:
@@ -72,9 +74,16 @@ class Learner:
                 f"{rows_key} is {rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards} devices:"
                 f" set it to {-(-rows // shards) * shards}"
             )
+        if shares_prefixes and policy.numerics.kernel not in attention.SHARING:
+            raise UserError(
+                f"learner.share_prefixes is true, but policy.attention is {policy.numerics.kernel}, which"
+                f" cannot share tokens here: set it to {' or '.join(attention.SHARING)}, or"
+                " learner.share_prefixes=false"
+            )
         self.policy, self.optimizer, self.mesh = policy, optimizer, mesh
         self.rows, self.temperature, self.logprob_chunk = rows, temperature, logprob_chunk
         self.entropy_gradient, self.row_length, self.offload = entropy_gradient, row_length, offload
+        self.shares_prefixes = shares_prefixes
         self.base: Params = {}
         self._kept = self._shardings(jax.eval_shape(self._state_of, policy.abstract_trained), offload)
         self._accumulate: dict[LossFunction, jax.stages.Wrapped] = {}
@@ -237,7 +246,7 @@ class Learner:
 
     def _abstract_microbatch(self, length: int) -> Batch:
         shape = rows_at(length, self.rows, self.row_length), length
-        return abstract_batch(shape, batch_sharding(self.mesh))
+        return abstract_batch(shape, batch_sharding(self.mesh), self.shares_prefixes)
 
     def _values(
         self, base: Params, params: Params, one: Batch, wanted: jax.Array | None = None
@@ -249,7 +258,7 @@ class Learner:
                 agent's rows hold documents, and the head is a large part of a small model.
         """
         decoder = self.policy.merge(joined(base, params))
-        hidden = decoder(one.tokens, one.positions, one.segment_ids)
+        hidden = states(decoder, one)
         chunk = max(1, self.logprob_chunk * self.rows // len(one.tokens))  # more rows: as many logits at once
         return token_logprobs(
             decoder, hidden, one.targets, self.temperature, chunk, self.entropy_gradient, wanted
@@ -285,6 +294,12 @@ class Learner:
             is_leaf=_is_masked,
         )
         return {"params": names, "opt_state": moments, "updates": ""}
+
+
+def states(decoder: Decoder, one: Batch) -> jax.Array:
+    """[R, L, D]: the state that predicts the target of each column."""
+    hidden = decoder(one.tokens, one.positions, one.segment_ids, one.ends)
+    return hidden if one.sources is None else jnp.take_along_axis(hidden, one.sources[..., None], axis=1)
 
 
 def _is_masked(leaf: Any) -> bool:

@@ -53,7 +53,7 @@ def with_golden_logprobs(
                 key = tokens.tobytes() + bytes([len(answer)])
                 if key not in probes:
                     probes[key] = len(samples)
-                    samples.append(_sample(tokens, len(answer)))
+                    samples.append(_sample(tokens, len(answer), len(trajectory.prompt_ids)))
                 found.append(probes[key])
             places[-1].append(found)
     if any(len(sample.tokens) > config.row_length for sample in samples):
@@ -99,9 +99,9 @@ def _asked(trajectory: Trajectory, tokenizer: Any) -> tuple[np.ndarray, np.ndarr
     )
 
 
-def _sample(tokens: np.ndarray, count: int) -> Sample:
+def _sample(tokens: np.ndarray, count: int, prompt: int) -> Sample:
     nothing = np.zeros(len(tokens), np.float32)
-    return Sample(tokens, np.arange(len(tokens)) >= len(tokens) - count, nothing, nothing)
+    return Sample(tokens, np.arange(len(tokens)) >= len(tokens) - count, nothing, nothing, prompt=prompt)
 
 
 def _with(trajectory: Trajectory, known: Sequence[dict[str, float]]) -> Trajectory:

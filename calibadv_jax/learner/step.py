@@ -15,7 +15,8 @@ from calibadv_jax.core.trajectory import Trajectory
 from calibadv_jax.learner.batching import Batch, Rows, Sample, token_weights, weight_total
 from calibadv_jax.learner.learner import State
 from calibadv_jax.learner.losses import TOKEN_METRICS, LossFunction, PolicyLoss
-from calibadv_jax.learner.packing import RowShape, row_shapes
+from calibadv_jax.learner.packing import row_shapes
+from calibadv_jax.learner.sharing import SharedRows
 from calibadv_jax.policy.transformer import Params
 
 LOSS_TERMS = frozenset({"actor/loss", "actor/pg_loss", "actor/kl_loss"})
@@ -30,6 +31,7 @@ def make_sample(trajectory: Trajectory, advantages: np.ndarray) -> Sample:
         np.concatenate([nothing.astype(bool), trajectory.mask]),
         np.concatenate([nothing, advantages.astype(np.float32)]),
         np.concatenate([nothing, trajectory.logprobs]),
+        prompt=len(prompt),
     )
 
 
@@ -53,7 +55,7 @@ class Learned:
     share of the weights is ``actor/computed_share``. The other metrics are means over the updates; the loss
     and its terms are those of all samples. Where nothing was computed, neither the loss nor what is a mean
     over tokens is there. ``actor/row_fill`` is the share of the packed rows that holds tokens,
-    ``perf/packing`` the positions computed for each of those tokens.
+    ``perf/packing`` the positions computed for each token of the samples: below 1 where they share many.
     """
 
     state: State
@@ -75,7 +77,7 @@ def learn(
     Samples without a token to train count nowhere. Those that cannot change the gradient, as they have no
     advantage, are not computed; they count in the mean all the same.
     """
-    shapes, aggregation = widths(learner, config), loss.config.aggregation
+    aggregation = loss.config.aggregation
     samples, moving = list(samples), [loss.is_moved_by(sample) for sample in samples]
     moved = np.flatnonzero(moving)  # what changes nothing is left out of every pass
     if loss.recomputes and len(moved):
@@ -89,14 +91,15 @@ def learn(
     for chosen in mini_batches(trained, config, rng):
         weights = token_weights([samples[index] for index in chosen], aggregation, loss.config.length_norm)
         kept = [at for at, index in enumerate(chosen) if moving[index]]
-        rows = Rows([samples[chosen[at]] for at in kept], shapes, [weights[at] for at in kept])
+        computed = [samples[chosen[at]] for at in kept]
+        rows = packed(learner, computed, config, [weights[at] for at in kept])
         current = _computed(learner, state["params"], rows) if loss.named.asks_logprobs and kept else None
         batches = rows.batches(loss.factors(rows.samples, rows.weights, current, rng))
         state, metrics = learner.update(state, batches, loss, reference)
         share = float(sum(batch.weights.sum() for batch in batches)) / weight_total(weights, aggregation)
-        held, cells = rows.tokens, sum(batch.tokens.size for batch in batches)
-        history.append(metrics | {"actor/computed_share": share, "actor/row_fill": held / max(cells, 1)})
-        counts["tokens"] += held
+        fill = rows.computed / max(1, sum(batch.tokens.size for batch in batches))
+        history.append(metrics | {"actor/computed_share": share, "actor/row_fill": fill})
+        counts["tokens"] += rows.tokens
         counts["positions"] += rows.positions
         counts["trained"] += sum(int(np.count_nonzero(batch.weights)) for batch in batches)
     return Learned(state, _means(history, counts) if history else {}, samples)
@@ -107,19 +110,27 @@ def sample_logprobs(
 ) -> list[np.ndarray]:
     """A policy's log-probability of every token, float32 [T] of each sample, 0 at its first.
 
+    With `config.share_prefixes` only those of the tokens of its mask; the others are 0.
+
     Raises:
         ValueError: a sample is longer than `config.row_length`.
     """
-    return _computed(learner, params, Rows(samples, widths(learner, config)))
+    return _computed(learner, params, packed(learner, samples, config))
 
 
 def _computed(learner: Updater, params: Params, rows: Rows) -> list[np.ndarray]:
     return rows.taken([learner.logprobs(params, batch) for batch in rows.batches()])
 
 
-def widths(learner: Updater, config: LearnerConfig) -> list[RowShape]:
-    """The widths among which a plan may choose."""
-    return row_shapes(config.row_length, config.microbatch_rows, config.row_widths, learner.position_cost)
+def packed(
+    learner: Updater,
+    samples: Sequence[Sample],
+    config: LearnerConfig,
+    weights: Sequence[np.ndarray] | None = None,
+) -> Rows:
+    """The samples in rows of the widths that a plan may choose, with the `weights` of their tokens."""
+    shapes = row_shapes(config.row_length, config.microbatch_rows, config.row_widths, learner.position_cost)
+    return (SharedRows if config.share_prefixes else Rows)(samples, shapes, weights)
 
 
 def mini_batches(

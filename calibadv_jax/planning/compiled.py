@@ -150,6 +150,7 @@ def _learner(config: Config, policy: Policy, mesh: Mesh) -> Learner:
         entropy_gradient=config.loss.entropy_coef != 0,
         row_length=config.learner.row_length,
         offload=rule.offload == "host",
+        shares_prefixes=config.learner.share_prefixes,
     )
 
 
@@ -163,6 +164,7 @@ def _critic(config: Config, policy: Policy, mesh: Mesh) -> CriticLearner:
         config.learner.microbatch_rows,
         row_length=config.learner.row_length,
         offload=rule.offload == "host",
+        shares_prefixes=config.learner.share_prefixes,
     )
 
 

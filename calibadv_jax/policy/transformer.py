@@ -154,11 +154,11 @@ class Block(nnx.Module):
         self.mlp_norm = build.norm(width)
         self.mlp = Mlp(build)
 
-    def packed(self, x: jax.Array, rope: Rope, segment_ids: jax.Array) -> jax.Array:
+    def packed(self, x: jax.Array, rope: Rope, segment_ids: jax.Array, ends: jax.Array | None) -> jax.Array:
         """Rows [B, T, D] of the learner, each with several sequences."""
         q, k, v = self.attn.project(self.attn_norm(x), rope)
-        numerics = self.attn.numerics
-        mixed = attention.packed_attention(q, k, v, segment_ids, numerics.kernel, numerics.attention_chunk)
+        kernel, chunk = self.attn.numerics.kernel, self.attn.numerics.attention_chunk
+        mixed = attention.packed_attention(q, k, v, segment_ids, kernel, chunk, ends)
         x = x + self.attn.output(mixed)
         return constrain(x + self.mlp(self.mlp_norm(x)), "batch", "length", "activation")
 
@@ -194,10 +194,17 @@ class Decoder(nnx.Module):
         if not a.tie_word_embeddings:
             self.lm_head = nnx.Linear(a.hidden_size, a.vocab_size, use_bias=False, **dtypes)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        ends: jax.Array | None = None,
+    ) -> jax.Array:
         """Packed rows: tokens, positions, segment_ids int32 [B, T] -> hidden [B, T, D].
 
-        Positions restart in every segment; padding is a segment of its own.
+        Positions restart in every segment; padding is a segment of its own. `ends` in place of the segments:
+        see `packed_attention`.
         """
         x = look_up(self.embed.embedding[...], tokens, self.numerics.compute_dtype)
         x = constrain(x, "batch", "length", "activation")
@@ -205,7 +212,7 @@ class Decoder(nnx.Module):
         graph, stack = nnx.split(self.layers)
 
         def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, params).packed(x, rope, segment_ids), None
+            return nnx.merge(graph, params).packed(x, rope, segment_ids, ends), None
 
         if self.numerics.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.numerics.remat])

@@ -75,6 +75,10 @@ def _critic(config: Config) -> list[str]:
 
 def _switched_on(config: Config) -> list[str]:
     reward, data, lines = config.reward, config.data, []
+    if config.learner.share_prefixes:
+        lines.append(
+            "shared prefixes ON: what trajectories of a group begin with is computed once in the updates"
+        )
     if reward.overlong_penalty:
         lines.append(
             f"overlong penalty ON: from {reward.overlong_from} sampled tokens the score falls evenly, by"

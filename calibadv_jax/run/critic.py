@@ -46,6 +46,7 @@ class RunCritic:
             learner.microbatch_rows,
             row_length=learner.row_length,
             offload=optimizer.offload == "host",
+            shares_prefixes=learner.share_prefixes,
         )
         self.loss = ValueLoss(config.critic.clip)
         self.state: State = {}

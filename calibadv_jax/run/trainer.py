@@ -101,6 +101,7 @@ class Trainer:
             entropy_gradient=config.loss.entropy_coef != 0,
             row_length=learner.row_length,
             offload=learner.optimizer.offload == "host",
+            shares_prefixes=learner.share_prefixes,
         )
         on_policy = on_policy_only(config.loss, learner.minibatch_size, learner.epochs)
         self.loss = policy_gradient(config.loss, on_policy)

@@ -12,15 +12,14 @@ from rounding import close_in_norm
 
 from calibadv_jax.config import MeshConfig, PolicyConfig
 from calibadv_jax.policy.attention import packed_attention
-from calibadv_jax.policy.kernels.blockwise import blockwise_attention
 from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
 from calibadv_jax.policy.sharding import MESH_AXES, make_mesh
 from calibadv_jax.policy.transformer import Numerics
 
 KERNELS = {
     "xla": lambda *rows: packed_attention(*rows, "xla", 1024),
-    "blockwise 7": functools.partial(blockwise_attention, block=7),
-    "blockwise 16": functools.partial(blockwise_attention, block=16),
+    "blockwise 7": lambda *rows: packed_attention(*rows, "xla", 7),
+    "blockwise 16": lambda *rows: packed_attention(*rows, "xla", 16),
     "splash": functools.partial(splash_attention, interpret=True),
     "triton": functools.partial(triton_attention, interpret=True),
 }
@@ -109,8 +108,17 @@ def test_blocks_of_other_segments_are_not_visited():
     q, k, v, _ = rows(5, 64)
     segments = np.repeat(np.array([[1] * 32 + [2] * 32], np.int32), 2, 0)
     v[:, :32] = np.nan
-    found = np.asarray(blockwise_attention(q, k, v, segments, 16))
+    found = np.asarray(packed_attention(q, k, v, segments, "xla", 16))
     assert np.isnan(found[:, :32]).all() and np.isfinite(found[:, 32:]).all()
+
+
+def test_blocks_of_other_branches_are_not_visited():
+    q, k, v, segments = rows(5, 64)
+    v[:, 16:32] = np.nan
+    ends = np.repeat([[64] * 16 + [32] * 16 + [64] * 32], 2, 0)  # a trunk, and two branches
+    found = np.asarray(packed_attention(q, k, v, segments, "xla", 16, ends))
+    assert np.isnan(found[:, 16:32]).all()
+    assert np.isfinite(found[:, :16]).all() and np.isfinite(found[:, 32:]).all()
 
 
 @pytest.mark.medium

@@ -264,6 +264,9 @@ class LearnerConfig:
     microbatch_rows: Annotated[PositiveInt, Mark.UNLEARNED] = 8
     """Packed rows of row_length per forward/backward pass; of narrower rows there are more, with as many
     tokens."""
+    share_prefixes: Annotated[bool, Mark.UNLEARNED] = False
+    """Whether what trajectories of a group begin with (the prompt, often also a search and its documents) is
+    computed once in the updates. The loss stays the same. Only with policy.attention xla or cudnn."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer of the training steps."""
 

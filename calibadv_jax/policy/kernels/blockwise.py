@@ -1,13 +1,16 @@
 """Packed causal attention in plain XLA, block by block: nothing of size T x T, no block in vain.
 
 FlashAttention's recurrences (arXiv 2205.14135, 2307.08691). A block of queries visits only the blocks of keys
-from where its oldest segment begins up to itself, so the cost follows the segments and not the row.
+from where its oldest sequence begins up to itself, and of these computes only what it may see, so the cost
+follows the sequences and not the row.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,27 +22,24 @@ MASKED = -1e30  # finite, so that a row without any visible key gives no NaN
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def blockwise_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, block: int
-) -> jax.Array:
-    """Causal attention within the segments of packed rows.
+def blockwise_attention(q: jax.Array, k: jax.Array, v: jax.Array, ends: jax.Array, block: int) -> jax.Array:
+    """Causal attention within the sequences of packed rows.
 
     Args:
         q: [B, T, N, H]. k, v: [B, T, K, H].
-        segment_ids: int32 [B, T]; the columns of a segment are contiguous.
+        ends: int32 [B, T], above its column: the first one that does not see this key. The columns that see
+            two keys are nested or apart.
         block: queries and keys of a block. Scores exist for one pair of blocks at once.
 
     Returns:
         [B, T, N, H].
     """
-    return _forward(q, k, v, segment_ids, block)[0]
+    return _forward(q, k, v, ends, block)[0]
 
 
-def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, block: int
-) -> tuple[jax.Array, Any]:
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, ends: jax.Array, block: int) -> tuple[jax.Array, Any]:
     queries, keys, values = (_blocks(x, k.shape[2], block) for x in (q, k, v))
-    segments, first = _segment_blocks(segment_ids, block)
+    seen_by = _Visibility.of(ends, block)
     scale = 1.0 / math.sqrt(q.shape[-1])
 
     def attend(index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -47,7 +47,7 @@ def _forward(
 
         def visit(other: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             out, largest, total = carry
-            scores = _scores(mine, keys[other], segments, index, other, scale)
+            scores = seen_by.scores(mine, keys[other], index, other, scale)
             new = jnp.maximum(largest, scores.max(-1))
             weights = jnp.exp(scores - new[..., None])
             kept = jnp.exp(largest - new)
@@ -61,19 +61,19 @@ def _forward(
 
         nothing = jnp.zeros(mine.shape, jnp.float32)
         start = (nothing, nothing[..., 0] + MASKED, nothing[..., 0])
-        out, largest, total = jax.lax.fori_loop(first[index], index + 1, visit, start)
+        out, largest, total = seen_by.each(index, visit, start)
         return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
 
     out, normaliser = jax.lax.map(attend, jnp.arange(queries.shape[0]))
     rows = _rows(out, q.shape)
-    return rows, (queries, keys, values, segment_ids, rows, normaliser)
+    return rows, (queries, keys, values, ends, rows, normaliser)
 
 
 def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    queries, keys, values, segment_ids, out, normaliser = saved
+    queries, keys, values, ends, out, normaliser = saved
     num_kv = keys.shape[2]
     gradients = _blocks(gradient, num_kv, block)
-    segments, first = _segment_blocks(segment_ids, block)
+    seen_by = _Visibility.of(ends, block)
     scale = 1.0 / math.sqrt(queries.shape[-1])
     of_keys = (*gradient.shape[:2], num_kv, gradient.shape[3])
     inner = inner_product(gradient.astype(jnp.float32), out.astype(jnp.float32))
@@ -85,7 +85,7 @@ def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, j
 
         def visit(other: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             to_queries, to_keys, to_values = carry
-            scores = _scores(mine, keys[other], segments, index, other, scale)
+            scores = seen_by.scores(mine, keys[other], index, other, scale)
             weights = jnp.exp(scores - normaliser[index][..., None])
             change = product("bkqh,bkth->bkqt", wanted, values[other]) - inner[index]
             change = (weights * change * scale).astype(mine.dtype)
@@ -97,7 +97,7 @@ def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, j
             )
 
         start = (jnp.zeros(mine.shape, jnp.float32), *carry)
-        to_queries, *carry = jax.lax.fori_loop(first[index], index + 1, visit, start)
+        to_queries, *carry = seen_by.each(index, visit, start)
         return tuple(carry), to_queries.astype(mine.dtype)
 
     # [n, B, K, H, C]: the small operand of their products is then the one that is transposed.
@@ -114,32 +114,45 @@ def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, j
 blockwise_attention.defvjp(_forward, _backward)
 
 
-def _scores(
-    queries: jax.Array,
-    keys: jax.Array,
-    segments: jax.Array,
-    index: jax.Array,
-    other: jax.Array,
-    scale: float,
-) -> jax.Array:
-    """queries [B, K, G*C, H], keys [B, K, C, H] -> float32 [B, K, G*C, C], masked."""
-    scores = jnp.einsum("bkqh,bkth->bkqt", queries, keys, preferred_element_type=jnp.float32) * scale
-    block = segments.shape[2]
-    columns = jnp.arange(block)
-    causal = index * block + columns[:, None] >= other * block + columns
-    visible = causal & (segments[index][:, :, None] == segments[other][:, None, :])  # [B, C, C]
-    visible = jnp.tile(visible, (1, queries.shape[2] // block, 1))[:, None]
-    return jnp.where(visible, scores, MASKED)
+@dataclass(frozen=True)
+class _Visibility:
+    """Which keys the queries of a block see."""
 
+    ends: jax.Array  # int32 [n, B, C]
+    first: jax.Array  # int32 [n], the first block of keys that a block of queries needs
+    reach: jax.Array  # int32 [n], the first column that sees no key of a block
 
-def _segment_blocks(segment_ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """int32 [B, T] -> segments int32 [n, B, C], and the first block of keys that block i needs, int32 [n]."""
-    padded = jnp.pad(segment_ids, ((0, 0), (0, -segment_ids.shape[1] % block)))
-    columns = jnp.arange(padded.shape[1])
-    begins = jnp.pad(padded[:, 1:] != padded[:, :-1], ((0, 0), (1, 0)))
-    start = jax.lax.cummax(jnp.where(begins, columns, 0), axis=1)
-    first = start[:, ::block].min(axis=0) // block
-    return padded.reshape(padded.shape[0], -1, block).transpose(1, 0, 2), first
+    @classmethod
+    def of(cls, ends: jax.Array, block: int) -> _Visibility:
+        """Of ends int32 [B, T]."""
+        columns = jnp.arange(ends.shape[1] + -ends.shape[1] % block)
+        padded = jnp.pad(ends, ((0, 0), (0, len(columns) - ends.shape[1])))
+        padded = jnp.maximum(padded, columns + 1)
+        before = jnp.pad(jax.lax.cummax(padded, axis=1)[:, :-1], ((0, 0), (1, 0)))
+        start = jax.lax.cummax(jnp.where(before <= columns, columns, 0), axis=1)  # of the outermost sequence
+        blocks = padded.reshape(len(padded), -1, block).transpose(1, 0, 2)
+        return cls(blocks, start[:, ::block].min(axis=0) // block, blocks.max(axis=(1, 2)))
+
+    def each(self, index: jax.Array, visit: Callable[..., Any], start: Any) -> Any:
+        """`visit` with every block of keys of which the block of queries `index` sees any."""
+        begins = index * self.ends.shape[2]
+
+        def one(other: jax.Array, carry: Any) -> Any:
+            return jax.lax.cond(self.reach[other] > begins, visit, lambda _, same: same, other, carry)
+
+        return jax.lax.fori_loop(self.first[index], index + 1, one, start)
+
+    def scores(
+        self, queries: jax.Array, keys: jax.Array, index: jax.Array, other: jax.Array, scale: float
+    ) -> jax.Array:
+        """queries [B, K, G*C, H], keys [B, K, C, H] -> float32 [B, K, G*C, C], masked."""
+        scores = jnp.einsum("bkqh,bkth->bkqt", queries, keys, preferred_element_type=jnp.float32) * scale
+        block = self.ends.shape[2]
+        columns = jnp.arange(block)
+        mine, theirs = index * block + columns[:, None], other * block + columns
+        visible = (mine >= theirs) & (mine < self.ends[other][:, None, :])  # [B, C, C]
+        visible = jnp.tile(visible, (1, queries.shape[2] // block, 1))[:, None]
+        return jnp.where(visible, scores, MASKED)
 
 
 def _blocks(x: jax.Array, num_kv: int, block: int) -> jax.Array:

@@ -1,0 +1,208 @@
+"""Samples that share what they begin with: their tree; loss and gradient stay those of plain rows."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rounding import close_in_norm
+from tiny_policy import GROUPED
+
+from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.learner.batching import Rows, Sample, token_weights
+from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of, learn_values
+from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.packing import RowShape
+from calibadv_jax.learner.sharing import SharedRows, trees
+from calibadv_jax.learner.step import learn, sample_logprobs
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+
+VOCAB, ROW = 40, 48
+CONFIG = LearnerConfig(row_length=ROW, row_widths=1, microbatch_rows=1)
+SHARED = dataclasses.replace(CONFIG, share_prefixes=True)
+
+
+def sample(rng, tokens, prompt, trained=0.6):
+    mask = rng.random(len(tokens)) < trained
+    mask[:prompt], mask[-1] = False, True
+    advantages = rng.normal(size=len(tokens)).astype(np.float32) * mask
+    logprobs = -rng.random(len(tokens)).astype(np.float32) * mask
+    return Sample(np.asarray(tokens, np.int32), mask, advantages, logprobs, prompt=prompt)
+
+
+def groups(seed=0, questions=4, size=5):
+    """Trajectories as a group's are: one instruction, a prompt for each question, branches where they differ.
+
+    Some are the same, and some are the beginning of another.
+    """
+    rng = np.random.default_rng(seed)
+
+    def new(most):
+        return rng.integers(1, VOCAB, int(rng.integers(1, most))).tolist()
+
+    instruction, made = new(6), []
+    for _ in range(questions):
+        prompt = instruction + new(6)
+        texts = [prompt + new(9)]
+        for _ in range(size - 1):
+            start = texts[int(rng.integers(len(texts)))]
+            kept = int(rng.integers(len(prompt), len(start) + 1))
+            texts.append((start[:kept] + new(9))[: ROW - 8])
+        texts.append(texts[0])
+        made += [sample(rng, text, len(prompt)) for text in texts]
+    return made
+
+
+def policy_of(attention_chunk):
+    config = GROUPED | {"vocab_size": VOCAB, "tie_word_embeddings": False}
+    return Policy(architecture_from_hf(config), Numerics(attention_chunk=attention_chunk))
+
+
+@pytest.fixture(scope="module")
+def policy():
+    """Rows are three blocks of its attention."""
+    return policy_of(16)
+
+
+def learner_of(policy, devices=1, **mesh):
+    found = make_mesh(MeshConfig(**(mesh or {"fsdp": 1})), devices=jax.devices()[:devices])
+    return Learner(policy, optax.sgd(1.0), found, rows=mesh.get("fsdp", 1))
+
+
+def stepped(learner, samples, config, loss):
+    state = learner.init(init_params(learner.policy, learner.mesh, 0))
+    before = jax.device_get(state["params"])
+    found = learn(learner, state, samples, config, loss, np.random.default_rng(0))
+    after = jax.device_get(found.state["params"])
+    return jax.tree.map(np.subtract, before, after), found
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(20, 60))
+@settings(max_examples=60, deadline=None)
+def test_a_tree_holds_every_sample_and_nothing_else(seed, questions, most):
+    samples = [one for one in groups(seed, questions) if len(one.tokens) <= most]
+    found = list(trees(samples, most, common=0))
+    assert sorted(index for tree in found for index in tree.samples) == list(range(len(samples)))
+    for tree in found:
+        assert len(tree.tokens) <= most
+        columns = np.arange(len(tree.tokens))
+        sees = (columns[:, None] >= columns) & (columns[:, None] < tree.ends)
+        prefixes = set()
+        for index, path in zip(tree.samples, tree.paths, strict=True):
+            tokens = samples[index].tokens
+            np.testing.assert_array_equal(tree.tokens[path], tokens)
+            np.testing.assert_array_equal(tree.positions[path], np.arange(len(tokens)))
+            for position, node in enumerate(path):
+                np.testing.assert_array_equal(np.flatnonzero(sees[node]), path[: position + 1])
+            prefixes |= {tokens[: n + 1].tobytes() for n in range(len(tokens))}
+        assert len(tree.tokens) == len(prefixes)
+
+
+@pytest.mark.parametrize("widths", [[ROW], [ROW, ROW // 2]])
+def test_what_is_packed_is_found_again(widths):
+    samples = groups()
+    rows = SharedRows(samples, [RowShape(width, 1, cost=width) for width in widths])
+    batches = rows.batches()
+    plain = Rows(samples, [RowShape(width, 1, cost=width) for width in widths])
+    assert rows.positions < 0.7 * plain.positions
+    held = sum(int(np.count_nonzero(batch.tokens)) for batch in batches)  # no token of the samples is 0
+    assert rows.computed == held < rows.tokens == plain.tokens == plain.computed
+    for one, values in zip(samples, rows.taken([batch.sampler_logprobs for batch in batches]), strict=True):
+        np.testing.assert_array_equal(values, one.logprobs)
+    for one, values in zip(samples, rows.taken([batch.targets for batch in batches]), strict=True):
+        np.testing.assert_array_equal(values, np.where(one.mask, one.tokens, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "attention_chunk"),
+    [
+        ("vanilla", 16),
+        pytest.param("vanilla", ROW, marks=pytest.mark.medium),
+        pytest.param("gspo", 16, marks=pytest.mark.medium),
+        pytest.param("lld", 16, marks=pytest.mark.medium),
+    ],
+)
+def test_the_step_is_that_of_plain_rows(name, attention_chunk):
+    """Also of losses over whole sequences, and with log-probabilities that are computed before the step."""
+    learner, samples = learner_of(policy_of(attention_chunk)), groups()
+    chosen = LossConfig(name=name, aggregation="sequence_mean", entropy_coef=0.01, importance_cap=2.0)
+    loss = policy_gradient(chosen, on_policy=False)
+    plain, expected = stepped(learner, samples, CONFIG, loss)
+    shared, found = stepped(learner, samples, SHARED, loss)
+    close_in_norm(shared, plain)
+    for metric, value in expected.metrics.items():
+        if metric not in ("perf/packing", "actor/row_fill"):
+            assert found.metrics[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+    assert found.metrics["perf/packing"] < 0.7 * expected.metrics["perf/packing"]
+    for one, other in zip(found.samples, expected.samples, strict=True):
+        np.testing.assert_allclose(one.old_logprobs, other.old_logprobs, atol=1e-5)
+
+
+@pytest.mark.medium
+def test_eight_devices_equal_one(policy):
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 (simulated) devices")
+    loss = policy_gradient(LossConfig(), on_policy=False)
+    alone, _ = stepped(learner_of(policy), groups(), SHARED, loss)
+    spread, _ = stepped(learner_of(policy, 8, fsdp=4, tensor=2), groups(), SHARED, loss)
+    close_in_norm(spread, alone)
+
+
+def test_logprobs_of_trained_tokens_only(policy):
+    learner, samples = learner_of(policy), groups()
+    params = learner.init(init_params(policy, learner.mesh, 0))["params"]
+    both = (sample_logprobs(learner, params, samples, config) for config in (CONFIG, SHARED))
+    for one, plain, shared in zip(samples, *both, strict=True):
+        np.testing.assert_allclose(shared, np.where(one.mask, plain, 0.0), atol=1e-5)
+
+
+@pytest.mark.medium
+def test_a_critic_learns_the_same(policy):
+    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    learner = CriticLearner(critic_of(policy), optax.sgd(1.0), mesh, 2)
+    samples = [dataclasses.replace(one, old_logprobs=one.logprobs) for one in groups()]
+    states = []
+    for config in (CONFIG, SHARED):
+        state = learner.init(init_params(learner.policy, mesh, 0))
+        state, _ = learn_values(learner, state, samples, config, ValueLoss(0.5), np.random.default_rng(0))
+        states.append(jax.device_get(state["params"]))
+    close_in_norm(*states)
+
+
+def test_too_long_a_sample_is_named():
+    samples = [sample(np.random.default_rng(0), list(range(length)), 2) for length in (9, ROW + 1)]
+    with pytest.raises(ValueError, match=f"sample 1 has {ROW + 1} tokens, but a row holds {ROW}"):
+        SharedRows(samples, [RowShape(ROW, 1)])
+
+
+def test_nothing_takes_no_rows():
+    rows = SharedRows([], [RowShape(ROW, 1)])
+    assert rows.computed == rows.tokens == rows.positions == 0
+    assert [batch.sources.shape for batch in rows.batches()] == [(0, ROW)]
+
+
+def test_a_row_that_is_full_of_what_all_begin_with(policy):
+    """One column is left in it: a tree for each sample."""
+    learner = learner_of(policy)
+    samples = [sample(np.random.default_rng(1), list(range(ROW)), ROW - 1)] * 3
+    rows = SharedRows(samples, [RowShape(ROW, 1)], token_weights(samples, "token_mean"))
+    assert rows.plan.num_rows == [3]
+    params = learner.init(init_params(policy, learner.mesh, 0))["params"]
+    expected = sample_logprobs(learner, params, samples[:1], CONFIG)[0]
+    for values in sample_logprobs(learner, params, samples, SHARED):
+        assert values[-1] == pytest.approx(expected[-1], abs=1e-5)
+
+
+def test_a_kernel_that_cannot_share_is_named(policy):
+    numerics = dataclasses.replace(policy.numerics, kernel="splash")
+    splash = Policy(policy.architecture, numerics)
+    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    with pytest.raises(UserError, match="policy.attention is splash, .* set it to xla or cudnn"):
+        Learner(splash, optax.sgd(1.0), mesh, 1, shares_prefixes=True)
