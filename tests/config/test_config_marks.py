@@ -14,9 +14,10 @@ EXPECTED = {
         "policy.attention_chunk", "policy.logprob_chunk", "policy.lora.init_from",
         "policy.lora.snapshots", "policy.remat", "rollout.max_concurrency", "rollout.max_failed_share",
         "rollout.time_limit", "sampler", "retriever", "learner.microbatch_rows", "learner.row_length",
-        "learner.row_widths", "learner.share_prefixes", "learner.optimizer.offload", "critic.optimizer.offload", "sft", "checkpoint",
-        "evaluate", "guards", "export", "log", "advantage.probes", "reward.judge.url", "reward.judge.timeout",
-        "reward.judge.patience", "reward.judge.max_concurrency",
+        "learner.row_widths", "learner.share_prefixes", "learner.optimizer.offload",
+        "critic.optimizer.offload", "sft", "checkpoint", "evaluate", "guards", "export", "log",
+        "advantage.probes", "reward.judge.url", "reward.judge.timeout", "reward.judge.patience",
+        "reward.judge.max_concurrency",
     ),
     Mark.LEARNED: (
         "sampler.name", "retriever.encoder", "retriever.topk", "retriever.retrieval_topk",
