@@ -268,7 +268,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "perf/packing",
             "positions",
-            "positions computed by the updates for each token: rows have empty ends, microbatches empty rows",
+            "positions computed by the updates for each token of the trajectories: rows have empty ends and"
+            " microbatches empty rows; below 1 where trajectories share what they begin with",
         ),
         Metric("perf/record_bytes", "bytes", "size of the step's file of trajectories"),
     ),

@@ -1,0 +1,116 @@
+"""What `learner.share_prefixes` saves, on the trajectories that a run kept.
+
+    python -m benchmarks.update.sharing RUN [--steps 1 2 3]
+    python -m benchmarks.update.sharing RUN --steps 3 --model FOLDER [--rounds 3]
+
+Of each step: tokens of the trajectories that are computed (those with an advantage), columns that hold them
+when what a group's trajectories begin with stands once, and positions that the rows of the run's config take
+for each token, plain and shared. With `--model`, a HuggingFace folder of the run's architecture, the updates
+of these steps are timed as well: plain and shared in turns in one process; the first of each, which compiles,
+is left out. They must agree in the norm of the gradient; the status is 1 where they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from calibadv_jax.config import Config
+from calibadv_jax.core.seeds import random_state
+from calibadv_jax.learner.batching import Sample
+from calibadv_jax.learner.learner import Learner, on_policy_only
+from calibadv_jax.learner.losses import PolicyLoss, policy_gradient
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.learner.step import learn, packed
+from calibadv_jax.record.reader import find_step, read_step
+from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.run.model import build_model
+from calibadv_jax.snapshots.huggingface import load_params
+from calibadv_jax.tools.replay import KeptPolicy, kept_config, kept_samples, score_again
+
+ARMS = {"plain": False, "shared": True}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--steps", type=int, nargs="+", help="default: all that are kept")
+    parser.add_argument("--model", type=Path, help="HuggingFace folder: time the updates")
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    steps = given.steps or sorted(kept_steps(given.run))
+    sys.stdout.write(f"{'step':>6}{'tokens':>9}{'columns':>9}{'ratio':>7}{'plain':>8}{'shared':>8}\n")
+    found = {step: moved(given.run, step) for step in steps}
+    for step, (config, samples) in found.items():
+        of_arms = [
+            packed(KeptPolicy(), samples, replace(config.learner, share_prefixes=shares))
+            for shares in ARMS.values()
+        ]
+        tokens, columns = of_arms[0].tokens, of_arms[1].computed
+        sys.stdout.write(f"{step:6}{tokens:9}{columns:9}{tokens / max(1, columns):7.2f}")
+        sys.stdout.write("".join(f"{rows.positions / max(1, tokens):8.3f}" for rows in of_arms) + "\n")
+    if given.model:
+        timed(given, found)
+
+
+def moved(run: Path, step: int) -> tuple[Config, list[Sample]]:
+    """The run's config, and the step's samples that its update computes."""
+    path = find_step(run, step)
+    kept = read_step(path)
+    config = kept_config(kept, path)
+    groups, advantages = score_again(
+        kept, config, random_state(int(kept.metadata["seed"]), step - 1, "reward")
+    )
+    loss = loss_of(config)
+    return config, [one for one in kept_samples(groups, advantages, kept) if loss.is_moved_by(one)]
+
+
+def loss_of(config: Config) -> PolicyLoss:
+    settings = config.learner
+    return policy_gradient(config.loss, on_policy_only(config.loss, settings.minibatch_size, settings.epochs))
+
+
+def timed(given: argparse.Namespace, found: dict[int, tuple[Config, list[Sample]]]) -> None:
+    config = next(iter(found.values()))[0]
+    model, rule = build_model(config, str(given.model)), replace(config.learner.optimizer, lr=1e-12)
+    learner = Learner(
+        model.policy,
+        make_optimizer(rule, make_schedule(rule, 1000)),
+        model.mesh,
+        config.learner.microbatch_rows,
+        config.rollout.temperature or 1.0,
+        config.policy.logprob_chunk,
+        entropy_gradient=config.loss.entropy_coef != 0,
+        row_length=config.learner.row_length,
+    )
+    state, loss = learner.init(load_params(given.model, model.policy, model.mesh)), loss_of(config)
+    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
+    norms: dict[str, list[float]] = {name: [] for name in ARMS}
+    for round_ in range(given.rounds + 1):
+        for name, shares in ARMS.items():
+            settings = replace(config.learner, share_prefixes=shares)
+            begun = time.perf_counter()
+            for _, samples in found.values():
+                learned = learn(learner, state, samples, settings, loss, np.random.default_rng(0))
+                state = learned.state
+                norms[name].append(learned.metrics["actor/grad_norm"])
+            if round_:
+                seconds[name].append(time.perf_counter() - begun)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    for name, value in medians.items():
+        sys.stdout.write(f"{name}: {value:.1f} s for {len(found)} updates\n")
+    sys.stdout.write(f"ratio {medians['plain'] / medians['shared']:.2f}\n")
+    if not np.allclose(norms["plain"], norms["shared"], rtol=1e-3):
+        sys.exit(f"norms of the gradient differ: {norms}")
+
+
+if __name__ == "__main__":
+    main()
