@@ -76,11 +76,15 @@ def known(group, policy):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("row_length", "opening"), [(128, ""), (40, "<think>")])
-def test_every_turn_has_the_answers_probability_and_nothing_leaks(learner, policies, row_length, opening):
-    """Rows that hold several prefixes, and rows that are too short for the longest ones."""
+@pytest.mark.parametrize(
+    ("row_length", "opening", "shares"), [(128, "", False), (40, "<think>", False), (128, "", True)]
+)
+def test_every_turn_has_the_answers_probability_and_nothing_leaks(
+    learner, policies, row_length, opening, shares
+):
+    """Rows that hold several prefixes, rows that are too short for the longest ones, and shared prefixes."""
     groups = [make_group(0, opening=opening), make_group(1, golden=("Cy",), turns=(1,), opening=opening)]
-    config = LearnerConfig(row_length=row_length, row_widths=2)
+    config = LearnerConfig(row_length=row_length, row_widths=2, share_prefixes=shares)
     found, metrics = with_golden_logprobs(learner, policies, groups, config, Letters())
     beginning = BEGINNING.removeprefix(opening)
     first, last = [], []

@@ -26,10 +26,12 @@ pytestmark = pytest.mark.medium
 LEARNER = {"steps": 4, "row_length": 64, "microbatch_rows": 8, "row_widths": 1}
 
 
-def probed_config(folder, name, **sections):
-    optimizer = replace(make_config(folder).learner.optimizer, lr=0.05)
+def probed_config(folder, name, learner=None, **sections):
+    learner = (
+        LEARNER | {"optimizer": replace(make_config(folder).learner.optimizer, lr=0.05)} | (learner or {})
+    )
     advantage = {"name": name} if isinstance(name, str) else name
-    return make_config(folder, learner=LEARNER | {"optimizer": optimizer}, advantage=advantage, **sections)
+    return make_config(folder, learner=learner, advantage=advantage, **sections)
 
 
 def known(folder, step, policy):
@@ -38,11 +40,13 @@ def known(folder, step, policy):
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), [("igpo", "current"), pytest.param("tips", "initial", marks=pytest.mark.slow)]
+    ("name", "policy", "shares"),
+    [("igpo", "current", True), pytest.param("tips", "initial", False, marks=pytest.mark.slow)],
 )
-def test_a_run_that_is_resumed_asks_the_same_and_is_replayed(tmp_path, name, policy):
-    whole = run(probed_config(tmp_path / "a", name), ScriptedRollouts(), tmp_path / "a")
-    second = resumed(probed_config(tmp_path / "b", name), tmp_path / "b", 5)
+def test_a_run_that_is_resumed_asks_the_same_and_is_replayed(tmp_path, name, policy, shares):
+    learner = {"share_prefixes": shares}
+    whole = run(probed_config(tmp_path / "a", name, learner), ScriptedRollouts(), tmp_path / "a")
+    second = resumed(probed_config(tmp_path / "b", name, learner), tmp_path / "b", 5)
     np.testing.assert_equal(second.loaded[-1][1], whole.loaded[-1][1])
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
     row = json.loads((tmp_path / "a/metrics.jsonl").read_text().splitlines()[-1])
