@@ -4,10 +4,10 @@
     python -m benchmarks.update.sharing RUN --steps 3 --model FOLDER [--rounds 3]
 
 Of each step: tokens of the trajectories that are computed (those with an advantage), columns that hold them
-when what a group's trajectories begin with stands once, and positions that the rows of the run's config take
-for each token, plain and shared. With `--model`, a HuggingFace folder of the run's architecture, the updates
-of these steps are timed as well: plain and shared in turns in one process; the first of each, which compiles,
-is left out. They must agree in the norm of the gradient; the status is 1 where they do not.
+when their prompts stand once, and when all that they begin with does; positions that the rows of the run's
+config take for each token, plain and shared. With `--model`, a HuggingFace folder of the run's architecture,
+the updates of these steps are timed as well: plain and shared in turns in one process; the first of each, which
+compiles, is left out. They must agree in the norm of the gradient; the status is 1 where they do not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     steps = given.steps or sorted(kept_steps(given.run))
-    sys.stdout.write(f"{'step':>6}{'tokens':>9}{'columns':>9}{'ratio':>7}{'plain':>8}{'shared':>8}\n")
+    names = ("step", "tokens", "prompts", "all", "ratio", "plain", "shared")
+    sys.stdout.write("".join(f"{name:>9}" for name in names) + "\n")
+    totals = np.zeros(5)
     found = {step: moved(given.run, step) for step in steps}
     for step, (config, samples) in found.items():
         of_arms = [
@@ -55,10 +57,25 @@ def main() -> None:
             for shares in ARMS.values()
         ]
         tokens, columns = of_arms[0].tokens, of_arms[1].computed
-        sys.stdout.write(f"{step:6}{tokens:9}{columns:9}{tokens / max(1, columns):7.2f}")
-        sys.stdout.write("".join(f"{rows.positions / max(1, tokens):8.3f}" for rows in of_arms) + "\n")
+        counts = np.array([tokens, prompts_once(samples), columns, *(rows.positions for rows in of_arms)])
+        totals += counts
+        report(str(step), counts)
+    report("all", totals)
     if given.model:
         timed(given, found)
+
+
+def prompts_once(samples: list[Sample]) -> int:
+    """Columns of the samples if those of one prompt shared it, and nothing else."""
+    prompts = {one.tokens[: one.prompt].tobytes(): one.prompt or 0 for one in samples}
+    return sum(prompts.values()) + sum(len(one.tokens) - (one.prompt or 0) for one in samples)
+
+
+def report(name: str, counts: np.ndarray) -> None:
+    tokens, prompts, columns, plain, shared = (float(count) for count in counts)
+    of_tokens = tokens / max(1, columns), plain / max(1, tokens), shared / max(1, tokens)
+    held = "".join(f"{count:9.0f}" for count in (tokens, prompts, columns))
+    sys.stdout.write(f"{name:>9}{held}" + "".join(f"{value:9.3f}" for value in of_tokens) + "\n")
 
 
 def moved(run: Path, step: int) -> tuple[Config, list[Sample]]:
