@@ -6,7 +6,7 @@
 Of each step: tokens of the trajectories that are computed (those with an advantage), columns that hold them
 when their prompts stand once, and when all that they begin with does; positions that the rows of the run's
 config take for each token, plain and shared. With `--model`, a HuggingFace folder of the run's architecture,
-the updates of these steps are timed as well: plain and shared in turns in one process; the first of each, which
+the updates of these steps are timed too: plain and shared in turns in one process; the first of each, which
 compiles, is left out. They must agree in the norm of the gradient; the status is 1 where they do not.
 """
 
