@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ import numpy as np
 from calibadv_jax.commands.coverage import coverage_lines
 from calibadv_jax.commands.offline_checks import OFFLINE_CHECKS
 from calibadv_jax.config import Config
-from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.trajectory import Document
+from calibadv_jax.core.errors import RequestFailed, UserError
+from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.metrics.console import Console
@@ -36,9 +36,11 @@ from calibadv_jax.run.fit import cpu_lines, memory_lines
 from calibadv_jax.run.memory import adapter_lines, estimate_memory, heads_warnings
 from calibadv_jax.run.model import build_model
 from calibadv_jax.sampler.vllm_worker import find_workers, require_vllm
+from calibadv_jax.services.judge import JudgeClient
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import check_running, open_retriever
 
+NO_ANSWER = "I do not know"
 ONCE = 1e-3  # seconds of patience: what is loading or gone is what the doctor is to tell
 STATUS = {"warning: ": "warn", "not checked: ": "skip", "failed: ": "FAIL"}  # how a line begins; else ok
 
@@ -205,6 +207,37 @@ async def _search_once(retriever: RetrieverClient, query: str) -> list[list[Docu
         await retriever.close()
 
 
+def check_judge(config: Config) -> list[str]:
+    """Where a judge is asked: what it says of a golden answer, and of none."""
+    if not config.reward.judge.url:
+        return []
+    judge = JudgeClient(replace(config.reward.judge, patience=ONCE))
+    question = load_questions(config.data.eval)[0]
+    answers = question.golden_answers[0], NO_ANSWER
+    begun = time.monotonic()
+    try:
+        golden, other = asyncio.run(_judged(judge, question, answers))
+    except RequestFailed as error:
+        raise UserError(f"{error}; start the endpoint, or correct reward.judge") from error
+    said = f"{judge.config.model} gives {answers[0]!r} {golden:g} and {NO_ANSWER!r} {other:g}"
+    lines = [f"{judge.url}: {said} in {1000 * (time.monotonic() - begun):.0f} ms"]
+    asked = f"to {question.text!r}"
+    if golden < 0.5:
+        lines.append(
+            f"warning: it finds the golden answer {answers[0]!r} {asked} wrong; see reward.judge.prompt"
+        )
+    if other >= 0.5:
+        lines.append(f"warning: it finds {NO_ANSWER!r} {asked} right; see reward.judge.prompt")
+    return lines
+
+
+async def _judged(judge: JudgeClient, question: Question, answers: Sequence[str]) -> list[float]:
+    try:
+        return [await judge.verdict(question, answer) for answer in answers]
+    finally:
+        await judge.close()
+
+
 Check = Callable[[Config], list[str]]
 CHECKS: list[tuple[str, Check]] = [
     ("calibration", describe_choices),
@@ -212,4 +245,5 @@ CHECKS: list[tuple[str, Check]] = [
     ("policy", check_policy),
     ("sampler", check_sampler),
     ("retriever", check_retriever),
+    ("judge", check_judge),
 ]

@@ -22,7 +22,7 @@ from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT, JudgeCon
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.tags import well_formed
-from calibadv_jax.core.trajectory import Trajectory
+from calibadv_jax.core.trajectory import Question, Trajectory
 from calibadv_jax.services.http_client import Reply, Unreachable, open_session, request
 from calibadv_jax.services.retriever_replies import excerpt
 from calibadv_jax.services.waiting import BAD_REPLIES, Waits
@@ -83,13 +83,16 @@ class JudgeClient:
             UserError: it has no such route or model, or asks for a token.
         """
         question, answer = trajectory.question, trajectory.answer or ""
-        data = data_of(question.text, question.golden_answers, answer, self.config.max_answer)
-        verdict = self._verdicts.get(data)
-        if verdict is None:
-            verdict = await self._ask_once(data)
+        verdict = await self.verdict(question, answer)
         golden = {normalise_answer(one) for one in question.golden_answers}
         agrees = (verdict >= 0.5) == (normalise_answer(answer) in golden)
         return {JUDGE: verdict, JUDGE_AGREEMENT: float(agrees)}
+
+    async def verdict(self, question: Question, answer: str) -> float:
+        """What the judge says of an answer, in [0, 1]; raises as `score`."""
+        data = data_of(question.text, question.golden_answers, answer, self.config.max_answer)
+        known = self._verdicts.get(data)
+        return await self._ask_once(data) if known is None else known
 
     async def close(self) -> None:
         """Closes the connections of the running event loop."""

@@ -1,6 +1,7 @@
 """The doctor against files, services and configs that are as they should be, and against others."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from http_rig import Handler, serving
 
 from calibadv_jax.commands import doctor
 from calibadv_jax.config import RetrieverConfig, ToolConfig, load_config
+from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 
@@ -101,7 +103,7 @@ def test_a_check_that_fails_is_counted_and_the_others_still_run(config, capsys):
         doctor.run(with_retriever(broken, url))
     assert ended.value.code == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "2 of 5 checks failed"
+    assert lines[-1] == "2 of 6 checks failed"
     assert [line.split(":")[0] for line in lines if line.startswith("FAIL")] == [
         "FAIL questions",
         "FAIL policy",
@@ -228,7 +230,7 @@ def test_a_host_that_is_too_small_is_a_failure_with_the_keys(config, capsys, mon
     (failure,) = (line for line in lines if line.startswith("FAIL policy"))
     assert "do not fit: this host has 0.0 GiB for 8 devices" in failure and "sampler.slots" in failure
     assert any(line.startswith("ok   policy: tokens of each tag") for line in lines)  # the rest is said too
-    assert lines[-1] == "1 of 5 checks failed"
+    assert lines[-1] == "1 of 6 checks failed"
     doctor.run(config, offline=True)
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("warn policy: ") and "do not fit" in line for line in lines)
@@ -269,3 +271,31 @@ def test_a_retriever_that_goes_away_after_the_first_answer_is_not_waited_for(con
     with serving(Once) as url, pytest.raises(UserError, match="no answer for"):
         config = with_retriever(config, url)
         doctor.check_retriever(replace(config, retriever=replace(config.retriever, patience=600.0)))
+
+
+class Judging(Handler):
+    """Says yes to golden answers, or to all that is asked."""
+
+    says_yes_to_all = False
+
+    def do_POST(self):
+        system, user = (one["content"] for one in json.loads(self.body())["messages"])
+        asked, key = json.loads(user), re.findall(r"the key (\w+)", system)[-1]
+        verdict = "yes" if self.says_yes_to_all or asked["answer"] in asked["golden_answers"] else "no"
+        self.reply(200, {"choices": [{"message": {"content": f"{key} {verdict}"}}]})
+
+
+def judged_by(config, url):
+    return replace(config, reward=replace(config.reward, judge=JudgeConfig(url=f"{url}/v1", model="m")))
+
+
+def test_a_judge_is_asked_of_a_right_and_of_a_wrong_answer(config):
+    assert doctor.check_judge(config) == []
+    with serving(Judging) as url:
+        (line,) = doctor.check_judge(judged_by(config, url))
+    assert line.startswith(f"{url}/v1: m gives 'ada' 1 and 'I do not know' 0 in ")
+    with serving(type("Kind", (Judging,), {"says_yes_to_all": True})) as url:
+        _, warning = doctor.check_judge(judged_by(config, url))
+    assert warning == "warning: it finds 'I do not know' to 'where is y ?' right; see reward.judge.prompt"
+    with pytest.raises(UserError, match=f"judge {url}/v1: no answer .*; start the endpoint, or correct"):
+        doctor.check_judge(judged_by(config, url))

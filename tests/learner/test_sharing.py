@@ -127,10 +127,11 @@ def test_what_is_packed_is_found_again(widths):
         pytest.param("vanilla", ROW, marks=pytest.mark.medium),
         pytest.param("gspo", 16, marks=pytest.mark.medium),
         pytest.param("lld", 16, marks=pytest.mark.medium),
+        pytest.param("clip_cov", 16, marks=pytest.mark.medium),
     ],
 )
 def test_the_step_is_that_of_plain_rows(name, attention_chunk):
-    """Also of losses over whole sequences, and with log-probabilities that are computed before the step."""
+    """Losses over sequences and with a look at the mini-batch, and log-probabilities before the step."""
     learner, samples = learner_of(policy_of(attention_chunk)), groups()
     chosen = LossConfig(name=name, aggregation="sequence_mean", entropy_coef=0.01, importance_cap=2.0)
     loss = policy_gradient(chosen, on_policy=False)
