@@ -46,6 +46,11 @@ def compile_all() -> None:
     # not split.
     held = memory.argument_size_in_bytes
     assert held < 4 * 4 * 508_992 / 6, f"{held} bytes of arguments on one device"
+    shared = ["--attention", "xla", "--share-prefixes", "--only", "update"]
+    arguments = parse([*options, "--length", str(LENGTH), *shared])
+    (program,) = lowered_programs(arguments, make_topology_mesh(arguments)).values()
+    text = program.compile().as_text()
+    assert not square.search(text) and ("all-reduce" in text or "all-gather" in text)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,11 @@ def compile_all() -> None:
     # float32 parameters, two moments and the sum of gradients, an eighth of them on each device, and padding.
     held = compiled["update"].memory_analysis().argument_size_in_bytes
     assert held < 4 * 4 * 508_992 / 4, f"{held} bytes of arguments on one device"
+    shared = ["--attention", "xla", "--share-prefixes", "--only", "update"]
+    arguments = parse(["--topology", "v5e:2x4", "--length", str(LENGTH), *shared])
+    (program,) = lowered_programs(arguments, make_topology_mesh(arguments)).values()
+    text = program.compile().as_text()
+    assert "all-reduce" in text and not re.search(rf"\[(\d+,)*{LENGTH},{LENGTH}\]", text)
 
 
 if __name__ == "__main__":

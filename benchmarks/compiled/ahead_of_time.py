@@ -79,7 +79,9 @@ def run_config(arguments: argparse.Namespace) -> Config:
         ),
         mesh=MeshConfig(**mesh),
         learner=LearnerConfig(
-            row_length=arguments.length, microbatch_rows=arguments.rows * mesh["data"] * mesh["fsdp"]
+            row_length=arguments.length,
+            microbatch_rows=arguments.rows * mesh["data"] * mesh["fsdp"],
+            share_prefixes=arguments.share_prefixes,
         ),
         rollout=RolloutConfig(max_length=arguments.length, max_prompt_length=arguments.length // 2),
         sampler=SamplerConfig(slots=arguments.slots),
@@ -144,6 +146,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--lora", type=int, default=0, help="rank of adapters on every product; 0: all parameters are trained"
+    )
+    parser.add_argument(
+        "--share-prefixes", action="store_true", help="learner.share_prefixes, with --attention xla or cudnn"
     )
     parser.add_argument("--remat", choices=["none", "dots", "full"], default="full")
     parser.add_argument(
