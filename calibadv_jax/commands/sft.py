@@ -180,7 +180,7 @@ def count_updates(
             " the time: give steps"
         )
     lengths = (demonstration_length(one, config, tokenizer) for one in own)
-    shapes = [Sample(np.zeros(length, np.int32), *[_NOTHING] * 3) for length in lengths]
+    shapes = [Sample(np.zeros(length, np.int32), _NOTHING, _NOTHING, _NOTHING) for length in lengths]
     fulls = _row_fulls(
         (shapes[index] for index in _order(len(own), phase.epochs, seed)),
         config.sft.rows,
