@@ -61,9 +61,8 @@ class SharedRows(Rows):
                 of_rows[row, here] = of_tree[own]
             batch.ends[row, : self.common] = batch.ends.shape[1]
             batch.ends[row, here] = tree.ends[own] + at.start
-        for index, path, at, here in self._trained():
-            batch, row, trained = batches[at.batch], at.row, _trained(self.samples[index])
-            before = path[trained - 1]
+        for index, before, trained, at, here in self._columns():
+            batch, row = batches[at.batch], at.row
             batch.sources[row, here] = np.where(before < self.common, before, before + at.start)
             batch.segment_ids[row, here] = index + 1
             self._fill(batch, row, here, index, trained, factors)
@@ -72,17 +71,20 @@ class SharedRows(Rows):
     def taken(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """As `Rows.taken`, of the trained tokens. Entries of others are 0."""
         found = [np.zeros(len(sample.tokens), values[0].dtype) for sample in self.samples]
-        for index, _, at, here in self._trained():
-            found[index][_trained(self.samples[index])] = values[at.batch][at.row, here]
+        for index, _, trained, at, here in self._columns():
+            found[index][trained] = values[at.batch][at.row, here]
         return found
 
-    def _trained(self) -> Iterator[tuple[int, np.ndarray, Placement, slice]]:
-        """Each sample's number, its path, where its tree lies, and the columns of its trained tokens."""
+    def _columns(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, Placement, slice]]:
+        """Of each sample: its number; the nodes before its trained tokens, and these tokens; where its tree
+        lies; the columns of the loss that its trained tokens take.
+        """
         for tree, at in zip(self.trees, self.plan.placements, strict=True):
             start = at.start
             for index, path in zip(tree.samples, tree.paths, strict=True):
-                end = start + len(_trained(self.samples[index]))
-                yield index, path, at, slice(start, end)
+                trained = _trained(self.samples[index])
+                end = start + len(trained)
+                yield index, path[trained - 1], trained, at, slice(start, end)
                 start = end
 
 
