@@ -143,6 +143,9 @@ for method in direct chain_of_thought rag; do
   measure "$method" "$model" "$method"
 done
 measure cold_start "$output/cold_start" agent
+evaluation() { # ARM SEED: its name
+  echo "$1-seed-$2${steps:+-steps-$steps}"
+}
 for seed in $seeds; do # a seed of every arm first: what is there can be compared at any time
   for arm in $arms; do
     folder="$output/$arm/seed-$seed"
@@ -154,13 +157,29 @@ for seed in $seeds; do # a seed of every arm first: what is there can be compare
         checkpoint.allow_change='[learner.steps]' ${keys[@]+"${keys[@]}"}
       touch "$folder/trained-${steps:-all}"
     fi
-    name="$arm-seed-$seed${steps:+-steps-$steps}"
+    name="$(evaluation "$arm" "$seed")"
     measure "$name" "$folder" agent
     if stage "compare $name with the cold start" "$output/comparisons/$name.json"; then
       "$python" -m calibadv_jax compare "$output/evaluations/cold_start.json" "$output/evaluations/$name.json" \
         --metrics f1 em --output "$output/comparisons/$name.json"
     fi
   done
+done
+of_seeds() { # ARM: its evaluations, joined by commas
+  local seed files=()
+  for seed in $seeds; do
+    files+=("$output/evaluations/$(evaluation "$1" "$seed").json")
+  done
+  (
+    IFS=,
+    echo "${files[*]}"
+  )
+}
+read -r first others <<<"$arms"
+for arm in $others; do
+  echo "== compare $arm with $first, over the seeds ($(date +%H:%M:%S))"
+  "$python" -m calibadv_jax compare "$(of_seeds "$first")" "$(of_seeds "$arm")" \
+    --metrics f1 em --output "$output/comparisons/$arm-less-$first${steps:+-steps-$steps}.json"
 done
 echo "== table"
 "$python" scripts/real_table.py "$output" | tee "$output/table.md"

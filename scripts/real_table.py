@@ -1,7 +1,7 @@
 """What scripts/real_policy.sh measured as one table: ``python scripts/real_table.py OUTPUT_FOLDER``.
 
 A row for each evaluation, with 95 % intervals; for the trained agents also the difference to the cold start
-on the same questions.
+on the same questions. Below it the differences of the arms, each averaged over its seeds.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ def main(argv: list[str]) -> int:
         difference = _difference(json.loads(comparison.read_text())) if comparison.is_file() else ""
         lines.append([name, *(_score(report, metric) for metric in METRICS), difference])
     sys.stdout.write("".join(f"| {' | '.join(line)} |\n" for line in lines))
+    differences = sorted((evaluations.parent / "comparisons").glob("*-less-*.json"))
+    if differences:
+        sys.stdout.write("\n| F1, all seeds | difference |\n| --- | --- |\n")
+    for path in differences:
+        names = path.stem.replace("-less-", " less ")
+        sys.stdout.write(f"| {names} | {_difference(json.loads(path.read_text(encoding='utf-8')))} |\n")
     return 0
 
 

@@ -1,12 +1,15 @@
 """Two policies on the same questions: ``calibadv compare A B``.
 
-A and B are the per-question files of two evaluations (or the .json beside them). Where other retrievers
-answered, a warning says so; two retrievers with one policy may be what is compared.
+A and B are the per-question files of two evaluations (or the .json beside them), or several of each, joined
+by commas: one method trained with several seeds. Then the scores of a question are averaged over the seeds,
+and it stays the unit. Where other retrievers answered, a warning says so; two retrievers with one policy may
+be what is compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,11 +24,13 @@ from calibadv_jax.metrics.console import Console, table
 
 DEFAULT_METRICS = ("em", "f1", "cover_em")
 Questions = dict[tuple[str, str], Row]  # (data source, id) -> row
+Found = dict[str, Questions]  # by temperature
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", type=Path, metavar="A", help="evaluation of the first policy")
-    parser.add_argument("second", type=Path, metavar="B", help="evaluation of the second policy")
+    seeds = "or of its seeds: A1,A2"
+    parser.add_argument("first", metavar="A", help=f"evaluation of the first policy, {seeds}")
+    parser.add_argument("second", metavar="B", help="evaluation of the second policy, or of its seeds")
     parser.add_argument(
         "--metrics",
         nargs="+",
@@ -61,19 +66,20 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.resamples < 1 or not 0 < arguments.confidence < 1:
         raise UserError("--resamples must be at least 1, and --confidence between 0 and 1")
     console = Console()
-    first, second = (_load(path) for path in (arguments.first, arguments.second))
+    sides = [_seeds(given) for given in (arguments.first, arguments.second)]
+    first, second = (_means(side) for side in sides)
     common = [temperature for temperature in first if temperature in second]
     if not common:
         raise UserError(
             f"{arguments.first} has temperatures {', '.join(first)} and {arguments.second} has"
             f" {', '.join(second)}: evaluate both at one temperature"
         )
-    differing = _differing_service(*(_service(one) for one in (first, second)))
+    differing = _differing_services({**sides[0], **sides[1]})
     if differing:
-        console.warn(f"other retrievers searched for {arguments.first} and {arguments.second}: {differing}")
+        console.warn(f"other retrievers searched {differing}")
     found: dict[str, dict[str, dict[str, Comparison]]] = {}
     for temperature in common:
-        _check_same(arguments, temperature, first[temperature], second[temperature])
+        _check_same(arguments.first, arguments.second, temperature, first[temperature], second[temperature])
         found[temperature] = {
             metric: dict(_compare(arguments, metric, first[temperature], second[temperature]))
             for metric in arguments.metrics
@@ -87,16 +93,45 @@ def run(arguments: argparse.Namespace) -> None:
             }
             for temperature, metrics in found.items()
         }
-        names = {"first": str(arguments.first), "second": str(arguments.second)}
+        names = {"first": arguments.first, "second": arguments.second}
         about = names | {"confidence": arguments.confidence, "resamples": arguments.resamples}
         about |= {"other_retrievers": bool(differing)}
         write_json(arguments.output, about | {"differences": numbers})
 
 
-def _load(path: Path) -> dict[str, Questions]:
-    """Temperature -> its questions."""
+def _seeds(given: str) -> dict[str, Found]:
+    """The evaluations that an argument names, by their paths."""
+    paths = [given] if Path(given).exists() or "," not in given else given.split(",")
+    if len({Path(path).resolve().with_suffix("") for path in paths}) < len(paths):
+        raise UserError(f"{given}: names an evaluation twice; name each seed once")
+    return {path: _load(Path(path)) for path in paths}
+
+
+def _means(seeds: dict[str, Found]) -> Found:
+    """The evaluation whose scores are the means over the seeds; a metric that a seed lacks is left out."""
+    (path, first), *others = seeds.items()
+    for other, found in others:
+        if found.keys() != first.keys():
+            raise UserError(
+                f"{path} has temperatures {', '.join(first)} and {other} has {', '.join(found)}:"
+                " evaluate every seed at the same temperatures"
+            )
+        for temperature, rows in found.items():
+            _check_same(path, other, temperature, first[temperature], rows)
+    means: Found = {}
+    for temperature, rows in first.items():
+        means[temperature] = {}
+        for key, row in rows.items():
+            scores = [found[temperature][key]["scores"] for found in seeds.values()]
+            names = [name for name in scores[0] if all(name in one for one in scores)]
+            mean = {name: statistics.fmean(one[name] for one in scores) for name in names}
+            means[temperature][key] = row | {"scores": mean}
+    return means
+
+
+def _load(path: Path) -> Found:
     path = path.with_suffix(".jsonl") if path.suffix == ".json" else path
-    found: dict[str, Questions] = {}
+    found: Found = {}
     for row in read_scores(path):
         found.setdefault(row["temperature"], {})[row["data_source"], row["id"]] = row
     if not found:
@@ -104,22 +139,27 @@ def _load(path: Path) -> dict[str, Questions]:
     return found
 
 
-def _service(found: dict[str, Questions]) -> dict[str, Any]:
+def _service(found: Found) -> dict[str, Any]:
     """What searched for an evaluation (`evaluate.describe_retriever`); empty if it is not known."""
     row = next(iter(next(iter(found.values())).values()))
     service: dict[str, Any] = row.get("retriever") or {}
     return service
 
 
-def _differing_service(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """In words; empty if the two are the same, or one of them searched nothing."""
-    names = [name for name in first | second if first.get(name) != second.get(name)]
-    if not first or not second:
-        return ""
-    return ", ".join(f"{name} {first.get(name)!r} and {second.get(name)!r}" for name in names)
+def _differing_services(evaluations: dict[str, Found]) -> str:
+    """The first two that differ, in words; empty if there are none. Who searched nothing does not count."""
+    services = {path: _service(found) for path, found in evaluations.items()}
+    known = [(path, service) for path, service in services.items() if service]
+    path, first = known[0] if known else ("", {})
+    for other, service in known[1:]:
+        names = [name for name in first | service if first.get(name) != service.get(name)]
+        if names:
+            differing = ", ".join(f"{name} {first.get(name)!r} and {service.get(name)!r}" for name in names)
+            return f"for {path} and {other}: {differing}"
+    return ""
 
 
-def _check_same(arguments: argparse.Namespace, temperature: str, first: Questions, second: Questions) -> None:
+def _check_same(a: str, b: str, temperature: str, first: Questions, second: Questions) -> None:
     differing = [
         key
         for key in first.keys() & second.keys()
@@ -129,7 +169,7 @@ def _check_same(arguments: argparse.Namespace, temperature: str, first: Question
     if differing:
         source, name = min(differing)
         raise UserError(
-            f"{arguments.first} and {arguments.second} did not answer the same questions at temperature"
+            f"{a} and {b} did not answer the same questions at temperature"
             f" {temperature}: {len(differing)} differ, such as {name!r} of {source!r}; evaluate both to the"
             " end, with the same data.eval and data.eval_limit"
         )
@@ -139,10 +179,10 @@ def _compare(
     arguments: argparse.Namespace, metric: str, first: Questions, second: Questions
 ) -> Iterator[tuple[str, Comparison]]:
     """By data source. A question of which one policy has no score is left out."""
-    for path, rows in ((arguments.first, first), (arguments.second, second)):
+    for given, rows in ((arguments.first, first), (arguments.second, second)):
         if not any(metric in row["scores"] for row in rows.values()):
             names = ", ".join(metric_names(list(rows.values())))
-            raise UserError(f"{path}: no metric {metric!r}; it has {names or 'no scores at all'}")
+            raise UserError(f"{given}: no metric {metric!r}; it has {names or 'no scores at all'}")
     both = [key for key in first if metric in first[key]["scores"] and metric in second[key]["scores"]]
     by_source: dict[str, list[tuple[str, str]]] = {}
     for key in both:

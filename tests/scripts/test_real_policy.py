@@ -7,6 +7,7 @@ import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from shutil import copy
 
 import pytest
 from shelf_rig import row, write_corpus, write_rows
@@ -109,8 +110,9 @@ def inputs(tmp_path_factory):
 @pytest.mark.timeout(1800)
 def test_all_stages_run_and_a_second_command_finds_them_done(inputs):
     output = inputs / "work" / "real"
-    command = ["--size", "tiny", "--data", inputs / "data", "--model", inputs / "model", "--output", output]
-    command += ["--python", sys.executable, "--arms", "calibadv-2", "--seeds", "3"]
+    options = ["--size", "tiny", "--data", inputs / "data", "--model", inputs / "model", "--output", output]
+    options += ["--python", sys.executable]
+    command = [*options, "--arms", "calibadv-2", "--seeds", "3"]
     command += ["prompt.template=short", "prompt.chat=off", "retriever.topk=1", "evaluate.resamples=100"]
     first = script(*command)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -153,6 +155,24 @@ def test_all_stages_run_and_a_second_command_finds_them_done(inputs):
         names = archive.getnames()
     assert {"log.txt", "real/table.md", "real/calibadv-2/seed-3/metrics.jsonl"} <= set(names)
     assert not any("checkpoints" in name for name in names)
+    # Two arms of two seeds: as if the other three had come to the same evaluation.
+    for arm, seed in (("calibadv-2", 4), ("grpo", 3), ("grpo", 4)):
+        (output / arm / f"seed-{seed}").mkdir(parents=True)
+        (output / arm / f"seed-{seed}" / "trained-all").touch()
+        for path in [
+            *output.glob("evaluations/calibadv-2-seed-3.*"),
+            *output.glob("comparisons/calibadv-2-seed-3.*"),
+        ]:
+            copy(path, path.with_name(f"{arm}-seed-{seed}{path.suffix}"))
+    arms = ["--arms", "grpo calibadv-2", "--seeds", "3 4"]
+    compared = script(*options, *arms)
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    report = json.loads((output / "comparisons" / "calibadv-2-less-grpo.json").read_text())
+    for side, arm in (("first", "grpo"), ("second", "calibadv-2")):
+        files = [str(output / "evaluations" / f"{arm}-seed-{seed}.json") for seed in (3, 4)]
+        assert report[side] == ",".join(files)
+    last = (output / "table.md").read_text().splitlines()[-1]
+    assert last.startswith("| calibadv-2 less grpo | +0.000")
 
 
 def _config(run):

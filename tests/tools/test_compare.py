@@ -110,9 +110,47 @@ def test_a_question_without_a_score_is_left_out_for_both(pair):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0]["scores"] = {}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = argparse.Namespace(first=first, second=second, resamples=100, confidence=0.95)
+    arguments = argparse.Namespace(first=str(first), second=str(second), resamples=100, confidence=0.95)
     a, b = (compare._load(one)["0"] for one in (first, second))
     assert dict(compare._compare(arguments, "em", a, b))["a"].questions == 3
+
+
+def test_seeds_are_averaged_a_question_at_a_time(pair, capsys, tmp_path):
+    first, second, evaluate = pair
+    other = evaluate("C", lambda prompt, seed: "yes" if "Question: b" in prompt else "no")
+    for order in (f"{second},{other}", f"{other},{second}"):
+        status, *_ = call(first, order, "--output", tmp_path / "c.json", capsys=capsys)
+        assert status == 0
+        numbers = json.loads((tmp_path / "c.json").read_text())
+        found = numbers["differences"]["0"]["em"]
+        assert numbers["second"] == order
+        # Of b the seeds know 2 and 4 of 4; a question still counts once. Of a the second seed knows nothing.
+        assert found["b"]["questions"] == 4 and found["b"]["second"] == 0.75
+        assert found["b"]["difference"] == 0.75 and found["b"]["p_value"] == 0.125  # all of 4 differ: 2 of 16
+        assert found["a"]["second"] == found["a"]["first"] / 2
+
+
+def test_what_are_no_seeds_is_one_line(pair, capsys):
+    first, second, evaluate = pair
+    fewer = evaluate("C", None, questions=QUESTIONS[:-1])
+    cold = evaluate("D", None, temperatures=[0.0])
+    for seeds, words in (
+        (f"{second},{second.with_suffix('.jsonl')}", "names an evaluation twice"),
+        (f"{second},{fewer}", "did not answer the same questions at temperature 0: 1 differ"),
+        (f"{second},{cold}", "evaluate every seed at the same temperatures"),
+        (f"{second},", "give the .jsonl"),
+    ):
+        status, _, error = call(first, seeds, capsys=capsys)
+        assert status == 2 and error.count("\n") == 1 and words in error
+
+
+def test_a_path_may_hold_a_comma(pair, capsys, tmp_path):
+    first, second, _ = pair
+    folder = tmp_path / "grpo,seed-0"
+    folder.mkdir()
+    for kind in (".json", ".jsonl"):
+        (folder / f"e{kind}").write_bytes(second.with_suffix(kind).read_bytes())
+    assert call(first, folder / "e.json", capsys=capsys)[0] == 0
 
 
 def searched_by(path, **said):

@@ -1,0 +1,121 @@
+"""experiments.language: perplexity of the thoughts that a run kept, under another model."""
+
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from calibadv_jax.advantages.estimators import compute_advantages
+from calibadv_jax.config import Config
+from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
+from calibadv_jax.record.writer import RolloutWriter
+
+torch = pytest.importorskip("torch", reason="the judge runs in PyTorch")
+from experiments import language  # noqa: E402
+
+pytestmark = [pytest.mark.medium, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+THOUGHTS = ("I look it up.", "The café says œuvre 🙂", "Where is ", "")
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    """A random Llama over bytes, in a folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("judge")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({one: index for index, one in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    kept = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    kept.save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(alphabet), bos_token_id=None, eos_token_id=None, **shape)
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return folder, language.Judge(model, kept)
+
+
+def make_trajectory(tokenizer, question, thoughts):
+    """A trajectory whose turns think so; all but the last one search."""
+
+    def ids(text):
+        return np.array(tokenizer(text)["input_ids"], np.int32)
+
+    turns = []
+    for thought in thoughts:
+        last = len(turns) == len(thoughts) - 1
+        action = "<answer>Oslo</answer>" if last else "<search>Oslo</search>"
+        text = f"é<think> {thought} </think> {action}"
+        sampled = ids(text)
+        turns.append(
+            Turn(
+                "answer" if last else "search",
+                sampled,
+                np.zeros(len(sampled), np.float32),
+                text=text,
+                think=thought.strip(),
+                observation_ids=ids("" if last else "<information>Oslo</information>"),
+            )
+        )
+    asked = Question("q", question, ("Oslo",), "test")
+    return Trajectory(asked, ids(f"Question: {question}"), turns)
+
+
+def test_the_thoughts_are_found_token_by_token(judge):
+    tokenizer = judge[1].tokenizer
+    one = make_trajectory(tokenizer, "Where is Oslo?", THOUGHTS)
+    sequence = np.concatenate([one.prompt_ids, one.response_ids])
+    found = list(language.thoughts(tokenizer, one))
+    assert [tokenizer.decode(sequence[place]) for place, _ in found] == [t.strip() for t in THOUGHTS[:3]]
+    assert [text for _, text in found] == [t.strip() for t in THOUGHTS[:3]]
+
+
+def test_perplexities_are_those_of_the_judge(judge):
+    """In their place and alone, by the loss that transformers computes."""
+    _, one = judge
+    trajectory = make_trajectory(one.tokenizer, "Where is Oslo?", THOUGHTS[:2])
+    window = language.Window()
+    window.add(one, trajectory)
+    sequence = torch.from_numpy(
+        np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int64)
+    )
+    labels = torch.full_like(sequence, -100)
+    losses, counts = [], []
+    for place, text in language.thoughts(one.tokenizer, trajectory):
+        labels[place] = sequence[place]
+        ids = torch.tensor(one.tokenizer(text)["input_ids"])[None]
+        losses.append(one.model(ids, labels=ids).loss.item())
+        counts.append(ids.shape[1] - 1)
+    in_place = one.model(sequence[None], labels=labels[None]).loss.item()
+    assert language.perplexity(window.in_place) == pytest.approx(np.exp(in_place), rel=1e-4)
+    alone = np.average(losses, weights=counts)
+    assert language.perplexity(window.alone) == pytest.approx(np.exp(alone), rel=1e-4)
+
+
+def test_the_table_of_a_run(judge, tmp_path, monkeypatch, capsys):
+    folder, one = judge
+    writer = RolloutWriter(tmp_path / "run", Config(), 1)
+    for step in (1, 2, 3):
+        last = "Where is Oslo?" if step == 3 else "It says so."
+        attempts = [make_trajectory(one.tokenizer, "Where is Oslo?", ("I look it up.", last))] * 2
+        groups = [Group(attempts[0].question, attempts)]
+        writer.write(step, groups, compute_advantages(groups, Config().advantage).credits, [[None, None]], 0)
+    monkeypatch.setattr(
+        sys, "argv", ["language", str(tmp_path / "run"), "--model", str(folder), "--window", "2"]
+    )
+    language.main()
+    header, _, *lines = capsys.readouterr().out.splitlines()
+    assert "repeat the question" in header
+    assert [line.split()[1:5] for line in lines] == [["1", "to", "2", "4"], ["3", "to", "3", "2"]]
+    assert [line.split()[-1] for line in lines] == ["0.000", "1.000"]
+
+
+def test_a_run_that_kept_nothing_is_one_line(judge, tmp_path, monkeypatch):
+    folder, _ = judge
+    monkeypatch.setattr(sys, "argv", ["language", str(tmp_path), "--model", str(folder)])
+    with pytest.raises(SystemExit, match="no trajectories are kept there"):
+        language.main()
