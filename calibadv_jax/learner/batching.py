@@ -25,6 +25,13 @@ class Sample:
     old_logprobs: np.ndarray | None = None  # float32 [T], the ratio's denominator; None: the sampler's
     prompt: int | None = None  # tokens that a question's samples share; None: those before the first trained
 
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """int32 [P]: what all samples of its question begin with."""
+        if self.prompt is not None:
+            return self.tokens[: self.prompt]
+        return self.tokens[: int(np.argmax(self.mask))] if self.mask.any() else self.tokens
+
 
 @jax.tree_util.register_dataclass
 @dataclass

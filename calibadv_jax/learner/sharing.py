@@ -103,7 +103,7 @@ def trees(samples: Sequence[Sample], most: int, common: int) -> Iterator[Tree]:
         if chosen:
             last = samples[chosen[-1]]
             same = _shared(last.tokens, one.tokens)
-            is_other = same < min(_prompt(last), _prompt(one))
+            is_other = same < min(len(last.prompt_ids), len(one.prompt_ids))
             if is_other or nodes + len(one.tokens) - same > most or trained + more > most - common:
                 yield _tree(samples, chosen, begins, trained)
                 chosen, begins, nodes, trained, same = [], [], 0, 0, 0
@@ -141,13 +141,6 @@ def _trained(sample: Sample) -> np.ndarray:
     return np.flatnonzero(sample.mask[1:]) + 1
 
 
-def _prompt(sample: Sample) -> int:
-    """Tokens that all samples of the same question begin with."""
-    if sample.prompt is not None:
-        return sample.prompt
-    return int(np.argmax(sample.mask)) if sample.mask.any() else len(sample.tokens)
-
-
 def _shared(one: np.ndarray, other: np.ndarray) -> int:
     """Tokens that both begin with."""
     length = min(len(one), len(other))
@@ -161,4 +154,4 @@ def _shared_by_all(samples: Sequence[Sample]) -> int:
         return 0
     first = samples[0].tokens
     shared = min(_shared(first, sample.tokens) for sample in samples)
-    return min(shared, *(min(_prompt(sample), len(sample.tokens) - 1) for sample in samples))
+    return min(shared, *(min(len(sample.prompt_ids), len(sample.tokens) - 1) for sample in samples))

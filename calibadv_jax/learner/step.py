@@ -85,10 +85,9 @@ def learn(
         for index, values in zip(moved, found, strict=True):
             old = np.where(samples[index].mask, values, 0.0).astype(np.float32)
             samples[index] = dataclasses.replace(samples[index], old_logprobs=old)
-    trained = np.flatnonzero([sample.mask.any() for sample in samples])
     history: list[dict[str, float]] = []
     counts: Counter[str] = Counter()
-    for chosen in mini_batches(trained, config, rng):
+    for chosen in mini_batches(samples, config, rng):
         weights = token_weights([samples[index] for index in chosen], aggregation, loss.config.length_norm)
         kept = [at for at, index in enumerate(chosen) if moving[index]]
         computed = [samples[chosen[at]] for at in kept]
@@ -134,14 +133,27 @@ def packed(
 
 
 def mini_batches(
-    samples: np.ndarray, config: LearnerConfig, rng: np.random.Generator
+    samples: Sequence[Sample], config: LearnerConfig, rng: np.random.Generator
 ) -> Iterator[np.ndarray]:
-    """The samples' numbers, `config.minibatch_size` at a time, all of them once in each epoch."""
-    size = config.minibatch_size or max(1, len(samples))
+    """Numbers of the samples with a token to train, `config.minibatch_size` at a time, once in each epoch."""
+    trained = np.flatnonzero([sample.mask.any() for sample in samples])
+    if not len(trained):
+        return
+    shuffled = _by_prompt(samples, trained) if config.shuffle == "groups" else list(trained[:, None])
+    size = config.minibatch_size or len(trained)
     for _ in range(config.epochs):
-        order = rng.permutation(len(samples)) if size < len(samples) else np.arange(len(samples))
-        for start in range(0, len(samples), size):
-            yield samples[order[start : start + size]]
+        order = rng.permutation(len(shuffled)) if size < len(trained) else range(len(shuffled))
+        numbers = np.concatenate([shuffled[place] for place in order])
+        for start in range(0, len(numbers), size):
+            yield numbers[start : start + size]
+
+
+def _by_prompt(samples: Sequence[Sample], numbers: np.ndarray) -> list[np.ndarray]:
+    """The numbers of the samples of each prompt, in the order in which the prompts are first met."""
+    found: dict[bytes, list[int]] = {}
+    for number in numbers:
+        found.setdefault(samples[number].prompt_ids.tobytes(), []).append(number)
+    return [np.array(group) for group in found.values()]
 
 
 def _means(history: Sequence[Mapping[str, float]], counts: Mapping[str, int]) -> dict[str, float]:

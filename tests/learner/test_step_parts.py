@@ -11,7 +11,7 @@ from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import on_policy_only
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.packing import place
-from calibadv_jax.learner.step import learn, make_sample
+from calibadv_jax.learner.step import learn, make_sample, mini_batches
 
 QUESTION = Question("q", "?", ("x",), "test")
 ROW = 8
@@ -103,6 +103,43 @@ def samples(count=5):
             Sample(tokens, mask, np.where(mask, index + 1, 0).astype(np.float32), floats(0, 0, -9, -9))
         )
     return made
+
+
+def of_prompts(*prompts):
+    """A sample for each: its prompt is that token, and its trained one its number, from 100."""
+    mask = np.array([False, True])
+    values = mask.astype(np.float32)
+    return [
+        Sample(ints(prompt, 100 + number), mask, values, -values, prompt=1)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("prompts", [[1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4], [1, 2, 3, 4] * 3])
+def test_groups_stay_whole_in_shuffled_mini_batches(prompts):
+    """Wherever their trajectories stand; every one is trained once in each epoch, in another order."""
+    made = of_prompts(*prompts)
+    config = LearnerConfig(minibatch_size=3, epochs=3, row_length=ROW, row_widths=1, shuffle="groups")
+    notebook = Notebook()
+    learned(notebook, made, config, LossConfig())
+    taught = [(batch.targets[batch.weights > 0] - 100).tolist() for batch, *_ in notebook.updates]
+    assert len(taught) == 4 * 3
+    assert all(len({prompts[number] for number in numbers}) == 1 for numbers in taught)
+    orders = [tuple(prompts[numbers[0]] for numbers in taught[epoch : epoch + 4]) for epoch in (0, 4, 8)]
+    assert len(set(orders)) > 1
+    for epoch in (0, 4, 8):
+        assert sorted(sum(taught[epoch : epoch + 4], [])) == list(range(12))
+
+
+def test_a_group_is_cut_only_where_a_mini_batch_is_full():
+    made = of_prompts(*[1] * 4, *[2] * 4, *[3] * 4)
+    config = LearnerConfig(minibatch_size=5, row_length=ROW, row_widths=1, shuffle="groups")
+    chosen = list(mini_batches(made, config, np.random.default_rng(0)))
+    order = np.concatenate(chosen)
+    assert [len(one) for one in chosen] == [5, 5, 2]
+    assert [made[number].tokens[0] for number in order[::4]] != [1, 2, 3]
+    for start in range(0, 12, 4):
+        assert sorted(order[start : start + 4]) == list(range(order[start], order[start] + 4))
 
 
 def learned(learner, samples, config, loss, seed=0, reference=None):

@@ -254,6 +254,9 @@ class LearnerConfig:
     """Number of training steps; one step is one batch of rollouts."""
     minibatch_size: NonNegativeInt = 0
     """Trajectories per optimizer update; 0: all trajectories of the step in one update."""
+    shuffle: Literal["trajectories", "groups"] = "trajectories"
+    """What is shuffled before mini-batches are cut. groups: those of a question stay next to each other, so
+    that an update has few questions, most of them whole; with share_prefixes it computes far less."""
     epochs: PositiveInt = 1
     """Number of passes over the step's trajectories."""
     row_length: Annotated[PositiveInt, Mark.UNLEARNED] = 16384
