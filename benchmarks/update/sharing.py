@@ -1,13 +1,14 @@
 """What `learner.share_prefixes` saves, on the trajectories that a run kept.
 
-    python -m benchmarks.update.sharing RUN [--steps 1 2 3]
+    python -m benchmarks.update.sharing RUN [--steps 1 2 3] [learner.minibatch_size=8 …]
     python -m benchmarks.update.sharing RUN --steps 3 --model FOLDER [--rounds 3]
 
 Of each step: tokens of the trajectories that are computed (those with an advantage), columns that hold them
 when their prompts stand once, and when all that they begin with does; positions that the rows of the run's
-config take for each token, plain and shared. With `--model`, a HuggingFace folder of the run's architecture,
-the updates of these steps are timed too: plain and shared in turns in one process; the first of each, which
-compiles, is left out. They must agree in the norm of the gradient; the status is 1 where they do not.
+config, or of the given keys, take for each token, plain and shared. With `--model`, a HuggingFace folder of
+the run's architecture, the updates of these steps are timed too: plain and shared in turns in one process;
+the first of each, which compiles, is left out. They must agree in the norm of the gradient; the status is 1
+where they do not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner, on_policy_only
 from calibadv_jax.learner.losses import PolicyLoss, policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
-from calibadv_jax.learner.step import learn, packed
+from calibadv_jax.learner.step import learn, mini_batches, packed
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run.model import build_model
@@ -45,19 +47,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", help="default: all that are kept")
     parser.add_argument("--model", type=Path, help="HuggingFace folder: time the updates")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="of learner")
     given = parser.parse_args()
     steps = given.steps or sorted(kept_steps(given.run))
     names = ("step", "tokens", "prompts", "all", "ratio", "plain", "shared")
     sys.stdout.write("".join(f"{name:>9}" for name in names) + "\n")
     totals = np.zeros(5)
-    found = {step: moved(given.run, step) for step in steps}
+    found = {step: read(given.run, step, given.keys) for step in steps}
     for step, (config, samples) in found.items():
-        of_arms = [
-            packed(KeptPolicy(), samples, replace(config.learner, share_prefixes=shares))
-            for shares in ARMS.values()
-        ]
-        tokens, columns = of_arms[0].tokens, of_arms[1].computed
-        counts = np.array([tokens, prompts_once(samples), columns, *(rows.positions for rows in of_arms)])
+        counts = np.zeros(5)
+        for computed in updates(config, samples):
+            of_arms = [
+                packed(KeptPolicy(), computed, replace(config.learner, share_prefixes=shares))
+                for shares in ARMS.values()
+            ]
+            tokens, columns = of_arms[0].tokens, of_arms[1].computed
+            counts += [tokens, prompts_once(computed), columns, *(rows.positions for rows in of_arms)]
         totals += counts
         report(str(step), counts)
     report("all", totals)
@@ -78,16 +83,24 @@ def report(name: str, counts: np.ndarray) -> None:
     sys.stdout.write(f"{name:>9}{held}" + "".join(f"{value:9.3f}" for value in of_tokens) + "\n")
 
 
-def moved(run: Path, step: int) -> tuple[Config, list[Sample]]:
-    """The run's config, and the step's samples that its update computes."""
+def read(run: Path, step: int, keys: list[str]) -> tuple[Config, list[Sample]]:
+    """The run's config with some keys changed, and the step's samples."""
     path = find_step(run, step)
     kept = read_step(path)
-    config = kept_config(kept, path)
+    config = kept_config(kept, path, keys)
     groups, advantages = score_again(
         kept, config, random_state(int(kept.metadata["seed"]), step - 1, "reward")
     )
+    return config, kept_samples(groups, advantages, kept)
+
+
+def updates(config: Config, samples: list[Sample]) -> Iterator[list[Sample]]:
+    """The samples that each update of a step computes: those that move its loss."""
     loss = loss_of(config)
-    return config, [one for one in kept_samples(groups, advantages, kept) if loss.is_moved_by(one)]
+    for chosen in mini_batches(samples, config.learner, np.random.default_rng(0)):
+        computed = [samples[index] for index in chosen if loss.is_moved_by(samples[index])]
+        if computed:
+            yield computed
 
 
 def loss_of(config: Config) -> PolicyLoss:
@@ -123,7 +136,7 @@ def timed(given: argparse.Namespace, found: dict[int, tuple[Config, list[Sample]
                 seconds[name].append(time.perf_counter() - begun)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, value in medians.items():
-        sys.stdout.write(f"{name}: {value:.1f} s for {len(found)} updates\n")
+        sys.stdout.write(f"{name}: {value:.1f} s for {len(found)} steps\n")
     sys.stdout.write(f"ratio {medians['plain'] / medians['shared']:.2f}\n")
     if not np.allclose(norms["plain"], norms["shared"], rtol=1e-3):
         sys.exit(f"norms of the gradient differ: {norms}")
