@@ -26,9 +26,8 @@ import numpy as np
 from calibadv_jax.config import Config
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.learner.batching import Sample
-from calibadv_jax.learner.learner import Learner, on_policy_only
-from calibadv_jax.learner.losses import PolicyLoss, policy_gradient
-from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.learner.configured import policy_learner, policy_loss
+from calibadv_jax.learner.optimizer import make_schedule
 from calibadv_jax.learner.step import learn, mini_batches, packed
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.schema import kept_steps
@@ -96,32 +95,20 @@ def read(run: Path, step: int, keys: list[str]) -> tuple[Config, list[Sample]]:
 
 def updates(config: Config, samples: list[Sample]) -> Iterator[list[Sample]]:
     """The samples that each update of a step computes: those that move its loss."""
-    loss = loss_of(config)
+    loss = policy_loss(config)
     for chosen in mini_batches(samples, config.learner, np.random.default_rng(0)):
         computed = [samples[index] for index in chosen if loss.is_moved_by(samples[index])]
         if computed:
             yield computed
 
 
-def loss_of(config: Config) -> PolicyLoss:
-    settings = config.learner
-    return policy_gradient(config.loss, on_policy_only(config.loss, settings.minibatch_size, settings.epochs))
-
-
 def timed(given: argparse.Namespace, found: dict[int, tuple[Config, list[Sample]]]) -> None:
     config = next(iter(found.values()))[0]
-    model, rule = build_model(config, str(given.model)), replace(config.learner.optimizer, lr=1e-12)
-    learner = Learner(
-        model.policy,
-        make_optimizer(rule, make_schedule(rule, 1000)),
-        model.mesh,
-        config.learner.microbatch_rows,
-        config.rollout.temperature or 1.0,
-        config.policy.logprob_chunk,
-        entropy_gradient=config.loss.entropy_coef != 0,
-        row_length=config.learner.row_length,
-    )
-    state, loss = learner.init(load_params(given.model, model.policy, model.mesh)), loss_of(config)
+    rule = replace(config.learner.optimizer, lr=1e-12)
+    config = replace(config, learner=replace(config.learner, optimizer=rule))
+    model = build_model(config, str(given.model))
+    learner = policy_learner(config, model.policy, model.mesh, make_schedule(rule, 1000))
+    state, loss = learner.init(load_params(given.model, model.policy, model.mesh)), policy_loss(config)
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     norms: dict[str, list[float]] = {name: [] for name in ARMS}
     for round_ in range(given.rounds + 1):

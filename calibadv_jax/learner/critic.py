@@ -108,9 +108,8 @@ def learn_values(
     Returns:
         The new state, and means over the updates; no metrics where no sample has a sampled token.
     """
-    trained = np.flatnonzero([sample.mask.any() for sample in samples])
     history: list[dict[str, float]] = []
-    for chosen in mini_batches(trained, config, rng):
+    for chosen in mini_batches(samples, config, rng):
         members = [samples[index] for index in chosen]
         rows = packed(learner, members, config, token_weights(members, "token_mean"))
         state, metrics = learner.update(state, rows.batches(), loss)

@@ -18,10 +18,9 @@ from jax.sharding import Mesh
 
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of
-from calibadv_jax.learner.learner import Learner, on_policy_only
-from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.learner.configured import critic_learner, policy_learner, policy_loss
+from calibadv_jax.learner.critic import ValueLoss
+from calibadv_jax.learner.optimizer import make_schedule
 from calibadv_jax.planning.gpu_targets import target_config
 from calibadv_jax.planning.hardware import Target
 from calibadv_jax.policy.adapters import Adapters
@@ -31,6 +30,7 @@ from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.run.memory import GIB
 from calibadv_jax.sampler.engine import CacheEngine
 
+UPDATES = 100  # of the schedule, whose length changes nothing in the programs
 TRAINED = ("update", "apply", "log-probabilities")
 OF_CRITIC = ("critic's update", "critic's apply")
 SAMPLED = ("prefill", "copy", "decode")
@@ -108,9 +108,9 @@ def lowered_programs(
     )
     lowered: dict[str, jax.stages.Lowered] = {}
     if set(names) & set(TRAINED):
-        learner, asked = _learner(config, policy, mesh), config.learner
-        loss = policy_gradient(config.loss, on_policy_only(config.loss, asked.minibatch_size, asked.epochs))
-        length = asked.row_length
+        schedule = make_schedule(config.learner.optimizer, UPDATES)
+        learner, loss = policy_learner(config, policy, mesh, schedule), policy_loss(config)
+        length = config.learner.row_length
         makers = {
             "update": lambda: learner.lower_update(length, loss),
             "apply": learner.lower_apply,
@@ -118,7 +118,7 @@ def lowered_programs(
         }
         lowered |= {name: make() for name, make in makers.items() if name in names}
     if set(names) & set(OF_CRITIC):
-        critic = _critic(config, policy, mesh)
+        critic = critic_learner(config, policy, mesh, make_schedule(config.critic.optimizer, UPDATES))
         lowered["critic's update"] = critic.lower_update(
             config.learner.row_length, ValueLoss(config.critic.clip)
         )
@@ -135,37 +135,6 @@ def lowered_programs(
         )
         lowered |= {name: program for name, program in engine.lower().items() if name in names}
     return lowered
-
-
-def _learner(config: Config, policy: Policy, mesh: Mesh) -> Learner:
-    """As a run's trainer makes it."""
-    rule = config.learner.optimizer
-    return Learner(
-        policy,
-        make_optimizer(rule, make_schedule(rule, 100)),
-        mesh,
-        config.learner.microbatch_rows,
-        config.rollout.temperature or 1.0,
-        config.policy.logprob_chunk,
-        entropy_gradient=config.loss.entropy_coef != 0,
-        row_length=config.learner.row_length,
-        offload=rule.offload == "host",
-        shares_prefixes=config.learner.share_prefixes,
-    )
-
-
-def _critic(config: Config, policy: Policy, mesh: Mesh) -> CriticLearner:
-    """As a run of PPO makes it."""
-    rule = config.critic.optimizer
-    return CriticLearner(
-        critic_of(policy),
-        make_optimizer(rule, make_schedule(rule, 100)),
-        mesh,
-        config.learner.microbatch_rows,
-        row_length=config.learner.row_length,
-        offload=rule.offload == "host",
-        shares_prefixes=config.learner.share_prefixes,
-    )
 
 
 def compiled_figures(program: jax.stages.Lowered, beside: float = 0.0) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner.learner import on_policy_only
+from calibadv_jax.learner.configured import policy_loss
 from calibadv_jax.learner.packing import plan, row_shapes
 from calibadv_jax.planning.hardware import Target, sampler_of
 from calibadv_jax.policy.adapters import Adapters, count
@@ -174,11 +174,7 @@ class Costs:
 
     def passes_before(self) -> int:
         """Forward passes over a step before its first update: old log-probabilities, and a reference's."""
-        loss, learner = self.config.loss, self.config.learner
-        recomputes = loss.old_logprobs == "recompute" and not on_policy_only(
-            loss, learner.minibatch_size, learner.epochs
-        )
-        return recomputes + (loss.kl_coef > 0)
+        return policy_loss(self.config).recomputes + (self.config.loss.kl_coef > 0)
 
     def forward(self, name: str, positions: float) -> Part:
         width = self.config.learner.row_length

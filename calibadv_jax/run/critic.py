@@ -10,16 +10,10 @@ import numpy as np
 from calibadv_jax.advantages.gae import estimate, values_of
 from calibadv_jax.config import Config
 from calibadv_jax.core.trajectory import Group, Trajectory
-from calibadv_jax.learner.critic import (
-    CriticLearner,
-    ValueLoss,
-    critic_of,
-    critic_params,
-    learn_values,
-    value_sample,
-)
+from calibadv_jax.learner.configured import critic_learner
+from calibadv_jax.learner.critic import ValueLoss, critic_params, learn_values, value_sample
 from calibadv_jax.learner.learner import State
-from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
+from calibadv_jax.learner.optimizer import make_schedule, total_updates
 from calibadv_jax.learner.step import make_sample, sample_logprobs
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.run.model import Model
@@ -35,23 +29,13 @@ class RunCritic:
 
     def __init__(self, config: Config, model: Model, params: Params | None):
         self.config = config
-        learner, optimizer = config.learner, config.critic.optimizer
         trajectories = config.rollout.questions_per_step * config.rollout.group_size
-        self.schedule = make_schedule(optimizer, total_updates(learner, trajectories))
-        critic = critic_of(model.policy)
-        self.learner = CriticLearner(
-            critic,
-            make_optimizer(optimizer, self.schedule),
-            model.mesh,
-            learner.microbatch_rows,
-            row_length=learner.row_length,
-            offload=optimizer.offload == "host",
-            shares_prefixes=learner.share_prefixes,
-        )
+        self.schedule = make_schedule(config.critic.optimizer, total_updates(config.learner, trajectories))
+        self.learner = critic_learner(config, model.policy, model.mesh, self.schedule)
         self.loss = ValueLoss(config.critic.clip)
         self.state: State = {}
         if params is not None:
-            self.state = self.learner.init(critic_params(critic, params, model.mesh))
+            self.state = self.learner.init(critic_params(self.learner.policy, params, model.mesh))
 
     def valued(self, groups: Sequence[Group]) -> list[Group]:
         """Copies of the groups whose turns have `values`."""

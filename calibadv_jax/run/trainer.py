@@ -20,9 +20,9 @@ from calibadv_jax.hosts.exchange import ALONE, Hosts
 from calibadv_jax.hosts.groups import SharedGroups
 from calibadv_jax.learner.agreement import agreement, fixed_text
 from calibadv_jax.learner.batching import content_of
-from calibadv_jax.learner.learner import Learner, State, on_policy_only
-from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
+from calibadv_jax.learner.configured import policy_learner, policy_loss
+from calibadv_jax.learner.learner import State
+from calibadv_jax.learner.optimizer import make_schedule, total_updates
 from calibadv_jax.learner.probe import with_golden_logprobs
 from calibadv_jax.learner.step import Learned, learn, make_sample
 from calibadv_jax.metrics.console import Console
@@ -91,20 +91,8 @@ class Trainer:
         self.guards = Guards(config.guards)
         trajectories = config.rollout.questions_per_step * config.rollout.group_size
         self.schedule = make_schedule(learner.optimizer, total_updates(learner, trajectories))
-        self.learner = Learner(
-            model.policy,
-            make_optimizer(learner.optimizer, self.schedule),
-            model.mesh,
-            learner.microbatch_rows,
-            config.rollout.temperature or 1.0,
-            config.policy.logprob_chunk,
-            entropy_gradient=config.loss.entropy_coef != 0,
-            row_length=learner.row_length,
-            offload=learner.optimizer.offload == "host",
-            shares_prefixes=learner.share_prefixes,
-        )
-        on_policy = on_policy_only(config.loss, learner.minibatch_size, learner.epochs)
-        self.loss = policy_gradient(config.loss, on_policy)
+        self.learner = policy_learner(config, model.policy, model.mesh, self.schedule)
+        self.loss = policy_loss(config)
         self.base = base_of(config, model, config.policy.path)
         self.checkpoints = CheckpointStore(
             folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous

@@ -25,8 +25,9 @@ from calibadv_jax.config import Config, parse_config
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group
 from calibadv_jax.learner.batching import Batch, Sample
-from calibadv_jax.learner.learner import State, on_policy_only
-from calibadv_jax.learner.losses import LossFunction, policy_gradient
+from calibadv_jax.learner.configured import policy_loss
+from calibadv_jax.learner.learner import State
+from calibadv_jax.learner.losses import LossFunction
 from calibadv_jax.learner.step import learn, make_sample
 from calibadv_jax.metrics.console import Console, number, table
 from calibadv_jax.metrics.summary import trajectory_metrics
@@ -110,8 +111,7 @@ def replay(kept: KeptStep, config: Config) -> Replay:
     groups, advantages = score_again(kept, config, random_state(seed, begun, "reward"))
     metrics = trajectory_metrics(groups, begun) | advantages.metrics
     samples = kept_samples(groups, advantages, kept)
-    on_policy = on_policy_only(config.loss, config.learner.minibatch_size, config.learner.epochs)
-    loss, rng = policy_gradient(config.loss, on_policy), random_state(seed, begun, "minibatches")
+    loss, rng = policy_loss(config), random_state(seed, begun, "minibatches")
     learned = learn(KeptPolicy(), {"params": {}}, samples, config.learner, loss, rng)
     return Replay(groups, advantages, metrics | learned.metrics)
 

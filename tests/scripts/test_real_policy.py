@@ -155,7 +155,11 @@ def test_all_stages_run_and_a_second_command_finds_them_done(inputs):
         names = archive.getnames()
     assert {"log.txt", "real/table.md", "real/calibadv-2/seed-3/metrics.jsonl"} <= set(names)
     assert not any("checkpoints" in name for name in names)
-    # Two arms of two seeds: as if the other three had come to the same evaluation.
+    _two_arms_of_two_seeds_are_compared(options, output)
+
+
+def _two_arms_of_two_seeds_are_compared(options, output):
+    """As if the other three trained policies had come to the same evaluation."""
     for arm, seed in (("calibadv-2", 4), ("grpo", 3), ("grpo", 4)):
         (output / arm / f"seed-{seed}").mkdir(parents=True)
         (output / arm / f"seed-{seed}" / "trained-all").touch()
