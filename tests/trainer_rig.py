@@ -18,6 +18,7 @@ from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.data.questions import write_questions
+from calibadv_jax.learner import configured
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
@@ -56,7 +57,7 @@ def shared_programs():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "make_schedule", schedule_of)
         for name in ("make_optimizer", "policy_gradient", "Learner"):
-            patch.setattr(trainer, name, functools.cache(getattr(trainer, name)))
+            patch.setattr(configured, name, functools.cache(getattr(configured, name)))
         yield
 
 

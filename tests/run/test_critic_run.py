@@ -22,6 +22,7 @@ from trainer_rig import (
 from calibadv_jax.advantages.gae import estimate, values_of
 from calibadv_jax.config import OptimizerConfig
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.learner import configured
 from calibadv_jax.metrics.catalogue import find
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.run import critic
@@ -36,8 +37,12 @@ RATE = OptimizerConfig(lr=0.05, schedule="constant")
 def shared_critics():
     """Critics of equal settings have one learner, whose programs are compiled once."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("make_schedule", "make_optimizer", "critic_of", "CriticLearner", "ValueLoss"):
-            patch.setattr(critic, name, functools.cache(getattr(critic, name)))
+        for module, names in (
+            (critic, ("make_schedule", "ValueLoss")),
+            (configured, ("make_optimizer", "critic_of", "CriticLearner")),
+        ):
+            for name in names:
+                patch.setattr(module, name, functools.cache(getattr(module, name)))
         yield
 
 
