@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.trajectory import Trajectory, Turn
@@ -36,8 +34,19 @@ class Judge:
     model: Any
     tokenizer: Any
 
+    @staticmethod
+    def load(folder: Path) -> Judge:
+        """That of a HuggingFace folder, in float32."""
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return Judge(model, AutoTokenizer.from_pretrained(folder))
+
     def logprobs(self, token_ids: np.ndarray, start: int) -> np.ndarray:
         """float32 [T - start]: log-probabilities of the tokens from `start`, at least 1, in nats."""
+        import torch
+
         ids = torch.from_numpy(token_ids.astype(np.int64))
         with torch.inference_mode():
             predicts = torch.arange(start - 1, len(ids) - 1)
@@ -114,8 +123,7 @@ def main() -> None:
         help="trajectories of each group that are read (default: %(default)s)",
     )
     given = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
-    judge = Judge(model, AutoTokenizer.from_pretrained(given.model))
+    judge = Judge.load(given.model)
     rows = [
         [run.as_posix(), steps, *window.row()]
         for run in given.runs

@@ -10,9 +10,7 @@ from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.record.writer import RolloutWriter
-
-torch = pytest.importorskip("torch", reason="the judge runs in PyTorch")
-from experiments import language  # noqa: E402
+from experiments import language
 
 pytestmark = [pytest.mark.medium, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -22,6 +20,7 @@ THOUGHTS = ("I look it up.", "The café says œuvre 🙂", "Where is ", "")
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
     """A random Llama over bytes, in a folder."""
+    torch = pytest.importorskip("torch", reason="the judge runs in PyTorch")
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("judge")
@@ -76,6 +75,8 @@ def test_the_thoughts_are_found_token_by_token(judge):
 
 def test_perplexities_are_those_of_the_judge(judge):
     """In their place and alone, by the loss that transformers computes."""
+    import torch
+
     _, one = judge
     trajectory = make_trajectory(one.tokenizer, "Where is Oslo?", THOUGHTS[:2])
     window = language.Window()
