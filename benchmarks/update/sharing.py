@@ -1,6 +1,6 @@
 """What `learner.share_prefixes` saves, on the trajectories that a run kept.
 
-    python -m benchmarks.update.sharing RUN [--steps 1 2 3] [learner.minibatch_size=8 …]
+    python -m benchmarks.update.sharing RUN [learner.minibatch_size=8 …] [--steps 1 2 3]
     python -m benchmarks.update.sharing RUN --steps 3 --model FOLDER [--rounds 3]
 
 Of each step: tokens of the trajectories that are computed (those with an advantage), columns that hold them
