@@ -6,6 +6,8 @@ A judge, the HuggingFace folder FOLDER (the model before any training), reads th
 (rollouts/). Of each window of steps: perplexity of the thoughts alone, without what stands before them;
 perplexity in their place, after prompt, searches and passages, where a quote is nearly free; tokens of a
 thought; share of last thoughts that say the question again. The judge runs in PyTorch.
+
+A thought that is never closed counts nowhere here; the run's format validity shows it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.core.answers import normalise_answer
+from calibadv_jax.core.tags import OPEN_THINK
 from calibadv_jax.core.trajectory import Trajectory, Turn
 from calibadv_jax.metrics.console import table
 from calibadv_jax.record.reader import read_step
@@ -93,16 +96,16 @@ def thoughts(tokenizer: Any, one: Trajectory) -> Iterator[tuple[slice, str]]:
     begin = len(one.prompt_ids)
     for turn in one.turns:
         if turn.think:
-            place = within(tokenizer, turn)
+            place = within(tokenizer, turn, "" if one.opening else OPEN_THINK)
             yield slice(begin + place.start, begin + place.stop), turn.think
         begin += len(turn.token_ids) + len(turn.observation_ids)
 
 
-def within(tokenizer: Any, turn: Turn) -> slice:
-    """The tokens of a turn that hold a character of its thought."""
+def within(tokenizer: Any, turn: Turn, tag: str) -> slice:
+    """The tokens of a turn that hold a character of its thought, which follows `tag`."""
     ends = [len(tokenizer.decode(turn.token_ids[: end + 1])) for end in range(len(turn.token_ids))]
     text = tokenizer.decode(turn.token_ids)
-    begin = text.index(turn.think)
+    begin = text.index(turn.think, text.index(tag) + len(tag))
     first, last = np.searchsorted(ends, [begin + 1, begin + len(turn.think)])
     # Of a character that is cut over tokens, each prefix decodes to as many characters as the whole.
     last = max(last, np.searchsorted(ends, begin + len(turn.think), side="right") - 1)
@@ -134,7 +137,7 @@ def main() -> None:
 
 
 def windows(judge: Judge, run: Path, width: int, of_group: int) -> Iterator[tuple[str, Window]]:
-    kept = sorted(kept_steps(run).items())
+    kept = list(kept_steps(run).items())
     if not kept:
         sys.exit(f"{run}: no trajectories are kept there")
     for begin in range(0, len(kept), width):

@@ -9,6 +9,7 @@ be what is compared.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from calibadv_jax.metrics.console import Console, table
 DEFAULT_METRICS = ("em", "f1", "cover_em")
 Questions = dict[tuple[str, str], Row]  # (data source, id) -> row
 Found = dict[str, Questions]  # by temperature
+BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")  # no other comma: a folder may have one in its name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +103,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _seeds(given: str) -> dict[str, Found]:
     """The evaluations that an argument names, by their paths."""
-    paths = [given] if Path(given).exists() or "," not in given else given.split(",")
+    paths = BETWEEN_FILES.split(given)
     if len({Path(path).resolve().with_suffix("") for path in paths}) < len(paths):
         raise UserError(f"{given}: names an evaluation twice; name each seed once")
     return {path: _load(Path(path)) for path in paths}
@@ -110,6 +112,8 @@ def _seeds(given: str) -> dict[str, Found]:
 def _means(seeds: dict[str, Found]) -> Found:
     """The evaluation whose scores are the means over the seeds; a metric that a seed lacks is left out."""
     (path, first), *others = seeds.items()
+    if not others:
+        return first
     for other, found in others:
         if found.keys() != first.keys():
             raise UserError(

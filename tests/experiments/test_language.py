@@ -38,7 +38,7 @@ def judge(tmp_path_factory):
     return folder, language.Judge(model, kept)
 
 
-def make_trajectory(tokenizer, question, thoughts):
+def make_trajectory(tokenizer, question, thoughts, opening=""):
     """A trajectory whose turns think so; all but the last one search."""
 
     def ids(text):
@@ -48,7 +48,7 @@ def make_trajectory(tokenizer, question, thoughts):
     for thought in thoughts:
         last = len(turns) == len(thoughts) - 1
         action = "<answer>Oslo</answer>" if last else "<search>Oslo</search>"
-        text = f"é<think> {thought} </think> {action}"
+        text = f"{'' if opening else 'é<think>'} {thought} </think> {action}"
         sampled = ids(text)
         turns.append(
             Turn(
@@ -61,7 +61,7 @@ def make_trajectory(tokenizer, question, thoughts):
             )
         )
     asked = Question("q", question, ("Oslo",), "test")
-    return Trajectory(asked, ids(f"Question: {question}"), turns)
+    return Trajectory(asked, ids(f"Question: {question}"), turns, opening=opening)
 
 
 def test_the_thoughts_are_found_token_by_token(judge):
@@ -71,6 +71,17 @@ def test_the_thoughts_are_found_token_by_token(judge):
     found = list(language.thoughts(tokenizer, one))
     assert [tokenizer.decode(sequence[place]) for place, _ in found] == [t.strip() for t in THOUGHTS[:3]]
     assert [text for _, text in found] == [t.strip() for t in THOUGHTS[:3]]
+
+
+@pytest.mark.parametrize("opening", ["", "<think>"])
+def test_a_thought_that_is_a_part_of_its_tag_is_found_behind_it(judge, opening):
+    tokenizer = judge[1].tokenizer
+    one = make_trajectory(tokenizer, "Where is Oslo?", ("in", "think"), opening)
+    sequence = np.concatenate([one.prompt_ids, one.response_ids])
+    for place, text in language.thoughts(tokenizer, one):
+        assert tokenizer.decode(sequence[place]) == text
+        behind = tokenizer.decode(sequence[place.stop :])
+        assert behind.startswith(" </think>")
 
 
 def test_perplexities_are_those_of_the_judge(judge):

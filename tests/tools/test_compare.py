@@ -151,6 +151,9 @@ def test_a_path_may_hold_a_comma(pair, capsys, tmp_path):
     for kind in (".json", ".jsonl"):
         (folder / f"e{kind}").write_bytes(second.with_suffix(kind).read_bytes())
     assert call(first, folder / "e.json", capsys=capsys)[0] == 0
+    assert call(first, f"{folder / 'e.jsonl'},{first}", capsys=capsys)[0] == 0
+    (folder / "e.json").unlink()  # the rows are what is read
+    assert call(first, folder / "e.json", capsys=capsys)[0] == 0
 
 
 def searched_by(path, **said):
