@@ -21,6 +21,7 @@ from calibadv_jax.data.annotated import (
     Search,
     demonstrate,
     find_support,
+    find_varied_support,
     is_complete,
     read_passages,
 )
@@ -60,10 +61,11 @@ def run(config: Config) -> None:
     tokenizer = build_model(config, config.sft.init_from or config.policy.path).tokenizer
     questions = load_questions(config.data.train)
     passages = read_passages(corpus, {name for one in questions for name in one.supporting_ids})
+    searches = find_varied_support if config.sft.first_query == "varied" else find_support
     named = [one for one in questions if any(name in passages for name in one.supporting_ids)]
 
     async def find(question: Question, search: Search) -> list[Lookup]:
-        return await find_support(question, passages, search, config.rollout.max_searches)
+        return await searches(question, passages, search, config.rollout.max_searches)
 
     with (
         open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,

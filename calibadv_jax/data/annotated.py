@@ -2,7 +2,7 @@
 
 A query is chosen by trying: the question, the title of a passage that is still missing, both together. A
 title counts only where the question or a passage shown before mentions it, so that no demonstration knows
-what it could not know.
+what it could not know. Or the first query is drawn among those that lead to all of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from zlib import crc32
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, neutralise
@@ -69,31 +70,43 @@ def answer_in(text: str, question: Question) -> str | None:
     return next((one for one in said if holds(text, one)), None)
 
 
-def queries_for(question: Question, titles: Sequence[str]) -> list[str]:
-    """What is tried, each once: the question, the titles, both together."""
-    plain = [_BRACKETS.sub("", title) or title for title in titles]
-    return list(dict.fromkeys([question.text, *plain, *(f"{question.text} {title}" for title in plain)]))
+def queries_for(question: Question, titles: Sequence[str], titles_first: bool = False) -> list[str]:
+    """What is tried, each once: the question, the titles (or these before it), both together."""
+    plain = [_plain(title) for title in titles]
+    alone = [*plain, question.text] if titles_first else [question.text, *plain]
+    return list(dict.fromkeys([*alone, *(f"{question.text} {title}" for title in plain)]))
+
+
+def _plain(title: str) -> str:
+    return _BRACKETS.sub("", title) or title
 
 
 async def find_support(
-    question: Question, passages: Mapping[str, Document], search: Search, max_searches: int
+    question: Question,
+    passages: Mapping[str, Document],
+    search: Search,
+    max_searches: int,
+    first_query: str | None = None,
 ) -> list[Lookup]:
     """Searches that find the supporting passages of a question; fewer where not all can be found.
 
-    Each is the query that finds most of those that are missing, the one that ranks them best if several do.
+    Each is the query that finds most of those that are missing, the one that ranks them best if several do. Of
+    equal ones the first search is the question, and a later one a title.
     Where each of several supporting passages holds an answer one of them is enough.
 
     Args:
         passages: the supporting ones of the corpus, by id.
+        first_query: the only one that is tried first; None: all are.
     """
     missing = list(question.supporting_ids)
     read = question.text
     lookups: list[Lookup] = []
     while missing and len(lookups) < max_searches:
-        titles = [passages[name].title for name in missing if name in passages]
-        known = [title for title in titles if holds(read, _BRACKETS.sub("", title) or title)]
+        known = _mentioned(passages, missing, read)
         used = {one.query for one in lookups}
-        tried = [query for query in queries_for(question, known) if query not in used]
+        tried = [query for query in queries_for(question, known, bool(lookups)) if query not in used]
+        if first_query is not None and not lookups:
+            tried = [first_query]
         results = [await search(query) for query in tried]
         best = max(range(len(tried)), key=lambda index: _worth(results[index], missing), default=None)
         found = [] if best is None else [one.id for one in results[best] if one.id in missing]
@@ -105,6 +118,31 @@ async def find_support(
         if _are_alternatives(question, passages):
             break
     return lookups
+
+
+async def find_varied_support(
+    question: Question, passages: Mapping[str, Document], search: Search, max_searches: int
+) -> list[Lookup]:
+    """As `find_support`, with a first query drawn among those that lead to all that the question needs.
+
+    These are the question and each title that it mentions. The draw depends on the question's id alone. If none
+    of them leads to all, the searches are those of `find_support`.
+    """
+    titles = _mentioned(passages, question.supporting_ids, question.text)
+    ways = []
+    for query in dict.fromkeys([question.text, *map(_plain, titles)]):
+        way = await find_support(question, passages, search, max_searches, query)
+        if is_complete(question, passages, way):
+            ways.append(way)
+    if not ways:
+        return await find_support(question, passages, search, max_searches)
+    return ways[crc32(question.id.encode()) % len(ways)]
+
+
+def _mentioned(passages: Mapping[str, Document], names: Collection[str], read: str) -> list[str]:
+    """Titles of these passages that the text read so far mentions."""
+    titles = [passages[name].title for name in names if name in passages]
+    return [title for title in titles if holds(read, _plain(title))]
 
 
 def _worth(documents: Sequence[Document], missing: Collection[str]) -> tuple[int, int]:
@@ -140,7 +178,8 @@ def demonstrate(
     """
     clean = partial(neutralise, grammar=grammar)
     turns = []
-    thought = FIRST_THOUGHT
+    first = lookups[0].query if lookups else question.text
+    thought = FIRST_THOUGHT if question.text in first else f"I have to look up {clean(first)}."
     quotes: list[str] = []
     for number, lookup in enumerate(lookups, 1):
         text = f"<think> {thought} </think>\n<search> {clean(lookup.query)} </search>"

@@ -1,6 +1,7 @@
 """Demonstrations from a question file and a retrieval service, and that the cold start takes them."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from shelf_rig import row, shelf_service, write_corpus, write_rows
@@ -67,6 +68,22 @@ def test_what_is_written_is_what_the_cold_start_reads(config, capsys):
         ["two", "0", "1", "0", "1"],
         ["all", "1", "1", "2", "1"],
     ]
+
+
+def test_first_queries_are_varied_if_that_is_asked_for(config):
+    write_rows(
+        Path(config.data.train),
+        [row(str(number), "In which city was Bo Dorn born?", ["Lima"], ["p3"]) for number in range(12)],
+    )
+    queries = {}
+    for kind in ("best", "varied"):
+        run(replace(config, sft=replace(config.sft, first_query=kind)))
+        made = load_demonstrations(config.sft.demonstrations)
+        turns = [parse_turn(one.turns[0].text, stop_reason="stop") for one in made]
+        queries[kind] = {turn.query for turn in turns}
+        assert len(made) == 12
+    assert queries["best"] == {"In which city was Bo Dorn born?"}
+    assert queries["varied"] == {"In which city was Bo Dorn born?", "Bo Dorn"}
 
 
 def test_what_the_policy_has_no_room_for_is_left_out(config, capsys):

@@ -13,23 +13,28 @@ from calibadv_jax.data.annotated import (
     Lookup,
     demonstrate,
     find_support,
+    find_varied_support,
     is_complete,
     read_passages,
 )
 
 
-def asked(text, answers, supporting):
-    return Question("1", text, tuple(answers), "test", tuple(supporting))
+def asked(text, answers, supporting, name="1"):
+    return Question(name, text, tuple(answers), "test", tuple(supporting))
 
 
-def lookups_of(question, topk=1, max_searches=3, passages=BY_ID):
+def lookups_of(question, topk=1, max_searches=3, passages=BY_ID, searches=find_support):
     tried = []
 
     async def search(query):
         tried.append(query)
         return find(query, topk)
 
-    return asyncio.run(find_support(question, passages, search, max_searches)), tried
+    return asyncio.run(searches(question, passages, search, max_searches)), tried
+
+
+async def shelf(query):
+    return find(query, 1)
 
 
 def whole(documents):
@@ -81,6 +86,48 @@ def test_the_query_that_ranks_the_passage_best_wins():
 
     (found,) = asyncio.run(find_support(question, BY_ID, search, 3))
     assert found.query == "Loud Garden"
+
+
+def test_varied_first_queries_are_the_question_and_the_titles_that_it_mentions():
+    text = "Is Bo Dorn or Cy Emm a painter?"
+    ways = set()
+    for number in range(30):
+        question = asked(text, ["yes"], ["p3", "p4"], name=str(number))
+        found, _ = lookups_of(question, topk=2, searches=find_varied_support)
+        assert is_complete(question, BY_ID, found)
+        assert lookups_of(question, topk=2, searches=find_varied_support)[0] == found
+        ways.add(tuple(one.query for one in found))
+    assert {way[0] for way in ways} == {text, "Bo Dorn", "Cy Emm"}
+    assert (text,) in ways
+
+
+def test_a_first_query_that_does_not_lead_to_all_is_never_drawn():
+    async def search(query):  # the question itself finds nothing of use
+        return find(query, 1) if query in ("Silent Garden", "Ada Berk") else [BY_ID["p5"]]
+
+    text = "Where was the writer of Silent Garden born?"
+    for number in range(10):
+        question = asked(text, ["Oslo"], ["p0", "p1"], name=str(number))
+        found = asyncio.run(find_varied_support(question, BY_ID, search, 3))
+        assert [one.query for one in found] == ["Silent Garden", "Ada Berk"]
+    # Where none leads to all, the best searches are found as ever: here the question and the title together.
+    alone = asked("Where is it, Oslo?", ["Oslo"], ["p5", "p2"])
+    assert asyncio.run(find_varied_support(alone, BY_ID, search, 3)) == asyncio.run(
+        find_support(alone, BY_ID, search, 3)
+    )
+
+
+def test_a_thought_before_a_title_says_what_is_looked_up():
+    question = asked("Where was Ada Berk born?", ["Oslo"], ["p1"])
+    thoughts = []
+    for query in (question.text, "Ada Berk"):
+        found = asyncio.run(find_support(question, BY_ID, shelf, 3, query))
+        turn = parse_turn(demonstrate(question, found, whole).turns[0].text, stop_reason="stop")
+        thoughts.append((turn.query, turn.think))
+    assert thoughts == [
+        (question.text, "I have to look this up."),
+        ("Ada Berk", "I have to look up Ada Berk."),
+    ]
 
 
 def test_one_of_several_passages_that_hold_the_answer_is_enough():
