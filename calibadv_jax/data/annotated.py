@@ -90,9 +90,9 @@ async def find_support(
 ) -> list[Lookup]:
     """Searches that find the supporting passages of a question; fewer where not all can be found.
 
-    Each is the query that finds most of those that are missing, the one that ranks them best if several do. Of
-    equal ones the first search is the question, and a later one a title.
-    Where each of several supporting passages holds an answer one of them is enough.
+    Each is the query that finds most of those that are missing, the one that ranks them best if several do.
+    Of equal ones the first search is the question, and a later one a title. Where each of several
+    supporting passages holds an answer one of them is enough.
 
     Args:
         passages: the supporting ones of the corpus, by id.
@@ -125,8 +125,8 @@ async def find_varied_support(
 ) -> list[Lookup]:
     """As `find_support`, with a first query drawn among those that lead to all that the question needs.
 
-    These are the question and each title that it mentions. The draw depends on the question's id alone. If none
-    of them leads to all, the searches are those of `find_support`.
+    These are the question and each title that it mentions. The draw depends on the question's id alone. If
+    none of them leads to all, the searches are those of `find_support`.
     """
     titles = _mentioned(passages, question.supporting_ids, question.text)
     ways = []

@@ -41,9 +41,9 @@ class SftConfig:
     """JSONL file of demonstrations, in our layout or as chat messages (docs/data.md), or the name of a
     generator: world."""
     first_query: Literal["best", "varied"] = "best"
-    """What `calibadv demonstrate` searches first. best: the query that finds most, mostly the question itself;
-    varied: the question or a title that it mentions, drawn for each question among those that lead to all
-    supporting passages. Then the policy learns several kinds of query, among which RL can choose."""
+    """What `calibadv demonstrate` searches first. best: the query that finds most, mostly the question
+    itself; varied: the question or a title that it mentions, drawn for each question among those that lead to
+    all supporting passages. Then the policy learns several kinds of query, among which RL can choose."""
     held_out: float = Field(default=0.0, ge=0, lt=1)
     """Share of the file's questions that are not trained on; their loss is sft/held_out_loss."""
     held_out_every: PositiveInt = 20
