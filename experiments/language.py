@@ -28,6 +28,7 @@ from calibadv_jax.core.trajectory import Trajectory, Turn
 from calibadv_jax.metrics.console import table
 from calibadv_jax.record.reader import read_step
 from calibadv_jax.record.schema import kept_steps
+from experiments.runs import whole_number
 
 
 @dataclass
@@ -118,14 +119,18 @@ def main() -> None:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--model", type=Path, required=True, help="HuggingFace folder of the judge")
-    parser.add_argument("--window", type=int, default=5, help="steps of a row (default: %(default)s)")
+    parser.add_argument(
+        "--window", type=whole_number, default=5, help="steps of a row (default: %(default)s)"
+    )
     parser.add_argument(
         "--of-group",
-        type=int,
+        type=whole_number,
         default=1,
         help="trajectories of each group that are read (default: %(default)s)",
     )
     given = parser.parse_args()
+    if not (given.model / "config.json").is_file():
+        parser.error(f"--model {given.model}: no config.json there; give the HuggingFace folder of the judge")
     judge = Judge.load(given.model)
     rows = [
         [run.as_posix(), steps, *window.row()]

@@ -189,8 +189,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, kind, metavar, what in (
         ("seeds", str, '"N N …"', "seeds; "),
         ("lr", str, "LR", "learning rate of all parts but all and frontier; "),
-        ("steps", _count, "N", "steps of each run; "),
-        ("workers", _count, "N", "number of runs at a time; "),
+        ("steps", whole_number, "N", "steps of each run; "),
+        ("workers", whole_number, "N", "number of runs at a time; "),
         ("config", Path, "FILE", "config of the runs; "),
     ):
         own = "".join(f"; {part}: {_shown(getattr(one, name))}" for part, one in OF_PART.items())
@@ -214,7 +214,8 @@ def _shown(default: object) -> object:
     return default.name if isinstance(default, Path) else default
 
 
-def _count(text: str) -> int:
+def whole_number(text: str) -> int:
+    """Of the command line, above 0."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
     return int(text)

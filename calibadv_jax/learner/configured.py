@@ -5,12 +5,18 @@ from __future__ import annotations
 import optax
 from jax.sharding import Mesh
 
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, OptimizerConfig
 from calibadv_jax.learner.critic import CriticLearner, critic_of
 from calibadv_jax.learner.learner import Learner, on_policy_only
 from calibadv_jax.learner.losses import PolicyLoss, policy_gradient
-from calibadv_jax.learner.optimizer import make_optimizer
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, total_updates
 from calibadv_jax.policy.transformer import Policy
+
+
+def schedule_of(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:
+    """The learning rate by update over the whole run: of the policy's optimizer or of the critic's."""
+    trajectories = config.rollout.questions_per_step * config.rollout.group_size
+    return make_schedule(optimizer, total_updates(config.learner, trajectories))
 
 
 def policy_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.Schedule) -> Learner:

@@ -10,10 +10,9 @@ import numpy as np
 from calibadv_jax.advantages.gae import estimate, values_of
 from calibadv_jax.config import Config
 from calibadv_jax.core.trajectory import Group, Trajectory
-from calibadv_jax.learner.configured import critic_learner
+from calibadv_jax.learner.configured import critic_learner, schedule_of
 from calibadv_jax.learner.critic import ValueLoss, critic_params, learn_values, value_sample
 from calibadv_jax.learner.learner import State
-from calibadv_jax.learner.optimizer import make_schedule, total_updates
 from calibadv_jax.learner.step import make_sample, sample_logprobs
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.run.model import Model
@@ -29,8 +28,7 @@ class RunCritic:
 
     def __init__(self, config: Config, model: Model, params: Params | None):
         self.config = config
-        trajectories = config.rollout.questions_per_step * config.rollout.group_size
-        self.schedule = make_schedule(config.critic.optimizer, total_updates(config.learner, trajectories))
+        self.schedule = schedule_of(config, config.critic.optimizer)
         self.learner = critic_learner(config, model.policy, model.mesh, self.schedule)
         self.loss = ValueLoss(config.critic.clip)
         self.state: State = {}

@@ -20,9 +20,8 @@ from calibadv_jax.hosts.exchange import ALONE, Hosts
 from calibadv_jax.hosts.groups import SharedGroups
 from calibadv_jax.learner.agreement import agreement, fixed_text
 from calibadv_jax.learner.batching import content_of
-from calibadv_jax.learner.configured import policy_learner, policy_loss
+from calibadv_jax.learner.configured import policy_learner, policy_loss, schedule_of
 from calibadv_jax.learner.learner import State
-from calibadv_jax.learner.optimizer import make_schedule, total_updates
 from calibadv_jax.learner.probe import with_golden_logprobs
 from calibadv_jax.learner.step import Learned, learn, make_sample
 from calibadv_jax.metrics.console import Console
@@ -89,8 +88,7 @@ class Trainer:
         )
         self.stream = self._make_stream()
         self.guards = Guards(config.guards)
-        trajectories = config.rollout.questions_per_step * config.rollout.group_size
-        self.schedule = make_schedule(learner.optimizer, total_updates(learner, trajectories))
+        self.schedule = schedule_of(config, learner.optimizer)
         self.learner = policy_learner(config, model.policy, model.mesh, self.schedule)
         self.loss = policy_loss(config)
         self.base = base_of(config, model, config.policy.path)
