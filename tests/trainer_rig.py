@@ -49,13 +49,13 @@ def make_model(num_devices=1):
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs():
     """Trainers of equal settings have one learner, whose programs are compiled once; import it to use it."""
-    make_schedule = functools.cache(trainer.make_schedule)
+    make_schedule = functools.cache(configured.make_schedule)
 
     def schedule_of(config, total):
         return make_schedule(config, 0 if config.schedule == "constant" else total)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "make_schedule", schedule_of)
+        patch.setattr(configured, "make_schedule", schedule_of)
         for name in ("make_optimizer", "policy_gradient", "Learner"):
             patch.setattr(configured, name, functools.cache(getattr(configured, name)))
         yield

@@ -38,8 +38,8 @@ def shared_critics():
     """Critics of equal settings have one learner, whose programs are compiled once."""
     with pytest.MonkeyPatch.context() as patch:
         for module, names in (
-            (critic, ("make_schedule", "ValueLoss")),
-            (configured, ("make_optimizer", "critic_of", "CriticLearner")),
+            (critic, ("ValueLoss",)),
+            (configured, ("make_schedule", "make_optimizer", "critic_of", "CriticLearner")),
         ):
             for name in names:
                 patch.setattr(module, name, functools.cache(getattr(module, name)))
