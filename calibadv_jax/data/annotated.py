@@ -2,7 +2,8 @@
 
 A query is chosen by trying: the question, the title of a passage that is still missing, both together. A
 title counts only where the question or a passage shown before mentions it, so that no demonstration knows
-what it could not know. Or the first query is drawn among those that lead to all of them.
+what it could not know. With `sft.first_query=varied` the first query is drawn instead, among those that lead
+to all supporting passages.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ async def find_support(
 
     Args:
         passages: the supporting ones of the corpus, by id.
-        first_query: the only one that is tried first; None: all are.
+        first_query: what is searched first; None: the best query.
     """
     missing = list(question.supporting_ids)
     read = question.text
