@@ -71,9 +71,32 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="${JAX_PERSISTENT_CACHE_MIN_CO
 [[ "$size" == gpu ]] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN)}"
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 
-stage() { # NAME FILE: true where the file, which the stage writes last, is not there yet
-  [[ ! -e "$2" ]] || return 1
+# What was asked for, and the keys that each kind of stage depends on: in a folder that was used before, nothing is taken
+# that was made with other ones.
+asked=("--size=$size" ${data:+"--data=$data"} ${model:+"--model=$model"} ${encoder:+"--encoder=$encoder"})
+asked+=(${keys[@]+"${keys[@]}"})
+finding='--|data\.train|retriever|rollout|prompt|tools|sft\.(first_query|row_length)'
+making="$finding|sft|policy|run\.seed"
+measuring='--|data\.eval|evaluate|reward|retriever|rollout|prompt|tools'
+training="$making|data\.[^e]|advantage|loss|learner|critic|guards|reward"
+changes_nothing='run\.dir|log|mesh|sampler|checkpoint|policy\.remat'
+
+asked_of() { # PATTERN: what was asked for and matters, in one line; of a key that is given twice the last one
+  printf '%s\n' "${asked[@]}" | awk -F= '{last[$1] = $0} END {for (key in last) print last[key]}' | sort |
+    { grep -E "^($1)" || true; } | { grep -vE "^($changes_nothing)" || true; } | paste -sd ' '
+}
+
+stage() { # NAME FILE [PATTERN]: true where the file, which the stage writes last, is not there yet
+  local now kept="$output/asked/${1//[ ,]/-}"
+  [[ -n "${3:-}" ]] || kept=""
+  now="$(asked_of "${3:-none}")"
+  if [[ -e "$2" ]]; then
+    [[ -z "$kept" || ! -e "$kept" || "$(<"$kept")" == "$now" ]] || fail "$2 was made with other settings" \
+      "(then: $(<"$kept"); now: $now); choose another --output, or remove $output/asked to take all that is there"
+    return 1
+  fi
   echo "== $1 ($(date +%H:%M:%S))"
+  [[ -z "$kept" ]] || { mkdir -p "$output/asked" && printf '%s\n' "$now" >"$kept"; }
 }
 
 calibadv() { # COMMAND KEY=VALUE …
@@ -123,26 +146,26 @@ if [[ "$size" == cpu ]]; then
 fi
 settings+=(${keys[@]+"${keys[@]}"})
 
-if stage demonstrations "$output/demonstrations.jsonl"; then # builds the index too
+if stage demonstrations "$output/demonstrations.jsonl" "$finding"; then # builds the index too
   calibadv demonstrate run.dir="$output/demonstrate"
 fi
-if stage coverage "$output/coverage/coverage.json"; then
+if stage coverage "$output/coverage/coverage.json" "data\.eval|retriever|--"; then
   calibadv coverage run.dir="$output" data.train= # of the test questions
 fi
-if stage "cold start" "$output/cold_start/config.json"; then
+if stage "cold start" "$output/cold_start/config.json" "$making"; then
   calibadv sft run.dir="$output/sft"
 fi
 mkdir -p "$output/evaluations" "$output/comparisons"
-measure() { # NAME POLICY METHOD
+measure() { # NAME POLICY METHOD PATTERN
   local file="$output/evaluations/$1.json"
-  if stage "evaluate $1" "$file"; then
+  if stage "evaluate $1" "$file" "$4"; then
     calibadv evaluate run.dir="$output/evaluate" evaluate.policy="$2" evaluate.method="$3" evaluate.output="$file"
   fi
 }
 for method in direct chain_of_thought rag; do
-  measure "$method" "$model" "$method"
+  measure "$method" "$model" "$method" "$measuring"
 done
-measure cold_start "$output/cold_start" agent
+measure cold_start "$output/cold_start" agent "$making|$measuring"
 evaluation() { # ARM SEED: its name
   echo "$1-seed-$2${steps:+-steps-$steps}"
 }
@@ -151,14 +174,14 @@ for seed in $seeds; do # a seed of every arm first: what is there can be compare
     folder="$output/$arm/seed-$seed"
     credit=("advantage.name=${arm%-*}")
     [[ "$arm" == grpo ]] || credit+=("advantage.target_ratio=${arm#*-}")
-    if stage "train $arm, seed $seed" "$folder/trained-${steps:-all}"; then
+    if stage "train $arm, seed $seed" "$folder/trained-${steps:-all}" "$training"; then
       # Only questions whose evidence a search finds: from others there is nothing to learn.
       calibadv train data.train="$output/demonstrations.jsonl" run.dir="$folder" run.seed="$seed" "${credit[@]}" \
         checkpoint.allow_change='[learner.steps]' ${keys[@]+"${keys[@]}"}
       touch "$folder/trained-${steps:-all}"
     fi
     name="$(evaluation "$arm" "$seed")"
-    measure "$name" "$folder" agent
+    measure "$name" "$folder" agent "$training|$measuring"
     if stage "compare $name with the cold start" "$output/comparisons/$name.json"; then
       "$python" -m calibadv_jax compare "$output/evaluations/cold_start.json" "$output/evaluations/$name.json" \
         --metrics f1 em --output "$output/comparisons/$name.json"

@@ -65,6 +65,47 @@ def test_the_help_names_every_option():
     assert "set -euo" not in said
 
 
+def used_folder(tmp_path, keys):
+    """Arguments for a folder in which the demonstrations are made already, with these keys."""
+    model, data, output = (tmp_path / name for name in ("model", "data", "output"))
+    for folder in (model, data, output / "asked"):
+        folder.mkdir(parents=True)
+    for name in ("corpus", "train", "test"):
+        (data / f"{name}.jsonl").touch()
+    (output / "demonstrations.jsonl").touch()
+    asked = f"--data={data} --model={model} --size=tiny"
+    (output / "asked" / "demonstrations").write_text(f"{asked}{keys}\n")
+    options = ["--size", "tiny", "--data", data, "--model", model, "--output", output, "--python", "false"]
+    return options, f"{output}/demonstrations.jsonl was made with other settings (then: {asked}{keys}; now: "
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ("", ["sft.first_query=varied"]),
+        (" sft.first_query=varied", []),
+        (" retriever.topk=2", ["retriever.topk=2", "retriever.topk=3"]),
+        ("", ["--encoder", "hashed"]),
+    ],
+)
+def test_what_was_made_with_other_keys_is_not_taken(tmp_path, then, now):
+    options, message = used_folder(tmp_path, then)
+    done = script(*options, *now)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+    assert f"remove {tmp_path}/output/asked to take all that is there" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "now", ["learner.optimizer.lr=1", "sft.rows=9", "policy.remat=none", "log.progress=off"]
+)
+def test_keys_of_later_stages_leave_an_earlier_one_alone(tmp_path, now):
+    options, _ = used_folder(tmp_path, "")
+    done = script(*options, now)
+    assert "made with other settings" not in done.stderr
+    assert "== coverage" in done.stdout
+
+
 def gpu_script(*arguments):
     environment = os.environ | {"PYTHON": sys.executable}
     command = ["bash", str(SCRIPT.with_name("gpu_real.sh")), *map(str, arguments)]
@@ -110,11 +151,14 @@ def inputs(tmp_path_factory):
 @pytest.mark.timeout(1800)
 def test_all_stages_run_and_a_second_command_finds_them_done(inputs):
     output = inputs / "work" / "real"
-    options = ["--size", "tiny", "--data", inputs / "data", "--model", inputs / "model", "--output", output]
-    options += ["--python", sys.executable]
-    command = [*options, "--arms", "calibadv-2", "--seeds", "3"]
-    command += ["prompt.template=short", "prompt.chat=off", "retriever.topk=1", "evaluate.resamples=100"]
-    first = script(*command)
+    model = inputs / "work" / "model"
+    model.parent.mkdir()
+    model.symlink_to(inputs / "model")
+    keys = ["prompt.template=short", "prompt.chat=off", "retriever.topk=1", "evaluate.resamples=100"]
+    options = ["--size", "tiny", "--data", inputs / "data", "--model", model, "--output", output]
+    options += ["--python", sys.executable, *keys]
+    arm = ["--arms", "calibadv-2", "--seeds", "3"]
+    first = script(*options, *arm)
     assert first.returncode == 0, first.stdout + first.stderr
     table = (output / "table.md").read_text()
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]}
@@ -133,21 +177,13 @@ def test_all_stages_run_and_a_second_command_finds_them_done(inputs):
         "direct",
         "rag",
     }
+    other = script(*options, *arm, "learner.optimizer.lr=1")
+    assert other.returncode == 2
+    assert f"{output}/calibadv-2/seed-3/trained-all was made with other settings" in other.stderr
     # In calls of bounded time, as on a lent machine: all is done already.
-    (inputs / "work" / "model").symlink_to(inputs / "model")
     home = inputs / "home"
-    command = [
-        inputs / "work",
-        "--data",
-        inputs / "data",
-        "--seconds",
-        "300",
-        "--out",
-        home,
-        *command[:2],
-        *command[8:],
-    ]
-    again = gpu_script(*command)
+    command = ["--data", inputs / "data", "--seconds", "300", "--out", home, "--size", "tiny", *arm, *keys]
+    again = gpu_script(inputs / "work", *command)
     assert again.returncode == 0, again.stdout + again.stderr
     assert [line for line in again.stdout.splitlines() if line.startswith("==")] == ["== table"]
     assert (output / "table.md").read_text() == table == (home / "table.md").read_text()
