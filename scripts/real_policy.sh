@@ -12,7 +12,7 @@
 #   --arms "NAMES"    of grpo, calibadv-1 and calibadv-2, whose number is lambda (default: all; tiny: the first two)
 #   --seeds "NUMBERS" of the training runs (default: 0 1; tiny: 0)
 #   --steps NUMBER    of training (default: the config's)
-#   --encoder NAME    of the index: bm25, hashed, e5, bge (default: the config's, bm25)
+#   --encoder NAME    of the index: bm25, hashed, e5, bge, minilm (default: the config's, bm25)
 #   --model FOLDER    or OWNER/NAME of the hub, instead of SmolLM2-135M-Instruct
 #   --python PROGRAM  that has all that is needed; default: a virtual environment in .venv, made here
 #   KEY=VALUE …       config keys for all stages
@@ -45,6 +45,11 @@ tiny) config=configs/real_tiny.yaml extras=cpu arms="${arms:-grpo calibadv-1}" s
 cpu) config=configs/real.yaml extras=cpu arms="${arms:-grpo calibadv-1 calibadv-2}" seeds="${seeds:-0 1}" ;;
 gpu) config=configs/real_gpu.yaml extras=gpu arms="${arms:-grpo calibadv-1 calibadv-2}" seeds="${seeds:-0 1}" ;;
 *) fail "--size is $size; it is tiny, cpu or gpu" ;;
+esac
+case "$encoder" in
+"" | bm25 | hashed) ;;
+e5 | bge | minilm) extras+=,dense ;;
+*) fail "--encoder is $encoder; it is bm25, hashed, e5, bge or minilm" ;;
 esac
 for arm in $arms; do
   [[ "$arm" =~ ^(grpo|calibadv-[0-9.]+)$ ]] || fail "--arms names $arm; an arm is grpo, or calibadv- and lambda"
@@ -133,6 +138,8 @@ settings=(
   "policy.path=$output/cold_start"
 )
 [[ -z "$encoder" ]] || settings+=("retriever.encoder=$encoder" "retriever.index=$output/index-$encoder")
+[[ "$encoder" != minilm ]] ||
+  settings+=(retriever.encoder=dense retriever.model=sentence-transformers/all-MiniLM-L6-v2)
 [[ -z "$steps" ]] || settings+=("learner.steps=$steps")
 if [[ "$size" == cpu ]]; then
   if ! "$python" -c 'import vllm' 2>/dev/null; then

@@ -55,7 +55,7 @@ def _run(config: Config, console: Console) -> None:
     with open_services(config, Path(config.sft.output)) as (retriever, workers):
         running = replace(
             config,
-            retriever=replace(config.retriever, url=retriever),
+            retriever=config.retriever.at(retriever),
             sampler=replace(config.sampler, urls=workers),
         )
         lap("services")

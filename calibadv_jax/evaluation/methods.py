@@ -55,7 +55,7 @@ def method_config(config: Config) -> Config:
     """The config with which the trajectories of `evaluate.method` are written."""
     method, rollout = METHODS[config.evaluate.method], config.rollout
     if not method.asks_retriever:
-        config = replace(config, retriever=replace(config.retriever, url=NO_RETRIEVER))
+        config = replace(config, retriever=config.retriever.at(NO_RETRIEVER))
     if method.template is None:
         return config
     longest = rollout.max_prompt_length

@@ -50,7 +50,7 @@ def open_services(
     folder, warn = Path(config.run.dir), Console(config.log.progress).warn
     asked = config.retriever
     if not config.has_retriever:
-        asked = replace(asked, url=NO_RETRIEVER)
+        asked = asked.at(NO_RETRIEVER)
     with ExitStack() as stack:
         searched = open_retriever(asked, folder / "retriever.log", warn)
         retriever = hosts.first("retriever", lambda: stack.enter_context(searched))

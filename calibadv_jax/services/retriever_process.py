@@ -26,6 +26,8 @@ class RetrieverProcess(ChildService):
         command += ["--corpus_path", config.corpus, "--retriever_name", config.encoder]
         command += ["--index_path", config.index or f"{config.corpus}.index"]
         command += ["--retrieval_topk", str(config.topk), "--threads", str(config.threads)]
+        if config.model:
+            command += ["--retriever_model", config.model]
         if config.pages:
             command += ["--pages_path", config.pages]
         if config.reranker:

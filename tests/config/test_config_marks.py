@@ -21,7 +21,7 @@ EXPECTED = {
     ),
     Mark.LEARNED: (
         "sampler.name", "retriever.encoder", "retriever.topk", "retriever.retrieval_topk",
-        "retriever.rerank_topk", "retriever.reranker", "retriever.page_address",
+        "retriever.rerank_topk", "retriever.reranker", "retriever.page_address", "retriever.model",
     ),
     Mark.TUNED: ("learner", "critic", "loss", "rollout", "sampler", "retriever", "data.weights"),
     Mark.COLD_START: ("run.seed", "policy.init", "policy.lora", "world", "prompt", "tools", "sft"),

@@ -35,7 +35,10 @@ def test_without_search_there_is_one_turn_and_no_service(run, method):
     assert (found["a"]["em"], found["b"]["em"], found["all"]["answered"]) == (1, 0, 1)
     assert "format" not in found["all"]  # theirs is another one
     assert found["all"]["text_f1"] == found["all"]["f1"] == 0.5  # the answer, where there is one
-    assert method_config(run.config(evaluate={"method": method})).retriever.url == NO_RETRIEVER
+    reranked = {"corpus": "c", "reranker": "m", "retrieval_topk": 6, "rerank_topk": 2}
+    for retriever in ({}, reranked, {"corpus": "c", "encoder": "dense", "model": "m"}):
+        config = run.config(evaluate={"method": method}, retriever=retriever)
+        assert method_config(config).retriever.url == NO_RETRIEVER
 
 
 def test_an_output_without_tags_is_scored_as_a_whole_beside_the_rest(run, monkeypatch):

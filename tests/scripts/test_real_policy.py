@@ -43,6 +43,7 @@ def script(*arguments):
     ("arguments", "message"),
     [
         (["--size", "huge"], "--size is huge; it is tiny, cpu or gpu"),
+        (["--encoder", "dense"], "--encoder is dense; it is bm25, hashed, e5, bge or minilm"),
         (["--arms", "grpo ppo"], "--arms names ppo; an arm is grpo, or calibadv- and lambda"),
         (["--seeds", "0 x"], "--seeds names x; a seed is a whole number"),
         (["--data", "/no/such"], "/no/such: no such folder; correct --data"),

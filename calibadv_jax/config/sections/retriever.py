@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -10,6 +11,8 @@ from pydantic.dataclasses import dataclass
 from calibadv_jax.config.sections.section import SECTION, Mark
 
 NO_RETRIEVER = "http://no-retriever.invalid"  # the url of what never searches: no service is opened or asked
+
+NO_MODEL = ("hashed", "bm25")  # encoders without weights
 
 ROUTE, PAGE_ROUTE = "/retrieve", "/access"  # of the service, which the client adds
 
@@ -31,7 +34,11 @@ class RetrieverConfig:
     """How the action `access` makes a page's url of what the policy writes, which stands for {}: a policy
     that knows titles only may need https://en.wikipedia.org/w/index.php?title={}."""
     encoder: Annotated[str, Mark.LEARNED] = "hashed"
-    """Encoder with which a missing index is built; hashed needs no weights."""
+    """Encoder with which a missing index is built: bm25 and hashed need no weights; e5, bge and dense (any
+    sentence-transformers model, see `model`) have some."""
+    model: Annotated[str, Mark.LEARNED] = ""
+    """Model of the child service's encoder: a folder or a hub name of sentence-transformers. Empty: the
+    index's, or the usual one of e5 and bge."""
     topk: Annotated[PositiveInt, Mark.LEARNED] = 3
     """Documents per query, if nothing is reranked."""
     retrieval_topk: Annotated[NonNegativeInt, Mark.LEARNED] = 0
@@ -62,6 +69,24 @@ class RetrieverConfig:
                 raise ValueError(
                     f"url is {url}, but must be the base URL: drop {ROUTE}, so that it is {base}"
                 )
+        return self
+
+    def at(self, url: str | list[str]) -> RetrieverConfig:
+        """The same searches, answered by a service that is running."""
+        return replace(self, url=url, model="", reranker="")
+
+    @model_validator(mode="after")
+    def _model_has_an_effect(self) -> RetrieverConfig:
+        if self.model and self.url:
+            raise ValueError(
+                f"model is for a service that is started here, but url names {self.url}: start that service"
+                " with --retriever_model, or leave out one of the two keys"
+            )
+        if self.model and self.encoder in NO_MODEL:
+            raise ValueError(
+                f"model {self.model!r} would be without effect: the encoder {self.encoder} has none; set"
+                " encoder=dense, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
