@@ -78,6 +78,10 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
     with Stop() as stop, ExitStack() as stack:
         if mirror:
             stack.enter_context(mirror)  # a store that cannot be written is told before services start
+        newest = newest_step(folder / "checkpoints") or 0
+        if newest >= config.learner.steps:  # services take minutes to start, and may be away by now
+            console.note(f"{folder}: step {newest} is trained already; to go on, raise learner.steps")
+            return
         with console.phase(f"waiting for {services(config)}", announce=True):
             check = partial(check_service, config, folder) if hosts.is_first else lambda _: None
             opened = open_rollouts(config, model, folder / "policy", folder / "snapshots", check, hosts)

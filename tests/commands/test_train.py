@@ -129,7 +129,10 @@ def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
     assert len(AutoTokenizer.from_pretrained(folder / "hf")) == 398
     steps = list((folder / "rollouts").glob("step_*.parquet"))
     assert len(steps) == config.learner.steps
-    assert "soft penalty ON" in run("train")  # resumes at the end: nothing left to do
+    with monkeypatch.context() as patched:  # a finished run, given again, starts no service
+        patched.setattr(train, "open_rollouts", None)
+        status, out, err = call("train", *arguments)
+    assert status == 0 and f"step {config.learner.steps} is trained already" in out + err
     assert "ready: every check passed" in run("doctor")
     status, out, _ = call("doctor", *arguments, "data.eval=none.jsonl")
     assert status == 1 and "FAIL questions" in out
