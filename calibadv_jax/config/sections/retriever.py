@@ -72,7 +72,7 @@ class RetrieverConfig:
         return self
 
     def at(self, url: str | list[str]) -> RetrieverConfig:
-        """The same searches, answered by a service that is running."""
+        """The same searches, answered by a service that is running: without what only a start needs."""
         return replace(self, url=url, model="", reranker="")
 
     @model_validator(mode="after")
