@@ -1,7 +1,7 @@
 """Small inputs made from public reports (``../shared/cases``): each behaves as its README says.
 
-Skipped where the folder is absent. Every case also has a test beside the module it concerns, which makes its own
-input, so that a public clone notices the same faults.
+Skipped where the folder is absent. Every case also has a test beside the module it concerns, which makes its
+own input, so that a public clone notices the same faults.
 """
 
 from __future__ import annotations
