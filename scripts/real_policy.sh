@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A pretrained model of 135M parameters as a search agent on real questions: model, index, demonstrations, cold start,
-# evaluation, GRPO and CalibAdv from that one cold start, evaluation, comparison. One command; given again it goes on.
+# A pretrained model as a search agent on real questions: model, index, demonstrations, cold start, evaluation, GRPO
+# and CalibAdv from that one cold start, evaluation, comparison. One command; given again it goes on.
 #
 #   scripts/real_policy.sh --data FOLDER                # hours on two CPU cores
 #   scripts/real_policy.sh --data FOLDER --size gpu     # one GPU
@@ -13,7 +13,7 @@
 #   --seeds "NUMBERS" of the training runs (default: 0 1; tiny: 0)
 #   --steps NUMBER    of training (default: the config's)
 #   --encoder NAME    of the index: bm25, hashed, e5, bge, minilm (default: the config's, bm25)
-#   --model FOLDER    or OWNER/NAME of the hub, instead of SmolLM2-135M-Instruct
+#   --model NAME      smollm2-135m (default), qwen2.5-0.5b, OWNER/NAME of the hub, or a folder
 #   --python PROGRAM  that has all that is needed; default: a virtual environment in .venv, made here
 #   KEY=VALUE …       config keys for all stages
 set -euo pipefail
@@ -110,14 +110,14 @@ calibadv() { # COMMAND KEY=VALUE …
   "$python" -m calibadv_jax "$command" --config "$config" "${settings[@]}" "$@"
 }
 
-if [[ -z "$model" ]]; then
-  model="$output/model"
+if [[ "${model:=smollm2-135m}" =~ ^(smollm2-135m|qwen2.5-0.5b)$ ]]; then
+  name="$model" model="$output/model"
   if stage model "$model/config.json"; then
     # Beside the environment and not in it: needed once, and only where there is no hub.
     [[ -d "$output/tools/gguf" ]] || "$python" -c 'import gguf' 2>/dev/null ||
       "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$output/tools" gguf 2>/dev/null ||
       echo "note: gguf could not be installed; the model can come from the hub only" >&2
-    PYTHONPATH="$output/tools${PYTHONPATH:+:$PYTHONPATH}" "$python" scripts/real_model.py --output "$model"
+    PYTHONPATH="$output/tools${PYTHONPATH:+:$PYTHONPATH}" "$python" scripts/real_model.py --model "$name" --output "$model"
   fi
 fi
 if [[ -z "$data" ]]; then

