@@ -15,6 +15,20 @@ from calibadv_jax.core.errors import UserError
 PARTIAL = ".partial"  # end of the name of a file that is being written
 
 
+def check_literal(folder: Path) -> None:
+    """Raise where Orbax would read the absolute path of a folder as a pattern and lose what it writes.
+
+    Raises:
+        ValueError: the path has a wildcard or a backslash.
+    """
+    path = str(folder.absolute())
+    pattern = next((character for character in path if character in "*?[\\"), "")
+    if pattern:
+        raise ValueError(
+            f"{path}: checkpoints cannot lie in a folder with {pattern!r} in its path; rename it"
+        )
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Another name beside `path` to write to: it becomes `path` if the block ends well, else it goes.

@@ -114,6 +114,7 @@ class SftState:
 
     def _save(self) -> None:
         self._store.save(self.step, self.state, {})
+        self._store.wait()
         self._saved, self._saved_at = self.step, time.monotonic()
 
 

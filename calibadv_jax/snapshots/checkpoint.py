@@ -9,6 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import check_literal
 from calibadv_jax.policy.weights import shape_problems, summary
 from calibadv_jax.snapshots.layout import damage_as_user_error, tensor_shapes
 
@@ -21,9 +22,13 @@ class CheckpointStore:
     Args:
         keep: newest checkpoints that are kept; an older one goes when a newer one is complete.
         asynchronous: a checkpoint is written while the caller goes on; `wait` ends when it is complete.
+
+    Raises:
+        ValueError: the path has a character that Orbax reads as a pattern.
     """
 
     def __init__(self, folder: Path, keep: int, asynchronous: bool = False):
+        check_literal(folder)
         self.folder = folder.absolute()
         self._manager = _open(
             self.folder,
@@ -77,10 +82,11 @@ class CheckpointStore:
         return self._writing is not None and self._manager.is_saving_in_progress()
 
     def wait(self) -> int | None:
-        """Waits for the checkpoint that was begun last; its step, the first time that it is asked for.
+        """Wait for the checkpoint that was begun last and verify it; return its step, once.
 
         Raises:
-            UserError: it could not be written; the older ones are whole.
+            UserError: it could not be written, or the header of a tensor cannot be read back; the older
+                checkpoints are whole.
         """
         step, self._writing = self._writing, None
         if step is None:
@@ -88,6 +94,7 @@ class CheckpointStore:
         try:
             with damage_as_user_error(self._failed(step)):
                 self._manager.wait_until_finished()
+                self._manager.item_metadata(step)  # opens every tensor
         except UserError:
             self._manager.reload()  # Orbax has forgotten the older ones
             raise

@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import read_json, write_json
+from calibadv_jax.core.files import check_literal, read_json, write_json
 from calibadv_jax.policy.sharding import placed_params, replicated
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import WEIGHTS, flatten, shape_problems, summary, unflatten
@@ -51,6 +51,7 @@ class SnapshotStore:
     """
 
     def __init__(self, folder: Path, keep: int, dtype: Any):
+        check_literal(folder)
         self.folder, self.keep, self.dtype = folder.absolute(), keep, jnp.dtype(dtype).name
         self._checkpointer = _raw_checkpointer()
 

@@ -72,6 +72,8 @@ def test_a_resolved_config_reads_back_as_itself(write):
         ("learner: {optimizer: {lr: .nan}}", [], "learner.optimizer.lr: must be a finite number"),
         ("log: {progress: 'no'}", [], 'log.progress: must be true or false, without quotes (got "no")'),
         ("run: {dir: 2026_11_21}", [], "run.dir: must be text: put the value in quotes (got 20261121)"),
+        ("run: {dir: 'runs/lr[1e-3]'}", [], "runs/lr[1e-3]: checkpoints cannot lie in a folder with '['"),
+        ("", [r"run.dir='runs/a\\b'"], r"cannot lie in a folder with '\\' in its path; rename it"),
         ("prompt: {chat: off}", [], "prompt.chat: must be 'auto', 'on' or 'off', in quotes: YAML takes"),
         (
             "evaluate: {temperatures: 1.0}",

@@ -88,6 +88,23 @@ def test_a_state_may_be_donated_once_saved(tiny, state, tmp_path, asynchronous):
     assert tiny.same(jax.device_get(restored), expected)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_unreadable_checkpoint_is_not_reported_as_saved(state, tmp_path, monkeypatch, asynchronous):
+    """As on a path that Orbax takes for a pattern: it writes every tensor and loses all of them."""
+    monkeypatch.setattr("calibadv_jax.snapshots.checkpoint.check_literal", lambda folder: None)
+    store = CheckpointStore(tmp_path / "lr[1e-3]", keep=2, asynchronous=asynchronous)
+    store.save(1, state, EXTRA)
+    with pytest.raises(UserError, match="step 1 cannot be saved"):
+        store.wait()
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["lr[1e-3]", "a*b", "who?", "a\\b"])
+def test_path_with_a_pattern_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="checkpoints cannot lie in a folder with"):
+        CheckpointStore(tmp_path / name / "checkpoints", keep=1)
+
+
 def test_another_mesh_takes_the_checkpoint_over(tiny, store, state):
     store.save(1, state, {})
     target = abstract(tiny.policy, make_mesh(MeshConfig(data=1, fsdp=4, tensor=2)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark
+from calibadv_jax.core.files import check_literal
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -28,6 +30,7 @@ class RunConfig:
             raise ValueError(
                 f"{value} is no folder of a file system; set run.mirror to it and run.dir to a folder"
             )
+        check_literal(Path(value))
         return value
 
 
