@@ -29,7 +29,7 @@ from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.model import PolicySource, build_model, find_policy, has_tokenizer
 from calibadv_jax.run.wiring import open_rollouts
 
-_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
+_OVERRIDE = re.compile(r"(tools|[a-z_]+(\.[a-z_0-9]+)+)=.*", re.DOTALL)
 _PATIENCE = 10.0  # seconds without an answer of the retriever
 
 Say = Callable[[str], None]
@@ -49,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="config with prompt, rollout, sampler and retriever; default: the config of the run",
+    )
+    parser.add_argument(
+        "--start-programs",
+        action="store_true",
+        help="start the MCP servers that the run's own config names as commands; without it they are refused",
     )
     parser.add_argument(
         "--temperature",
@@ -80,6 +85,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"{arguments.policy}: no such folder; give that of a run or of a HuggingFace model")
     source = find_policy(arguments.policy)
     config = load_config(arguments.config or run_config(source), [*own_tokenizer(source), *overrides])
+    if not arguments.config and not arguments.start_programs:
+        refuse_programs(config, source)
     console = Console()
     console.note(f"opening {source}, the sampler and the retriever")
     with tempfile.TemporaryDirectory() as folder:
@@ -134,6 +141,20 @@ def run_config(source: PolicySource) -> Path:
     if start is None:
         raise UserError(f"{source}: no config of a run beside it; name one with --config")
     return start.path
+
+
+def refuse_programs(config: Config, source: PolicySource) -> None:
+    """Refuse a config that starts programs: a run's folder may come from somebody else.
+
+    Raises:
+        UserError: a tool is an MCP server with a command.
+    """
+    for tool in config.tools:
+        if tool.mcp and tool.mcp.command:
+            raise UserError(
+                f"{source}: the run's config starts a program, {tool.mcp.command!r}; --start-programs allows"
+                " it, and --config FILE takes a config of your own"
+            )
 
 
 def _alone(config: Config, folder: str) -> Config:

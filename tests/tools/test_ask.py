@@ -207,6 +207,26 @@ def test_questions_and_config_values_may_stand_in_any_order(tmp_path, monkeypatc
     assert source == find_policy(tmp_path)
 
 
+def test_commands_of_a_run_config_need_a_flag(tmp_path, monkeypatch, capsys):
+    configs = []
+    monkeypatch.setattr(ask, "ask", lambda config, *_: configs.append(config))
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    kept = tmp_path / "configs" / "0.yaml"
+    kept.write_text("tools: [search, {mcp: {command: 'sh -c true'}}]\n")
+    line = ["ask", "who?", "--policy", str(tmp_path)]
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(line)
+    assert end.value.code == 2 and not configs
+    error = capsys.readouterr().err
+    assert "starts a program, 'sh -c true'; --start-programs allows" in error and error.count("\n") == 1
+    for allowed in (["--start-programs"], ["--config", str(kept)], ["tools=[search]"]):
+        with pytest.raises(SystemExit) as end:
+            cli.calibadv([*line, *allowed])
+        assert end.value.code == 0
+    assert [len(config.tools) for config in configs] == [2, 2, 1]
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_the_tokenizer_is_the_one_beside_the_policy_where_there_is_one(tmp_path, monkeypatch, own):
     """The config's may be gone, or another since; one that is named on the command line counts."""
