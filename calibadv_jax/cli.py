@@ -20,11 +20,10 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
 from calibadv_jax.config import dump_config, load_config
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import INPUT_STATUS, PASSING, UserError, exit_status
 from calibadv_jax.core.stopping import leave
 
-USER_ERROR = 2
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+UNWRITABLE = (*PASSING, errno.EROFS, errno.EACCES, errno.EPERM)
 SILENCE = 2.0  # seconds of loading after which a command says what it does
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -98,7 +97,7 @@ class Arguments:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(USER_ERROR, f"error: {message}; try: {self.prog} --help\n")
+        self.exit(INPUT_STATUS, f"error: {message}; try: {self.prog} --help\n")
 
 
 def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
@@ -119,7 +118,7 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
         near = difflib.get_close_matches(command, names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(names)}"
         sys.stderr.write(f"error: unknown command {command!r}; {hint}\n")
-        sys.exit(USER_ERROR)
+        sys.exit(INPUT_STATUS)
     main(command, lambda config, **options: _load(command).run(config, **options), rest)
 
 
@@ -158,7 +157,8 @@ def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = 
 
     `run` gets the config, and the options of OPTIONS by name.
     Exit status: 0 when `run` returns, whatever it returns (it raises SystemExit for another one); 2 after
-    a `UserError`, which is printed as one line ``error: …``; 130 after an interruption from the keyboard.
+    a `UserError` and 75 after an `EnvironmentFailure`, which are printed as one line ``error: …``; 130 after
+    an interruption from the keyboard.
     Any other exception is a defect of this program and shows its traceback.
     """
     arguments = parse(f"calibadv {command}", COMMANDS[command], argv, OPTIONS.get(command, {}))
@@ -227,13 +227,13 @@ def end(work: Callable[[], object]) -> NoReturn:
         leave(stopped.code)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
-        leave(USER_ERROR)
+        leave(exit_status(error))
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in UNWRITABLE:
             raise
         place = error.filename or "the run's folder (run.dir)"
         sys.stderr.write(f"error: {place}: {error.strerror}; fix that, then give the same command again\n")
-        leave(USER_ERROR)
+        leave(exit_status(error))
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         leave(INTERRUPTED)

@@ -13,7 +13,7 @@ import yaml
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed, UserError
 
 PROGRAM = "calibadv train"
 
@@ -140,7 +140,8 @@ def test_a_disk_that_takes_nothing_more_is_one_line(config_file, capsys, number)
     def run(config: Config) -> None:
         raise OSError(number, "No room", "runs/a/metrics.jsonl")
 
-    assert end(run, ["--config", str(config_file), "run.dir=runs/a"]) == 2
+    expected = 75 if number == errno.ENOSPC else 2
+    assert end(run, ["--config", str(config_file), "run.dir=runs/a"]) == expected
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert message.startswith("error: runs/a/metrics.jsonl: No room; fix that")
@@ -188,6 +189,39 @@ def test_an_unknown_command_is_one_line(argv, words, capsys):
         cli.calibadv(argv)
     message = capsys.readouterr().err
     assert stop.value.code == 2 and words in message and message.count("\n") == 1
+
+
+def full_disk():
+    try:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x")
+    except OSError as error:
+        raise UserError("run.dir=runs/x cannot be written") from error
+
+
+def raising(error):
+    def work():
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("work", "status"),
+    [
+        (raising(UserError("bad key")), 2),
+        (raising(PermissionError(errno.EACCES, "Permission denied", "x")), 2),
+        (raising(EnvironmentFailure("a lock is held")), 75),
+        (raising(RequestFailed("retriever", "is away")), 75),
+        (full_disk, 75),
+        (raising(OSError(errno.ENOSPC, "No space left on device", "x")), 75),
+    ],
+)
+def test_exit_status_tells_input_from_environment(work, status, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.end(work)
+    assert stop.value.code == status
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
 
 
 @pytest.mark.medium

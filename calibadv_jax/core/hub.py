@@ -28,7 +28,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     RevisionResolutionError,
 )
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.files import write_json
 
 DATASETS = "hf://datasets/"
@@ -206,7 +206,9 @@ def _errors(repository: str, kind: str, revision: str) -> Iterator[None]:
     except HTTPError as error:
         if not isinstance(error, HfHubHTTPError):
             raise _offline(place) from error
-        raise UserError(f"{place}: cannot be downloaded: {_short(error)}; try again later") from error
+        raise EnvironmentFailure(
+            f"{place}: cannot be downloaded: {_short(error)}; try again later"
+        ) from error
     except HFValidationError as error:
         raise UserError(f"{repository}: no name of a repository ({_short(error)})") from error
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
 
 LOCK = ".lock"  # in the folder of a run
 # What file systems without locks answer: NFS without its lock service, Lustre mounted without flock.
@@ -55,7 +55,8 @@ def locked(path: Path, what: str, warn: Callable[[str], None]) -> Iterator[None]
         warn: is told if the file system has no locks; then the block runs all the same.
 
     Raises:
-        UserError: another process has it (the message says which), or the file cannot be made.
+        EnvironmentFailure: another process has it (the message says which).
+        UserError: the file cannot be made.
     """
     place = path.absolute()
     with _guard:
@@ -92,7 +93,7 @@ def _take(path: Path, what: str, warn: Callable[[str], None]) -> int:
         except BlockingIOError as error:
             owner = os.pread(file, 1000, 0).decode(errors="replace").strip() or "another process"
             os.close(file)
-            raise UserError(
+            raise EnvironmentFailure(
                 f"{what} is in use by {owner}; wait until it has ended, stop it, or choose another folder"
             ) from error
         except OSError as error:

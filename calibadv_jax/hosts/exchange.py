@@ -23,7 +23,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import (
+    ENVIRONMENT_STATUS,
+    INPUT_STATUS,
+    EnvironmentFailure,
+    UserError,
+    exit_status,
+)
 from calibadv_jax.core.stopping import CALLED, Stop
 from calibadv_jax.hosts.watch import STOPPING, Watch
 from calibadv_jax.hosts.wire import from_bytes, to_bytes
@@ -245,7 +251,8 @@ class Joined(Hosts):
         status = code if isinstance(code, int) else None
         said = "" if status is not None else f"{_kind(error)}{' '.join(str(error).split())}"
         called = self._stop.was_called and status is not None
-        head = _Head(what, error=said, status=None if called else status)
+        failure = exit_status(error) if isinstance(error, UserError) else ENVIRONMENT_STATUS
+        head = _Head(what, error=said, status=None if called else status, failure=failure)
         try:
             heads = self._tell(head, time.monotonic() + 2 * self._timeout)
         except (TimeoutError, jax.errors.JaxRuntimeError):
@@ -259,8 +266,9 @@ class Joined(Hosts):
         failed = {index: head.error for index, head in enumerate(heads) if head.error}
         statuses = (*(head.status for head in heads), self._own_status())
         error: BaseException = SystemExit(next(filter(None, statuses), CALLED))
-        for index, said in failed.items():
-            error = UserError(f"{self.named(index)} has ended: {said}")
+        for index, message in failed.items():
+            kind = UserError if heads[index].failure == INPUT_STATUS else EnvironmentFailure
+            error = kind(f"{self.named(index)} has ended: {message}")
         self._agreed, self.in_step = error, True
         raise error
 
@@ -306,6 +314,7 @@ class _Head:
     length: int = 0  # bytes that it brings
     short: bytes = b""  # they, if they are few
     error: str = ""  # why it stops here
+    failure: int = 0  # exit status of that error
     status: int | None = None  # with which it stops here
     called: bool = False  # it stops here since another one does
 

@@ -17,7 +17,7 @@ import jax
 from jax._src import distributed  # the only place where JAX gives its client of the coordination service
 
 from calibadv_jax.config import Config, DistributedConfig
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.hosts.exchange import Hosts, Joined
 from calibadv_jax.hosts.workers import check_workers
 
@@ -140,7 +140,7 @@ def _join(asked: dict[str, Any], timeout: float) -> Joined | None:
         )
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is one
         where = "the job's processes (auto)" if found else f"{asked['coordinator_address']}"
-        raise UserError(
+        raise EnvironmentFailure(
             f"distributed.coordinator_address: process {asked['process_id']} could not join {where}:"
             f" {' '.join(str(error).split())[:300]}; is every process started, with the same address and"
             " num_processes, and is the port free?"
@@ -178,7 +178,9 @@ def _end_alone(hosts: Joined, error: BaseException, timeout: float) -> None:
     if not isinstance(error, UserError | SystemExit):
         # A program that another process has left fails here too: `Watch` knows why, and ends this one.
         time.sleep(timeout + MARGIN if isinstance(error, jax.errors.JaxRuntimeError) else 0.0)
-    status = error.code if isinstance(error, SystemExit) else 2 if isinstance(error, UserError) else 1
+    status = error.code if isinstance(error, SystemExit) else 1
+    if isinstance(error, UserError):
+        status = exit_status(error)
     hosts.watch.last_words(" ".join(f"{type(error).__name__} {error}".split()))
     atexit.register(_leave_now, status)  # runs before JAX' own end, which waits for the others
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 
+from calibadv_jax.core.errors import ENVIRONMENT_STATUS
+
 PERIOD = 1.0  # seconds between two looks
 LAST_WORDS = 4 * PERIOD  # for which process 0, which keeps the notes, outlives the others
-LOST = 1  # exit status where another process was lost or has failed
 ALIVE, ENDED, STOPPING, DONE = "alive", "ended", "stopping", "done"
 _ROOT = "calibadv_watch"
 
@@ -120,7 +121,7 @@ class Watch:
             os.write(sys.stderr.fileno(), line.encode(errors="replace"))
         if self._index == 0:
             time.sleep(LAST_WORDS)
-        os._exit(LOST)
+        os._exit(ENVIRONMENT_STATUS)
 
 
 def _first_line(error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure
 from calibadv_jax.core.trajectory import Group
 
 
@@ -23,14 +23,14 @@ class FailureCount:
     def add(self, group: Group) -> None:
         """
         Raises:
-            UserError: more than `max_share` of `total` have failed; it names the commonest reason.
+            EnvironmentFailure: more than `max_share` of `total` have failed; it names the commonest reason.
         """
         self._errors.update(str(one.error) for one in group.failed)
         failed = self._errors.total()
         if failed > self.max_share * self.total:
             ((reason, count),) = self._errors.most_common(1)
             limit = f"more than rollout.max_failed_share={self.max_share:g}"
-            raise UserError(
+            raise EnvironmentFailure(
                 f"{failed} of {self.total} trajectories failed, {limit}; the commonest reason"
                 f" ({count} times): {reason}"
             )

@@ -27,7 +27,7 @@ import aiohttp
 import httpx
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.files import write_text
 from calibadv_jax.sampler.vllm_command import FLAVOURS, server_command
 from calibadv_jax.services.child_process import ChildService
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         return serve(arguments)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
-        return 2
+        return exit_status(error)
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -304,16 +304,20 @@ def open_workers(
 def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float) -> None:
     """
     Raises:
-        UserError: the server ended, was not ready within `timeout` seconds, or failed the warm-up.
+        EnvironmentFailure: the server ended, was not ready within `timeout` seconds, or failed the warm-up.
     """
     deadline = time.monotonic() + timeout
     # Without verify=False every client loads certificates, which a plain address never needs.
     with httpx.Client(base_url=url, timeout=5.0, trust_env=False, verify=False) as http:
         while True:
             if server.poll() is not None:
-                raise UserError(f"vLLM's server ended with status {server.returncode}; its output is above")
+                raise EnvironmentFailure(
+                    f"vLLM's server ended with status {server.returncode}; its output is above"
+                )
             if time.monotonic() > deadline:
-                raise UserError(f"vLLM's server was not ready within {timeout:g} s; raise --start_timeout")
+                raise EnvironmentFailure(
+                    f"vLLM's server was not ready within {timeout:g} s; raise --start_timeout"
+                )
             with suppress(httpx.HTTPError):
                 if http.get("/health").status_code == 200:
                     break
@@ -322,9 +326,13 @@ def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float)
         try:
             reply = http.post("/inference/v1/generate", json=request, timeout=timeout)
         except httpx.HTTPError as error:
-            raise UserError(f"vLLM's server did not answer the warm-up ({type(error).__name__})") from error
+            raise EnvironmentFailure(
+                f"vLLM's server did not answer the warm-up ({type(error).__name__})"
+            ) from error
     if reply.status_code != 200:
-        raise UserError(f"vLLM's server answered the warm-up with {reply.status_code}: {reply.text[:300]}")
+        raise EnvironmentFailure(
+            f"vLLM's server answered the warm-up with {reply.status_code}: {reply.text[:300]}"
+        )
 
 
 @contextmanager

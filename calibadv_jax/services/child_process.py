@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import INPUT_STATUS, EnvironmentFailure, UserError
 
 STOP_SECONDS = 20.0  # between asking a child to end and killing it
 LONGEST_CAUSE = 300  # characters
@@ -88,12 +88,14 @@ class ChildService:
         deadline = time.monotonic() + self.start_timeout
         while not self._port_file.is_file():
             if self.process.poll() is not None:
-                raise UserError(
+                # Status 2: a mistake in what the child was given, which is this run's config.
+                kind = UserError if self.process.returncode == INPUT_STATUS else EnvironmentFailure
+                raise kind(
                     f"{self.what} ended with status {self.process.returncode}:"
                     f" {_cause(self._said())}; see {self.log_path}"
                 )
             if time.monotonic() > deadline:
-                raise UserError(
+                raise EnvironmentFailure(
                     f"{self.what} was not ready within {self.start_timeout:g} s; see {self.log_path}"
                     f" or raise {self.timeout_key}"
                 )

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import aiohttp
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure
 from calibadv_jax.services.http_client import Unreachable, open_session
 
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubles up to LAST_PAUSE
@@ -53,7 +53,7 @@ def wait_for_any(
         say: told once what is waited for.
 
     Raises:
-        UserError: none has answered in time. Other errors of `ask` pass at once.
+        EnvironmentFailure: none has answered in time. Other errors of `ask` pass at once.
     """
 
     async def wait() -> Present[T]:
@@ -66,7 +66,7 @@ def wait_for_any(
                 names, reason = ", ".join(urls), next(iter(present.missing.values()))
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise UserError(f"{what} {names}: cannot be reached ({reason}); {advice}")
+                    raise EnvironmentFailure(f"{what} {names}: cannot be reached ({reason}); {advice}")
                 if pause == FIRST_PAUSE:
                     say(f"waiting up to {patience:g} s for {what} {names} ({reason}); otherwise {advice}")
                 await asyncio.sleep(min(pause, left))

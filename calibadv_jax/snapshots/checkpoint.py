@@ -8,7 +8,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.files import check_literal
 from calibadv_jax.policy.weights import shape_problems, summary
 from calibadv_jax.snapshots.layout import damage_as_user_error, tensor_shapes
@@ -73,7 +73,7 @@ class CheckpointStore:
             )
         json.dumps(extra)  # a value that is not JSON must fail before anything is written
         arguments = ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(state), EXTRA: ocp.args.JsonSave(extra)})
-        with damage_as_user_error(self._failed(step)):
+        with damage_as_user_error(self._failed(step), EnvironmentFailure):
             self._manager.save(step, args=arguments, force=True)
         self._writing = step
 
@@ -92,7 +92,7 @@ class CheckpointStore:
         if step is None:
             return None
         try:
-            with damage_as_user_error(self._failed(step)):
+            with damage_as_user_error(self._failed(step), EnvironmentFailure):
                 self._manager.wait_until_finished()
                 self._manager.item_metadata(step)  # opens every tensor
         except UserError:

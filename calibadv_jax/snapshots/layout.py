@@ -22,8 +22,8 @@ def tensor_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 @contextmanager
-def damage_as_user_error(advice: str) -> Iterator[None]:
-    """Turns what Orbax raises on damaged or missing files into a UserError that begins with `advice`."""
+def damage_as_user_error(advice: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Turn errors of Orbax on damaged, missing or unwritable files into one that begins with `advice`."""
     before = sys.unraisablehook
     if before is not _unraisable:
         _unraisable.before, sys.unraisablehook = before, _unraisable
@@ -38,7 +38,7 @@ def damage_as_user_error(advice: str) -> Iterator[None]:
         # asked how they ended, or Python that the event loop is closed: on the terminal, at any later time.
         logging.getLogger("asyncio").addFilter(_is_retrieved)
         cause = " ".join(str(error.__cause__ or error).split())
-        raise UserError(f"{advice} ({cause[:300]})") from error
+        raise kind(f"{advice} ({cause[:300]})") from error
 
 
 def _is_retrieved(record: logging.LogRecord) -> bool:

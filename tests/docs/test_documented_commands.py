@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from calibadv_jax import cli
 from calibadv_jax.commands import quickstart
 from calibadv_jax.config import load_config
+from calibadv_jax.core.errors import INPUT_STATUS
 
 pytest.importorskip("faiss")
 pytest.importorskip("fastapi")
@@ -132,7 +133,7 @@ def run(elsewhere, monkeypatch, capsys):
         output, errors = capsys.readouterr()
         expected = next((said for word, said in REFUSED.items() if word in words), None)
         if expected:
-            assert end.value.code == cli.USER_ERROR and expected in errors
+            assert end.value.code == INPUT_STATUS and expected in errors
         else:
             assert end.value.code == 0, errors
         return output

@@ -146,9 +146,9 @@ def test_a_process_that_is_silent_or_has_failed_ends_this_one_with_a_line(last_l
     assert line.startswith(
         "error: process 2 (host2) is lost: no sign of life for 31 s; start all processes again"
     )
-    assert line.count("\n") == 1 and statuses == [1]
+    assert line.count("\n") == 1 and statuses == [75]
     line, statuses = last_line({("ended", 0): "OSError disk full"}, {0: 0.0})
-    assert line.startswith("error: process 0 (host0) has ended: OSError disk full;") and statuses == [1]
+    assert line.startswith("error: process 0 (host0) has ended: OSError disk full;") and statuses == [75]
 
 
 def test_processes_that_live_or_are_done_end_nobody(last_line):
