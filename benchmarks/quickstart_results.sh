@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The runs of docs/results.md: the quickstart with CalibAdv and with GRPO from the same cold start on every seed
+# The runs of experiments/quickstart.md: the quickstart with CalibAdv and with GRPO from the same cold start on every seed
 # given (default 3 4 5), and on the first seed two controls: shuffled rewards, and further SFT instead of RL.
 #
 #   bash benchmarks/quickstart_results.sh OUTPUT_FOLDER [SEED…]

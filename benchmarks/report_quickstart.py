@@ -1,4 +1,4 @@
-"""Tables and curves of docs/results.md from the folders that quickstart_results.sh wrote.
+"""Tables and curves of experiments/quickstart.md from the folders that quickstart_results.sh wrote.
 
 python -m benchmarks.report_quickstart RESULTS_FOLDER --svg docs/quickstart_curves.svg
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The experiments of docs/evidence.md: runs what is not done yet (arguments: --help).
+# The experiments of experiments/evidence.md: runs what is not done yet (arguments: --help).
 #
 #   bash experiments/evidence.sh OUTPUT                  # everything, the most telling first: many hours
 #   bash experiments/evidence.sh OUTPUT --part short     # GRPO and CalibAdv, two seeds, one picture

@@ -1,4 +1,4 @@
-"""The figures of docs/evidence.md, drawn in the style of `calibadv report`."""
+"""The figures of experiments/evidence.md, drawn in the style of `calibadv report`."""
 
 from __future__ import annotations
 

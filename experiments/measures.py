@@ -1,4 +1,4 @@
-"""What docs/evidence.md defines: collapse, intervals over seeds, and which quantity warns first."""
+"""What experiments/evidence.md defines: collapse, intervals over seeds, and which quantity warns first."""
 
 from __future__ import annotations
 

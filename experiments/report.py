@@ -1,4 +1,4 @@
-"""Tables and figures of docs/evidence.md from the folder that evidence.sh filled.
+"""Tables and figures of experiments/evidence.md from the folder that evidence.sh filled.
 
     python -m experiments.report OUTPUT [--docs docs/] [--name evidence_rumours]
 

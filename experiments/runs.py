@@ -1,4 +1,4 @@
-"""Runs the experiments of docs/evidence.md, and goes on where it was stopped.
+"""Runs the experiments of experiments/evidence.md, and goes on where it was stopped.
 
     python -m experiments.runs OUTPUT [--part PART] [--seeds "3 4 5"] [--list]
 

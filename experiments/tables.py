@@ -1,4 +1,4 @@
-"""The tables of docs/evidence.md as Markdown."""
+"""The tables of experiments/evidence.md as Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experiments of docs/evidence.md: what is run, skipped and begun again."""
+"""The experiments of experiments/evidence.md: what is run, skipped and begun again."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The experiments of docs/evidence.md: what each arm changes, what is run and in which order."""
+"""The experiments of experiments/evidence.md: what each arm changes, what is run and in which order."""
 
 import dataclasses
 import sys

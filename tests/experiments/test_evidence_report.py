@@ -1,4 +1,4 @@
-"""Tables and figures of docs/evidence.md, from runs made by hand."""
+"""Tables and figures of experiments/evidence.md, from runs made by hand."""
 
 import functools
 import json
