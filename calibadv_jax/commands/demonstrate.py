@@ -59,7 +59,7 @@ def run(config: Config) -> None:
     if SEARCH not in grammar.actions:
         raise UserError(f"tools has no {SEARCH}, and it is searches that are demonstrated: put it into tools")
     tokenizer = build_model(config, config.sft.init_from or config.policy.path).tokenizer
-    questions = load_questions(config.data.train)
+    questions = load_questions(config.data.train, config.data.columns)
     passages = read_passages(corpus, {name for one in questions for name in one.supporting_ids})
     searches = find_varied_support if config.sft.first_query == "varied" else find_support
     named = [one for one in questions if any(name in passages for name in one.supporting_ids)]
