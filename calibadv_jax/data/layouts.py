@@ -127,14 +127,14 @@ def texts(value: Any, where: str, key: str) -> list[str]:
 
 def _verl(row: Row, where: str) -> Fields:
     """Search-R1, verl, SkyRL, the CalibAdv authors: the answers are in reward_model.ground_truth."""
-    name = "reward_model" if row.get("reward_model") is not None else "reward_spec"
-    reward, extra = row.get(name), row.get("extra_info") or {}
+    key = "reward_model" if row.get("reward_model") is not None else "reward_spec"
+    reward, extra = row.get(key), row.get("extra_info") or {}
     if not isinstance(reward, dict) or not isinstance(extra, dict):
-        raise UserError(f"{where}: {name!r} and 'extra_info' must be objects; correct the row")
+        raise UserError(f"{where}: {key!r} and 'extra_info' must be objects; correct the row")
     truth = reward.get("ground_truth")
     target = truth.get("target") if isinstance(truth, dict) else truth
     answers = texts(
-        row.get("golden_answers") if target is None else target, where, f"{name}.ground_truth.target"
+        row.get("golden_answers") if target is None else target, where, f"{key}.ground_truth.target"
     )
     question = row.get("question") or without_nan(extra.get("question"))
     if question is None:

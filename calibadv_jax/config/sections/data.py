@@ -45,8 +45,8 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the training questions anew in every epoch."""
     rest_above: float = Field(default=1.0, ge=0, le=1)
-    """Curriculum: a question whose trajectories had a higher mean score when it was last trained is left out
-    once, and then asked again; 1: none. A negative score counts as 0."""
+    """Curriculum: a question whose trajectories had a higher mean score when it was last trained, as a share
+    of the largest reward, is left out once, and then asked again; 1: none. A negative score counts as 0."""
     rest_below: float = Field(default=0.0, ge=0, le=1)
     """The same for a lower mean score; 0: none."""
 
