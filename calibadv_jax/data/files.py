@@ -44,7 +44,7 @@ UNREAD = (
     "search_results",
     "supporting_facts",
 )
-OPEN_LIST = re.compile(r"""\s*\[\s*["']""")
+OPEN_LIST = re.compile(r"""\s*[\[{]\s*["'{]""")  # of texts, or of objects
 _ARRAY = re.compile(r"array\((\[.*\])(?:,\s*dtype=\w+)?\)", re.DOTALL)  # a NumPy array as text
 _WHOLE_FLOAT = re.compile(r"-?\d+\.0")
 _TRIVIA = re.compile(rb'\s*\{\s*"Data"\s*:\s*\[')
@@ -201,9 +201,9 @@ def _dpr(cells: list[str], where: str) -> Row:
 
 
 def _cell(text: str) -> str | bool | int:
-    """Return the value of a table's cell: text, or a boolean or whole float as pandas writes it."""
-    if text in ("True", "False"):
-        return text == "True"
+    """Return the value of a table's cell: text, or a boolean or whole float as pandas or Excel writes it."""
+    if text in ("True", "TRUE", "true", "False", "FALSE", "false"):
+        return text.lower() == "true"
     return int(text[:-2]) if _WHOLE_FLOAT.fullmatch(text) else text
 
 

@@ -21,8 +21,12 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.files import OPEN_LIST, Row, parse_list
 
 NO_COLUMNS = ColumnsConfig()
-_SEPARATOR = re.compile(r"<\|?\w*(?:split|sep)\w*\|?>|\[SEP\]", re.IGNORECASE)  # between answers in one text
-_TAG = re.compile(r"</?(?:think|search|answer|information|access|tool\w*)>")  # stands in instructions only
+_MISSING = object()
+# Between several answers in one text, and what stands in instructions only.
+_SEPARATOR = re.compile(r"<\|?\w*(?:split|sep)\w*\|?>|\[SEP\]|<br ?/?>", re.IGNORECASE)
+_INSTRUCTION = re.compile(
+    r"</?(?:think|search|answer|information|access|tool\w*)>|[Tt]hink step by step|\\boxed"
+)
 MARKER = "Question:"  # before the question in the prompts of Search-R1 and of the CalibAdv authors
 
 
@@ -66,7 +70,14 @@ def layout_of(row: Row, where: str, columns: ColumnsConfig = NO_COLUMNS) -> Layo
         UserError: no layout has these keys.
     """
     if columns.question or columns.answer:
-        read = partial(_columns, columns.question or "question", columns.answer or "answer")
+        names = columns.question or "question", columns.answer or "answer"
+        missing = next((name for name in names if _value(row, name) is _MISSING), None)
+        if missing is not None:
+            raise UserError(
+                f"{where}: no key {missing!r}: the keys are {', '.join(map(str, row))}; name another key"
+                " (--question, --answer; data.columns)"
+            )
+        read = partial(_columns, *names)
         return Layout("the layout of data.columns", frozenset(), read)
     for layout in LAYOUTS:
         if layout.keys <= row.keys():
@@ -132,7 +143,9 @@ def _verl(row: Row, where: str) -> Fields:
     if not isinstance(reward, dict) or not isinstance(extra, dict):
         raise UserError(f"{where}: {key!r} and 'extra_info' must be objects; correct the row")
     truth = reward.get("ground_truth")
-    target = truth.get("target") if isinstance(truth, dict) else truth
+    target = truth
+    if isinstance(truth, dict):
+        target = next((truth[name] for name in ("target", *ANSWERS) if truth.get(name) is not None), None)
     answers = texts(
         row.get("golden_answers") if target is None else target, where, f"{key}.ground_truth.target"
     )
@@ -170,7 +183,7 @@ def _question_of(prompt: Any, where: str, needs_marker: bool = True) -> str:
         )
     lines = [line.strip() for line in text.split("<|")[0].splitlines() if line.strip()] or [""]
     is_cut = not lines[0].endswith("?") and any(line.endswith("?") for line in lines[1:])
-    if is_cut or _TAG.search(lines[0]):
+    if is_cut or _INSTRUCTION.search(lines[0]):
         raise UserError(
             f"{where}: key 'question' is missing, and in the prompt the question cannot be separated from the"
             f" instructions ({text.strip()[:80]!r}); add the key"
@@ -235,21 +248,18 @@ def _natural_hub(row: Row, where: str) -> Fields:
 
 def _columns(question: str, answer: str, row: Row, where: str) -> Fields:
     """Return the question and the answers of two keys; a dot in a key leads into an object."""
-    text, answers = _value(row, question, where), _value(row, answer, where)
+    text, answers = _value(row, question), _value(row, answer)
     if isinstance(text, list) and text and isinstance(text[-1], dict):  # a chat, which ends with the question
         text = text[-1].get("content")
+    answers = None if answers is _MISSING else answers
     return Fields(_id(row), text, texts(answers, where, answer), row.get("data_source"))
 
 
-def _value(row: Row, key: str, where: str) -> Any:
+def _value(row: Row, key: str) -> Any:
+    """Return the value of a key, or _MISSING."""
     value: Any = row
     for part in [key] if key in row else key.split("."):
-        if not isinstance(value, dict) or part not in value:
-            raise UserError(
-                f"{where}: no key {key!r}: the keys are {', '.join(map(str, row))}; correct the row, or name"
-                " another key (--question, --answer; data.columns)"
-            )
-        value = value[part]
+        value = value.get(part, _MISSING) if isinstance(value, dict) else _MISSING
     return value
 
 

@@ -21,7 +21,7 @@ from calibadv_jax.data.layouts import NO_COLUMNS, OURS, Fields, Layout, NoAnswer
 from calibadv_jax.data.sources import Sources, find_files
 
 ROLES = ("system", "user", "assistant")
-_JOINED = re.compile(r"\S\s*[|;\n]\s*\S")
+_JOINED = re.compile(r"\S(?:\s*[|;\n]+\s*| / )\S")
 
 
 def load_questions(sources: Sources, columns: ColumnsConfig = NO_COLUMNS) -> list[Question]:

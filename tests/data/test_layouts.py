@@ -17,7 +17,7 @@ from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data import files
-from calibadv_jax.data.layouts import LAYOUTS
+from calibadv_jax.data.layouts import LAYOUTS, NoAnswer
 from calibadv_jax.data.questions import answer_warnings, load_questions, question_row, write_questions
 
 PROMPT = "Reason inside <think> and </think>. Question: {}\n"
@@ -95,6 +95,11 @@ def write(path, *rows):
             "q.parquet",
             verl(0, reward_model={"style": "rule", "ground_truth": "20 July"}),
             ("nq_train_0", "who?", ("20 July",), "nq"),
+        ),
+        (
+            "q.jsonl",
+            verl(0, reward_model={"ground_truth": {"answers": ["me"]}}),
+            ("nq_train_0", "who?", ("me",), "nq"),
         ),
         (
             "nq/test.jsonl",
@@ -396,6 +401,7 @@ def test_rlinfs_rows(tmp_path):
         ("Answer it.\nQuestion:\n  Who wrote Emma\n\nThink first.", "Who wrote Emma"),
         ("Question: Who? Or what?<|im_end|>\n<|im_start|>assistant\n<think>", "Who? Or what?"),
         ("Question: Who wrote Emma? Give the result inside <answer> and </answer>.", None),
+        ("Question: Who wrote Emma? Think step by step.", None),
         ("Question: Read this.\nEmma is a book.\nWho wrote it?\nThink first.", None),
         ("Question: \n", None),
     ],
@@ -464,6 +470,9 @@ def test_columns_of_an_unknown_layout_are_named(tmp_path):
     assert (question.id, question.text, question.golden_answers) == ("mine_3", "who?", ("Ada", "Bo"))
     with pytest.raises(UserError, match="mine.jsonl:1: no key 'gold.words': the keys are request, gold, qid"):
         load_questions(path, ColumnsConfig("request", "gold.words"))
+    write(path, row, {"request": "where?", "qid": 4})
+    with pytest.raises(NoAnswer, match="mine.jsonl:2: key 'gold.text' holds no answer"):
+        load_questions(path, ColumnsConfig("request", "gold.text"))
     short = write(tmp_path / "short.jsonl", {"question": "who?", "gold": ["Ada"]})
     assert load_questions(short, ColumnsConfig(answer="gold"))[0].golden_answers == ("Ada",)
 

@@ -51,7 +51,17 @@ def test_our_own_layout_as_a_table(tmp_path):
     assert (second.golden_answers, second.supporting_ids) == (("Rome",), ())
 
 
-@pytest.mark.parametrize("cell", ["['Ada', Bo]", '["Ada", "Bo"', "['Ada', b'Bo']", "[ 'Ada', ['Bo']]"])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "['Ada', Bo]",
+        '["Ada", "Bo"',
+        "[{'text': 'Ada'}]",
+        "{'text': 'Ada'}",
+        "['Ada', b'Bo']",
+        "[ 'Ada', ['Bo']]",
+    ],
+)
 def test_a_list_in_a_table_that_is_broken_is_refused(tmp_path, cell):
     text = io.StringIO()
     csv.writer(text).writerows([["question", "answer"], ["who?", "Ada"], ["what?", cell]])
@@ -72,6 +82,7 @@ def test_a_list_in_a_table_that_is_broken_is_refused(tmp_path, cell):
         ("Ada <sep> Bo<SEP>", ("Ada", "Bo")),
         (["Ada[SEP]Bo", "['Cy', 'Ada']"], ("Ada", "Bo", "Cy")),
         (['["Weird Al" Yankovic]'], ('["Weird Al" Yankovic]',)),
+        ("Ada<br>Bo", ("Ada", "Bo")),
         ("Ada|Bo", ("Ada|Bo",)),
         ("(1, 2)", ("(1, 2)",)),
         ([True, False], ("yes", "no")),
@@ -94,7 +105,7 @@ def test_answers_are_read_equally_in_every_layout(tmp_path, key, data_source, an
 def test_table_has_the_booleans_and_numbers_of_pandas(tmp_path):
     (tmp_path / "mine.csv").write_text(
         "id,question,golden_answers,data_source,supporting_ids\n"
-        "1.0,who?,5.0,mine,7.0\n2.0,is it?,True,mine,\n3.0,is it not?,False,,8.0\n"
+        "1.0,who?,5.0,mine,7.0\n2.0,is it?,True,mine,\n3.0,is it not?,FALSE,,8.0\n"
     )
     questions = load_questions(tmp_path / "mine.csv")
     assert [question.golden_answers for question in questions] == [("5",), ("yes",), ("no",)]
