@@ -151,7 +151,7 @@ def _verl(row: Row, where: str) -> Fields:
     )
     question = row.get("question") or without_nan(extra.get("question"))
     if question is None:
-        question = _question_of(row.get("prompt"), where)
+        question = question_of(row.get("prompt"), where)
     name, index = row.get("id"), without_nan(extra.get("index"))
     if name is None and index is not None:
         name = "_".join(str(part) for part in (extra.get("split"), index) if part is not None)
@@ -161,11 +161,11 @@ def _verl(row: Row, where: str) -> Fields:
 def _prompted(key: str, row: Row, where: str, needs_marker: bool = False) -> Fields:
     """RLinf's search agent (its prompts have a marker) and TRL: the prompt holds the question."""
     prompt = row.get("prompt")
-    question = row.get("question") or _question_of(prompt, where, needs_marker)
+    question = row.get("question") or question_of(prompt, where, needs_marker)
     return Fields(_id(row), question, texts(row.get(key), where, key), row.get("data_source"), prompt=prompt)
 
 
-def _question_of(prompt: Any, where: str, needs_marker: bool = True) -> str:
+def question_of(prompt: Any, where: str, needs_marker: bool = True) -> str:
     """Return the question of a prompt: the rest of the line after the only "Question:".
 
     Args:

@@ -118,6 +118,7 @@ def parse_question(row: dict[str, Any], where: str) -> Question:
         NoAnswer: `golden_answers` holds no answer.
         UserError: another key is wrong.
     """
+    row = {key: without_nan(value) for key, value in row.items()}
     return _question(OURS.read(row, where), where, {})
 
 
