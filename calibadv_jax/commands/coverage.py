@@ -14,6 +14,7 @@ from pathlib import Path
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
+from calibadv_jax.core.locking import locked_output
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.annotated import Search, answer_in, queries_for, read_passages
 from calibadv_jax.data.questions import load_questions, select_evenly, write_questions
@@ -63,7 +64,10 @@ def run(config: Config) -> None:
     if not files:
         raise UserError("no question file: set data.train, data.eval or both")
     report = {}
-    with open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url:
+    with (
+        locked_output(folder, "coverage of run.dir", console.warn),
+        open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         for key, sources in files.items():
             questions = load_questions(sources, config.data.columns)
@@ -79,7 +83,7 @@ def run(config: Config) -> None:
             report[key] = summary(questions, found)
             console.say(f"data.{key}: share of questions, {depth(config)} documents a search")
             console.say(coverage_table(report[key]))
-    write_json(folder / "coverage.json", report)
+        write_json(folder / "coverage.json", report)
     console.note(f"answerable questions and figures written to {folder}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from calibadv_jax.core.errors import UserError
 
-PARTIAL = ".partial"  # end of the name of a file that is being written
+PARTIAL, PREVIOUS = ".partial", ".previous"  # ends of the names of what is being written, and exchanged
 
 
 def check_literal(folder: Path) -> None:
@@ -31,14 +32,17 @@ def check_literal(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Another name beside `path` to write to: it becomes `path` if the block ends well, else it goes.
+    """Yield another name beside `path` to write to: it becomes `path` if the block ends well, else it goes.
 
-    The data are on the disk before the name is: after a power failure no file is empty under its name.
+    The data are on the disk before the name is: after a power failure no file is empty under its name. Of two
+    processes that write one path at the same time each replaces the other's complete file.
 
     Raises:
-        OSError: it cannot be written; an older file of this name is as it was.
+        OSError: it cannot be written; an older file of this name is unchanged.
     """
-    partial = path.with_name(f".{path.name}{PARTIAL}")
+    for leftover in _leftovers(path, PARTIAL):
+        leftover.unlink(missing_ok=True)
+    partial = _own_name(path, PARTIAL)
     try:
         yield partial
         _to_disk(partial)
@@ -55,13 +59,14 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     folder if the kill came while the two were exchanged.
 
     Raises:
-        OSError: it cannot be written; an older folder of this name is as it was.
+        OSError: it cannot be written; an older folder of this name is unchanged.
     """
-    partial, previous = (path.with_name(f".{path.name}{end}") for end in (PARTIAL, ".previous"))
-    if previous.exists() and not path.exists():
-        previous.rename(path)
-    for leftover in (partial, previous):
+    for previous in _leftovers(path, PREVIOUS):
+        if not path.exists():
+            previous.rename(path)
+    for leftover in (*_leftovers(path, PARTIAL), *_leftovers(path, PREVIOUS)):
         shutil.rmtree(leftover, ignore_errors=True)
+    partial, previous = _own_name(path, PARTIAL), _own_name(path, PREVIOUS)
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -74,6 +79,34 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(previous, ignore_errors=True)
+
+
+def _own_name(path: Path, end: str) -> Path:
+    """Return a hidden name beside `path` that no other process uses."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{end}")
+
+
+def _leftovers(path: Path, end: str) -> list[Path]:
+    """Return the hidden names of `path` that killed processes of this machine have left."""
+    start = f".{path.name}.{socket.gethostname()}."
+    leftovers = []
+    for other in path.parent.iterdir() if path.parent.is_dir() else ():
+        pid = other.name.removeprefix(start).removesuffix(end)
+        if other.name == f"{start}{pid}{end}" and pid.isdigit() and not _is_alive(int(pid)):
+            leftovers.append(other)
+    return leftovers
+
+
+def _is_alive(pid: int) -> bool:
+    if pid == os.getpid():  # of another process that had this number: this one has only begun to write
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True
 
 
 def _to_disk(path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_text
+from calibadv_jax.core.locking import locked_output
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.report.draw import draw
 from calibadv_jax.report.gather import Gathered, gather
@@ -60,12 +61,13 @@ def run(arguments: argparse.Namespace) -> None:
         gathered = gather(series, arguments.smooth)
     output = arguments.output or (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
     output.parent.mkdir(parents=True, exist_ok=True)
-    with console.phase("drawing the figures", announce=True):
-        write_text(output, render(series, gathered))  # whole, so that a browser never loads half a page
-    console.say(f"{output}")
-    if arguments.png is not None:
-        number = write_pngs(arguments.png, series, gathered)
-        console.say(f"{arguments.png}: {number} figures")
+    with locked_output(output, "--output", console.warn):
+        with console.phase("drawing the figures", announce=True):
+            write_text(output, render(series, gathered))  # whole, so that a browser never loads half a page
+        console.say(f"{output}")
+        if arguments.png is not None:
+            number = write_pngs(arguments.png, series, gathered)
+            console.say(f"{arguments.png}: {number} figures")
 
 
 def write_pngs(folder: Path, series: Sequence[Series], gathered: Gathered) -> int:

@@ -17,6 +17,7 @@ import pyarrow as pa
 from calibadv_jax.config import RewardConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
+from calibadv_jax.core.locking import locked_output
 from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, OPEN_THINK
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.record.reader import read_columns, read_metadata
@@ -70,7 +71,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"no trajectory with a score of {least} among {counts['all']}; lower --min-score")
     kept = [row for _, of_question in sorted(chosen.items()) for _, row in of_question]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    write_jsonl(arguments.output, map(demonstration, kept))
+    with locked_output(arguments.output, "--output", Console().warn):
+        write_jsonl(arguments.output, map(demonstration, kept))
     rows = [[name, count] for name, count in counts.items() if name != "all" and count]
     rows += [["written", len(kept)], ["questions", len(chosen)]]
     Console().say(table([["all", counts["all"]], *rows], ["trajectories", "number"]))

@@ -3,6 +3,9 @@
 import ast
 import errno
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,11 +62,32 @@ def test_a_folder_replaces_what_was_there(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+def of_killed_process(path, end):
+    """Return the name that a process which has ended wrote to beside `path`."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{ended.pid}{end}")
+
+
+def test_two_writers_of_a_file_do_not_mix(tmp_path):
+    """The second begins while the first writes, in another process."""
+    path = tmp_path / "a"
+    of_killed_process(path, ".partial").touch()
+    other = "from pathlib import Path; from calibadv_jax.core.files import write_text;"
+    with replacing(path) as partial:
+        partial.write_text("first")
+        code = f"{other} write_text(Path({str(path)!r}), 'second')"
+        subprocess.run([sys.executable, "-c", code], check=True)
+        assert path.read_text() == "second" and partial.read_text() == "first"
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
 def test_a_failure_leaves_the_old_folder_and_no_other(tmp_path, error):
     path = tmp_path / "a"
-    (tmp_path / ".a.partial").mkdir()  # of a process that was killed
-    (tmp_path / ".a.partial" / "theirs").touch()
+    leftover = of_killed_process(path, ".partial")
+    leftover.mkdir()
+    (leftover / "b").touch()
     with replacing_folder(path) as partial:
         assert list(partial.iterdir()) == []
         (partial / "b").write_text("old")
@@ -90,9 +114,10 @@ def test_the_data_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
 
 def test_a_kill_while_folders_are_exchanged_loses_none(tmp_path):
     """The older one has its other name, the new one not yet its own; then the next attempt fails."""
-    (tmp_path / ".a.previous").mkdir()
-    (tmp_path / ".a.previous" / "old").touch()
-    (tmp_path / ".a.partial").mkdir()
+    previous = of_killed_process(tmp_path / "a", ".previous")
+    previous.mkdir()
+    (previous / "old").touch()
+    of_killed_process(tmp_path / "a", ".partial").mkdir()
     with pytest.raises(RuntimeError, match="no room"), replacing_folder(tmp_path / "a"):
         raise RuntimeError("no room")
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "old"]
