@@ -1,6 +1,6 @@
 """Tables and curves of experiments/quickstart.md from the folders that quickstart_results.sh wrote.
 
-python -m benchmarks.report_quickstart RESULTS_FOLDER --svg docs/quickstart_curves.svg
+python -m benchmarks.report_quickstart RESULTS_FOLDER --svg experiments/quickstart_curves.svg
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tables and figures of experiments/evidence.md from the folder that evidence.sh filled.
 
-    python -m experiments.report OUTPUT [--docs docs/] [--name evidence_rumours]
+    python -m experiments.report OUTPUT [--docs experiments/] [--name evidence_rumours]
 
 Writes NAME_tables.md and NAME_*.svg into OUTPUT/report, or into the folder given by --docs. A run counts when
 the policy of its last step has been evaluated.

@@ -184,7 +184,7 @@ def describe(config: AdvantageConfig) -> list[str]:
             " a turn's correctness is 0 if it repeats an earlier one",
             f"  correctness {config.correctness}: {_CORRECTNESS_WORDS[config.correctness]}",
             "  silver documents: those seen by the group's best format-valid trajectories, if their score"
-            f" is at least {config.silver_threshold:g}",
+            f" is at least {config.silver_threshold:g} of the largest reward",
         ]
     else:
         lines.append("soft penalty OFF: search turns keep their trajectory's whole advantage")

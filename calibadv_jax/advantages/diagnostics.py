@@ -35,7 +35,7 @@ def _mean(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 def _groups(credits: Sequence[GroupCredit]) -> dict[str, float]:
     scores = [
-        np.array([trajectory.answer_score for trajectory in credit.group.trajectories])
+        np.array([trajectory.relative_score for trajectory in credit.group.trajectories])
         for credit in credits
         if credit.group.trajectories
     ]
@@ -46,7 +46,7 @@ def _groups(credits: Sequence[GroupCredit]) -> dict[str, float]:
     return (
         _mean("groups/tied_share", [float(np.ptp(group) == 0) for group in scores])
         | _mean("groups/all_wrong_share", [float(np.all(group == 0)) for group in scores])
-        | _mean("groups/all_right_share", [float(np.all(group == 1)) for group in scores])
+        | _mean("groups/all_right_share", [float(np.all(group >= 1)) for group in scores])
         | _mean("groups/one_sided_share", one_sided)
     )
 

@@ -31,16 +31,16 @@ class Judgement:
 def silver_documents(group: Group, threshold: float) -> dict[str, float]:
     """Document id -> weight in (0, 1] of the documents that the group's best trajectories saw.
 
-    Best: format valid, score >= `threshold` and equal to the group's maximum. A document's weight is
-    the number of best trajectories that saw it over the largest such number. Empty where no trajectory
-    is good enough, or where none of the best saw a document.
+    Best: format valid, relative score >= `threshold` and score equal to the group's maximum. A document's
+    weight is the number of best trajectories that saw it over the largest such number. Empty where no
+    trajectory is good enough, or where none of the best saw a document.
     """
-    best_score = max((trajectory.answer_score for trajectory in group.trajectories), default=0.0)
-    if best_score < threshold:
+    best = max(group.trajectories, key=lambda trajectory: trajectory.answer_score, default=None)
+    if best is None or best.relative_score < threshold:
         return {}
     counts: Counter[str] = Counter()
     for trajectory in group.trajectories:
-        if trajectory.format_valid and trajectory.answer_score == best_score:
+        if trajectory.format_valid and trajectory.answer_score == best.answer_score:
             ids = (document.id for turn in trajectory.turns for document in turn.documents)
             counts.update(dict.fromkeys(ids, 1))
     largest = max(counts.values(), default=1)

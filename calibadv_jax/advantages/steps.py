@@ -26,6 +26,7 @@ class Scored:
 
     scores: np.ndarray  # float64 [G]
     tokens: np.ndarray  # int64 [G]: sampled ones
+    max_score: float = 1.0  # largest answer reward
 
 
 Baseline = Callable[[Scored, AdvantageConfig], np.ndarray]  # -> float64 [G]: scores less a baseline
@@ -55,7 +56,7 @@ def scored(group: Group) -> Scored:
     if not np.isfinite(scores).all():
         raise ValueError(f"question {group.question.id!r}: answer scores {scores.tolist()} are not finite")
     tokens = [sum(len(turn.token_ids) for turn in one.turns) for one in group.trajectories]
-    return Scored(scores, np.array(tokens, np.int64))
+    return Scored(scores, np.array(tokens, np.int64), group.trajectories[0].max_score)
 
 
 def is_tied(values: np.ndarray) -> bool:
@@ -128,7 +129,7 @@ def acceptable(one: Scored, config: AdvantageConfig) -> np.ndarray:
 
 
 def _nearly_right(one: Scored, centred: np.ndarray, config: AdvantageConfig) -> np.ndarray:
-    return (centred < 0) & (one.scores >= config.score_threshold)
+    return (centred < 0) & (one.scores / one.max_score >= config.score_threshold)
 
 
 def as_it_is(

@@ -70,7 +70,7 @@ def run(config: Config) -> None:
     ):
         folder.mkdir(parents=True, exist_ok=True)
         for key, sources in files.items():
-            questions = load_questions(sources)
+            questions = load_questions(sources, config.data.columns)
             named = {name for question in questions for name in question.supporting_ids}
             corpus = config.retriever.corpus
             passages = read_passages(corpus, named) if corpus and named else {}
@@ -164,7 +164,7 @@ def coverage_table(shares: dict[str, dict[str, float | int | None]]) -> str:
 
 def coverage_lines(config: Config, url: str | Sequence[str]) -> list[str]:
     """For the doctor: what searches for a sample of the evaluation questions, as they are, return."""
-    questions = select_evenly(load_questions(config.data.eval), SAMPLE, seed=0)
+    questions = select_evenly(load_questions(config.data.eval, config.data.columns), SAMPLE, seed=0)
     *_, shares = summary(questions, measure(config, url, questions, {})).values()
     said = [f"{MEASURES[name]} {shares[name]:.0%}" for name in SAMPLED if shares[name] is not None]
     asked = f"{len(questions)} questions of data.eval as queries, {depth(config)} documents each"

@@ -38,6 +38,18 @@ from calibadv_jax.services.lookups import look_up_each
 from calibadv_jax.services.retriever_process import open_retriever
 
 WRITTEN, NO_LIMIT = "written", 2**31
+# Cause for which a question gives no demonstration -> what to do.
+CAUSES = {
+    "no supporting_ids": "name the passages that answer a question in 'supporting_ids'",
+    "passage unknown": "the ids in 'supporting_ids' must be those of retriever.corpus",
+    "not found": "the index does not find the passages in rollout.max_searches searches",
+    "cut off": "raise rollout.max_observation_length, or lower retriever.topk",
+    "answer not in the passages": "the supporting passages must hold a golden answer",
+    "long prompt": "raise rollout.max_prompt_length",
+    "long turn": "raise rollout.max_turn_length",
+    "longer than rollout.max_length": "raise it",
+    "longer than sft.row_length": "raise it, or leave it out: it follows rollout.max_length",
+}
 SEARCH = SearchAction.name
 
 
@@ -59,7 +71,7 @@ def run(config: Config) -> None:
     if SEARCH not in grammar.actions:
         raise UserError(f"tools has no {SEARCH}, and it is searches that are demonstrated: put it into tools")
     tokenizer = build_model(config, config.sft.init_from or config.policy.path).tokenizer
-    questions = load_questions(config.data.train)
+    questions = load_questions(config.data.train, config.data.columns)
     passages = read_passages(corpus, {name for one in questions for name in one.supporting_ids})
     searches = find_varied_support if config.sft.first_query == "varied" else find_support
     named = [one for one in questions if any(name in passages for name in one.supporting_ids)]
@@ -72,8 +84,11 @@ def run(config: Config) -> None:
         console.bar("search", len(named), "questions") as show,
     ):
         found = look_up_each(config.retriever, url, named, find, show)
-    counts = Counter((one.data_source, "no passage named") for one in questions)
-    counts.subtract(Counter((one.data_source, "no passage named") for one in named))
+    counts: Counter[tuple[str, str]] = Counter(
+        (question.data_source, "passage unknown" if question.supporting_ids else "no supporting_ids")
+        for question in questions
+        if not any(name in passages for name in question.supporting_ids)
+    )
     kept = []
     for question, lookups in zip(named, found, strict=True):
         made: Demonstration | str = "not found"
@@ -81,17 +96,17 @@ def run(config: Config) -> None:
             made = demonstrate(
                 question, lookups, lambda documents: _shown(config, tokenizer, documents), grammar
             )
-        if isinstance(made, Demonstration) and not _fits(made, config, tokenizer):
-            made = "too long"
+        if isinstance(made, Demonstration):
+            made = _too_long(made, config, tokenizer) or made
         if isinstance(made, Demonstration):
             kept.append(made)
         what = f"{WRITTEN}, {len(lookups)} search" if isinstance(made, Demonstration) else made
         counts[question.data_source, what] += 1
     if not kept:
-        reasons = ", ".join(sorted({reason for (_, reason), number in counts.items() if number}))
+        causes = Counter(cause for _, cause in counts.elements()).most_common()
+        reasons = "; ".join(f"{number} {cause} ({CAUSES[cause]})" for cause, number in causes)
         raise UserError(
-            f"{config.data.train}: none of {len(questions)} questions gives a demonstration ({reasons}): they"
-            " must name passages of retriever.corpus in 'supporting_ids', and the index must find them"
+            f"{config.data.train}: none of {len(questions)} questions gives a demonstration: {reasons}"
         )
     _write(Path(output), kept)
     console.say(_count_table(counts))
@@ -106,15 +121,19 @@ def _shown(config: Config, tokenizer: Any, documents: Sequence[Document]) -> str
     return shown.of_documents(neutralise_documents(documents, tokenizer, grammar_of(actions)))[1]
 
 
-def _fits(demonstration: Demonstration, config: Config, tokenizer: Any) -> bool:
-    """Whether the policy could write it, and sft train on it, within the limits of the config."""
+def _too_long(demonstration: Demonstration, config: Config, tokenizer: Any) -> str:
+    """Return the limit of the config that the demonstration exceeds, as named in CAUSES, or ""."""
     rollout = config.rollout
     prompt = build_prompt(demonstration.question, tokenizer, config.prompt, NO_LIMIT, make_actions(config))
     longest_turn = max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns)
-    if len(prompt) > rollout.max_prompt_length or longest_turn > rollout.max_turn_length:
-        return False
+    if len(prompt) > rollout.max_prompt_length:
+        return "long prompt"
+    if longest_turn > rollout.max_turn_length:
+        return "long turn"
     length = demonstration_length(demonstration, config, tokenizer)
-    return length <= min(config.sft.row_length, rollout.max_length)
+    if length > rollout.max_length:
+        return "longer than rollout.max_length"
+    return "longer than sft.row_length" if length > config.sft_row_length else ""
 
 
 def _write(path: Path, demonstrations: Sequence[Demonstration]) -> None:

@@ -23,7 +23,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.pipeline import check_questions as check_fit
-from calibadv_jax.data.questions import load_questions
+from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.rollout.actions import grammar_of
@@ -98,7 +98,7 @@ def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None)
         UserError: the evaluation file is missing or malformed, or a service does not answer.
     """
     if config.evaluate.every:
-        check_fit(load_questions(config.data.eval), {}, config.prompt.template)
+        check_fit(load_questions(config.data.eval, config.data.columns), {}, config.prompt.template)
     if config.retriever.url:
         check_running(config.retriever, warn)
     if config.sampler.name == "vllm" and config.sampler.urls:
@@ -110,14 +110,15 @@ def check_questions(config: Config) -> list[str]:
     lines = []
     for key in ("train", "eval"):
         path = getattr(config.data, key)
-        questions = load_questions(path)
+        questions = load_questions(path, config.data.columns)
         check_fit(questions, config.data.weights if key == "train" else {}, config.prompt.template)
         sources = sorted({question.data_source for question in questions})
         answers = sum(len(question.golden_answers) for question in questions)
         found = f"{len(questions)} questions ({', '.join(sources)}) in {path}"
         lines.append(f"data.{key}: {found}, with {answers} golden answers")
-    shared = {q.text for q in load_questions(config.data.train)} & {
-        q.text for q in load_questions(config.data.eval)
+        lines += [f"warning: {line}" for line in answer_warnings(questions, f"data.{key}")]
+    shared = {q.text for q in load_questions(config.data.train, config.data.columns)} & {
+        q.text for q in load_questions(config.data.eval, config.data.columns)
     }
     if shared:
         lines.append(f"warning: {len(shared)} questions are in both files; held-out scores will be too high")
@@ -152,7 +153,7 @@ def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
     check_tags(actions, tokenizer)
     limit, warnings, example = config.rollout.max_prompt_length, [], np.zeros(0, np.int32)
     for key in ("train", "eval"):
-        questions = load_questions(getattr(config.data, key))
+        questions = load_questions(getattr(config.data, key), config.data.columns)
         lengths = prompt_lengths(questions, tokenizer, config.prompt, limit, actions)
         kept, overlong = drop_overlong(questions, lengths, limit, config.data.overlong_prompts, f"data.{key}")
         warnings += [f"warning: {overlong}"] if overlong else []
@@ -179,7 +180,7 @@ def check_retriever(config: Config) -> list[str]:
     """The service's corpus and index (a child service checks them as it starts), and one real query."""
     if not config.has_retriever:
         return ["none: no action of tools asks it"]
-    question = load_questions(config.data.eval)[0]
+    question = load_questions(config.data.eval, config.data.columns)[0]
     asked = replace(config.retriever, patience=ONCE)
     with open_retriever(asked, Path(config.run.dir) / "retriever.log", lambda _: None) as url:
         retriever = RetrieverClient(asked, url)
@@ -212,7 +213,7 @@ def check_judge(config: Config) -> list[str]:
     if not config.reward.judge.url:
         return []
     judge = JudgeClient(replace(config.reward.judge, patience=ONCE))
-    question = load_questions(config.data.eval)[0]
+    question = load_questions(config.data.eval, config.data.columns)[0]
     answers = question.golden_answers[0], NO_ANSWER
     begun = time.monotonic()
     try:

@@ -20,7 +20,7 @@ from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.files import write_json, write_text
 from calibadv_jax.core.locking import locked_output
 from calibadv_jax.core.trajectory import Document, Group, Question
-from calibadv_jax.data.questions import load_questions, select_evenly
+from calibadv_jax.data.questions import answer_warnings, load_questions, select_evenly
 from calibadv_jax.evaluation.methods import METHODS, method_config, method_retriever, with_passages
 from calibadv_jax.evaluation.records import Key, Row, RowFile, identity, make_row
 from calibadv_jax.evaluation.report import (
@@ -89,7 +89,7 @@ def evaluation_questions(config: Config, tokenizer: Any, sample_size: int = 0) -
     Raises:
         UserError: a file cannot be read, or prompts are too long; see `drop_overlong`.
     """
-    questions = load_questions(config.data.eval)
+    questions = load_questions(config.data.eval, config.data.columns)
     for limit in (config.data.eval_limit, sample_size):
         questions = select_evenly(questions, limit, seed=0) if limit else questions
     config = method_config(config)
@@ -127,6 +127,8 @@ def _evaluate(config: Config, source: PolicySource, console: Console) -> Report:
     source = at_step(source)
     model = build_model(method_config(config), str(source.model_folder), source.adapters)
     questions, overlong = evaluation_questions(config, model.tokenizer)
+    for line in answer_warnings(questions, "data.eval"):
+        console.warn(line)
     if overlong:
         console.warn(overlong)
     policy = describe_policy(source)

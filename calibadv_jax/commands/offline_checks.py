@@ -15,7 +15,7 @@ import jax
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.policy import REST
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.questions import load_questions
+from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.rollout.prompts import FROM_DATA, template_text
 from calibadv_jax.run.choices import describe_choices
@@ -46,7 +46,9 @@ def check_question_files(config: Config) -> list[str]:
         files = list(sources.values()) if isinstance(sources, dict) else sources
         files = [files] if isinstance(files, str) else files
         if any(files) and all(Path(file).is_file() for file in files):
-            lines.append(f"data.{key}: {len(load_questions(sources))} questions in {', '.join(files)}")
+            questions = load_questions(sources, config.data.columns)
+            lines.append(f"data.{key}: {len(questions)} questions in {', '.join(files)}")
+            lines += [f"warning: {line}" for line in answer_warnings(questions, f"data.{key}")]
         else:
             lines.append(f"not checked: data.{key}: {', '.join(files) or 'none'} is not here")
     return lines

@@ -51,7 +51,7 @@ from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.folder import COLD_START, TOOLS, content_hash, tools_hash
 from calibadv_jax.run.model import base_of, build_model, initial_params
-from calibadv_jax.run.sft_state import SftState
+from calibadv_jax.run.sft_state import SftState, kept_row_length
 from calibadv_jax.snapshots.huggingface import save_folder
 
 DEFAULT_STEPS = 100  # of a phase that gives no length
@@ -72,7 +72,10 @@ def run(config: Config) -> None:
 
 
 def _run(config: Config, console: Console) -> None:
-    sft, folder = config.sft, Path(config.run.dir)
+    folder = Path(config.run.dir)
+    length = config.sft.row_length or kept_row_length(folder) or config.rollout.max_length
+    config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, row_length=length))
+    sft = config.sft
     model = build_model(config, sft.init_from, Adapters.from_config(config.policy.lora))
     training, held_out = _own_demonstrations(config, model.tokenizer, console.warn)
     updates = [
@@ -184,7 +187,7 @@ def count_updates(
     fulls = _row_fulls(
         (shapes[index] for index in _order(len(own), phase.epochs, seed)),
         config.sft.rows,
-        config.sft.row_length,
+        config.sft_row_length,
         with_rest=True,
     )
     return sum(1 for _ in fulls)
@@ -246,7 +249,7 @@ def _own_demonstrations(
         warn(too_long)
     training, held_out = split_off(fitting, sft.held_out, config.run.seed)
     samples = [encode_demonstration(one, config, tokenizer, "sampled") for one in held_out]
-    return training, pack(samples, sft.row_length) if samples else None
+    return training, pack(samples, config.sft_row_length) if samples else None
 
 
 def _load(config: Config) -> list[Demonstration]:
@@ -261,7 +264,7 @@ def _drop_long(
     Raises:
         UserError: some do not fit and data.overlong_prompts is "refuse", or none fits.
     """
-    longest = config.sft.row_length
+    longest = config.sft_row_length
     lengths = [demonstration_length(one, config, tokenizer) for one in own]
     kept = [one for one, length in zip(own, lengths, strict=True) if length <= longest]
     if len(kept) == len(own):
@@ -300,8 +303,8 @@ def _batches(
     sft = config.sft
     demonstrations = _demonstrations(config, phase, own, seed)
     samples = (encode_demonstration(one, config, tokenizer, phase.loss_on) for one in demonstrations)
-    for full in islice(_row_fulls(samples, sft.rows, sft.row_length, with_rest=True), skipped, None):
-        yield pack(full, sft.row_length, weights=token_weights(full, "token_mean"))
+    for full in islice(_row_fulls(samples, sft.rows, config.sft_row_length, with_rest=True), skipped, None):
+        yield pack(full, config.sft_row_length, weights=token_weights(full, "token_mean"))
 
 
 def _row_fulls(
@@ -359,10 +362,10 @@ def encode_demonstration(
         UserError: they are more than sft.row_length.
     """
     sample = _encoded(demonstration, config, tokenizer, loss_on)
-    if len(sample.tokens) > config.sft.row_length:
+    if len(sample.tokens) > config.sft_row_length:
         raise UserError(
             f"demonstration of question {demonstration.question.id!r} has {len(sample.tokens)} tokens,"
-            f" but sft.row_length is {config.sft.row_length}: raise it"
+            f" but sft.row_length is {config.sft_row_length}: raise it"
         )
     return sample
 

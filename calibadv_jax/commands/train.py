@@ -20,7 +20,7 @@ from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.pipeline import check_questions
-from calibadv_jax.data.questions import load_questions
+from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.hosts.exchange import Hosts
 from calibadv_jax.hosts.joining import joined
 from calibadv_jax.metrics.backends import open_backends
@@ -66,7 +66,9 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
     hosts.first("run.mirror", lambda: bool(mirror and mirror.fetch()))
     for line in describe_choices(config):
         console.say(line)
-    questions = load_questions(config.data.train)
+    questions = load_questions(config.data.train, config.data.columns)
+    for line in answer_warnings(questions, "data.train"):
+        console.warn(line)
     check_questions(questions, config.data.weights, config.prompt.template)
     check_inputs(config, console.warn)
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):

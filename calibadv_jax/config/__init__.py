@@ -8,7 +8,7 @@ from calibadv_jax.config.keys import known_keys
 from calibadv_jax.config.load import dump_config, load_config, parse_config
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.credit import AdvantageConfig, JudgeConfig, RewardConfig
-from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldConfig
+from calibadv_jax.config.sections.data import ColumnsConfig, DataConfig, PromptConfig, WorldConfig
 from calibadv_jax.config.sections.evaluate import EvaluateConfig
 from calibadv_jax.config.sections.guards import GuardsConfig
 from calibadv_jax.config.sections.learner import (
@@ -31,6 +31,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "CriticConfig",
+    "ColumnsConfig",
     "DataConfig",
     "DistributedConfig",
     "EvaluateConfig",

@@ -72,6 +72,11 @@ class Config:
         return bool(self.retriever.url or self.retriever.corpus or self.asks_retriever)
 
     @property
+    def sft_row_length(self) -> int:
+        """Tokens of a packed row of the cold start."""
+        return self.sft.row_length or self.rollout.max_length
+
+    @property
     def sampler_dtype(self) -> str:
         """Precision in which trajectories are sampled."""
         return self.sampler.dtype or self.policy.compute_dtype

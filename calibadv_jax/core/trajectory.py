@@ -91,6 +91,12 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)  # em, f1, cover_em, …
     opening: str = ""  # what the environment wrote before the text of every turn: <think>, or nothing
     actions: tuple[str, ...] = SEARCH_ALONE  # names of those that were on
+    max_score: float = 1.0  # largest answer reward of the config, set by the reward stage
+
+    @property
+    def relative_score(self) -> float:
+        """Answer score as a share of the largest answer reward: thresholds of scores are compared with it."""
+        return self.answer_score / self.max_score
 
     @property
     def response_ids(self) -> np.ndarray:

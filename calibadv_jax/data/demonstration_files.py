@@ -15,7 +15,7 @@ from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, parse_turn, well_for
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 from calibadv_jax.data.files import read_jsonl
-from calibadv_jax.data.layouts import MARKER
+from calibadv_jax.data.layouts import MARKER, question_of
 from calibadv_jax.data.questions import parse_question
 
 # Key of a row's messages -> the keys of role and text in each: OpenAI's names and ShareGPT's.
@@ -176,8 +176,8 @@ def _asked(row: Mapping[str, Any], prompt: Sequence[tuple[str, str, bool]], key:
         return row["question"]
     if not prompt or prompt[-1][0] != "user":
         raise UserError(f"{where}: {key!r}: the message before the assistant's first must be a user's")
-    pieces = prompt[-1][1].split(MARKER)
-    return (pieces[1] if len(pieces) == 2 else prompt[-1][1]).strip()
+    text = prompt[-1][1]
+    return question_of(text, where) if text.count(MARKER) == 1 else text.strip()
 
 
 def _said(text: str, trained: bool, where: str, grammar: Grammar) -> DemoTurn:

@@ -44,9 +44,9 @@ UNREAD = (
     "search_results",
     "supporting_facts",
 )
-# Columns of tables that may hold a list; in other files a text is one text.
-LISTS = ("answer", "answers", "answer_aliases", "golden_answers", "possible_answers", "supporting_ids")
-_OPEN_LIST = re.compile(r"""\s*\[\s*["']""")
+OPEN_LIST = re.compile(r"""\s*[\[{]\s*["'{]""")  # of texts, or of objects
+_ARRAY = re.compile(r"array\((\[.*\])(?:,\s*dtype=\w+)?\)", re.DOTALL)  # a NumPy array as text
+_WHOLE_FLOAT = re.compile(r"-?\d+\.0")
 _TRIVIA = re.compile(rb'\s*\{\s*"Data"\s*:\s*\[')
 
 
@@ -124,12 +124,21 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
 
 
 def _array(path: Path, file: BinaryIO, prefix: str) -> Iterator[tuple[str, Row]]:
+    number = 0
     try:
         for number, row in enumerate(ijson.items(file, prefix, use_float=True), 1):
             where = f"{path} row {number}"
             yield where, _an_object(row, where)
     except ijson.JSONError as error:
-        raise UserError(f"{path}: not valid JSON ({' '.join(str(error).split())}); copy it again") from error
+        file.seek(0)
+        try:
+            rows = json.load(file)  # reads NaN, which Python and pandas write and ijson refuses
+        except ValueError:
+            text = " ".join(str(error).split())
+            raise UserError(f"{path}: not valid JSON ({text}); copy it again") from error
+        for later, row in enumerate(rows if prefix == "item" else rows["Data"], 1):
+            if later > number:
+                yield f"{path} row {later}", _an_object(row, f"{path} row {later}")
 
 
 def _an_object(row: Any, where: str) -> Row:
@@ -177,13 +186,13 @@ def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, Row]]:
                     " correct the row"
                 )
             row = zip(header, cells, strict=True)
-            yield where, {name: _cell(name, text, where) for name, text in row}
+            yield where, {name: _cell(text) for name, text in row}
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: not a table ({error}); correct the row") from error
 
 
 def _dpr(cells: list[str], where: str) -> Row:
-    answers = _listed(cells[1]) if len(cells) == 2 else None
+    answers = parse_list(cells[1]) if len(cells) == 2 else None
     if answers is None:
         raise UserError(
             f"{where}: expected a question, a tab and a list of answers, got {cells!r}; correct the row"
@@ -191,37 +200,31 @@ def _dpr(cells: list[str], where: str) -> Row:
     return {"question": cells[0], "answers": answers}
 
 
-def _cell(name: str, text: str, where: str) -> str | list[Any]:
-    """The cell of a table: text, or the list that is written in it where a column may hold several.
+def _cell(text: str) -> str | bool | int:
+    """Return the value of a table's cell: text, or a boolean or whole float as pandas or Excel writes it."""
+    if text in ("True", "TRUE", "true", "False", "FALSE", "false"):
+        return text.lower() == "true"
+    return int(text[:-2]) if _WHOLE_FLOAT.fullmatch(text) else text
 
-    Raises:
-        UserError: it begins as a list of texts, but is none.
+
+def parse_list(text: str) -> list[Any] | None:
+    """Return the list of texts and numbers that a text holds as JSON, Python or NumPy writes it.
+
+    Returns:
+        None where the text is no such list.
     """
-    if name.lower() not in LISTS:
-        return text
-    found = _listed(text)
-    if found is None and _OPEN_LIST.match(text):
-        raise UserError(
-            f'{where}: column {name!r} begins as a list, but is none: {text[:80]!r}; write ["one", "two"]'
-        )
-    if found is None and name.lower() == "golden_answers" and text.strip():
-        return [text]
-    return text if found is None else found
-
-
-def _listed(text: str) -> list[Any] | None:
-    """A list of texts and numbers as JSON, Python or numpy writes it; None: it is no such list."""
     text = text.strip()
-    if not (text.startswith("[") and text.endswith("]")):
-        return None
-    for read in (json.loads, ast.literal_eval):
-        try:
-            found = read(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-        kinds = {type(one) for one in found} if isinstance(found, list) else {object}
-        if kinds <= {str, int, float}:
-            return _apart(text) if kinds == {str} and read is ast.literal_eval else found
+    array = _ARRAY.fullmatch(text)
+    text = array.group(1) if array else text
+    if text[:1] + text[-1:] in ("[]", "()", "{}"):
+        for read in (json.loads, ast.literal_eval):
+            try:
+                value = read(text)
+            except (ValueError, SyntaxError, RecursionError, MemoryError):
+                continue
+            kinds = {type(item) for item in value} if isinstance(value, list | tuple | set) else {object}
+            if kinds <= {str, int, float, bool, type(None)} and (kinds == {str} or isinstance(value, list)):
+                return _apart(text) if kinds == {str} and read is ast.literal_eval else list(value)
     return None
 
 

@@ -6,14 +6,27 @@ A layout is recognised by the keys of a row. Facts about them: Search-R1 `script
 
 from __future__ import annotations
 
-import json
+import base64
+import hashlib
+import itertools
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.files import Row
+from calibadv_jax.data.files import OPEN_LIST, Row, parse_list
 
+NO_COLUMNS = ColumnsConfig()
+_MISSING = object()
+# Between several answers in one text, and what stands in instructions only.
+_SEPARATOR = re.compile(r"<\|?\w*(?:split|sep)\w*\|?>|\[SEP\]|<br ?/?>", re.IGNORECASE)
+_INSTRUCTION = re.compile(
+    r"</?(?:think|search|answer|information|access|tool\w*)>|[Tt]hink step by step|\\boxed"
+)
 MARKER = "Question:"  # before the question in the prompts of Search-R1 and of the CalibAdv authors
 
 
@@ -50,89 +63,142 @@ class Layout:
     source: str = ""
 
 
-def layout_of(row: Row, where: str) -> Layout:
-    """The first layout whose keys the row has.
+def layout_of(row: Row, where: str, columns: ColumnsConfig = NO_COLUMNS) -> Layout:
+    """Return the layout of the named columns, or else the first one whose keys the row has.
 
     Raises:
-        UserError: none.
+        UserError: no layout has these keys.
     """
+    if columns.question or columns.answer:
+        names = columns.question or "question", columns.answer or "answer"
+        missing = next((name for name in names if _value(row, name) is _MISSING), None)
+        if missing is not None:
+            raise UserError(
+                f"{where}: no key {missing!r}: the keys are {', '.join(map(str, row))}; name another key"
+                " (--question, --answer; data.columns)"
+            )
+        read = partial(_columns, *names)
+        return Layout("the layout of data.columns", frozenset(), read)
     for layout in LAYOUTS:
         if layout.keys <= row.keys():
             return layout
     raise UserError(
         f"{where}: no known layout: the keys are {', '.join(map(str, row)) or 'none'}; give every row 'id',"
-        " 'question', 'golden_answers' and 'data_source', or see docs/data.md for other layouts"
+        " 'question' and 'golden_answers', or name the columns (calibadv prepare-data --question KEY --answer"
+        " KEY, or data.columns.question and data.columns.answer); docs/data.md lists the known layouts"
     )
 
 
+def without_nan(value: Any) -> Any:
+    """Return the value without what pandas makes of numbers: NaN is missing, a whole float is an integer."""
+    if isinstance(value, float):
+        return None if not math.isfinite(value) else int(value) if value.is_integer() else value
+    return value
+
+
+def values_of(value: Any, where: str, key: str) -> list[Any]:
+    """Return a value, a list of them, or a list that is written as text, as a list without missing ones.
+
+    Raises:
+        UserError: a value is no text, number or boolean.
+    """
+    values: list[Any] = []
+    for item in value if isinstance(value, list | tuple) else [value]:
+        written = parse_list(item) if isinstance(item, str) else None
+        if written is None and item is value and isinstance(item, str) and OPEN_LIST.match(item):
+            raise UserError(
+                f"{where}: key {key!r} begins as a list, but is none: {item[:80]!r}; write"
+                ' ["first", "second"]'
+            )
+        values += [item] if written is None else written
+    values = [value for value in map(without_nan, values) if value is not None and value != ""]
+    for value in values:
+        if not isinstance(value, bool | str | int | float):
+            raise UserError(
+                f"{where}: key {key!r} must be text or a list of texts, got {value!r}; correct the row"
+            )
+    return values
+
+
 def texts(value: Any, where: str, key: str) -> list[str]:
-    """A text, a number or a list of them as a list of texts, each once, without blank ones.
+    """Return the golden answers of a value as texts, each once; booleans are yes and no.
 
     Raises:
         NoAnswer: nothing is left.
-        UserError: something else.
+        UserError: a value is no text, number or boolean.
     """
-    values = value if isinstance(value, list | tuple) else [value]
-    kept = []
-    for one in values:
-        if isinstance(one, bool) or not isinstance(one, str | int | float | None):
-            raise UserError(
-                f"{where}: key {key!r} must be text or a list of texts, got {one!r}; correct the row"
-            )
-        if one is not None and str(one).strip():
-            kept.append(str(one).strip())
+    kept: list[str] = []
+    for answer in values_of(value, where, key):
+        text = ("no", "yes")[answer] if isinstance(answer, bool) else str(answer)
+        kept += filter(None, map(str.strip, _SEPARATOR.split(text)))
     if not kept:
         raise NoAnswer(f"{where}: key {key!r} holds no answer; remove the row (calibadv prepare-data does)")
     return list(dict.fromkeys(kept))
 
 
 def _verl(row: Row, where: str) -> Fields:
-    """Search-R1, verl, the CalibAdv authors: the answers are in reward_model.ground_truth."""
-    reward, extra = row.get("reward_model"), row.get("extra_info") or {}
+    """Search-R1, verl, SkyRL, the CalibAdv authors: the answers are in reward_model.ground_truth."""
+    key = "reward_model" if row.get("reward_model") is not None else "reward_spec"
+    reward, extra = row.get(key), row.get("extra_info") or {}
     if not isinstance(reward, dict) or not isinstance(extra, dict):
-        raise UserError(f"{where}: 'reward_model' and 'extra_info' must be objects; correct the row")
+        raise UserError(f"{where}: {key!r} and 'extra_info' must be objects; correct the row")
     truth = reward.get("ground_truth")
-    target = truth.get("target") if isinstance(truth, dict) else truth
-    key = "reward_model.ground_truth.target"
-    answers = texts(row.get("golden_answers") if target is None else target, where, key)
-    question = row.get("question") or extra.get("question")
+    target = truth
+    if isinstance(truth, dict):
+        target = next((truth[name] for name in ("target", *ANSWERS) if truth.get(name) is not None), None)
+    answers = texts(
+        row.get("golden_answers") if target is None else target, where, f"{key}.ground_truth.target"
+    )
+    question = row.get("question") or without_nan(extra.get("question"))
     if question is None:
-        question = _question_of(row.get("prompt"), where)
-    name = row.get("id")
-    if name is None and extra.get("index") is not None:
-        name = "_".join(str(part) for part in (extra.get("split"), extra["index"]) if part is not None)
+        question = question_of(row.get("prompt"), where)
+    name, index = row.get("id"), without_nan(extra.get("index"))
+    if name is None and index is not None:
+        name = "_".join(str(part) for part in (extra.get("split"), index) if part is not None)
     return Fields(name, question, answers, row.get("data_source"), prompt=row.get("prompt"))
 
 
-def _rlinf(row: Row, where: str) -> Fields:
-    """RLinf's search agent: one text holds the whole prompt; the question is a line of it."""
+def _prompted(key: str, row: Row, where: str, needs_marker: bool = False) -> Fields:
+    """RLinf's search agent (its prompts have a marker) and TRL: the prompt holds the question."""
     prompt = row.get("prompt")
-    question = _question_of(prompt, where).split("\n")[0].split("<|")[0].strip()
-    return Fields(_id(row), question, texts(row.get("solutions"), where, "solutions"), prompt=prompt)
+    question = row.get("question") or question_of(prompt, where, needs_marker)
+    return Fields(_id(row), question, texts(row.get(key), where, key), row.get("data_source"), prompt=prompt)
 
 
-def _question_of(prompt: Any, where: str) -> str:
-    """The question at the end of a prompt, after the only "Question:"."""
+def question_of(prompt: Any, where: str, needs_marker: bool = True) -> str:
+    """Return the question of a prompt: the rest of the line after the only "Question:".
+
+    Args:
+        needs_marker: whether a prompt without "Question:" is refused; else it begins with the question.
+    """
     content = prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
         content = prompt[-1].get("content")
-    pieces = content.split(MARKER) if isinstance(content, str) else []
-    if len(pieces) != 2:
+    text = content if isinstance(content, str) else ""
+    *before, text = text.split(MARKER)
+    if len(before) > 1 or (needs_marker and not before):
         raise UserError(
             f"{where}: key 'question' is missing, and the prompt does not hold {MARKER!r} exactly once; add"
             " the key"
         )
-    return pieces[1].strip()
+    lines = [line.strip() for line in text.split("<|")[0].splitlines() if line.strip()] or [""]
+    is_cut = not lines[0].endswith("?") and any(line.endswith("?") for line in lines[1:])
+    if is_cut or _INSTRUCTION.search(lines[0]):
+        raise UserError(
+            f"{where}: key 'question' is missing, and in the prompt the question cannot be separated from the"
+            f" instructions ({text.strip()[:80]!r}); add the key"
+        )
+    return lines[0]
 
 
 def _golden(row: Row, where: str) -> Fields:
-    """FlashRAG, and ours with a prompt."""
+    """Ours and FlashRAG."""
     return Fields(
         row.get("id"),
         row.get("question"),
         texts(row.get("golden_answers"), where, "golden_answers"),
         row.get("data_source"),
-        row.get("supporting_ids") or [],
+        values_of(row.get("supporting_ids"), where, "supporting_ids"),
         row.get("prompt"),
     )
 
@@ -155,18 +221,6 @@ def _trivia(row: Row, where: str) -> Fields:
     answer = {str(key).lower(): value for key, value in (small.get("answer") or {}).items()}
     found = texts([answer.get("value"), *(answer.get("aliases") or [])], where, "Answer")
     return Fields(small.get("questionid", small.get("question_id")), small.get("question"), found)
-
-
-def _popqa(row: Row, where: str) -> Fields:
-    answers = row.get("possible_answers")
-    if isinstance(answers, str):
-        try:
-            answers = json.loads(answers)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{where}: key 'possible_answers' must be a JSON list, got {answers!r}; correct the row"
-            ) from error
-    return Fields(_id(row), row.get("question"), texts(answers, where, "possible_answers"))
 
 
 def _natural(row: Row, where: str) -> Fields:
@@ -192,34 +246,67 @@ def _natural_hub(row: Row, where: str) -> Fields:
     return Fields(_id(row), question.get("text"), texts(found, where, "annotations.short_answers.text"))
 
 
-def _capital(row: Row, where: str) -> Fields:
-    return Fields(_id(row), row.get("Question"), texts(row.get("Answer"), where, "Answer"))
+def _columns(question: str, answer: str, row: Row, where: str) -> Fields:
+    """Return the question and the answers of two keys; a dot in a key leads into an object."""
+    text, answers = _value(row, question), _value(row, answer)
+    if isinstance(text, list) and text and isinstance(text[-1], dict):  # a chat, which ends with the question
+        text = text[-1].get("content")
+    answers = None if answers is _MISSING else answers
+    return Fields(_id(row), text, texts(answers, where, answer), row.get("data_source"))
 
 
-def _plain(key: str) -> Callable[[Row, str], Fields]:
-    def read(row: Row, where: str) -> Fields:
-        return Fields(_id(row), row.get("question"), texts(row.get(key), where, key), row.get("data_source"))
+def _value(row: Row, key: str) -> Any:
+    """Return the value of a key, or _MISSING."""
+    value: Any = row
+    for part in [key] if key in row else key.split("."):
+        value = value.get(part, _MISSING) if isinstance(value, dict) else _MISSING
+    return value
 
-    return read
+
+def _browsecomp(question: str, row: Row, where: str) -> Fields:
+    """BrowseComp and BrowseComp-Plus, encrypted as published (openai/simple-evals) or not."""
+    canary = row.get("canary")
+    row = row | {key: _decrypt(row.get(key), canary) for key in (question, "answer") if canary}
+    documents = row.get("gold_docs") or []
+    return Fields(
+        row.get("query_id"),
+        row.get(question),
+        texts(row.get("answer"), where, "answer"),
+        row.get("data_source"),
+        [document["docid"] for document in documents],
+    )
+
+
+def _decrypt(text: Any, canary: Any) -> Any:
+    """Return the text of base64 that is XORed with the canary's repeated SHA-256; other text unchanged."""
+    try:
+        data = base64.b64decode(text, validate=True)
+        key = itertools.cycle(hashlib.sha256(str(canary).encode()).digest())
+        return bytes(byte ^ mask for byte, mask in zip(data, key, strict=False)).decode()
+    except (TypeError, ValueError):
+        return text
 
 
 def _id(row: Row) -> Any:
-    return next((row[key] for key in ("id", "_id", "question_id", "qid") if row.get(key) is not None), None)
+    return next((row[key] for key in IDS if row.get(key) is not None), None)
 
 
 def _layout(name: str, keys: str, read: Callable[[Row, str], Fields], source: str = "") -> Layout:
     return Layout(name, frozenset(keys.split()), read, source)
 
 
-OURS = _layout("calibadv_jax", "id question golden_answers data_source", _golden)
+IDS = ("id", "_id", "question_id", "query_id", "qid")
+QUESTIONS = ("question", "Question", "query", "problem", "Prompt")
+ANSWERS = ("answers", "answer", "Answer", "golden_answers", "ground_truth")
+OURS = _layout("calibadv_jax, FlashRAG", "question golden_answers", _golden)
 LAYOUTS = (
-    _layout("verl", "reward_model data_source", _verl),
+    _layout("verl", "reward_model", _verl),
+    _layout("verl", "reward_spec", _verl),
     OURS,
-    _layout("RLinf", "prompt solutions", _rlinf),
-    _layout("FlashRAG", "question golden_answers", _golden),
+    _layout("RLinf", "prompt solutions", partial(_prompted, "solutions", needs_marker=True)),
     _layout("TriviaQA", "Question Answer QuestionId", _trivia, "triviaqa"),
     _layout("TriviaQA", "question answer question_source", _trivia, "triviaqa"),
-    _layout("PopQA", "question possible_answers", _popqa, "popqa"),
+    _layout("PopQA", "question possible_answers", partial(_columns, "question", "possible_answers"), "popqa"),
     _layout("MuSiQue", "question paragraphs answerable", _musique, "musique"),
     _layout("MuSiQue", "question question_decomposition", _musique, "musique"),
     _layout("2WikiMultiHopQA", "question supporting_facts evidences", _hotpot, "2wikimultihopqa"),
@@ -227,7 +314,15 @@ LAYOUTS = (
     _layout("HotpotQA", "_id question context", _hotpot, "hotpotqa"),  # test sets have no answer
     _layout("Natural Questions", "question_text annotations", _natural, "nq"),
     _layout("Natural Questions", "question annotations", _natural_hub, "nq"),
-    _layout("Bamboogle", "Question Answer", _capital),
-    _layout("question and answers", "question answers", _plain("answers")),
-    _layout("question and answer", "question answer", _plain("answer")),
+    _layout("FRAMES", "Prompt Answer reasoning_types", partial(_columns, "Prompt", "Answer"), "frames"),
+    _layout("BrowseComp", "problem answer canary", partial(_browsecomp, "problem"), "browsecomp"),
+    _layout("BrowseComp-Plus", "query query_id answer", partial(_browsecomp, "query"), "browsecomp_plus"),
+    *(
+        _layout("question and answer", f"{question} {answer}", partial(_columns, question, answer))
+        for answer, question in itertools.product(ANSWERS, QUESTIONS)
+    ),
+    *(
+        _layout("TRL", f"prompt {answer}", partial(_prompted, answer))
+        for answer in ("ground_truth", "solution", "answer")
+    ),
 )

@@ -20,7 +20,8 @@ class QuestionIterator:
     Args:
         weights: data_source -> its share of the questions, in any unit; empty: every question once an
             epoch. With weights every source has epochs of its own.
-        rest_below, rest_above: a question with a mean score outside, by `note`, is passed over once.
+        rest_below, rest_above: a question with a mean score outside, by `note`, is passed over once;
+            rest_above 1: none is too high.
 
     Raises:
         UserError: a weight for a data source that no question has, or a data source without weight.
@@ -71,10 +72,10 @@ class QuestionIterator:
         return len(self._resting)
 
     def note(self, question_id: str, scores: Sequence[float]) -> None:
-        """A question was trained, and its trajectories had these scores; without any nothing is known."""
+        """Record the scores of a trained question's trajectories, as shares of the largest reward."""
         if scores:
             mean = math.fsum(max(0.0, score) for score in scores) / len(scores)
-            if mean < self._rest_below or mean > self._rest_above:
+            if mean < self._rest_below or mean > self._rest_above and self._rest_above < 1:
                 self._resting.add(question_id)
 
     def get_state(self) -> dict[str, Any]:

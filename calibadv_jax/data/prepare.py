@@ -16,11 +16,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from calibadv_jax.config import ColumnsConfig
+from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import replacing
 from calibadv_jax.core.trajectory import Question
-from calibadv_jax.data.layouts import NoAnswer
-from calibadv_jax.data.questions import question_row, read_questions, write_questions
+from calibadv_jax.data.layouts import NO_COLUMNS, NoAnswer
+from calibadv_jax.data.questions import is_joined, question_row, read_questions, write_questions
 from calibadv_jax.data.sources import Sources, find_files
 
 EXAMPLES = 5  # dropped rows that the report shows for each reason
@@ -42,6 +44,7 @@ class Filters:
     """What is dropped besides rows without an answer and questions that were there before."""
 
     default_source: str = ""  # data_source of rows that name none; empty: the file's name tells it
+    columns: ColumnsConfig = NO_COLUMNS  # of the inputs, not of the files of excluded questions
     data_sources: Collection[str] = ()  # kept; empty: all
     excluded: Sources = ()  # files of questions that must not occur
     max_characters: int = 0  # of the question; 0: no limit
@@ -58,6 +61,8 @@ class Report:
     written: Counter[str] = field(default_factory=Counter)
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter)  # (data source, reason)
     renamed: int = 0  # rows whose id another one had before
+    empty_answers: int = 0  # left out of written rows: they normalise to nothing
+    joined_answers: int = 0  # written rows whose only answer looks like several ones
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
     def drop(self, source: str, reason: str, where: str, text: str) -> None:
@@ -87,7 +92,8 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         names = ["data_source", "read", "written", *self.reasons]
         counts = [dict(zip(names, row, strict=True)) for row in self.rows()]
-        return {"counts": counts, "renamed": self.renamed, "examples": self.examples}
+        others = ("renamed", "empty_answers", "joined_answers", "examples")
+        return {"counts": counts} | {name: getattr(self, name) for name in others}
 
 
 def question_key(text: str) -> str:
@@ -131,7 +137,7 @@ def _select(sources: Sources, filters: Filters, report: Report) -> Iterator[Ques
     seen: set[bytes] = set()
     ids: set[str] = set()
     for path, source in find_files(sources, filters.default_source):
-        for where, question in read_questions(path, source):
+        for where, question in read_questions(path, source, filters.columns):
             if isinstance(question, NoAnswer):
                 report.read[question.source] += 1
                 report.drop(question.source, "no answer", where, str(question).removeprefix(f"{where}: "))
@@ -144,6 +150,10 @@ def _select(sources: Sources, filters: Filters, report: Report) -> Iterator[Ques
                 continue
             seen.add(_digest(question.text))
             report.written[name] += 1
+            answers = tuple(filter(normalise_answer, question.golden_answers))
+            report.empty_answers += len(question.golden_answers) - len(answers)
+            report.joined_answers += is_joined(question)
+            question = replace(question, golden_answers=answers)
             yield _renamed(question if filters.keeps_prompt else replace(question, prompt=()), ids, report)
 
 
@@ -152,6 +162,8 @@ def _why_dropped(
 ) -> str:
     if filters.data_sources and question.data_source not in filters.data_sources:
         return "other data source"
+    if not any(map(normalise_answer, question.golden_answers)):
+        return "empty answer"
     if filters.max_characters and len(question.text) > filters.max_characters:
         return "too long"
     if filters.max_tokens:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from calibadv_jax.config import ColumnsConfig
+from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.tags import well_formed
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.files import read_rows
-from calibadv_jax.data.layouts import OURS, Layout, NoAnswer, layout_of
+from calibadv_jax.data.layouts import NO_COLUMNS, OURS, Fields, Layout, NoAnswer, layout_of, without_nan
 from calibadv_jax.data.sources import Sources, find_files
 
 ROLES = ("system", "user", "assistant")
+_JOINED = re.compile(r"\S(?:\s*[|;\n]+\s*| / )\S")
 
 
-def load_questions(sources: Sources) -> list[Question]:
-    """Reads question files, each in any layout of `data.layouts`, in the order given.
+def load_questions(sources: Sources, columns: ColumnsConfig = NO_COLUMNS) -> list[Question]:
+    """Return the questions of files in any layout of `data.layouts`, in the order given.
 
     Args:
         sources: of data.train or data.eval, see `data.sources.find_files`.
+        columns: data.columns.
 
     Raises:
         UserError: missing file, malformed row, no golden answer, an id used twice; with file and line.
@@ -32,7 +38,7 @@ def load_questions(sources: Sources) -> list[Question]:
     seen: dict[str, str] = {}
     for path, source in find_files(sources):
         before = len(questions)
-        for where, question in read_questions(path, source):
+        for where, question in read_questions(path, source, columns):
             if isinstance(question, NoAnswer):
                 raise question
             if question.id in seen:
@@ -47,14 +53,18 @@ def load_questions(sources: Sources) -> list[Question]:
     return questions
 
 
-def read_questions(path: Path, source: str) -> Iterator[tuple[str, Question | NoAnswer]]:
-    """Yields (place, question) of every row, or why it has no answer. The first row decides the layout.
+def read_questions(
+    path: Path, source: str, columns: ColumnsConfig = NO_COLUMNS
+) -> Iterator[tuple[str, Question | NoAnswer]]:
+    """Yield (place, question) of every row, or why it has no answer. The first row decides the layout.
 
-    Rows of another layout than ours get the id ``DATA_SOURCE_ID``, since ids of published files repeat in
-    other data sets; where they have none, their file's name and their place in it.
+    A row of ours that names its id and its data_source keeps the id. Others get the id ``DATA_SOURCE_ID``,
+    since ids of published files repeat in other data sets; where they have none, their file's name and their
+    place in it.
 
     Args:
         source: data_source of rows that name none.
+        columns: data.columns.
 
     Raises:
         UserError: missing file or malformed row, with file and line.
@@ -62,17 +72,20 @@ def read_questions(path: Path, source: str) -> Iterator[tuple[str, Question | No
     layout: Layout | None = None
     prompts: dict[Message, Message] = {}  # nearly all rows share a prompt's words: kept once
     for number, (where, row) in enumerate(read_rows(path)):
-        layout = layout or layout_of(row, where)
+        row = {key: without_nan(value) for key, value in row.items()}
+        layout = layout or layout_of(row, where, columns)
         try:
-            if layout is not OURS:
-                row = _as_ours(row, layout, where, source, f"{path.name.partition('.')[0]}_{number}")
-            yield where, parse_question(row, where, prompts)
+            fields = _read(layout, row, where, source, f"{path.name.partition('.')[0]}_{number}")
+            if columns.separator:
+                fields = replace(fields, answers=_split(fields.answers, columns.separator))
+            yield where, _question(fields, where, prompts)
         except NoAnswer as reason:
             reason.source = str(row.get("data_source") or layout.source or source)
             yield where, reason
 
 
-def _as_ours(row: dict[str, Any], layout: Layout, where: str, source: str, place: str) -> dict[str, Any]:
+def _read(layout: Layout, row: dict[str, Any], where: str, source: str, place: str) -> Fields:
+    """Return the row's fields with an id that no other data set has, and a data_source."""
     try:
         fields = layout.read(row, where)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -80,61 +93,87 @@ def _as_ours(row: dict[str, Any], layout: Layout, where: str, source: str, place
             f"{where}: a value is not what {layout.name} has there ({type(error).__name__}: {error}); correct"
             " the row"
         ) from error
+    if layout is OURS and fields.id is not None and fields.data_source:
+        return fields
     source = fields.data_source or layout.source or source
     name = place if fields.id is None else fields.id
     if isinstance(name, str | int) and not isinstance(name, bool):
         name = str(name) if str(name).startswith(f"{source}_") else f"{source}_{name}"
     question = fields.question.strip() if isinstance(fields.question, str) else fields.question
-    ours = {"id": name, "question": question, "golden_answers": fields.answers, "data_source": source}
-    return ours | {"supporting_ids": fields.supporting, "prompt": fields.prompt}
+    return replace(fields, id=name, question=question, data_source=source)
 
 
-def parse_question(
-    row: dict[str, Any], where: str, prompts: dict[Message, Message] | None = None
-) -> Question:
-    """One row of our layout as a Question.
+def _split(answers: Iterable[str], separator: str) -> list[str]:
+    parts = (part.strip() for answer in answers for part in answer.split(separator))
+    return list(dict.fromkeys(filter(None, parts))) or list(answers)
+
+
+def parse_question(row: dict[str, Any], where: str) -> Question:
+    """Return the question of a row of our layout that names its id and data_source.
 
     Args:
         where: names the row in errors.
-        prompts: messages seen before; equal ones are kept once.
 
     Raises:
-        NoAnswer: `golden_answers` is missing, empty, or holds a blank one.
+        NoAnswer: `golden_answers` holds no answer.
         UserError: another key is wrong.
     """
-    if type(row.get("id")) is int:  # as in many published files
-        row = row | {"id": str(row["id"])}
-    for name in ("id", "question", "data_source"):
-        if not isinstance(row.get(name), str) or not row[name].strip():
+    row = {key: without_nan(value) for key, value in row.items()}
+    return _question(OURS.read(row, where), where, {})
+
+
+def _question(fields: Fields, where: str, prompts: dict[Message, Message]) -> Question:
+    """Return the question of a row's fields.
+
+    Args:
+        prompts: messages seen before; equal ones are kept once.
+    """
+    name = str(fields.id) if type(fields.id) is int else fields.id  # as in many published files
+    values = {"id": name, "question": fields.question, "data_source": fields.data_source}
+    for key, value in values.items():
+        if not isinstance(value, str) or not value.strip():
             raise UserError(
-                f"{where}: field {name!r} must be a non-empty string, got {row.get(name)!r}; correct or"
-                " remove the row"
+                f"{where}: field {key!r} must be a non-empty string, got {value!r}; correct or remove the row"
             )
-    answers = row.get("golden_answers")
-    if not isinstance(answers, list) or not answers:
-        raise NoAnswer(
-            f"{where}: field 'golden_answers' must be a non-empty list, got {answers!r}; correct the row, or"
-            " remove it (calibadv prepare-data does)"
-        )
-    if not all(isinstance(answer, str) and answer.strip() for answer in answers):
-        raise NoAnswer(
-            f"{where}: every one of 'golden_answers' must be a non-empty string, got {answers!r}; correct the"
-            " row, or remove it (calibadv prepare-data does)"
-        )
-    supporting = row.get("supporting_ids") or []
-    if not isinstance(supporting, list):
-        raise UserError(
-            f"{where}: field 'supporting_ids' must be a list, got {supporting!r}; correct or remove it"
-        )
-    text = well_formed(row["question"])
+    text = well_formed(str(fields.question))
     return Question(
-        well_formed(row["id"]),
+        well_formed(str(name)),
         text,
-        tuple(map(well_formed, answers)),
-        well_formed(row["data_source"]),
-        tuple(well_formed(str(one)) for one in supporting),
-        _parse_prompt(row.get("prompt"), text, where, {} if prompts is None else prompts),
+        tuple(map(well_formed, fields.answers)),
+        well_formed(str(fields.data_source)),
+        tuple(well_formed(str(passage)) for passage in fields.supporting),
+        _parse_prompt(fields.prompt, text, where, prompts),
     )
+
+
+def answer_warnings(questions: Sequence[Question], key: str) -> list[str]:
+    """Return a line for each way in which golden answers look wrong.
+
+    Args:
+        key: of the config that names the files.
+    """
+    lines = []
+    empty = [question for question in questions if not all(map(normalise_answer, question.golden_answers))]
+    if empty:
+        hopeless = sum(not any(map(normalise_answer, question.golden_answers)) for question in empty)
+        lines.append(
+            f"{key}: {len(empty)} of {len(questions)} questions have a golden answer that normalises to"
+            f" nothing, such as {empty[0].golden_answers} of {empty[0].id!r}; {hopeless} have no other: no"
+            " answer to them is right; calibadv prepare-data leaves these answers out"
+        )
+    joined = [question for question in questions if is_joined(question)]
+    if joined:
+        lines.append(
+            f"{key}: {len(joined)} of {len(questions)} questions have a golden answer with a separator in it,"
+            f" such as {joined[0].golden_answers[0]!r} of {joined[0].id!r}; if these are several answers, set"
+            " data.columns.separator (calibadv prepare-data --separator)"
+        )
+    return lines
+
+
+def is_joined(question: Question) -> bool:
+    """Whether the only golden answer looks like several ones in one text."""
+    return len(question.golden_answers) == 1 and bool(_JOINED.search(question.golden_answers[0]))
 
 
 def _parse_prompt(

@@ -52,7 +52,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "group": (
         Metric("group/best_score", "score", "best reward of a question's trajectories, mean over questions"),
-        Metric("group/solved", "share", "questions with at least one reward of 1"),
+        Metric("group/solved", "share", "questions with at least one trajectory of the largest reward"),
         Metric(
             "group/tied", "share", "questions whose trajectories all have the same reward: they teach nothing"
         ),
@@ -127,7 +127,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(f"advantage/{SPREAD}", "advantage", "advantages of the sampled tokens, as trained"),
         Metric("advantage/groups/tied_share", "share", "groups whose scores are all equal"),
         Metric("advantage/groups/all_wrong_share", "share", "groups whose scores are all 0"),
-        Metric("advantage/groups/all_right_share", "share", "groups whose scores are all 1"),
+        Metric("advantage/groups/all_right_share", "share", "groups whose scores are all the largest reward"),
         Metric(
             "advantage/groups/one_sided_share",
             "share",

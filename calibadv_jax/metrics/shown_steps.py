@@ -62,7 +62,7 @@ def why_tied(groups: Sequence[Group]) -> str:
     scores = {some[0].answer_score for some in finished}
     if scores == {0.0}:
         return f"all trajectories score 0; {_why_zero([one for some in finished for one in some])}"
-    if scores == {1.0}:
+    if all(trajectories[0].relative_score >= 1 for trajectories in finished):
         return "all answers are right; these questions are too easy: choose harder questions"
     if max(map(len, finished)) == 1:
         return "a group of one trajectory has nothing to compare; raise rollout.group_size"

@@ -134,7 +134,11 @@ def _groups(groups: Sequence[Group]) -> dict[str, float]:
     scores = [members for members in scores if members]
     return {
         "group/best_score": _mean(max(members) for members in scores),
-        "group/solved": _mean(max(members) >= 1 for members in scores),
+        "group/solved": _mean(
+            any(trajectory.relative_score >= 1 for trajectory in group.trajectories)
+            for group in groups
+            if group.trajectories
+        ),
         # Equal scores carry no signal: their advantages are 0.
         "group/tied": _mean(max(members) == min(members) for members in scores),
         "group/all_zero": _mean(max(members) == 0 for members in scores),

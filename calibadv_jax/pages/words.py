@@ -164,7 +164,7 @@ def _judgement(row: Row, turn: Row, settings: Settings) -> str:
         threshold = plain(settings.get("silver_threshold", 0.7))
         return (
             "Correctness 0: the group has no silver documents (no trajectory in the right format that saw"
-            f" documents scored {threshold} or more)."
+            f" documents scored {threshold} of the largest reward or more)."
         )
     if not row["format_valid"]:
         return "Correctness 0: the trajectory's format is invalid, so none of its turns is judged."

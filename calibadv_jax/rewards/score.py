@@ -50,7 +50,13 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
         scores["overlong_penalty"] = overlong_penalty(int(trajectory.mask.sum()), config)
         score -= scores["overlong_penalty"]
     metrics = trajectory.metrics | scores | {"format": float(is_valid)}
-    return replace(trajectory, format_valid=is_valid, answer_score=score, metrics=metrics)
+    return replace(
+        trajectory,
+        format_valid=is_valid,
+        answer_score=score,
+        max_score=config.max_score,
+        metrics=metrics,
+    )
 
 
 def metric_name(reward: str) -> str:

@@ -166,6 +166,8 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
             " is made again"
         )
     before, now = with_defaults(at_home(kept, path.parent)), dataclasses.asdict(config)
+    if config.sft.row_length is None:  # the cold start has chosen it
+        now["sft"]["row_length"] = before["sft"]["row_length"]
     changed = [
         name
         for name, _, _ in differences(before, now)

@@ -44,6 +44,17 @@ FREE = (  # of those; what files hold is compared by content
 MOST_SECONDS = 600.0  # of work that a kill may cost where updates are slow
 
 
+def kept_row_length(folder: Path) -> int | None:
+    """Return the row length of the unfinished cold start in a run's folder; None where none is known."""
+    if newest_step(folder / CHECKPOINTS) is None:
+        return None
+    try:
+        start = json.loads((folder / START).read_text(encoding="utf-8"))
+        return start["config"]["sft"]["row_length"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # `_check` names the damage
+        return None
+
+
 class SftState:
     """Parameters and optimizer of a cold start, and their checkpoints; a block that saves how far it came.
 

@@ -271,9 +271,10 @@ class Trainer:
         """Tells the questions' order what the step's groups scored, those that were replaced too."""
         metrics, replaced = {}, self.stream.replaced
         for group in groups:
-            self.questions.note(group.question.id, [one.answer_score for one in group.trajectories])
+            self.questions.note(group.question.id, [one.relative_score for one in group.trajectories])
         for group in replaced:
-            self.questions.note(group.question.id, self._scores(group))
+            scores = [score / self.config.reward.max_score for score in self._scores(group)]
+            self.questions.note(group.question.id, scores)
         if self.config.rollout.replace_tied:
             metrics["rollout/replaced_groups"] = float(len(replaced))
         if self.config.data.has_curriculum:

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.prepare import Filters, prepare
@@ -37,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="data source of rows without one (default: name of the file or folder)",
     )
+    add("--question", default="", metavar="KEY", help="key of the question in files of an unknown layout")
+    add("--answer", default="", metavar="KEY", help="key of the golden answer or answers in such files")
+    add("--separator", default="", help="text between several answers that are written as one, such as '|'")
     add("--only", nargs="+", default=[], metavar="DATA_SOURCE", help="keep only these data sources")
     add("--exclude", nargs="+", default=[], metavar="INPUT", help="drop questions that occur in these files")
     add("--max_characters", type=int, default=0, help="drop questions with more characters; 0: no limit")
@@ -58,6 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--max_tokens and --max_characters must be at least 0")
     filters = Filters(
         default_source=arguments.data_source,
+        columns=ColumnsConfig(arguments.question, arguments.answer, arguments.separator),
         data_sources=frozenset(arguments.only),
         excluded=arguments.exclude,
         max_characters=arguments.max_characters,
@@ -70,6 +75,13 @@ def run(arguments: argparse.Namespace) -> None:
     console.say(table(report.rows(), ["data source", "read", "written", *report.reasons]))
     if report.renamed:
         console.say(f"{report.renamed} ids were taken: a number was added to the ids of those rows")
+    if report.empty_answers:
+        console.say(f"{report.empty_answers} golden answers that normalise to nothing were left out")
+    if report.joined_answers:
+        console.warn(
+            f"{report.joined_answers} rows have one golden answer with a separator in it (|, ; or a line"
+            " break): if these are several answers, give --separator"
+        )
     console.say(f"written to {arguments.output}; dropped rows in {arguments.output}.report.json")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from calibadv_jax.config import RewardConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.locking import locked_output
@@ -36,9 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-score",
         type=float,
-        default=1.0,
         metavar="S",
-        help="lowest answer score of a demonstration (default: %(default)s)",
+        help="lowest answer score of a demonstration (default: the largest that the run's reward gives)",
     )
     parser.add_argument(
         "--per-question",
@@ -67,10 +67,8 @@ def run(arguments: argparse.Namespace) -> None:
             of_question = chosen.setdefault((row["data_source"], row["question_id"]), [])
             _keep(of_question, (place, row), arguments.per_question, counts)
     if not chosen:
-        raise UserError(
-            f"no trajectory with a score of {arguments.min_score:g} or more among {counts['all']}; lower"
-            " --min-score"
-        )
+        least = "the largest reward" if arguments.min_score is None else f"{arguments.min_score:g} or more"
+        raise UserError(f"no trajectory with a score of {least} among {counts['all']}; lower --min-score")
     kept = [row for _, of_question in sorted(chosen.items()) for _, row in of_question]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with locked_output(arguments.output, "--output", Console().warn):
@@ -80,20 +78,21 @@ def run(arguments: argparse.Namespace) -> None:
     Console().say(table([["all", counts["all"]], *rows], ["trajectories", "number"]))
 
 
-def _good_rows(folder: Path, min_score: float, counts: Counter[str]) -> Iterator[Row]:
+def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> Iterator[Row]:
     files = kept_steps(folder)
     if not files:
         raise UserError(
             f"{folder}: no rollouts/step_N.parquet; give the folder of a run with log.rollouts=parquet"
         )
     for path in files.values():
-        if json.loads(read_metadata(path).get("config", "{}")).get("reward", {}).get("shuffle"):
+        reward = RewardConfig(**json.loads(read_metadata(path).get("config", "{}")).get("reward", {}))
+        if reward.shuffle:
             raise UserError(
                 f"{path}: its scores were permuted among the trajectories of the step (reward.shuffle), and"
                 " say nothing of them; give other runs"
             )
         head = read_columns(path, COLUMNS).to_pylist()
-        verdicts = [_verdict(row, min_score) for row in head]
+        verdicts = [_verdict(row, reward.max_score if min_score is None else min_score) for row in head]
         good = [index for index, verdict in enumerate(verdicts) if not verdict]
         turns = read_columns(path, ["turns"]).take(pa.array(good, pa.int64())).to_pylist()
         counts["all"] += len(head)

@@ -34,13 +34,17 @@ def test_metrics(build):
     single = build.group(
         (1.0, True, [build.turn(num_tokens=6), build.turn("answer", num_tokens=7)]), question_id="single"
     )
+    for trajectory in right.trajectories:  # 2 of 2
+        trajectory.answer_score = trajectory.max_score = 2.0
+    for trajectory in single.trajectories:  # 1 of 2
+        trajectory.max_score = 2.0
     metrics = compute_advantages([mixed, wrong, right, single], AdvantageConfig()).metrics
     advantage = 0.5 / (np.sqrt(0.5) + 1e-6)
     alone = 1 / (1 + 1e-6)
     expected = {
         "groups/tied_share": 3 / 4,  # a group of one is tied with itself
         "groups/all_wrong_share": 1 / 4,
-        "groups/all_right_share": 2 / 4,
+        "groups/all_right_share": 1 / 4,
         "groups/one_sided_share": 1 / 4,
         "answer/positive_before": 2 * advantage + 7 * alone,
         "answer/negative_before": 4 * advantage,

@@ -109,6 +109,14 @@ def test_formulas_by_hand(of_scores):
     assert raw("grpo_acceptable", of_scores(1.0, 0.7, 1.0), normalize_std=False)[0][1] == 0
 
 
+def test_score_threshold_is_a_share_of_the_largest_reward(of_scores):
+    for score, is_masked in ((1.4, True), (1.3, False)):
+        group = of_scores(2.0, score, 2.0)
+        for trajectory in group.trajectories:
+            trajectory.max_score = 2.0
+        assert (raw("grpo_acceptable", group, normalize_std=False)[0][1] == 0) == is_masked
+
+
 def test_whitened_advantages_have_mean_0_and_variance_1_over_tokens(of_scores):
     groups = [of_scores(1.0, 0.0, 0.5, lengths=[1, 2, 5]), of_scores(0.0, 0.8, question_id="two")]
     for name in OVER_THE_STEP:

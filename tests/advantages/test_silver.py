@@ -56,6 +56,14 @@ def test_only_the_best_valid_trajectories_above_the_threshold_count(build):
     assert silver_documents(group, 0.91) == {}
 
 
+@pytest.mark.parametrize(("largest", "score"), [(2.0, 1.4), (0.5, 0.35), (1.0, 0.7)])
+def test_silver_threshold_is_a_share_of_the_largest_reward(build, largest, score):
+    for given, expected in ((score, {"a": 1.0}), (score - 0.01, {})):
+        group = build.group((given, True, [build.turn(documents=["a"]), build.turn("answer")]))
+        group.trajectories[0].max_score = largest
+        assert silver_documents(group, 0.7) == expected
+
+
 def test_a_weight_is_the_share_of_the_largest_count_not_of_the_best_trajectories(build):
     """Three of the best: two saw a, one saw b, and nobody saw what all saw."""
     group = build.group(

@@ -61,7 +61,7 @@ def test_what_is_written_is_what_the_cold_start_reads(config, capsys):
     assert parse_turn(made[2].turns[0].text, stop_reason="stop").query == "Bo Dorn"
     said = capsys.readouterr().out
     header, _, *rows = said.splitlines()[:5]
-    columns = ["no passage named", "not found", "written, 1 search", "written, 2 search"]
+    columns = ["no supporting_ids", "not found", "written, 1 search", "written, 2 search"]
     assert [header.index(name) for name in columns] == sorted(header.index(name) for name in columns)
     assert [line.split() for line in rows] == [
         ["one", "1", "0", "2", "0"],
@@ -90,14 +90,30 @@ def test_what_the_policy_has_no_room_for_is_left_out(config, capsys):
     tight = replace(config, rollout=replace(config.rollout, max_observation_length=30))
     run(tight)
     assert "cut off" in capsys.readouterr().out
-    for section, changes in [
-        ("sft", {"row_length": 60}),
-        ("rollout", {"max_prompt_length": 5}),
-        ("rollout", {"max_turn_length": 10}),
+    for section, changes, cause in [
+        ("sft", {"row_length": 60}, r"3 longer than sft.row_length \(raise it, or leave it out"),
+        ("rollout", {"max_length": 60, "max_prompt_length": 50}, "3 longer than rollout.max_length"),
+        ("rollout", {"max_prompt_length": 5}, r"3 long prompt \(raise rollout.max_prompt_length\)"),
+        ("rollout", {"max_turn_length": 10}, r"3 long turn \(raise rollout.max_turn_length\)"),
     ]:
         short = replace(config, **{section: replace(getattr(config, section), **changes)})
-        with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration \(.*too long"):
+        with pytest.raises(UserError, match=rf"none of 5 questions gives a demonstration: {cause}") as caught:
             run(short)
+        assert "; 1 not found (" in str(caught.value)
+        assert "; 1 no supporting_ids (name the passages" in str(caught.value)
+
+
+def test_row_length_follows_the_longest_trajectory(config):
+    run(replace(config, sft=replace(config.sft, row_length=None)))
+    assert len(load_demonstrations(config.sft.demonstrations)) == 3
+
+
+def test_unknown_passage_is_no_missing_id(config):
+    write_rows(
+        Path(config.data.train), [row("1", "Who?", ["Ada"], ["p99"]), row("2", "Where?", ["Rome"], [])]
+    )
+    with pytest.raises(UserError, match=r"1 passage unknown \(the ids.*; 1 no supporting_ids \("):
+        run(config)
 
 
 def test_the_prompt_is_measured_with_the_actions_that_it_lists(config):
@@ -108,7 +124,7 @@ def test_the_prompt_is_measured_with_the_actions_that_it_lists(config):
     without = len(build_prompt(question, tokenizer, listed.prompt, 10_000))
     tools = [ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")]
     some = replace(listed, tools=tools, rollout=replace(listed.rollout, max_prompt_length=without))
-    with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration \(.*too long"):
+    with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration: .*long prompt \("):
         run(some)
     run(replace(some, rollout=replace(some.rollout, max_prompt_length=without + 100)))
     made = load_demonstrations(config.sft.demonstrations, Grammar(("search", "calculate")))

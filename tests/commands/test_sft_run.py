@@ -192,6 +192,20 @@ def test_after_a_signal_the_same_command_goes_on_to_the_same_bits(started, tmp_p
     assert_the_same(whole, folder)
 
 
+def test_row_length_left_out_follows_the_unfinished_start(started, tmp_path, monkeypatch):
+    """A run of a program whose default was another number goes on to the same bits."""
+    config, whole, _ = started
+    config = moved(config, tmp_path / "run")
+    interrupted(config, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    unset = replace(config, sft=replace(config.sft, row_length=None))
+    assert unset.sft_row_length == config.rollout.max_length != config.sft.row_length
+    sft.run(unset)
+    assert_the_same(whole, tmp_path / "run")
+    check_cold_start(unset)
+    with pytest.raises(UserError, match=r"other settings \(sft.row_length\)"):
+        check_cold_start(replace(config, sft=replace(config.sft, row_length=128)))
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(("slow", "newest"), [(False, 2), (True, 3)])
 def test_after_a_kill_the_updates_since_the_last_state_are_trained_again(

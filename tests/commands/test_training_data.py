@@ -10,7 +10,7 @@ import pytest
 from tiny_policy import Letters
 from trainer_rig import ScriptedRollouts, make_config, make_model
 
-from calibadv_jax.commands import doctor, train
+from calibadv_jax.commands import doctor, offline_checks, train
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.questions import load_questions, write_questions
@@ -69,6 +69,21 @@ def test_the_doctor_accepts_what_fits(tmp_path):
     carried = [replace(one, prompt=(Message("user", ("Say: ", "")),)) for one in QUESTIONS]
     write_questions(tmp_path / "run/mixed.jsonl", carried)
     assert any("12 questions (a, b)" in line for line in doctor.check_questions(config))
+
+
+def test_answers_that_cannot_be_right_are_reported(tmp_path, capsys):
+    config = configured(tmp_path / "run", {"c": 1.0})  # weights that do not fit end the start
+    questions = [Question("a0", "which?", ("The",), "a"), Question("a1", "who?", ("Ada|Bo",), "a")]
+    write_questions(tmp_path / "run/mixed.jsonl", questions)
+    with pytest.raises(UserError, match="data.weights"):
+        train.run(config)
+    begun = capsys.readouterr().err.splitlines()
+    warned = doctor.check_questions(replace(config, data=replace(config.data, weights={})))
+    offline = offline_checks.check_question_files(config)
+    for words in ("have a golden answer that normalises to", "a separator in it, such as 'Ada|Bo"):
+        places = [[line.split(": ")[:2] for line in lines if words in line] for lines in (warned, offline)]
+        assert places == [[["warning", "data.train"], ["warning", "data.eval"]]] * 2
+        assert [line.split(": ")[:2] for line in begun if words in line] == [["warning", "data.train"]]
 
 
 class Entered(Exception):

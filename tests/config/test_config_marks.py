@@ -9,9 +9,9 @@ from calibadv_jax.config.sections.section import Mark
 # A mark that is lost or added changes which runs may go on, or which scores are used again.
 EXPECTED = {
     Mark.UNLEARNED: (
-        "run.dir", "run.mirror", "mesh", "distributed", "world", "data.train", "data.eval", "data.eval_limit",
-        "data.overlong_prompts", "policy.path", "policy.tokenizer", "policy.attention",
-        "policy.attention_chunk", "policy.logprob_chunk", "policy.lora.init_from",
+        "run.dir", "run.mirror", "mesh", "distributed", "world", "data.columns", "data.train",
+        "data.eval", "data.eval_limit", "data.overlong_prompts", "policy.path", "policy.tokenizer",
+        "policy.attention", "policy.attention_chunk", "policy.logprob_chunk", "policy.lora.init_from",
         "policy.lora.snapshots", "policy.remat", "rollout.max_concurrency", "rollout.max_failed_share",
         "rollout.time_limit", "sampler", "retriever", "learner.microbatch_rows", "learner.row_length",
         "learner.row_widths", "learner.share_prefixes", "learner.optimizer.offload",

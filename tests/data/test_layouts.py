@@ -1,7 +1,9 @@
 """Question files as the field publishes them, loaded as they are."""
 
+import base64
 import csv
 import gzip
+import hashlib
 import io
 import json
 
@@ -11,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.trajectory import Message
+from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data import files
-from calibadv_jax.data.layouts import LAYOUTS
-from calibadv_jax.data.questions import load_questions, question_row, write_questions
+from calibadv_jax.data.layouts import LAYOUTS, NoAnswer
+from calibadv_jax.data.questions import answer_warnings, load_questions, question_row, write_questions
 
 PROMPT = "Reason inside <think> and </think>. Question: {}\n"
 
@@ -92,6 +95,11 @@ def write(path, *rows):
             "q.parquet",
             verl(0, reward_model={"style": "rule", "ground_truth": "20 July"}),
             ("nq_train_0", "who?", ("20 July",), "nq"),
+        ),
+        (
+            "q.jsonl",
+            verl(0, reward_model={"ground_truth": {"answers": ["me"]}}),
+            ("nq_train_0", "who?", ("me",), "nq"),
         ),
         (
             "nq/test.jsonl",
@@ -284,13 +292,12 @@ TOOL, ASSISTANT = ([{"role": role, "content": "x"}] for role in ("tool", "assist
             "the last message of 'prompt' is of role 'assistant'",
         ),
         (MUSIQUE, {"answerable": False}, "key 'answerable' is false; remove the row"),
-        (ASKED, {"answer": [True]}, "key 'answer' must be text or a list of texts, got True; correct"),
         (ASKED, {"answer": {"a": 1}}, "key 'answer' must be text"),
         (ASKED, {"question": " "}, "field 'question' must be a non-empty string, got ''; correct"),
         (
             POPQA,
-            {"possible_answers": "[no"},
-            "key 'possible_answers' must be a JSON list, got '.no'; correct",
+            {"possible_answers": '["no'},
+            "key 'possible_answers' begins as a list, but is none: '.\"no'; write",
         ),
     ],
 )
@@ -385,3 +392,96 @@ def test_rlinfs_rows(tmp_path):
     (tmp_path / "rlinf.jsonl").write_text(json.dumps({"prompt": "who?", "solutions": ["Ann"]}))
     with pytest.raises(UserError, match="the prompt does not hold 'Question:' exactly once"):
         load_questions(tmp_path / "rlinf.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("Question: Who wrote Emma?\nThink first.\nGive the result inside <answer>.", "Who wrote Emma?"),
+        ("Answer it.\nQuestion:\n  Who wrote Emma\n\nThink first.", "Who wrote Emma"),
+        ("Question: Who? Or what?<|im_end|>\n<|im_start|>assistant\n<think>", "Who? Or what?"),
+        ("Question: Who wrote Emma? Give the result inside <answer> and </answer>.", None),
+        ("Question: Who wrote Emma? Think step by step.", None),
+        ("Question: Read this.\nEmma is a book.\nWho wrote it?\nThink first.", None),
+        ("Question: \n", None),
+    ],
+)
+@pytest.mark.parametrize("key", ["reward_model", "reward_spec", "solutions", "ground_truth"])
+def test_question_is_cut_from_its_prompt_or_refused(tmp_path, key, prompt, expected):
+    answers = {"ground_truth": {"target": ["Jane Austen"]}} if key.startswith("reward") else ["Jane Austen"]
+    path = write(tmp_path / "q.jsonl", {"prompt": [{"role": "user", "content": prompt}], key: answers})
+    if expected is None:
+        with pytest.raises(UserError, match="q.jsonl:1: .*(cannot be separated from|non-empty string)"):
+            load_questions(path)
+    else:
+        assert load_questions(path)[0].text == expected
+
+
+@pytest.mark.parametrize("content", ["who wrote Emma?", "Question: who wrote Emma?\nThink."])
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_trl_prompt_holds_the_question(tmp_path, content, is_chat):
+    chat = [{"role": "system", "content": "Help."}, {"role": "user", "content": content}]
+    row = {"prompt": chat if is_chat else content, "ground_truth": "Jane Austen"}
+    (question,) = load_questions(write(tmp_path / "trl.jsonl", row))
+    assert (question.text, question.golden_answers) == ("who wrote Emma?", ("Jane Austen",))
+    assert question.text.join(question.prompt[-1].parts) == content
+
+
+def encrypted(text, canary):
+    key = hashlib.sha256(canary.encode()).digest() * 9
+    return base64.b64encode(bytes(a ^ b for a, b in zip(text.encode(), key, strict=False))).decode()
+
+
+def test_browsecomp_is_decrypted_with_its_canary(tmp_path):
+    row = {"problem": encrypted("Who painted it?", "x"), "answer": encrypted("Ada", "x"), "canary": "x"}
+    plus = {"query_id": "7", "query": "who?", "answer": "Ada", "gold_docs": [{"docid": "1", "text": "."}]}
+    secret = plus | {"query": encrypted("who?", "y"), "answer": encrypted("Ada", "y"), "canary": "y"}
+    rows = [row, row | {"problem": "Who painted it?", "answer": "Ada, later"}]
+    first, second = load_questions(write(tmp_path / "bc.parquet", *rows))
+    assert (first.text, first.golden_answers, first.data_source) == (
+        "Who painted it?",
+        ("Ada",),
+        "browsecomp",
+    )
+    assert (second.text, second.golden_answers) == ("Who painted it?", ("Ada, later",))
+    for name, one in (("plain.jsonl", plus), ("secret.jsonl", secret)):
+        (question,) = load_questions(write(tmp_path / name, one))
+        assert (question.id, question.text) == ("browsecomp_plus_7", "who?")
+        assert (question.golden_answers, question.supporting_ids) == (("Ada",), ("1",))
+
+
+def test_ours_is_read_equally_without_data_source(tmp_path):
+    rows = [
+        {"id": "0", "question": "How many strings?", "golden_answers": [5]},
+        {"id": "1", "question": "Who sang it?", "golden_answers": ["Ada", ""]},
+        {"id": "2", "question": "Capital of Italy?", "golden_answers": "Rome"},
+    ]
+    bare = load_questions(write(tmp_path / "mine.jsonl", *rows))
+    named = load_questions(write(tmp_path / "x.jsonl", *(row | {"data_source": "mine"} for row in rows)))
+    assert [one.golden_answers for one in bare] == [("5",), ("Ada",), ("Rome",)]
+    assert [one.golden_answers for one in named] == [one.golden_answers for one in bare]
+    assert [(one.id, one.data_source) for one in named] == [(str(n), "mine") for n in range(3)]
+
+
+def test_columns_of_an_unknown_layout_are_named(tmp_path):
+    row = {"request": [{"role": "user", "content": "who?"}], "gold": {"text": "Ada|Bo"}, "qid": 3}
+    path = write(tmp_path / "mine.jsonl", row)
+    (question,) = load_questions(path, ColumnsConfig("request", "gold.text", "|"))
+    assert (question.id, question.text, question.golden_answers) == ("mine_3", "who?", ("Ada", "Bo"))
+    with pytest.raises(UserError, match="mine.jsonl:1: no key 'gold.words': the keys are request, gold, qid"):
+        load_questions(path, ColumnsConfig("request", "gold.words"))
+    write(path, row, {"request": "where?", "qid": 4})
+    with pytest.raises(NoAnswer, match="mine.jsonl:2: key 'gold.text' holds no answer"):
+        load_questions(path, ColumnsConfig("request", "gold.text"))
+    short = write(tmp_path / "short.jsonl", {"question": "who?", "gold": ["Ada"]})
+    assert load_questions(short, ColumnsConfig(answer="gold"))[0].golden_answers == ("Ada",)
+
+
+def test_answers_that_cannot_be_right_are_named():
+    answers = [("A",), ("The The", "Matt"), ("Ada|Bo",), ("Ada|Bo", "Cy"), ("—",)]
+    questions = [Question(str(n), f"q{n}", given, "x") for n, given in enumerate(answers)]
+    empty, joined = answer_warnings(questions, "data.train")
+    assert empty.startswith("data.train: 2 of 5 questions have a golden answer that normalises to nothing")
+    assert "('A',) of '0'; 1 have no other" in empty
+    assert joined.startswith("data.train: 1 of 5 questions have a golden answer with a separator in it")
+    assert answer_warnings(questions[4:], "data.train") == []

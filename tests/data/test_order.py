@@ -55,7 +55,7 @@ def test_a_question_that_is_too_easy_or_too_hard_is_passed_over_once():
 
 def test_by_default_no_question_rests():
     iterator = QuestionIterator(QUESTIONS, 0, False)
-    for scores in ([1.0] * 3, [0.0] * 3, [-1.0]):
+    for scores in ([1.0] * 3, [0.0] * 3, [-1.0], [2.0] * 3):
         iterator.note("q0", scores)
     assert iterator.get_state() == {"drawn": 0}
     with pytest.raises(ValueError, match="rest_below is 0.5, but must be below rest_above"):

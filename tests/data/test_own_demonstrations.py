@@ -91,3 +91,13 @@ def test_a_demonstration_without_turns_is_refused(tmp_path, turns):
 def test_an_empty_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="no demonstrations in it"):
         load_demonstrations(write(tmp_path / "demos.jsonl"))
+
+
+def test_chat_question_ends_with_its_line(tmp_path):
+    prompt = "Answer it.\nQuestion: who wrote it?\nThink first."
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": ANSWER["text"]}]
+    plain = [{"role": "user", "content": "who?\nThink first."}, messages[1]]
+    path = write(tmp_path / "demos.jsonl", {"messages": messages}, {"messages": plain, "id": 2.0})
+    first, second = load_demonstrations(path)
+    assert first.question.text == "who wrote it?" and second.question.text == "who?\nThink first."
+    assert second.question.id == "2"

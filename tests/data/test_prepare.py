@@ -15,7 +15,7 @@ from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 
 
 def row(number, question, source="nq", **changes):
-    return {"id": number, "question": question, "golden_answers": ["a"], "data_source": source} | changes
+    return {"id": number, "question": question, "golden_answers": ["ada"], "data_source": source} | changes
 
 
 def write(path, *rows):
@@ -106,7 +106,7 @@ def test_other_peoples_parquet_becomes_ours(tmp_path):
             "data_source": "nq",
             "prompt": [{"role": "user", "content": f"Question: q{n}?\n"}],
             "ability": "fact-reasoning",
-            "reward_model": {"style": "rule", "ground_truth": {"target": ["a"]}},
+            "reward_model": {"style": "rule", "ground_truth": {"target": ["ada"]}},
             "extra_info": {"split": "test", "index": 0},  # repeats, as in merged test files
         }
         for n in range(3)
@@ -191,7 +191,33 @@ def test_the_command_prints_the_counts(files, tmp_path, capsys):
 
 
 def test_rows_that_name_no_data_source_get_the_one_that_is_given(tmp_path):
-    rows = [{"id": n, "question": f"q{n}", "golden_answers": ["a"] * (n > 0)} for n in range(3)]
+    rows = [{"id": n, "question": f"q{n}", "golden_answers": ["ada"] * (n > 0)} for n in range(3)]
     report = prepare(str(write(tmp_path / "x.jsonl", *rows)), tmp_path / "out.jsonl", Filters("mine"))
     assert counts(report) == {"mine": [3, 2], "all": [3, 2]}
     assert [one.data_source for one in load_questions(tmp_path / "out.jsonl")] == ["mine", "mine"]
+
+
+def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
+    rows = [row(1, "Who?", golden_answers=["A"]), row(2, "Where?", golden_answers=["The", "Rome"])]
+    train = write(tmp_path / "train.jsonl", *rows, row(3, "When?", golden_answers="May|June"))
+    report = prepare(str(train), tmp_path / "out.jsonl")
+    assert report.rows()[0] == ["nq", 3, 2, 1] and report.reasons == ["empty answer"]
+    assert [one.golden_answers for one in load_questions(tmp_path / "out.jsonl")] == [
+        ("Rome",),
+        ("May|June",),
+    ]
+    kept = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    assert (kept["empty_answers"], kept["joined_answers"]) == (1, 1)
+
+
+def test_named_columns_and_separator_are_read(tmp_path, capsys):
+    train = write(tmp_path / "mine.jsonl", {"query_id": 7, "text": "who?", "gold": "Ada; Bo"})
+    test = write(tmp_path / "test.jsonl", row(9, "where?"))
+    call = ["prepare-data", str(train), "--question", "text", "--answer", "gold", "--exclude", str(test)]
+    for separator in (["--separator", ";"], []):
+        with pytest.raises(SystemExit) as ended:
+            cli.calibadv([*call, *separator, "--output", str(tmp_path / "out.jsonl")])
+        assert ended.value.code == 0
+        (question,) = load_questions(tmp_path / "out.jsonl")
+        assert question.golden_answers == (("Ada", "Bo") if separator else ("Ada; Bo",))
+        assert ("give --separator" in "".join(capsys.readouterr())) == (not separator)

@@ -33,9 +33,10 @@ def test_round_trip(tmp_path):
         ("{nope", "q.jsonl:2: not valid JSON"),
         ("[1]", "q.jsonl:2: expected a JSON object, got list"),
         (GOOD | {"id": "2", "question": " "}, "q.jsonl:2: field 'question' must be a non-empty string"),
-        (GOOD | {"id": "2", "golden_answers": []}, "q.jsonl:2: field 'golden_answers' must be a non-empty"),
-        (GOOD | {"id": "2", "golden_answers": [""]}, "q.jsonl:2: every one of 'golden_answers'"),
-        ({"id": "2"}, "q.jsonl:2: field 'question' must be"),
+        (GOOD | {"id": "2", "golden_answers": []}, "q.jsonl:2: key 'golden_answers' holds no answer"),
+        (GOOD | {"id": "2", "golden_answers": [""]}, "q.jsonl:2: key 'golden_answers' holds no answer"),
+        ({"id": "2", "golden_answers": ["me"]}, "q.jsonl:2: field 'question' must be"),
+        (GOOD | {"id": "2", "supporting_ids": {"a": 1}}, "q.jsonl:2: key 'supporting_ids' must be text or a"),
         (GOOD, "q.jsonl:2: id '1' was used before, at .*q.jsonl:1"),
     ],
 )

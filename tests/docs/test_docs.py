@@ -12,12 +12,14 @@ PAGES = [
     ROOT / "AGENTS.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
+    *sorted((ROOT / "experiments").glob("*.md")),
 ]
 CODE = re.compile(r"```.*?```", re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-FOLDERS = "calibadv_jax|retriever|scripts|tests|configs|benchmarks|docs"
+FOLDERS = "calibadv_jax|retriever|scripts|tests|configs|benchmarks|docs|experiments"
 # Not configs/0.yaml of a run's folder, nor names in capitals, which stand for others.
 NAMED = re.compile(rf"`((?:{FOLDERS})/(?!\d)[a-z0-9_./-]+\.(?:py|sh|yaml|md|js))`")
+NAMED_ALONE = re.compile(r"`([a-z0-9_]+\.py)`")
 
 
 def prose(page):
@@ -46,6 +48,14 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_named_file_exists(page):
     assert not [name for name in NAMED.findall(prose(page)) if not (ROOT / name).exists()]
+
+
+def test_python_files_named_without_folder_exist():
+    folders = ("calibadv_jax", "retriever", "scripts", "tests", "benchmarks", "examples", "experiments")
+    names = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    assert not [
+        (page.name, name) for page in PAGES for name in NAMED_ALONE.findall(prose(page)) if name not in names
+    ]
 
 
 def test_the_index_has_each_page_once():

@@ -24,7 +24,11 @@ pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "experiments").glob("*.md")),
+]
 TINY = [
     *("world.people=20", "world.cities=8", "world.companies=8", "world.train_questions=40"),
     *("world.eval_questions=6", "policy.init.hidden_size=32", "policy.init.intermediate_size=32"),

@@ -168,7 +168,7 @@ def test_a_line_of_the_page():
     assert cells == [
         "`group/solved`",
         "share",
-        "questions with at least one reward of 1",
+        "questions with at least one trajectory of the largest reward",
         "`correct_rate/least_one_correct`",
     ]
 

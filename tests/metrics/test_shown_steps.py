@@ -64,6 +64,14 @@ def test_a_step_whose_groups_are_all_tied_says_why_and_what_to_try(groups, reaso
     assert reason in text and "log.transcripts=1 shows one" in text
 
 
+def test_tied_step_compares_with_the_largest_reward():
+    for score, words in ((2.0, "these questions are too easy"), (1.0, "the scores differ between questions")):
+        tied = group("a", score, score)
+        for trajectory in tied.trajectories:
+            trajectory.max_score = 2.0
+        assert why_tied([tied]).find(words) >= 0
+
+
 def test_a_step_that_teaches_something_says_nothing():
     assert why_tied([group("a", 0, 0), group("b", 0, 1.0)]) == ""
     assert why_tied([group("a", 0, 0, error="retriever: gone")]) == ""  # failures have words of their own

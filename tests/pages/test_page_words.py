@@ -97,7 +97,7 @@ def test_without_silver_documents_nothing_is_judged(explain):
 
     _, words, whole = explain(nobody_is_right)
     assert "the group has no silver documents (no trajectory in the right format" in words[1][0]
-    assert "scored 0.7 or more" in words[1][0]
+    assert "scored 0.7 of the largest reward or more" in words[1][0]
     assert "do not differ, so the advantage is 0.000" in whole[1]
 
 

@@ -44,6 +44,22 @@ def test_score(config, trajectory, score, metrics):
     assert (trajectory.answer_score, trajectory.metrics) == (0, {}) and not trajectory.format_valid
 
 
+@pytest.mark.parametrize(
+    ("answer", "score", "largest"),
+    [
+        ("f1", 2 / 3, 1),
+        ({"f1": 1, "em": 1}, 2 / 3, 2),
+        ({"f1": 0.25, "cover_em": 0.25}, 5 / 12, 0.5),
+        ({"f1": 3, "em": -1}, 2, 3),
+        ({"f1": -1}, -2 / 3, 1),
+    ],
+)
+def test_relative_score_is_a_share_of_the_largest(answer, score, largest):
+    scored = score_trajectory(attempt("Rome city"), RewardConfig(answer=answer))
+    assert scored.answer_score == pytest.approx(score) and scored.max_score == largest
+    assert scored.relative_score == pytest.approx(score / largest)
+
+
 def test_the_structured_answer_counts_not_the_text():
     trajectory = attempt("Milan")
     trajectory.turns[0].text += "<answer>Rome</answer>"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from trainer_rig import (
@@ -14,6 +16,7 @@ from trainer_rig import (
     shared_programs,  # noqa: F401
 )
 
+from calibadv_jax.config import RewardConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Turn
 from calibadv_jax.hosts.exchange import Hosts
@@ -71,6 +74,27 @@ def test_questions_of_the_curriculum_rest_and_a_resumed_run_knows_them(tmp_path)
     assert rows(tmp_path / "b") == rows(tmp_path / "a")
     for step in range(1, 5):
         assert asked(tmp_path / "a", step) == asked(tmp_path / "b", step)
+
+
+def test_curriculum_compares_with_the_largest_reward(tmp_path):
+    """Scores of 2 out of 2 are a mean of 1, scores of 1 out of 2 are not above 0.9."""
+    begun, resting = [], []
+    for number, answer in enumerate(({"f1": 1.0}, {"f1": 1.0, "em": 1.0}, {"f1": 0.25})):
+        data = {"shuffle": False, "rest_below": 0.2, "rest_above": 0.9}
+        config = dataclasses.replace(config_of(tmp_path / str(number), **data), reward=RewardConfig(answer))
+        begun.append(run(config, SomeTied(), tmp_path / str(number)).begun)
+        resting.append([row["rollout/resting_questions"] for row in rows(tmp_path / str(number))])
+    assert begun[0] == begun[1] == begun[2] and resting == [[3, 4, 0, 1]] * 3
+
+
+def test_reward_above_one_skips_no_question(tmp_path):
+    config = make_config(tmp_path, data={"shuffle": False})
+    config = dataclasses.replace(config, reward=RewardConfig({"f1": 1.0, "em": 1.0}))
+    rollouts = SomeTied()
+    rollouts.answers = {0: "yes", 1: "no"}
+    run(config, rollouts, tmp_path)
+    assert [name for _, name in rollouts.begun] == [f"q{number}" for number in (*range(7), 0)]
+    assert [row["group/solved"] for row in rows(tmp_path)] == [0.5, 1.0, 1.0, 1.0]
 
 
 def test_both_are_off_by_default(tmp_path):

@@ -109,6 +109,16 @@ def test_the_best_shortest_and_earliest_come_first_over_all_steps_and_runs(tmp_p
         assert answers(tmp_path / "d.jsonl") == order[:count]
 
 
+def test_lowest_score_defaults_to_the_largest_reward(tmp_path, capsys):
+    rows = [trajectory("q1", "half", score=1.0), trajectory("q2", "right", score=2.0)]
+    write(tmp_path / "run", 1, rows, {"reward": {"answer": {"f1": 1, "em": 1}}})
+    select(tmp_path / "run", "--output", tmp_path / "d.jsonl", capsys=capsys)
+    assert answers(tmp_path / "d.jsonl") == ["right"]
+    write(tmp_path / "run", 1, rows[:1], {"reward": {"answer": {"f1": 1, "em": 1}}})
+    status, _, error = select(tmp_path / "run", "--output", tmp_path / "e.jsonl", capsys=capsys)
+    assert status == 2 and "no trajectory with a score of the largest reward among 1; lower" in error
+
+
 def test_the_same_words_come_once_and_the_same_id_of_other_data_is_another_question(tmp_path, capsys):
     rows = [
         trajectory("q", "Ann", length=9),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -66,7 +67,8 @@ class RewardConfig:
     answer: str | dict[str, float] = "f1"
     """What pays for an answer. f1, em, cover_em: how it agrees with the best golden answer; judge: the
     verdict of reward.judge; a module and a function with a colon between them: a function of your own, see
-    examples/own_reward.py. Several, each with its weight: {f1: 0.5, judge: 0.5} pays their weighted sum."""
+    examples/own_reward.py. Several, each with its weight: {f1: 0.5, judge: 0.5} pays their weighted sum. The
+    sum of the positive weights is the largest reward, so a function of your own should give at most 1."""
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     format: bool = True
     """Multiply the answer reward by format validity (0 or 1)."""
@@ -84,6 +86,11 @@ class RewardConfig:
     def weights(self) -> dict[str, float]:
         """Weight of each reward that pays for the answer."""
         return {self.answer: 1.0} if isinstance(self.answer, str) else self.answer
+
+    @property
+    def max_score(self) -> float:
+        """Largest reward of an answer, if every function of the user's own gives 1 at most."""
+        return math.fsum(weight for weight in self.weights.values() if weight > 0) or 1.0
 
     @model_validator(mode="after")
     def _answer_is_known(self) -> RewardConfig:
@@ -155,8 +162,8 @@ class AdvantageConfig:
     std_over: Literal["group", "step"] = "group"
     """With normalize_std: the standard deviation of each group, or that of all scores of the step."""
     score_threshold: float = Field(default=0.7, ge=0, le=1)
-    """grpo_neutral, grpo_acceptable: lowest score at which a trajectory below its group's mean counts as
-    nearly right."""
+    """grpo_neutral, grpo_acceptable: lowest score, as a share of the largest reward, at which a trajectory
+    below its group's mean counts as nearly right."""
     turn_weight: NonNegativeFloat = 1.0
     """gigpo, mt_grpo, stepsearch, a2tgpo, tips: weight of what turns earn by themselves, beside GRPO's
     advantage of their trajectory."""
@@ -178,7 +185,8 @@ class AdvantageConfig:
     from a correctness of 1/3; upper_limit: moved towards the group's largest advantage, by the correctness;
     reset: plain, and a positive advantage becomes 0 where all search turns of that number are correct."""
     silver_threshold: float = Field(default=0.7, ge=0, le=1)
-    """calibadv, querygroup, stepsearch: lowest answer score of a trajectory whose documents are silver."""
+    """calibadv, querygroup, stepsearch: lowest answer score of a trajectory whose documents are silver, as a
+    share of the largest reward."""
     correctness: Literal["fraction", "max", "mean"] = "fraction"
     """calibadv, querygroup: how the correctness of a search turn follows from the silver documents that it
     found."""

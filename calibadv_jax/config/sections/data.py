@@ -12,12 +12,25 @@ from calibadv_jax.core.tags import OPEN_THINK
 
 
 @dataclass(frozen=True, config=SECTION)
+class ColumnsConfig:
+    question: str = ""
+    """Key of the question in files of a layout that docs/data.md does not list; a key of an object inside is
+    written with a dot, as in extra_info.question. Empty: question, where answer is set."""
+    answer: str = ""
+    """Key of the golden answer or answers. Empty: answer, where question is set."""
+    separator: str = ""
+    """Text between several golden answers that are written as one text, such as |; empty: none."""
+
+
+@dataclass(frozen=True, config=SECTION)
 class DataConfig:
     train: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED] = ""
     """Training questions: a file, a list of files, or data_source: file. Layouts and hub addresses:
     docs/data.md."""
     eval: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED, Mark.PER_RUN] = ""
     """Held-out questions, in the same forms."""
+    columns: Annotated[ColumnsConfig, Mark.UNLEARNED] = Field(default_factory=ColumnsConfig)
+    """Keys of the rows of data.train and data.eval, where their layout is not a known one."""
     weights: Annotated[dict[str, PositiveFloat], Mark.TUNED] = Field(default_factory=dict)
     """Share of each data_source in the training questions, in any unit; empty: every question once an
     epoch."""
@@ -32,8 +45,8 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the training questions anew in every epoch."""
     rest_above: float = Field(default=1.0, ge=0, le=1)
-    """Curriculum: a question whose trajectories had a higher mean score when it was last trained is left out
-    once, and then asked again; 1: none. A negative score counts as 0."""
+    """Curriculum: a question whose trajectories had a higher mean score when it was last trained, as a share
+    of the largest reward, is left out once, and then asked again; 1: none. A negative score counts as 0."""
     rest_below: float = Field(default=0.0, ge=0, le=1)
     """The same for a lower mean score; 0: none."""
 

@@ -50,10 +50,10 @@ class SftConfig:
     """Updates between two measurements of sft/held_out_loss; it is always measured after the last update."""
     phases: list[SftPhase] = Field(default_factory=list)
     """Phases of the cold start, in order."""
-    row_length: PositiveInt = 512
-    """Tokens of a packed row."""
+    row_length: PositiveInt | None = None
+    """Tokens of a packed row; null: rollout.max_length, or what an unfinished cold start began with."""
     rows: PositiveInt = 16
-    """Packed rows per update."""
+    """Packed rows per update, which are computed together: fewer or shorter rows need less memory."""
     checkpoint_every: NonNegativeInt = 50
     """Updates between two saved states from which an interrupted cold start goes on; if updates are slow, the
     state is saved after ten minutes. The newest one is kept until the policy is written. 0: it is saved only
