@@ -31,6 +31,10 @@ def test_the_index_lists_every_trajectory_of_every_step(site):
     assert groups["silver"][0] == 3
     assert rows["group"] == [0] * 5 + [1] * 5 and rows["index"] == [0, 1, 2, 3, 4] * 2
     assert rows["score"][:5] == [1, 0, 0, 0, 0] and rows["searches"][:5] == [1, 2, 1, 1, 1]
+    shown = json.loads(site.get("data/group_1_0.json"))["trajectories"]
+    sampled = [sum(len(turn["ids"]) for turn in trajectory["turns"]) for trajectory in shown]
+    assert rows["length"][:5] == sampled and len(set(sampled)) > 3
+    assert said["planned"] == 2
     assert rows["advantage"][:5] == [1.5, -0.5, -0.5, -0.5, None]
     assert rows["answer"][:5] == ["ann", "bob", "bob", None, None] and rows["queries"][1] == "query\nquery"
 
