@@ -74,7 +74,7 @@ class Site:
                 yield address, content
 
     def _index(self) -> bytes:
-        folder = self.files.folder.absolute()
+        folder = self.files.folder.resolve()
         name = "/".join(folder.parts[-2:]).strip("/")
         steps = self.index.steps()
         # Of a part of the steps (--steps) the newest one is not the run's.
