@@ -13,6 +13,7 @@ from calibadv_jax.pages.run_files import RunFiles
 from calibadv_jax.pages.tokens import Pieces
 from calibadv_jax.pages.transcript import transcript
 from calibadv_jax.record.reader import opening_and_actions
+from calibadv_jax.record.schema import short_name
 
 TYPES = {
     "html": "text/html; charset=utf-8",
@@ -74,8 +75,7 @@ class Site:
                 yield address, content
 
     def _index(self) -> bytes:
-        folder = self.files.folder.resolve()
-        name = "/".join(folder.parts[-2:]).strip("/")
+        name = short_name(self.files.folder)
         steps = self.index.steps()
         # Of a part of the steps (--steps) the newest one is not the run's.
         planned = self.files.planned_steps() if self.files.last is None else steps[-1]["step"]

@@ -19,6 +19,7 @@ from calibadv_jax.report.gather import Gathered, gather
 from calibadv_jax.report.page import render
 from calibadv_jax.report.runs import read_runs
 from calibadv_jax.report.settings import Series, group_runs
+from calibadv_jax.tools.inspect_run import PORT
 
 PNG_DPI = 200
 
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     output = arguments.output or (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
     output.parent.mkdir(parents=True, exist_ok=True)
     with console.phase("drawing the figures", announce=True):
-        write_text(output, render(series, gathered))  # whole, so that a browser never loads half a page
+        write_text(output, render(series, gathered, PORT))  # whole, so that a browser never loads half a page
     console.say(f"{output}")
     if arguments.png is not None:
         number = write_pngs(arguments.png, series, gathered)
