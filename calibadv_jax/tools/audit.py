@@ -360,8 +360,10 @@ def verdict(runs: Sequence[Measured]) -> list[str]:
         return [
             f"  no calibration: no search lost any blame; {on_good} of the blame lies on truly good searches"
         ]
-    right = _decide(bounds[1], bounds[2], "right", "wrong")
-    adds = _decide(bounds[3], bounds[4], "better than chance", "worse than chance")
+    right = _decide(bounds[1], bounds[2], "right", "wrong", "whether it is right")
+    adds = _decide(
+        bounds[3], bounds[4], "better than chance", "worse than chance", "whether it is better than chance"
+    )
     return [
         f"  {right}: truly good searches are spared {good} of their blame, useless ones {useless}",
         f"  {adds}: the lead is {lead}, with shuffled rewards (control) {chance}",
@@ -388,11 +390,11 @@ def _shares(sums: np.ndarray) -> np.ndarray:
     return np.stack([on_good, good, useless, good - useless, good_by_chance - useless_by_chance], axis=1)
 
 
-def _decide(first: np.ndarray, second: np.ndarray, above: str, below: str) -> str:
-    """In a word how two intervals (low, high) lie to each other; "cannot say" where they overlap."""
+def _decide(first: np.ndarray, second: np.ndarray, above: str, below: str, asked: str) -> str:
+    """In words how two intervals (low, high) lie to each other: "cannot say …" where they overlap."""
     if first[0] > second[1]:
         return above
-    return below if first[1] < second[0] else "cannot say"
+    return below if first[1] < second[0] else f"cannot say {asked}"
 
 
 def windows_table(measured: Measured, window: int) -> str:
