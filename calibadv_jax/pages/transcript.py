@@ -10,7 +10,7 @@ from calibadv_jax.core.tags import Grammar, turn_flaw
 from calibadv_jax.core.trajectory import SEARCH_ALONE, Trajectory
 from calibadv_jax.pages.run_files import Row
 from calibadv_jax.pages.tokens import Pieces
-from calibadv_jax.pages.words import group_words, trajectory_words, turn_words
+from calibadv_jax.pages.words import group_words, is_judged, trajectory_words, turn_words
 from calibadv_jax.record.rows import from_rows
 from calibadv_jax.rewards.format import format_flaw
 
@@ -47,6 +47,7 @@ def transcript(
         "silver": dict(first["silver"]),
         "prompt": pieces.text(first["prompt_ids"]),
         "why": group_words(rows, settings),
+        "is_judged": is_judged(settings),
         "trajectories": [
             _trajectory(row, trajectory, rows, pieces, settings)
             for row, trajectory in zip(rows, group.attempts, strict=True)

@@ -57,6 +57,12 @@ def group_words(group: Sequence[Row], settings: Settings) -> list[str]:
     return words + (_calibration_words(group, settings) if settings.get("name") == "calibadv" else [])
 
 
+def is_judged(settings: Settings) -> bool:
+    """Whether searches have a correctness, see `advantages.estimators.judges`."""
+    name = settings.get("name")
+    return name == "calibadv" or (name in ESTIMATORS and ESTIMATORS[name].judges)
+
+
 def _scores(group: Sequence[Row]) -> list[float]:
     return [row["answer_score"] for row in group if row["error"] is None]
 

@@ -366,6 +366,16 @@ def test_words_are_explained_where_they_stand_and_in_the_help(small):
     assert names <= set(listed) and len(listed) == page.locator("#help .terms dd").count()
 
 
+def test_help_fits_a_phone(small):
+    page, address = small
+    page.set_viewport_size({"width": 390, "height": 844})
+    open_group(page, address, 1, 0)
+    page.click("#detail .words")
+    assert page.locator("#help").evaluate(
+        "e => e.scrollWidth <= e.clientWidth && e.offsetWidth <= innerWidth"
+    )
+
+
 def test_explanations_of_a_group_stand_once(small):
     page, address = small
     open_group(page, address, 1, 0)

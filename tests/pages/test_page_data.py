@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from benchmarks.generated_run import make_turn, write_run
-from calibadv_jax.config import Config, PromptConfig
+from calibadv_jax.config import AdvantageConfig, Config, PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.pages import index
 from calibadv_jax.pages.run_files import RunFiles
@@ -109,6 +109,13 @@ def test_invalid_turns_and_formats_say_why(tmp_path, tokenizer, small_group):
     assert [one["turns"][-1]["flaw"] for one in shown[:3]] == list(flaws.values())
     assert [one["turns"][0]["flaw"] for one in shown] == [""] * 5
     assert shown[0]["why"] == "Invalid format: turn 2: <search> is not closed."
+
+
+@pytest.mark.parametrize(("name", "is_judged"), [("calibadv", True), ("querygroup", True), ("grpo", False)])
+def test_correctness_is_shown_where_searches_are_judged(tmp_path, tokenizer, small_group, name, is_judged):
+    config = Config(advantage=AdvantageConfig(name=name))
+    write_run(tmp_path / "run", [[small_group()]], config, tokenizer)
+    assert json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["is_judged"] is is_judged
 
 
 def test_thought_that_the_environment_opened_is_no_flaw(tmp_path, tokenizer, small_group):

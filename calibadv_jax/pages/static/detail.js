@@ -57,7 +57,7 @@ export function showNothing(advantage, counts, onShow, run) {
 export function showGroup(data, entry, onChoose) {
   if (shading === "mismatch" && !hasLearner(data)) shading = "advantage";
   const flags = new Map((entry?.rows ?? []).map((row) => [row.index, row.flags]));
-  const cards = data.trajectories.map((one) => trajectory(one, flags.get(one.index) ?? 0));
+  const cards = data.trajectories.map((one) => trajectory(one, flags.get(one.index) ?? 0, data.is_judged));
   const columns = make("div", { class: "columns" }, cards);
   columns.addEventListener("click", (event) => {
     const head = event.target.closest(".card > header");
@@ -133,7 +133,7 @@ function shadeChoice(data) {
   return make("label", { class: "shading" }, "shade ", select);
 }
 
-function trajectory(one, flags) {
+function trajectory(one, flags, isJudged) {
   const { sign, word, name } = outcome(flags, one.answer_score);
   const facts = Object.entries(one.metrics).map(([key, value]) => [term(key), ` ${plain(value)} · `]);
   return make(
@@ -150,11 +150,11 @@ function trajectory(one, flags) {
     make("p", { class: "answer" }, one.answer === null ? "no answer" : make("span", {}, "answer: ", make("b", {}, one.answer))),
     make("p", { class: "muted" }, facts.flat(), term("policy"), ` ${one.policy_versions.join(", ") || "–"} · ${plain(one.seconds, 1)} s`),
     one.why && make("p", { class: "why" }, one.why),
-    one.turns.map((turn, place) => turnBlock(turn, place)),
+    one.turns.map((turn, place) => turnBlock(turn, place, isJudged)),
   );
 }
 
-function turnBlock(turn, place) {
+function turnBlock(turn, place, isJudged) {
   const marks = [
     turn.softened && ["softened", turn.advantage === 0 ? "softened to 0" : "softened"],
     turn.repeated && ["repeated", `repeats ${turn.repeated}`],
@@ -168,7 +168,7 @@ function turnBlock(turn, place) {
     { class: `turn ${NO_ACTIONS.includes(turn.kind) ? turn.kind : "action"}` },
     make("div", { class: "bar" },
       make("span", { class: "kind" }, `${place + 1} `, term(turn.kind)),
-      !NO_ACTIONS.includes(turn.kind) && turn.advantage_raw !== null && make("span", { class: "correctness" }, term("correctness"), ` ${plain(turn.correctness, 2)}`),
+      isJudged && !NO_ACTIONS.includes(turn.kind) && turn.advantage_raw !== null && make("span", { class: "correctness" }, term("correctness"), ` ${plain(turn.correctness, 2)}`),
       marks.map(([kind, text]) => make("span", { class: `mark ${kind}` }, term(kind, text))),
       make("span", { class: "number" }, change),
     ),
