@@ -6,13 +6,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from calibadv_jax.core.tags import Grammar, turn_flaw
 from calibadv_jax.core.trajectory import SEARCH_ALONE, Trajectory
 from calibadv_jax.pages.run_files import Row
 from calibadv_jax.pages.tokens import Pieces
 from calibadv_jax.pages.words import group_words, is_judged, trajectory_words, turn_words
 from calibadv_jax.record.rows import from_rows
-from calibadv_jax.rewards.format import format_flaw
+from calibadv_jax.rewards.format import format_flaw, turn_flaws
 
 _TURN_COLUMNS = (
     *("kind", "stop_reason", "is_refused", "policy_versions", "advantage_raw", "advantage"),
@@ -67,11 +66,12 @@ def _trajectory(
         "policy_versions",
         "advantage_raw",
     )
-    grammar = Grammar(trajectory.actions)
-    turns = []
-    for place, (turn, reason) in enumerate(zip(trajectory.turns, turn_words(row, settings), strict=True)):
-        flaw = turn_flaw(trajectory.opening + turn.text, turn.kind, grammar)
-        turns.append(_turn(place, row, pieces) | {"why": reason, "flaw": flaw})
+    turns = [
+        _turn(place, row, pieces) | {"why": reason, "flaw": flaw}
+        for place, (reason, flaw) in enumerate(
+            zip(turn_words(row, settings), turn_flaws(trajectory), strict=True)
+        )
+    ]
     return {
         **{name: row[name] for name in names},
         "seconds": round(row["seconds"], 3),

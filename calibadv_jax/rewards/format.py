@@ -22,9 +22,8 @@ def is_trajectory_valid(trajectory: Trajectory) -> bool:
 
 def format_flaw(trajectory: Trajectory) -> str:
     """Return the first reason for which a trajectory is not valid; empty if it is."""
-    grammar = Grammar(trajectory.actions)
-    for number, turn in enumerate(trajectory.turns, 1):
-        if flaw := turn_flaw(trajectory.opening + turn.text, turn.kind, grammar):
+    for number, (turn, flaw) in enumerate(zip(trajectory.turns, turn_flaws(trajectory), strict=True), 1):
+        if flaw:
             return f"turn {number}: {flaw}"
         if turn.is_action and not len(turn.observation_ids):
             return f"turn {number}: the action was not executed"
@@ -33,3 +32,9 @@ def format_flaw(trajectory: Trajectory) -> str:
     if trajectory.answer is None:
         return "the last turn is not an answer"
     return "an answer without any action before it" if len(trajectory.turns) == 1 else ""
+
+
+def turn_flaws(trajectory: Trajectory) -> list[str]:
+    """Return for each turn why it is not exactly a thought and the element of its kind; empty if it is."""
+    grammar = Grammar(trajectory.actions)
+    return [turn_flaw(trajectory.opening + turn.text, turn.kind, grammar) for turn in trajectory.turns]
