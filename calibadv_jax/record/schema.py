@@ -77,6 +77,11 @@ LOGPROBS = [  # as Parquet names the columns in which nearly all of the room goe
 ]
 
 
+def short_name(run: Path) -> str:
+    """Return the last two folders of a run's path, by which its pages name it."""
+    return "/".join(run.resolve().parts[-2:]).strip("/")
+
+
 def kept_steps(run: Path) -> dict[int, Path]:
     """Step -> its file in a run's folder, in ascending order."""
     named = ((path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).glob("step_*"))

@@ -8,7 +8,7 @@ from replay import replay
 
 from calibadv_jax.core.tags import parse_turn
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
-from calibadv_jax.rewards.format import is_trajectory_valid
+from calibadv_jax.rewards.format import format_flaw, is_trajectory_valid
 
 SEARCH = "<think> t </think>\n<search> q </search>"
 ANSWER = "<think>u</think> <answer>Rome</answer>"
@@ -68,6 +68,23 @@ def test_prepended_think_is_the_environments():
     assert is_valid(turn("search", search, 4), turn("answer", answer), opening="<think>")
     assert not is_valid(turn("search", search, 4), turn("answer", answer))
     assert not is_valid(turn("search", SEARCH, 4), turn("answer", ANSWER), opening="<think>")
+
+
+@pytest.mark.parametrize(
+    ("turns", "flaw"),
+    [
+        ([], "the last turn is not an answer"),
+        ([turn("answer", ANSWER)], "an answer without any action before it"),
+        ([turn("search", SEARCH, 4)], "the last turn is not an answer"),
+        ([turn("search", SEARCH), turn("answer", ANSWER)], "turn 1: the action was not executed"),
+        ([turn("answer", ANSWER, 4), turn("answer", ANSWER)], "turn 1: an answer before the last turn"),
+        ([turn("search", SEARCH, 4), turn("answer", ANSWER + " done")], "turn 2: text after </answer>"),
+        ([turn("search", SEARCH, 4), turn("answer", ANSWER)], ""),
+    ],
+)
+def test_flaw_of_a_trajectory_names_its_turn(turns, flaw):
+    question = Question("q", "?", ("Rome",), "test")
+    assert format_flaw(Trajectory(question, np.zeros(1, np.int32), turns)) == flaw
 
 
 @pytest.mark.parametrize(
