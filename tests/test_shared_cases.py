@@ -6,10 +6,40 @@ own input, so that a public clone notices the same faults.
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.policy.adapters import Adapters
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.snapshots.huggingface import read_hf_config
+from calibadv_jax.snapshots.peft import load_adapters
+
 # ---- models: tokenizers, chat templates, shapes of checkpoints ----
 
 
 # ---- lora: adapters of PEFT and verl ----
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("pissa", "init_lora_weights is 'pissa', which is not supported"),
+        ("with_embedding", "holds base_model.model.model.embed_tokens.weight, which"),
+        ("verl_alpha0", "lora_alpha is 0, but must be a number above 0: .* verl"),
+    ],
+)
+def test_adapter_that_is_not_plain_is_refused(shared, case, words):
+    folder = shared / "cases/lora"
+    adapters = Adapters(4, 8.0, ("q", "v"), "float32")
+    architecture = architecture_from_hf(read_hf_config(folder / "base"))
+    with pytest.raises(UserError, match=words) as caught:
+        load_adapters(folder / case, Policy(architecture, Numerics(), adapters), None)
+    assert "\n" not in str(caught.value)
 
 
 # ---- rows: layouts of question files ----
@@ -22,3 +52,16 @@ from __future__ import annotations
 
 
 # ---- versions: bounds of dependencies ----
+
+
+@pytest.mark.parametrize(("python", "allowed"), [("3.11", True), ("3.12", False), ("3.13", False)])
+def test_flax_that_jax_breaks_is_excluded(python, allowed):
+    """Flax 0.12.8 cannot be imported beside JAX 0.12, which needs Python 3.12."""
+    file = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    bounds = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]
+    flax = [one for one in map(Requirement, bounds) if one.name == "flax"]
+    places = {"python_version": python, "python_full_version": f"{python}.1"}
+    assert (
+        any("0.12.8" in one.specifier for one in flax if not one.marker or one.marker.evaluate(places))
+        is allowed
+    )
