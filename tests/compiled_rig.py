@@ -49,7 +49,7 @@ SAMPLED = (8, 1000)  # rows and tokens of the program of `check_filter`
 
 
 def check_filter(device):
-    """Top-p and top-k sort the logits themselves, and compare the same with the threshold, on a device."""
+    """Check that a device's program for top-p and top-k sorts and compares logits, nothing computed."""
     place = SingleDeviceSharding(device)
     rows, vocab = SAMPLED
     dtypes = {"logits": "float32", "seeds": "uint32", "positions": "int32"}
@@ -94,8 +94,8 @@ def compared_and_sorted(text, shape):
         caller, arguments = callers[computation]
         return origin(caller, arguments[int(operands[0])])
 
-    found = {"compare": set(), "sort": set()}
+    origins = {"compare": set(), "sort": set()}
     for (computation, _), (result, operation, operands, rest) in operations.items():
         if shape in result and (operation == "sort" or (operation == "compare" and "direction=GE" in rest)):
-            found[operation].add(origin(computation, operands[0]))
-    return found
+            origins[operation].add(origin(computation, operands[0]))
+    return origins

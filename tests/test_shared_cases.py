@@ -59,9 +59,7 @@ def test_flax_that_jax_breaks_is_excluded(python, allowed):
     """Flax 0.12.8 cannot be imported beside JAX 0.12, which needs Python 3.12."""
     file = Path(__file__).resolve().parents[1] / "pyproject.toml"
     bounds = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]
-    flax = [one for one in map(Requirement, bounds) if one.name == "flax"]
+    flax = [bound for bound in map(Requirement, bounds) if bound.name == "flax"]
     places = {"python_version": python, "python_full_version": f"{python}.1"}
-    assert (
-        any("0.12.8" in one.specifier for one in flax if not one.marker or one.marker.evaluate(places))
-        is allowed
-    )
+    specifiers = [bound.specifier for bound in flax if not bound.marker or bound.marker.evaluate(places)]
+    assert ["0.12.8" in specifier for specifier in specifiers] == [allowed]

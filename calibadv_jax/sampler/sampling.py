@@ -36,7 +36,7 @@ def sample_tokens(
     best = _first_best(logits)
     kept = logprobs
     if filtered:
-        kept = jnp.where(_passes(logits, best, temperatures, top_p, top_k), logprobs, -jnp.inf)
+        kept = jnp.where(_filter_mask(logits, best, temperatures, top_p, top_k), logprobs, -jnp.inf)
     keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
         seeds, positions
     )
@@ -82,10 +82,10 @@ def _first_best(logits: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(logits == best, jnp.arange(vocab), vocab - 1), axis=-1)
 
 
-def _passes(
+def _filter_mask(
     logits: jax.Array, best: jax.Array, temperatures: jax.Array, top_p: jax.Array, top_k: jax.Array
 ) -> jax.Array:
-    """True for the tokens inside the nucleus and among the k best, bool [S, V]; always for the best token.
+    """Return which tokens are in the nucleus and among the k best, bool [S, V]; the best token always is.
 
     A compiler may compute a value twice, in two programs that round differently. So logits, not
     log-probabilities, are sorted and compared with the threshold: they are an input, and no arithmetic

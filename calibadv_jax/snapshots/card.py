@@ -89,7 +89,7 @@ def model_card(
 
 
 def _loading(base: str, config: Mapping[str, Any]) -> list[str]:
-    """How PEFT loads adapters on the base that they were trained on."""
+    """Show how PEFT loads adapters on the base that they were trained on."""
     dtype = config["policy"]["lora"]["base_dtype"]
     return [
         f"LoRA adapters, trained on the base in {dtype}. Load it in this precision: the adapters belong to",

@@ -56,8 +56,8 @@ def test_best_token_stays_if_logits_are_recomputed():
     best, ones = jnp.array([1]), jnp.ones(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jnp, "sort", lambda array, **options: array[:, jnp.array([1, 2, 0, 3])] + 1e-6)
-        passes = sampling._passes(logits, best, ones[:, None], ones, ones.astype(jnp.int32))
-    assert passes.tolist() == [[False, True, False, False]]
+        mask = sampling._filter_mask(logits, best, ones[:, None], ones, ones.astype(jnp.int32))
+    assert mask.tolist() == [[False, True, False, False]]
 
 
 def test_token_without_probability_is_never_drawn():

@@ -87,6 +87,10 @@ def test_every_lock_is_one_that_the_script_writes():
     ],
 )
 def test_bounds_exclude_versions_that_fail(name, python, refused, allowed):
-    bounds = [one.specifier for one in wanted(["retriever"]) if one.name == name and applies(one, python)]
+    bounds = [
+        requirement.specifier
+        for requirement in wanted(["retriever"])
+        if requirement.name == name and applies(requirement, python)
+    ]
     assert len(bounds) == 1
     assert allowed in bounds[0] and refused not in bounds[0]
