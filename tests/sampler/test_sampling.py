@@ -60,6 +60,18 @@ def test_best_token_stays_if_logits_are_recomputed():
     assert mask.tolist() == [[False, True, False, False]]
 
 
+def test_small_vocabulary_is_drawn_with_one_number():
+    """The figures of docs/results.md were drawn so."""
+    rows, vocab = 200, 4096
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(rows, vocab)), jnp.float32)
+    seeds, ones = jnp.arange(rows, dtype=jnp.uint32), jnp.ones(rows)
+    tokens, _ = sample_tokens(logits, seeds, jnp.full(rows, 3), ones, ones, jnp.zeros(rows, jnp.int32), False)
+    keys = [jax.random.fold_in(jax.random.key(seed), 3) for seed in range(rows)]
+    uniform = np.array([jax.random.uniform(key, ()) for key in keys])
+    cumulative = np.asarray(jnp.cumsum(jnp.exp(jax.nn.log_softmax(logits)), axis=-1))
+    np.testing.assert_array_equal(tokens, (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1))
+
+
 def test_token_without_probability_is_never_drawn():
     """The cumulative sum of a token without weight may be larger than the sum before it, by rounding."""
     rng = np.random.default_rng(0)
