@@ -115,9 +115,10 @@ def _export_adapter(config: Config, source: PolicySource) -> Path:
     policy = Policy(architecture, Numerics(), base.adapters)
     targets = placed_params(policy.abstract_trained, _one_device())
     params, _ = restore_params(source.path, targets, source.step)
+    text = card(config, source, training_config(config, source), adapter=True)
     output = Path(config.export.adapter_output)
     with locked_output(output, "export.adapter_output", Console(config.log.progress).warn):
-        return save_adapters(params, base.adapters, base.name, output, source.model_folder)
+        return save_adapters(params, base.adapters, base.name, output, source.model_folder, text)
 
 
 def _one_device() -> Mesh:
@@ -130,8 +131,8 @@ def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
     return dataclasses.asdict(config) if start is None else with_defaults(start.config)
 
 
-def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:
-    """The model card."""
+def card(config: Config, source: PolicySource, trained: dict[str, Any], adapter: bool = False) -> str:
+    """The model card of the policy, or of its adapters alone."""
     policy = describe_policy(source)
     used = dataclasses.replace(
         config, policy=dataclasses.replace(config.policy, path=trained["policy"]["path"], revision="")
@@ -145,7 +146,8 @@ def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:
     template = trained["prompt"]["template"]
     prompt = TEMPLATES.get(template, template)
     title = source.model_folder.parent.name  # the run's
-    return model_card(title, trained, policy["step"], settings, prompt, _scores(config, policy), versions)
+    scores = _scores(config, policy)
+    return model_card(title, trained, policy["step"], settings, prompt, scores, versions, adapter)
 
 
 def _scores(config: Config, policy: dict[str, Any]) -> str:
