@@ -6,7 +6,30 @@ input, so that a public clone notices the same faults.
 
 from __future__ import annotations
 
+import pytest
+
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.rollout.observation import decode, encode
+from calibadv_jax.run.model import load_tokenizer
+
 # ---- models: tokenizers, chat templates, shapes of checkpoints ----
+
+
+def test_llama_class_over_bytes_loses_nothing(shared):
+    """transformers reads it right from 5.22 on; with an older one it is refused."""
+    folder, text = shared / "cases/models/r1_distill_llama", "Who wrote it in 1291?\n <think> é 北京 </think>"
+    try:
+        tokenizer = load_tokenizer(folder)
+    except UserError as error:
+        assert "LlamaTokenizer" in str(error) and "loses spaces" in str(error)
+        assert "set tokenizer_class to TokenizersBackend" in str(error)
+    else:
+        assert decode(tokenizer, encode(tokenizer, text)) == text
+
+
+@pytest.mark.parametrize("name", ["qwen2_raises", "qwen3_thinking", "qwen3_no_head_dim"])
+def test_tokenizers_that_keep_text_are_accepted(shared, name):
+    assert load_tokenizer(shared / "cases/models" / name).eos_token == "<|im_end|>"
 
 
 # ---- lora: adapters of PEFT and verl ----
