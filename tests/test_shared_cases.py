@@ -9,8 +9,11 @@ from __future__ import annotations
 import pytest
 
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.run.model import load_tokenizer
+from calibadv_jax.snapshots.huggingface import check_weights, read_hf_config
 
 # ---- models: tokenizers, chat templates, shapes of checkpoints ----
 
@@ -30,6 +33,13 @@ def test_llama_class_over_bytes_loses_nothing(shared):
 @pytest.mark.parametrize("name", ["qwen2_raises", "qwen3_thinking", "qwen3_no_head_dim"])
 def test_tokenizers_that_keep_text_are_accepted(shared, name):
     assert load_tokenizer(shared / "cases/models" / name).eos_token == "<|im_end|>"
+
+
+def test_qwen3_without_head_dim_has_128(shared):
+    folder = shared / "cases/models/qwen3_no_head_dim"
+    architecture = architecture_from_hf(read_hf_config(folder))
+    assert architecture.head_dim == 128
+    assert "tensors in 1 file(s)" in check_weights(folder, Policy(architecture, Numerics()))
 
 
 # ---- lora: adapters of PEFT and verl ----

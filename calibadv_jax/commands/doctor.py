@@ -20,6 +20,7 @@ import numpy as np
 from calibadv_jax.commands.coverage import coverage_lines
 from calibadv_jax.commands.offline_checks import OFFLINE_CHECKS
 from calibadv_jax.config import Config
+from calibadv_jax.core import hub
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.pipeline import check_questions as check_fit
@@ -34,11 +35,12 @@ from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.fit import cpu_lines, memory_lines
 from calibadv_jax.run.memory import adapter_lines, estimate_memory, heads_warnings
-from calibadv_jax.run.model import build_model
+from calibadv_jax.run.model import Model, build_model, find_folder
 from calibadv_jax.sampler.vllm_worker import find_workers, require_vllm
 from calibadv_jax.services.judge import JudgeClient
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import check_running, open_retriever
+from calibadv_jax.snapshots.huggingface import check_weights
 
 NO_ANSWER = "I do not know"
 ONCE = 1e-3  # seconds of patience: what is loading or gone is what the doctor is to tell
@@ -133,6 +135,7 @@ def check_policy(config: Config) -> list[str]:
     return [
         f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters, mesh"
         f" {dict(model.mesh.shape)}",
+        *weight_lines(config, model),
         *adapter_lines(config, architecture),
         "tokens of each tag: " + ", ".join(f"{tag} {count}" for tag, count in pieces.items()),
         *prompt_lines(config, model.tokenizer),
@@ -140,6 +143,17 @@ def check_policy(config: Config) -> list[str]:
         *heads_warnings(architecture, model.mesh.shape),
         *cpu_lines(config),
     ]
+
+
+def weight_lines(config: Config, model: Model) -> list[str]:
+    """Whether the tensors of policy.path have the shapes that its config.json says."""
+    path = config.policy.path
+    if not path:
+        return []
+    folder, _ = find_folder(config, path, known=model.pins)
+    if hub.is_repository(path) and not any(folder.glob("*.safetensors")):
+        return [f"not checked: the tensors of {path}, which are not downloaded yet"]
+    return [check_weights(folder, model.policy)]
 
 
 def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
