@@ -6,12 +6,17 @@ input, so that a public clone notices the same faults.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Message, Question, Trajectory, Turn
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.rewards.format import is_trajectory_valid
 from calibadv_jax.rollout.observation import decode, encode
+from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.model import load_tokenizer
 from calibadv_jax.snapshots.huggingface import check_weights, read_hf_config
 
@@ -40,6 +45,40 @@ def test_qwen3_without_head_dim_has_128(shared):
     architecture = architecture_from_hf(read_hf_config(folder))
     assert architecture.head_dim == 128
     assert "tensors in 1 file(s)" in check_weights(folder, Policy(architecture, Numerics()))
+
+
+USER = Message("user", ("Question: ", "\n"))
+
+
+def prompt_of(folder, messages=(USER,), **config):
+    question = Question("q", "Who wrote it?", ("Ada",), "test", prompt=messages)
+    config = PromptConfig(template="from_data", **config)
+    return open_prompt(question, load_tokenizer(folder), config, 4096)
+
+
+def test_thought_that_template_opens_counts(shared):
+    folder = shared / "cases/models/qwen3_thinking"
+    ids, opening = prompt_of(folder)
+    assert opening == "<think>\n"
+    assert np.array_equal(prompt_of(folder, prepend_think=True)[0], ids)
+    texts = {
+        "search": "a </think>\n<search> b </search>",
+        "answer": "<think> c </think><answer> Ada </answer>",
+    }
+    turns = [Turn(kind, ids, np.zeros(len(ids)), text, observation_ids=ids) for kind, text in texts.items()]
+    question = Question("q", "Who wrote it?", ("Ada",), "test")
+    assert is_trajectory_valid(Trajectory(question, ids, turns, first_opening=opening))
+    assert not is_trajectory_valid(Trajectory(question, ids, turns))
+
+
+def test_template_that_refuses_a_role_is_one_line(shared):
+    folder = shared / "cases/models/qwen2_raises"
+    assert prompt_of(folder)[1] == ""
+    messages = (Message("system", ("You help.",)), USER)
+    with pytest.raises(
+        UserError, match=f"{folder} fails on messages of the role system and user: .*System role"
+    ):
+        prompt_of(folder, messages)
 
 
 # ---- lora: adapters of PEFT and verl ----

@@ -22,6 +22,7 @@ from calibadv_jax.commands.offline_checks import OFFLINE_CHECKS
 from calibadv_jax.config import Config
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import RequestFailed, UserError
+from calibadv_jax.core.tags import leaves_thought_open
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import load_questions
@@ -30,7 +31,7 @@ from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.rollout.actions import grammar_of
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
-from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.fit import cpu_lines, memory_lines
@@ -164,16 +165,35 @@ def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
     """
     actions = make_actions(config)
     check_tags(actions, tokenizer)
-    limit, warnings, example = config.rollout.max_prompt_length, [], np.zeros(0, np.int32)
+    limit, warnings, example = config.rollout.max_prompt_length, [], (np.zeros(0, np.int32), "")
     for key in ("train", "eval"):
         questions = load_questions(getattr(config.data, key))
         lengths = prompt_lengths(questions, tokenizer, config.prompt, limit, actions)
         kept, overlong = drop_overlong(questions, lengths, limit, config.data.overlong_prompts, f"data.{key}")
         warnings += [f"warning: {overlong}"] if overlong else []
         longest = max(kept, key=lambda question: len(question.text))
-        example = max(example, build_prompt(longest, tokenizer, config.prompt, limit, actions), key=len)
-    shown = f"the longest question's prompt has {len(example)} of {limit} tokens"
-    return [*warnings, f"{shown}: {tokenizer.decode(example)!r}"]
+        prompt = open_prompt(longest, tokenizer, config.prompt, limit, actions)
+        example = max(example, prompt, key=lambda prompt: len(prompt[0]))
+    ids, opening = example
+    shown = f"the longest question's prompt has {len(ids)} of {limit} tokens"
+    return [*warnings, f"{shown}: {tokenizer.decode(ids)!r}", *opening_lines(config, opening)]
+
+
+def opening_lines(config: Config, opening: str) -> list[str]:
+    """Which text of the prompt counts as the beginning of the first turn."""
+    if opening == config.prompt.opening:
+        return []
+    if not leaves_thought_open(opening):
+        return [
+            f"the prompt ends in {opening!r}: the first turn counts with it, or with a thought of its own;"
+            " later turns need one"
+        ]
+    later = (
+        "opens later turns too"
+        if config.prompt.prepend_think
+        else "is off: the policy opens later turns itself"
+    )
+    return [f"the prompt opens the first turn with {opening!r}; prompt.prepend_think {later}"]
 
 
 def check_sampler(config: Config) -> list[str]:

@@ -6,7 +6,7 @@ forged observation can change the verdict.
 
 from __future__ import annotations
 
-from calibadv_jax.core.tags import Grammar, split_at_tags
+from calibadv_jax.core.tags import Grammar, split_at_tags, whole_turn
 from calibadv_jax.core.trajectory import Trajectory
 
 
@@ -29,7 +29,8 @@ def is_trajectory_valid(trajectory: Trajectory) -> bool:
 
     Valid: one or more turns that each sampled exactly think + the action that was executed and got an
     observation, then one answer turn that sampled exactly think + answer. A protocol tag inside a body (a
-    forged observation, a second action) is invalid. The opening that the environment wrote counts as sampled.
+    forged observation, a second action) is invalid. The opening that the environment or the prompt wrote
+    counts as sampled.
     """
     if len(trajectory.turns) < 2:
         return False
@@ -39,7 +40,7 @@ def is_trajectory_valid(trajectory: Trajectory) -> bool:
         last.kind == "answer"
         and all(turn.is_action and len(turn.observation_ids) > 0 for turn in before)
         and all(
-            _elements(trajectory.opening + turn.text, grammar) == ("think", turn.kind)
-            for turn in trajectory.turns
+            _elements(whole_turn(trajectory.opening_of(number), turn.text), grammar) == ("think", turn.kind)
+            for number, turn in enumerate(trajectory.turns)
         )
     )

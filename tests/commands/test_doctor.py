@@ -118,6 +118,31 @@ def test_a_check_that_fails_is_counted_and_the_others_still_run(config, capsys):
     assert any(line.startswith("ok   retriever: ") for line in lines)  # after those that failed
 
 
+@pytest.mark.parametrize(
+    ("added", "prepend_think", "line"),
+    [
+        ("", True, None),
+        (
+            "<think>",
+            False,
+            "the prompt opens the first turn with '<think>'; prompt.prepend_think is off: the",
+        ),
+        (
+            "<think>Oh",
+            True,
+            "the prompt opens the first turn with '<think>Oh'; prompt.prepend_think opens later",
+        ),
+        ("<think></think>", False, "the prompt ends in '<think></think>': the first turn counts with it, or"),
+    ],
+)
+def test_opening_of_template_is_shown(config, added, prepend_think, line):
+    tokenizer = build_word_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}<|endoftext|>" + added
+    prompt = replace(config.prompt, chat="on", prepend_think=prepend_think)
+    lines = doctor.prompt_lines(replace(config, prompt=prompt), tokenizer)[1:]
+    assert len(lines) == (line is not None) and all(shown.startswith(line) for shown in lines)
+
+
 def with_weights(config, folder, **fields):
     """A policy's folder whose tensors have the shapes of SHAPE, and its config with other `fields`."""
     policy = Policy(architecture_from_hf(SHAPE), Numerics())
