@@ -148,7 +148,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         tokenizer = _tokenizer_class(folder).from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises nothing narrower for a file that it cannot read
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"{folder}: its tokenizer is a program of its own (auto_map in tokenizer_config.json), which"

@@ -92,6 +92,18 @@ def test_tokenizer_file_that_loses_digits_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("tokenizer.json", {"model": 1}), ("tokenizer_config.json", {"tokenizer_class": "T5Tokenizer"})],
+)
+def test_tokenizer_that_cannot_be_read_is_one_line(tmp_path, file, content):
+    of_bytes().save_pretrained(tmp_path)
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"{tmp_path}: no tokenizer can be loaded: ") as refused:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(("generation", "expected"), [(None, [1, 5]), ({"eos_token_id": [9, 5]}, [1, 5, 9])])
 def test_every_end_of_text_token_goes_into_the_runs_config(tmp_path, generation, expected):
     """From there exports, snapshots and a later evaluation have them, without the folder they came from."""
