@@ -6,24 +6,87 @@ own input, so that a public clone notices the same faults.
 
 from __future__ import annotations
 
-import pytest
-
-from calibadv_jax.data.prepare import prepare
-from calibadv_jax.data.questions import load_questions
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
+from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Message, Question, Trajectory, Turn
+from calibadv_jax.data.prepare import prepare
+from calibadv_jax.data.questions import load_questions
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.snapshots.huggingface import read_hf_config
+from calibadv_jax.rewards.format import is_trajectory_valid
+from calibadv_jax.rollout.observation import decode, encode
+from calibadv_jax.rollout.prompts import open_prompt
+from calibadv_jax.run.model import load_tokenizer
+from calibadv_jax.snapshots.huggingface import check_weights, read_hf_config
 from calibadv_jax.snapshots.peft import load_adapters
 
 # ---- models: tokenizers, chat templates, shapes of checkpoints ----
+
+
+def test_llama_class_over_bytes_loses_nothing(shared):
+    """transformers reads it right from 5.22 on; with an older one it is refused."""
+    folder, text = shared / "cases/models/r1_distill_llama", "Who wrote it in 1291?\n <think> é 北京 </think>"
+    try:
+        tokenizer = load_tokenizer(folder)
+    except UserError as error:
+        assert "LlamaTokenizer" in str(error) and "loses spaces" in str(error)
+        assert "set tokenizer_class to TokenizersBackend" in str(error)
+    else:
+        assert decode(tokenizer, encode(tokenizer, text)) == text
+
+
+@pytest.mark.parametrize("name", ["qwen2_raises", "qwen3_thinking", "qwen3_no_head_dim"])
+def test_tokenizers_that_keep_text_are_accepted(shared, name):
+    assert load_tokenizer(shared / "cases/models" / name).eos_token == "<|im_end|>"
+
+
+def test_qwen3_without_head_dim_has_128(shared):
+    folder = shared / "cases/models/qwen3_no_head_dim"
+    architecture = architecture_from_hf(read_hf_config(folder))
+    assert architecture.head_dim == 128
+    assert "tensors in 1 file(s)" in check_weights(folder, Policy(architecture, Numerics()))
+
+
+USER = Message("user", ("Question: ", "\n"))
+
+
+def prompt_of(folder, messages=(USER,), **config):
+    question = Question("q", "Who wrote it?", ("Ada",), "test", prompt=messages)
+    config = PromptConfig(template="from_data", **config)
+    return open_prompt(question, load_tokenizer(folder), config, 4096)
+
+
+def test_thought_that_template_opens_counts(shared):
+    folder = shared / "cases/models/qwen3_thinking"
+    ids, opening = prompt_of(folder)
+    assert opening == "<think>\n"
+    assert np.array_equal(prompt_of(folder, prepend_think=True)[0], ids)
+    texts = {
+        "search": "a </think>\n<search> b </search>",
+        "answer": "<think> c </think><answer> Ada </answer>",
+    }
+    turns = [Turn(kind, ids, np.zeros(len(ids)), text, observation_ids=ids) for kind, text in texts.items()]
+    question = Question("q", "Who wrote it?", ("Ada",), "test")
+    assert is_trajectory_valid(Trajectory(question, ids, turns, first_opening=opening))
+    assert not is_trajectory_valid(Trajectory(question, ids, turns))
+
+
+def test_template_that_refuses_a_role_is_one_line(shared):
+    folder = shared / "cases/models/qwen2_raises"
+    assert prompt_of(folder)[1] == ""
+    messages = (Message("system", ("You help.",)), USER)
+    with pytest.raises(
+        UserError, match=f"{folder} fails on messages of the role system and user: .*System role"
+    ):
+        prompt_of(folder, messages)
 
 
 # ---- lora: adapters of PEFT and verl ----

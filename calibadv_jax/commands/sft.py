@@ -24,7 +24,7 @@ from calibadv_jax.core.files import write_text
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.locking import locked_output, locked_run
 from calibadv_jax.core.stopping import Stop
-from calibadv_jax.core.tags import neutralise_observation, parse_turn
+from calibadv_jax.core.tags import behind_opening, neutralise_observation, parse_turn
 from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
 from calibadv_jax.data.demonstrations import GENERATORS, Demonstration
 from calibadv_jax.hosts.joining import alone
@@ -47,7 +47,7 @@ from calibadv_jax.rollout.observation import (
     neutralise_documents,
 )
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
-from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.folder import COLD_START, TOOLS, content_hash, tools_hash
 from calibadv_jax.run.model import base_of, build_model, initial_params
@@ -378,12 +378,12 @@ def demonstration_length(demonstration: Demonstration, config: Config, tokenizer
 def _encoded(demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str) -> Sample:
     actions, longest = make_actions(config), config.rollout.max_prompt_length
     grammar = grammar_of(actions)
-    prompt = build_prompt(demonstration.question, tokenizer, config.prompt, longest, actions)
+    prompt, opening = open_prompt(demonstration.question, tokenizer, config.prompt, longest, actions)
     parts: list[tuple[np.ndarray, bool]] = [(prompt, False)]
     shown = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
     by_name: dict[str, Action] = {one.name: one for one in actions or (Search(),)}
     for number, turn in enumerate(demonstration.turns, 1):
-        text = turn.text.removeprefix(shown.opening)
+        text = behind_opening(opening if number == 1 else shown.opening, turn.text)
         parts.append((np.asarray(encode(tokenizer, text), np.int32), turn.trained))
         action = by_name.get(parse_turn(turn.text, "eos", grammar).kind)
         goes_on = action is not None and number < len(demonstration.turns)

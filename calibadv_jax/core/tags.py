@@ -63,7 +63,7 @@ class Grammar:
 
 SEARCH_GRAMMAR = Grammar()
 TAG_NAMES, TAGS, STOP_STRINGS = SEARCH_GRAMMAR.tag_names, SEARCH_GRAMMAR.tags, SEARCH_GRAMMAR.stop_strings
-OPEN_THINK = "<think>"
+OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 OPEN_INFORMATION, CLOSE_INFORMATION = "\n\n<information>", "</information>\n\n"
 FIRST_DOCUMENT = 'Doc 1(Title: "'  # begins a list of documents; nothing that is neutralised holds it
 INVALID_ACTION = (
@@ -116,6 +116,29 @@ def neutralise_observation(text: str, extra: Collection[str] = (), grammar: Gram
     return beginning + neutralise(text[len(beginning) :], extra, grammar)
 
 
+def leaves_thought_open(opening: str) -> bool:
+    """Whether the policy continues a thought behind `opening`."""
+    return opening.rfind(OPEN_THINK) > opening.rfind(CLOSE_THINK)
+
+
+def whole_turn(opening: str, text: str) -> str:
+    """Return a turn's text with its opening, which a new thought replaces if the opening closed its own."""
+    if CLOSE_THINK in opening and text.lstrip().startswith(OPEN_THINK):
+        return text
+    return opening + text
+
+
+def behind_opening(opening: str, text: str) -> str:
+    """Return what the policy writes of a whole turn's text behind `opening`."""
+    return text.removeprefix(OPEN_THINK) if leaves_thought_open(opening) else text
+
+
+def with_open_tag(text: str) -> str:
+    """Return a turn's text with the tag <think> where only the closing one is there: the opening held it."""
+    before, closing, _ = text.partition(CLOSE_THINK)
+    return OPEN_THINK + text if closing and OPEN_THINK not in before else text
+
+
 def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRAMMAR) -> ParsedTurn:
     """Reads the first closed action of a segment, wherever it stands, as Search-R1 does.
 
@@ -126,7 +149,7 @@ def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRA
     is an answer.
 
     Args:
-        text: the decoded segment behind `Trajectory.opening`, without its end-of-text token.
+        text: the `whole_turn`, without its end-of-text token.
         stop_reason: a segment without action that was cut from outside ("length", "abort") is unfinished
             rather than invalid.
     """

@@ -69,6 +69,7 @@ SCHEMA = pa.schema(
         ("advantage_raw", pa.float64()),  # null where the trajectory failed
         ("silver", pa.map_(pa.string(), pa.float64())),  # of the group, on each of its rows
         ("prompt_ids", _INTS),
+        ("first_opening", pa.string()),  # null, or lacking, where the first turn begins as the others do
         ("turns", pa.list_(TURN)),
     ]
 )

@@ -6,7 +6,7 @@ forged observation can change the verdict.
 
 from __future__ import annotations
 
-from calibadv_jax.core.tags import Grammar, turn_flaw
+from calibadv_jax.core.tags import Grammar, turn_flaw, whole_turn
 from calibadv_jax.core.trajectory import Trajectory
 
 
@@ -15,7 +15,8 @@ def is_trajectory_valid(trajectory: Trajectory) -> bool:
 
     Valid: one or more turns that each sampled exactly think + the action that was executed and got an
     observation, then one answer turn that sampled exactly think + answer. A protocol tag inside a body (a
-    forged observation, a second action) is invalid. The opening that the environment wrote counts as sampled.
+    forged observation, a second action) is invalid. The opening that the environment or the prompt wrote
+    counts as sampled.
     """
     return not format_flaw(trajectory)
 
@@ -37,4 +38,7 @@ def format_flaw(trajectory: Trajectory) -> str:
 def turn_flaws(trajectory: Trajectory) -> list[str]:
     """Return for each turn why it is not exactly a thought and the element of its kind; empty if it is."""
     grammar = Grammar(trajectory.actions)
-    return [turn_flaw(trajectory.opening + turn.text, turn.kind, grammar) for turn in trajectory.turns]
+    return [
+        turn_flaw(whole_turn(trajectory.opening_of(number), turn.text), turn.kind, grammar)
+        for number, turn in enumerate(trajectory.turns)
+    ]

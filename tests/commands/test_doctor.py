@@ -3,15 +3,22 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from http_rig import Handler, serving
 
 from calibadv_jax.commands import doctor
-from calibadv_jax.config import RetrieverConfig, ToolConfig, load_config
+from calibadv_jax.commands.offline_checks import check_shape
+from calibadv_jax.config import MeshConfig, RetrieverConfig, ToolConfig, load_config
 from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.learner.learner import init_params
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.snapshots.huggingface import save_folder
 
 SHAPE = {
     "model_type": "qwen3",
@@ -109,6 +116,59 @@ def test_a_check_that_fails_is_counted_and_the_others_still_run(config, capsys):
         "FAIL policy",
     ]
     assert any(line.startswith("ok   retriever: ") for line in lines)  # after those that failed
+
+
+@pytest.mark.parametrize(
+    ("added", "prepend_think", "line"),
+    [
+        ("", True, None),
+        (
+            "<think>",
+            False,
+            "the prompt opens the first turn with '<think>'; prompt.prepend_think is off: the",
+        ),
+        (
+            "<think>Oh",
+            True,
+            "the prompt opens the first turn with '<think>Oh'; prompt.prepend_think opens later",
+        ),
+        ("<think></think>", False, "the prompt ends in '<think></think>': the first turn counts with it, or"),
+    ],
+)
+def test_opening_of_template_is_shown(config, added, prepend_think, line):
+    tokenizer = build_word_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}<|endoftext|>" + added
+    prompt = replace(config.prompt, chat="on", prepend_think=prepend_think)
+    lines = doctor.prompt_lines(replace(config, prompt=prompt), tokenizer)[1:]
+    assert len(lines) == (line is not None) and all(shown.startswith(line) for shown in lines)
+
+
+def with_weights(config, folder, **fields):
+    """A policy's folder whose tensors have the shapes of SHAPE, and its config with other `fields`."""
+    policy = Policy(architecture_from_hf(SHAPE), Numerics())
+    params = init_params(policy, make_mesh(MeshConfig(fsdp=8)), 0)
+    save_folder(params, SHAPE, folder, "float32", Path(config.policy.tokenizer))
+    path = folder / "config.json"
+    written = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({name: value for name, value in written.items() if value is not None}))
+    return replace(config, policy=replace(config.policy, path=str(folder), init={}))
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_tensors_are_compared_with_config(config, tmp_path, offline):
+    check = check_shape if offline else doctor.check_policy
+    (line,) = (line for line in check(with_weights(config, tmp_path / "a")) if "file(s)" in line)
+    assert line == f"35 tensors in 1 file(s) of {tmp_path / 'a'} have the policy's shapes"
+    with pytest.raises(UserError, match=r"tensor\(s\) do not fit config.json: .* instead of \[128\]"):
+        check(with_weights(config, tmp_path / "b", head_dim=None))  # which is 128 then
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_tokenizer_that_loses_spaces_fails_the_check(config, tmp_path, offline):
+    path = tmp_path / "tokenizer" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
+    with pytest.raises(UserError, match="loses spaces"):
+        (check_shape if offline else doctor.check_policy)(config)
 
 
 def test_questions_that_are_in_both_files_are_a_warning(config, tmp_path):

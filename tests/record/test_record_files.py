@@ -52,6 +52,17 @@ def test_what_the_environment_opened_is_known_by_the_config_of_the_file(tmp_path
     assert {one.opening for group in found for one in group.attempts} == {"<think>"}
 
 
+def test_opening_of_first_turn_is_kept(tmp_path):
+    groups, result = scored(make_config())
+    groups[0].trajectories[0].first_opening = "<think>\n"
+    RolloutWriter(tmp_path, make_config(), 7).write(7, groups, result.credits, unknown(groups), 3)
+    first, *others = [one for group in read_step(find_step(tmp_path, 7)).groups for one in group.trajectories]
+    assert [first.opening_of(0), first.opening_of(1), others[0].opening_of(0)] == ["<think>\n", "", ""]
+    path = find_step(tmp_path, 7)
+    pq.write_table(pq.read_table(path).drop_columns(["first_opening"]), path)  # as older files are
+    assert read_step(path).groups[0].trajectories[0].opening_of(0) == ""
+
+
 def test_a_row_says_what_credit_assignment_knew(tmp_path):
     groups, result, _ = keep(tmp_path, make_config())
     rows = read_columns(find_step(tmp_path, 7)).to_pylist(maps_as_pydicts="strict")

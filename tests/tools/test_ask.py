@@ -91,6 +91,11 @@ def test_turns_and_folded_documents_are_said_in_order(talk, monkeypatch):
     assert sampler.released == "ask/0/0"
 
 
+def test_thought_that_the_prompt_opened_is_shown(talk):
+    said, _ = talk(Script(SEARCH.removeprefix("<think>"), ANSWER.removeprefix("<think>")), Shelf())
+    assert [line for line in said if line.startswith("think")] == ["think   look", "think   so"]
+
+
 def test_the_temperature_is_the_one_asked_for(talk):
     sampler = Script(ANSWER)
     talk(sampler, Shelf(), temperature=0.7)
