@@ -162,7 +162,7 @@ def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = 
     Any other exception is a defect of this program and shows its traceback.
     """
     arguments = parse(f"calibadv {command}", COMMANDS[command], argv, OPTIONS.get(command, {}))
-    end(lambda: _with_config(run, arguments))
+    end(lambda: _with_config(run, arguments, makes_inputs=command == "quickstart"))
 
 
 def parse(
@@ -211,8 +211,8 @@ def parse(
     return Arguments(known.config, known.overrides, known.dry_run, chosen)
 
 
-def _with_config(run: Callable[..., object], arguments: Arguments) -> None:
-    config = load_config(arguments.configs, arguments.overrides)
+def _with_config(run: Callable[..., object], arguments: Arguments, makes_inputs: bool) -> None:
+    config = load_config(arguments.configs, arguments.overrides, with_inputs=makes_inputs)
     if arguments.dry_run:
         sys.stdout.write(dump_config(config))
     else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from calibadv_jax.config import Config, RetrieverConfig
+from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
 from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.files import write_json, write_text
@@ -113,6 +114,7 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
             was answered is kept.
     """
     console = console or Console(config.log.progress)
+    refuse_other_run(Path(config.evaluate.output), "evaluate.output", Path(config.run.dir))
     with locked_output(Path(config.evaluate.output), "evaluate.output", console.warn):
         return _evaluate(config, source, console)
 

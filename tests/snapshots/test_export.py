@@ -227,3 +227,15 @@ def test_a_damaged_evaluation_is_one_line(run, tmp_path):
     damaged = replace(config, evaluate=EvaluateConfig(output=str(tmp_path / "evaluation.json")))
     with pytest.raises(UserError, match="evaluation.json: not valid JSON"):
         export(damaged)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_output_in_another_run_is_refused(run, tmp_path, adapter):
+    config, _ = run
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/sft.yaml").touch()
+    key = "adapter_output" if adapter else "output"
+    there = replace(config, export=replace(config.export, **{key: str(tmp_path / "old/hf")}))
+    with pytest.raises(UserError, match=rf"^export.{key}=.*/old/hf lies in the folder of another run, "):
+        export(there, adapter)
+    assert not (tmp_path / "old/hf").exists()
