@@ -58,7 +58,7 @@ OPTIONS: dict[str, dict[str, str | Value]] = {
     },
     "doctor": {"offline": "check what needs no network, no services and no model or data files"},
     "plan": {
-        "tpu": Value("KIND:SHAPE", "a TPU slice, such as v5e:4x4", ""),
+        "tpu": Value("KIND:SHAPE", "a TPU slice, such as v5e:4x4 or v5e-16", ""),
         "gpu": Value("KIND", "h100, h200 or h20", ""),
         "topology": Value("SHAPE", "of the GPUs: slices x hosts x GPUs of a host, such as 1x2x8", ""),
         "efficiency": Value("SHARE", "of the devices' highest speed that a step reaches", 0.4),
