@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from calibadv_jax.config import dump_config, load_config
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.stopping import leave
 
 USER_ERROR = 2
@@ -226,7 +227,7 @@ def end(work: Callable[[], object]) -> NoReturn:
     except SystemExit as stopped:
         leave(stopped.code)
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {redact(str(error))}\n")
         leave(USER_ERROR)
     except OSError as error:
         if error.errno not in NO_ROOM:

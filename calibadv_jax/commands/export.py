@@ -16,6 +16,7 @@ from calibadv_jax.commands.evaluate import at_step, describe_policy
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.references import kept_values
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.config.starts import newest_start
 from calibadv_jax.core.errors import UserError
@@ -129,7 +130,7 @@ def _one_device() -> Mesh:
 def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
     """The config of the newest start of the source's run; if it kept none, the config that was given."""
     start = newest_start(source.model_folder.parent)
-    return dataclasses.asdict(config) if start is None else with_defaults(start.config)
+    return kept_values(config) if start is None else with_defaults(start.config)
 
 
 def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:

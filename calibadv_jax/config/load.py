@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from calibadv_jax.config.kept import at_home, follow_run, run_of
 from calibadv_jax.config.keys import marked, refuse_unknown, type_of
+from calibadv_jax.config.references import kept_values, note_references
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
@@ -80,8 +81,8 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML, every key written out."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    """The resolved config as YAML, every key written out; see `kept_values`."""
+    return yaml.safe_dump(kept_values(config), sort_keys=False)
 
 
 def _merged(
@@ -90,7 +91,10 @@ def _merged(
     """The config of files, by name, each over the file before it, and of overrides over all files."""
     merged, sources = _resolved(files, overrides)
     run = str(merged["run"]["dir"])
-    followed = [(name, _following(loaded, run, with_inputs)) for name, loaded in files]
+    setter = next((name for name, keys in reversed(sources) if "run.dir" in keys), "")
+    followed = [
+        (name, loaded if name == setter else _following(loaded, run, with_inputs)) for name, loaded in files
+    ]
     moved = {name: old for (name, old), (_, new) in zip(files, followed, strict=True) if new is not old}
     if moved:
         merged, sources = _resolved(followed, overrides)
@@ -130,7 +134,9 @@ def _resolved(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str])
     for override in overrides:
         sources.append((COMMAND_LINE, {_apply(config, override)}))
     with _errors_of(_all(sources)):
-        return OmegaConf.to_container(config, resolve=True), sources
+        resolved = OmegaConf.to_container(config, resolve=True)
+    note_references(config, resolved)
+    return resolved, sources
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig]]:

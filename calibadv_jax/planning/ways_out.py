@@ -110,13 +110,17 @@ class _Search:
                 continue
             smaller.append(levers)
             for n in sorted(chosen, reverse=True):  # the dearest lever is relaxed first
-                _, partly = self._with(config, {m: chosen[m] for m in chosen if m < n})
-                strongest = len(LEVERS[n](partly, self)) - 1
-                chosen[n] = bisect_left(
-                    range(strongest), True, key=lambda option, n=n: self._fits(config, chosen | {n: option})
-                )
+                chosen[n] = self._mildest(config, chosen, n)
             changes, found = self._with(config, chosen)
             yield self._line((before or {}) | changes, self._needed(found))
+
+    def _mildest(self, config: Config, chosen: Mapping[int, int], n: int) -> int:
+        """The first option of a lever with which it fits."""
+        _, partly = self._with(config, {lever: chosen[lever] for lever in chosen if lever < n})
+        strongest = len(LEVERS[n](partly, self)) - 1
+        return bisect_left(
+            range(strongest), True, key=lambda option: self._fits(config, {**chosen, n: option})
+        )
 
     def _line(self, changes: Changes, size: float) -> str:
         overrides = " ".join(f"{key}={value}" for key, value in changes.items())
