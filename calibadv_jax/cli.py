@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from calibadv_jax.config import dump_config, load_config
 from calibadv_jax.core.errors import INPUT_STATUS, PASSING, UserError, exit_status
+from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.stopping import leave
 
 UNWRITABLE = (*PASSING, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -57,7 +58,7 @@ OPTIONS: dict[str, dict[str, str | Value]] = {
     },
     "doctor": {"offline": "check what needs no network, no services and no model or data files"},
     "plan": {
-        "tpu": Value("KIND:SHAPE", "a TPU slice, such as v5e:4x4", ""),
+        "tpu": Value("KIND:SHAPE", "a TPU slice, such as v5e:4x4 or v5e-16", ""),
         "gpu": Value("KIND", "h100, h200 or h20", ""),
         "topology": Value("SHAPE", "of the GPUs: slices x hosts x GPUs of a host, such as 1x2x8", ""),
         "efficiency": Value("SHARE", "of the devices' highest speed that a step reaches", 0.4),
@@ -162,7 +163,7 @@ def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = 
     Any other exception is a defect of this program and shows its traceback.
     """
     arguments = parse(f"calibadv {command}", COMMANDS[command], argv, OPTIONS.get(command, {}))
-    end(lambda: _with_config(run, arguments))
+    end(lambda: _with_config(run, arguments, makes_inputs=command == "quickstart"))
 
 
 def parse(
@@ -211,8 +212,8 @@ def parse(
     return Arguments(known.config, known.overrides, known.dry_run, chosen)
 
 
-def _with_config(run: Callable[..., object], arguments: Arguments) -> None:
-    config = load_config(arguments.configs, arguments.overrides)
+def _with_config(run: Callable[..., object], arguments: Arguments, makes_inputs: bool) -> None:
+    config = load_config(arguments.configs, arguments.overrides, with_inputs=makes_inputs)
     if arguments.dry_run:
         sys.stdout.write(dump_config(config))
     else:
@@ -226,7 +227,7 @@ def end(work: Callable[[], object]) -> NoReturn:
     except SystemExit as stopped:
         leave(stopped.code)
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {redact(str(error))}\n")
         leave(exit_status(error))
     except OSError as error:
         if error.errno not in UNWRITABLE:

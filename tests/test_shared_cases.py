@@ -6,6 +6,7 @@ own input, so that a public clone notices the same faults.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from calibadv_jax.data.questions import load_questions
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.report.gather import gather
+from calibadv_jax.report.runs import read_runs
+from calibadv_jax.report.settings import group_runs
 from calibadv_jax.rewards.format import is_trajectory_valid
 from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.rollout.prompts import open_prompt
@@ -149,6 +153,16 @@ def test_rows_without_possible_answer_are_dropped(shared, tmp_path, name, expect
 
 
 # ---- metrics: names with a slash ----
+
+
+def test_data_source_with_slash_has_a_curve(tmp_path):
+    """No input lies in the folder: the README names the metric."""
+    name = "eval/hotpotqa/hotpot_qa/f1/greedy"
+    rows = [{"step": step, "reward/mean": step / 4, name: step / 2} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section, _ = gather(group_runs(read_runs([tmp_path]))).sections
+    curves = {chart.figure.key: chart.panels[0].curves[0].mean.tolist() for chart in section.charts}
+    assert curves == {"reward": [0.25, 0.5], "evaluation_f1": [0.5, 1.0]}
 
 
 # ---- versions: bounds of dependencies ----

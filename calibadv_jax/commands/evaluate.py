@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from calibadv_jax.config import Config, RetrieverConfig
+from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
 from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.files import write_json, write_text
 from calibadv_jax.core.locking import locked_output
+from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.data.questions import answer_warnings, load_questions, select_evenly
 from calibadv_jax.evaluation.methods import METHODS, method_config, method_retriever, with_passages
@@ -113,6 +115,7 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
             was answered is kept.
     """
     console = console or Console(config.log.progress)
+    refuse_other_run(Path(config.evaluate.output), "evaluate.output", Path(config.run.dir))
     with locked_output(Path(config.evaluate.output), "evaluate.output", console.warn):
         return _evaluate(config, source, console)
 
@@ -191,7 +194,7 @@ def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -
         client = RetrieverClient(config, config.url, warn)
         health = client.health()
         said = index_identity(health)
-        return said if {"identity", "corpus_sha256"} & said.keys() else said | {"url": client.url}
+        return said if {"identity", "corpus_sha256"} & said.keys() else said | {"url": redact(client.url)}
     about = _written("corpus", "modified", config.corpus)
     return about | (_written("pages", "pages_modified", config.pages) if config.pages else {})
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.config import Config, SftPhase, dump_config
+from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_text
@@ -66,6 +67,7 @@ def run(config: Config) -> None:
         raise UserError("sft.phases is empty: nothing would be trained; add a phase, such as {steps: 100}")
     console = Console(config.log.progress)
     output = Path(sft.output)
+    refuse_other_run(output, "sft.output", folder)
     with locked_run(folder, console.warn), locked_output(output, "sft.output", console.warn):
         _run(config, console)
     console.note(f"cold start written to {output}")

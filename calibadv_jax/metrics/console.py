@@ -23,6 +23,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from calibadv_jax.core.secrets import redact
+
 QUIET_SECONDS = 30.0  # between lines of progress within a step
 STEPS_FOR_ETA = 20  # the newest ones; their median leaves out those that compile or evaluate
 
@@ -96,7 +98,7 @@ class Console:
     def say(self, text: str) -> None:
         """A result, on standard output, always."""
         if not self._silent:
-            sys.stdout.write(f"{text}\n")
+            sys.stdout.write(f"{redact(text)}\n")
             sys.stdout.flush()
 
     @contextmanager
@@ -141,7 +143,7 @@ class Console:
     def _print(self, text: str, style: str | None = None) -> None:
         """One line, whatever its length; above the bar where there is one."""
         if not self._silent:
-            self._rich.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+            self._rich.print(redact(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

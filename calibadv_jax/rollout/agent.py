@@ -18,6 +18,7 @@ import numpy as np
 from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.core.errors import ActionRefused, QueryRefused, RequestFailed
 from calibadv_jax.core.interfaces import Action, Completion, Judge, Reply, Retriever, Sampler, SamplingParams
+from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.tags import (
     QUERY_REFUSED,
     Grammar,
@@ -115,7 +116,7 @@ async def run_trajectory(
             if context.judge is not None and trajectory.answer is not None:
                 trajectory.metrics = await context.judge.score(trajectory)
     except RequestFailed as error:
-        trajectory.error = well_formed(f"{error.service}: {' '.join(str(error).split())}")
+        trajectory.error = well_formed(redact(f"{error.service}: {' '.join(str(error).split())}"))
     except TimeoutError:
         if not limit.expired():
             raise

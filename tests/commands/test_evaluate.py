@@ -239,6 +239,15 @@ def test_a_question_that_changed_is_asked_again_and_new_ones_are_added(run):
     assert report.means["0"]["a"]["em"] == 0.75 and report.means["0"]["c"]["em"] == 1
 
 
+def test_output_in_another_run_is_refused(run, tmp_path):
+    other = tmp_path / "old/configs/0.json"
+    other.parent.mkdir(parents=True)
+    for path in (other, other.with_suffix(".yaml")):
+        path.write_text("{}")
+    with pytest.raises(UserError, match="^evaluate.output=.*scores.json lies in the folder of another run, "):
+        run(evaluate={"output": str(tmp_path / "old/scores.json")})
+
+
 def test_a_file_of_something_else_is_not_overwritten(run):
     run.file(".jsonl").write_text('{"id": "1"}\n')
     with pytest.raises(UserError, match=r"evaluation.jsonl:1: no evaluation, content, .*give another file"):

@@ -84,6 +84,14 @@ def test_every_step_of_every_phase_is_a_row(started):
     assert [row["sft/tokens"] for row in rows] == [float((b.segment_ids > 0).sum()) for b in batches]
 
 
+def test_output_in_another_run_is_refused(started, tmp_path):
+    config, folder, _ = started  # which has a cold start
+    there = replace(config, run=replace(config.run, dir=str(tmp_path)))
+    with pytest.raises(UserError, match="^sft.output=.* lies in the folder of another run, "):
+        sft.run(replace(there, sft=replace(config.sft, output=str(folder / "another"))))
+    assert not (folder / "another").exists()
+
+
 def test_phases_of_one_kind_see_other_demonstrations(started):
     _, _, batches = started
     assert len(batches) == 5

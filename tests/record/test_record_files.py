@@ -12,10 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from record_rig import keep, make_config, scored, unknown
 
+from calibadv_jax.config import load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.record.reader import find_step, read_columns, read_metadata, read_step
 from calibadv_jax.record.schema import LOGPROBS, SCHEMA, kept_steps
 from calibadv_jax.record.writer import RolloutWriter
+from calibadv_jax.tools.replay import kept_config
 
 
 def same(left, right):
@@ -43,6 +45,16 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     learner[0][0][[3, 4, 8, 9]] = 0  # the learner has none of observation tokens
     same(found.learner_logprobs, learner)
     assert found.step == 7
+
+
+def test_config_of_the_file_refers_to_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "hunter2")
+    (tmp_path / "run.yaml").write_text("tools: [search, {mcp: {command: 'srv --key ${oc.env:MY_KEY}'}}]")
+    tools = load_config(tmp_path / "run.yaml").tools
+    keep(tmp_path, dataclasses.replace(make_config(), tools=tools))
+    path = find_step(tmp_path, 7)
+    assert "hunter2" not in str(read_metadata(path)) and b"hunter2" not in path.read_bytes()
+    assert kept_config(read_step(path), path).tools == tools  # what replay reads
 
 
 def test_what_the_environment_opened_is_known_by_the_config_of_the_file(tmp_path):

@@ -97,7 +97,7 @@ class PromptConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class WorldConfig:
-    dir: Annotated[str, Mark.PER_RUN] = ""
+    dir: Annotated[str, Mark.PER_RUN, Mark.OUTPUT] = ""
     """Folder to write the generated encyclopedia to; empty: no encyclopedia is made."""
     seed: Annotated[NonNegativeInt, Mark.PER_RUN] = 0
     """Seed of the generated encyclopedia; it does not depend on run.seed."""

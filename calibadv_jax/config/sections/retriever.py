@@ -26,7 +26,7 @@ class RetrieverConfig:
     from the environment variable RETRIEVER_TOKEN."""
     corpus: str = ""
     """Corpus of the child service: JSONL (or .jsonl.gz) of {"id", "contents"} rows."""
-    index: Annotated[str, Mark.NO_ANSWER] = ""
+    index: Annotated[str, Mark.NO_ANSWER, Mark.OUTPUT] = ""
     """Folder of the child service's index; it is built if it is missing."""
     pages: str = ""
     """Pages of the child service, which the action `access` reads: JSONL of {"url", "contents"} rows."""
