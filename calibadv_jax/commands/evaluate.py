@@ -19,6 +19,7 @@ from calibadv_jax.config.sections.retriever import NO_RETRIEVER
 from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.files import write_json, write_text
 from calibadv_jax.core.locking import locked_output
+from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.data.questions import load_questions, select_evenly
 from calibadv_jax.evaluation.methods import METHODS, method_config, method_retriever, with_passages
@@ -113,7 +114,10 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
             was answered is kept.
     """
     console = console or Console(config.log.progress)
-    with locked_output(Path(config.evaluate.output), "evaluate.output", console.warn):
+    stop = Stop(
+        saves="the answers so far are kept", then="the same command goes on with the questions that are left"
+    )
+    with stop, locked_output(Path(config.evaluate.output), "evaluate.output", console.warn):
         return _evaluate(config, source, console)
 
 

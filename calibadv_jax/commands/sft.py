@@ -100,7 +100,12 @@ def _run(config: Config, console: Console) -> None:
     if base := base_of(config, model, sft.init_from):
         identity["policy.weights"] = base.sha256
     initial = partial(initial_params, config, model, sft.init_from)
-    with Stop() as stop, SftState(config, identity, learner, initial, console) as kept:
+    stop = Stop(
+        "the update in progress is finished and saved",
+        "the last update is saved",
+        "the same command goes on from the saved update",
+    )
+    with stop, SftState(config, identity, learner, initial, console) as kept:
         batches = _all_batches(config, updates, training, model.tokenizer, kept.step)
         _train(config, learner, kept, batches, schedule, sum(updates), held_out, console, stop)
         write_text(folder / COLD_START, dump_config(config))

@@ -61,6 +61,49 @@ def test_a_second_signal_ends_the_process_at_once():
     assert (done.returncode, done.stdout) == (130, "held\n")
 
 
+BLOCKED = """
+import ctypes
+from calibadv_jax.core.stopping import Stop
+lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(256)
+with Stop("the step is finished and saved", "the last step is saved", "it goes on") as stop, stop.held():
+    lock(mutex)
+    print("held", flush=True)
+    lock(mutex)  # as a program of the device: no handler runs before it returns, which is never
+"""
+
+
+@pytest.mark.timeout(60)
+def test_signal_is_answered_while_a_device_computes():
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "held\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == (
+            "Ctrl-C: the step is finished and saved; a second Ctrl-C ends at once, without saving\n"
+        )
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == "Ctrl-C: ended at once, without saving\n"
+    assert process.returncode == 130
+
+
+@pytest.mark.timeout(60)
+def test_end_after_a_signal_says_how_to_go_on(capfd):
+    saved = threading.Event()
+    with pytest.raises(SystemExit), Stop("", "the last step is saved", "the same command goes on"):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            while "the last step" not in (said := capfd.readouterr().err):  # written by another thread
+                saved.wait(0.01)
+    assert said == "SIGTERM: the last step is saved; a second SIGTERM ends at once\n"
+    assert capfd.readouterr().err == "stopped; the same command goes on\n"
+    with pytest.raises(ValueError), Stop("", "", "the same command goes on") as stop, stop.held():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError
+    assert "goes on" not in capfd.readouterr().err
+
+
 def test_unwaited_work_gives_its_value_or_its_error():
     def divide(number, by=1):
         assert threading.current_thread().daemon
