@@ -184,6 +184,8 @@ def leave(status: str | int | None) -> NoReturn:
     Args:
         status: as of `sys.exit`.
     """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends what is left of it, without a traceback
     deadline = time.monotonic() + GRACE
     working = [thread for thread in threading.enumerate() if isinstance(thread, _Unwaited)]
     for thread in working:

@@ -104,6 +104,16 @@ def test_end_after_a_signal_says_how_to_go_on(capfd):
     assert "goes on" not in capfd.readouterr().err
 
 
+@pytest.mark.timeout(60)
+def test_signal_during_the_end_leaves_no_traceback():
+    program = (
+        "import atexit, os, signal\nfrom calibadv_jax import cli\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\ncli.end(lambda: None)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 def test_unwaited_work_gives_its_value_or_its_error():
     def divide(number, by=1):
         assert threading.current_thread().daemon
