@@ -129,6 +129,8 @@ def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
     names = [] if is_section else {key.name.rpartition(".")[2] for key in peer_keys.ALL}
     if near := difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.85):
         return _of_peers(peer_keys.find(near[0])[0])
+    if top not in _fields(Config) and any(key.name.startswith(f"{top}.") for key in peer_keys.ALL):
+        return ""  # a rare key of another trainer: what is spelled nearly so means something else
     last = {key.rpartition(".")[2] for key in keys}
     if near := difflib.get_close_matches(name, sorted(last), n=1, cutoff=0.75):
         return _question(_nearest_to(section, [key for key in keys if key.rpartition(".")[2] == near[0]]))

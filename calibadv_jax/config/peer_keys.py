@@ -22,6 +22,7 @@ _RUN = "run.dir; the folder of the run"
 _SEARCHES = "rollout.max_searches; the answer turn that follows does not count"
 _REWARD = "reward.answer; a function of your own is package.module:function"
 _PASSES = "learner.minibatch_size; trajectories of an update, not how many passes"
+_TOGETHER = "rollout.max_concurrency; an evaluation asks all its questions together"
 _FLOOR = "; cosine and linear fall to 0"
 _EVALUATE = "; calibadv evaluate evaluates without training"
 
@@ -31,7 +32,7 @@ PEER_KEYS: dict[str, dict[str, str]] = {
         "data.val_files": "data.eval",
         "data.train_batch_size": "rollout.questions_per_step",
         "data.gen_batch_size": "rollout.questions_per_step",
-        "data.val_batch_size": "rollout.max_concurrency; an evaluation asks all its questions together",
+        "data.val_batch_size": _TOGETHER,
         "data.max_prompt_length": "rollout.max_prompt_length",
         "data.max_response_length": _LENGTH,
         "data.train_max_samples": "; every question of data.train is used: shorten the file",
@@ -270,6 +271,8 @@ PEER_KEYS: dict[str, dict[str, str]] = {
         "num_iterations": "learner.epochs",
         "max_steps": "learner.steps",
         "num_train_epochs": _STEPS,
+        "per_device_eval_batch_size": _TOGETHER,
+        "fp16": "policy.compute_dtype; bfloat16 or float32",
         "learning_rate": "learner.optimizer.lr",
         "lr_scheduler_type": "learner.optimizer.schedule",
         "warmup_ratio": _WARMUP,
@@ -385,6 +388,9 @@ SHORT_NAMES = {
     "mini_batch_size": "learner.minibatch_size",
     "micro_batch_size": "learner.microbatch_rows",
     "total_steps": "learner.steps",
+    "num_epochs": _STEPS,
+    "max_seq_length": "rollout.max_length",
+    "dataset": "data.train",
     "lr_scheduler": "learner.optimizer.schedule",
     "clip": _CLIP,
     "clip_eps": _CLIP,

@@ -21,7 +21,7 @@ from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.tags import well_formed
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.services.waiting import ONCE, Waits, run_to_its_end
+from calibadv_jax.services.waiting import Waits, run_to_its_end
 
 TOKEN_VARIABLE = "MCP_TOKEN"
 START_PATIENCE = 30.0  # seconds for which the start of a program waits for a server, at most
@@ -81,7 +81,7 @@ class McpServer:
 
         try:
             # A program that ends at once, such as one whose script is missing, is not waited for.
-            patience = ONCE if self.config.command else min(self.config.patience, START_PATIENCE)
+            patience = 0.0 if self.config.command else min(self.config.patience, START_PATIENCE)
             return await self._ask("", ask, patience)
         except RequestFailed as error:
             advice = (

@@ -89,8 +89,8 @@ def test_every_step_of_every_phase_is_a_row(started):
 def test_console_names_each_phase_and_its_data(started):
     assert [line for line in NOTES if line.startswith("phase")] == [
         "phase 1 of 2: 3 updates on generated demonstrations, kind drills, loss on sampled tokens",
-        "phase 2 of 2: 2 updates on generated demonstrations, kind drills, loss on sampled tokens; its loss is"
-        " no continuation of the phase before",
+        "phase 2 of 2: 2 updates on generated demonstrations, kind drills, loss on sampled tokens; its"
+        " loss is no continuation of the phase before",
     ]
     one = replace(started[0], sft=replace(started[0].sft, phases=PHASES[:1], demonstrations="mine.jsonl"))
     assert sft.phase_line(one, [3], 0) == ""
@@ -190,12 +190,17 @@ def assert_the_same(folder, other):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.medium)])
-def test_after_a_signal_the_same_command_goes_on_to_the_same_bits(started, tmp_path, monkeypatch, number):
+def test_after_a_signal_the_same_command_goes_on_to_the_same_bits(
+    started, tmp_path, monkeypatch, number, capfd
+):
     """The update that is computed is finished and saved."""
     config, whole, _ = started
     config = moved(config, tmp_path / "run")
     ended = interrupted(config, monkeypatch, lambda: os.kill(os.getpid(), number))
     assert isinstance(ended, SystemExit) and ended.code == 128 + number
+    said = capfd.readouterr().err
+    assert "the update in progress is finished and saved; a second" in said and "without saving" in said
+    assert said.endswith("stopped; the same command goes on from the saved update\n")
     folder = tmp_path / "run"
     assert newest_step(folder / "sft_checkpoints") == 4 and not (folder / "sft").exists()
     steps, update = [], sft.Learner.update

@@ -252,6 +252,7 @@ def test_every_key_of_a_peer_has_an_answer():
         ("total_training_steps", "did you mean 'learner.steps'?"),
         ("num_generations", "did you mean 'rollout.group_size'?"),
         ("num_generation", "did you mean 'rollout.group_size'?"),
+        ("actor_rollout_ref.rollout.agent.num_workers", "; every key is in docs/configuration.md"),
         ("optim.lr", "did you mean 'learner.optimizer.lr' or 'critic.optimizer.lr'?"),
         ("clip_ratio", "did you mean 'loss.clip_low' and 'loss.clip_high'?"),
         ("model.path", "did you mean 'policy.path'?"),

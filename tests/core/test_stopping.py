@@ -196,5 +196,7 @@ def test_a_run_ends_though_its_sampler_is_in_the_middle_of_a_chunk(tmp_path):
     words = ["--config", str(ROOT / "configs/quickstart.yaml"), *TINY, f"run.dir={tmp_path}/run"]
     done = subprocess.run([sys.executable, "-c", ENDLESS, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 143, done.stderr
+    assert "SIGTERM: the last whole step is saved; a second SIGTERM ends at once" in done.stderr
+    assert "stopped; the same command goes on from the saved step" in done.stderr
     assert "checkpoint saved at step 0" in done.stderr and (tmp_path / "run/checkpoints/0").is_dir()
     assert "Traceback" not in done.stderr and "Task was destroyed" not in done.stderr
