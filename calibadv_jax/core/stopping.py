@@ -56,13 +56,17 @@ class Stop:
             received, self._sent = os.pipe()
             os.set_blocking(self._sent, False)
             self._sent_before = signal.set_wakeup_fd(self._sent, warn_on_full_buffer=False)
-            threading.Thread(target=self._watch, args=(received,), name="signals", daemon=True).start()
+            self._watcher = threading.Thread(
+                target=self._watch, args=(received,), name="signals", daemon=True
+            )
+            self._watcher.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._before:
             signal.set_wakeup_fd(self._sent_before)
             os.close(self._sent)
+            self._watcher.join(1.0)  # what it says of a signal comes before what follows
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         if self.status is not None and not self.was_called and kind is SystemExit:

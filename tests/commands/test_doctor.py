@@ -196,7 +196,7 @@ def test_retriever_without_health_is_described(config):
     assert line == f"{url}: answers, but has no /health that names its corpus and index"
 
 
-def test_mcp_program_that_ends_at_once_is_named_once(config, capsys, monkeypatch):
+def test_mcp_program_that_ends_is_named_once(config, capsys, monkeypatch):
     pytest.importorskip("mcp")
     monkeypatch.setattr(
         doctor, "CHECKS", [one for one in doctor.CHECKS if one[0] in ("calibration", "policy")]

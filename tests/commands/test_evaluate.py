@@ -196,10 +196,10 @@ def test_signal_keeps_the_answers_so_far(run, capfd):
 
     with pytest.raises(SystemExit) as ended:
         run(Scripted(reply), rollout={"max_concurrency": 1})
-    said = capfd.readouterr().err
+    printed = capfd.readouterr().err
     assert ended.value.code == 130 and not run.file(".json").exists()
-    assert "Ctrl-C: the answers so far are kept; a second Ctrl-C ends at once\n" in said
-    assert said.endswith("stopped; the same command goes on with the questions that are left\n")
+    assert "Ctrl-C: the answers so far are kept; a second Ctrl-C ends at once\n" in printed
+    assert printed.endswith("stopped; the same command goes on with the questions that are left\n")
     kept = len(rows(run))
     assert kept >= 3
     _, sampler = run(Scripted(drawn), rollout={"max_concurrency": 1})

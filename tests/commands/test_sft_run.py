@@ -198,9 +198,9 @@ def test_after_a_signal_the_same_command_goes_on_to_the_same_bits(
     config = moved(config, tmp_path / "run")
     ended = interrupted(config, monkeypatch, lambda: os.kill(os.getpid(), number))
     assert isinstance(ended, SystemExit) and ended.code == 128 + number
-    said = capfd.readouterr().err
-    assert "the update in progress is finished and saved; a second" in said and "without saving" in said
-    assert said.endswith("stopped; the same command goes on from the saved update\n")
+    printed = capfd.readouterr().err
+    assert "the update in progress is finished and saved; a second" in printed and "without saving" in printed
+    assert printed.endswith("stopped; the same command goes on from the saved update\n")
     folder = tmp_path / "run"
     assert newest_step(folder / "sft_checkpoints") == 4 and not (folder / "sft").exists()
     steps, update = [], sft.Learner.update

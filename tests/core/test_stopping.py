@@ -94,9 +94,9 @@ def test_end_after_a_signal_says_how_to_go_on(capfd):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
-            while "the last step" not in (said := capfd.readouterr().err):  # written by another thread
+            while "the last step" not in (printed := capfd.readouterr().err):  # written by another thread
                 saved.wait(0.01)
-    assert said == "SIGTERM: the last step is saved; a second SIGTERM ends at once\n"
+    assert printed == "SIGTERM: the last step is saved; a second SIGTERM ends at once\n"
     assert capfd.readouterr().err == "stopped; the same command goes on\n"
     with pytest.raises(ValueError), Stop("", "", "the same command goes on") as stop, stop.held():
         os.kill(os.getpid(), signal.SIGTERM)
