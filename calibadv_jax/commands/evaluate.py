@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -218,10 +219,13 @@ def _answer_missing(
     asked, name = method_config(config), config.evaluate.method
     with (
         tempfile.TemporaryDirectory() as snapshots,
-        open_rollouts(asked, model, source.model_folder, Path(snapshots)) as rollouts,
-        console.bar("evaluate", len(missing), "questions") as show,
+        ExitStack() as stack,
     ):
-        rollouts.load(0, rollouts.publish(0, source.params(model.policy, model.mesh)))
+        with console.phase("starting sampler and retriever, loading the policy"):
+            opened = open_rollouts(asked, model, source.model_folder, Path(snapshots))
+            rollouts = stack.enter_context(opened)
+            rollouts.load(0, rollouts.publish(0, source.params(model.policy, model.mesh)))
+        show = stack.enter_context(console.bar("evaluate", len(missing), "questions"))
         file.start()  # only now, when the policy has been found good
         retriever = method_retriever(name, rollouts.context.retriever, questions, config.run.seed)
         rollouts.context = replace(rollouts.context, retriever=retriever)
