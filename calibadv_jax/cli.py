@@ -15,11 +15,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
-from calibadv_jax.config import dump_config, load_config
+from calibadv_jax.config import counterpart, dump_config, load_config
 from calibadv_jax.core.errors import INPUT_STATUS, PASSING, UserError, exit_status
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.stopping import leave
@@ -102,14 +103,23 @@ class _Parser(argparse.ArgumentParser):
 
 
 def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
-    """The console script: as `main` for the command that the first argument names."""
+    """The console script: as `main` for the command that the first argument names.
+
+    ``help``, ``help COMMAND`` and ``--version`` are answered here.
+    """
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-    if command in ("-h", "--help"):
+    if command == "--version":
+        sys.stdout.write(f"calibadv {version('calibadv-jax')}\n")
+        sys.exit(0)
+    if command == "help" and rest:
+        command, *rest = rest[0], "--help"
+    if command in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS | TOOLS))
         usage = "usage: calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]"
         lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
-        lines += ["", "commands without a config (calibadv COMMAND --help says more):"] if TOOLS else []
+        lines += ["", "commands without a config:"]
         lines += [f"  {name:{width}}  {what}" for name, what in TOOLS.items()]
+        lines += ["", "calibadv help COMMAND says more; calibadv --version"]
         sys.stdout.write("\n".join([usage, "", "commands:", *lines, ""]))
         sys.exit(0)
     if command in TOOLS:
@@ -207,7 +217,11 @@ def parse(
     )
     known, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        parser.error(f"unknown option {unknown[0]!r}; config keys are written key.path=value, without dashes")
+        hint = counterpart(unknown[0].partition("=")[0].strip("-").replace("-", "_"))
+        parser.error(
+            f"unknown option {unknown[0]!r}; config keys are written key.path=value, without dashes"
+            + (f"; {hint}" if hint else "")
+        )
     chosen = {name: getattr(known, name) for name in options}
     return Arguments(known.config, known.overrides, known.dry_run, chosen)
 

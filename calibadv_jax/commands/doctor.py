@@ -41,10 +41,10 @@ from calibadv_jax.sampler.vllm_worker import find_workers, require_vllm
 from calibadv_jax.services.judge import JudgeClient
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import check_running, open_retriever
+from calibadv_jax.services.waiting import ONCE
 from calibadv_jax.snapshots.huggingface import check_weights
 
 NO_ANSWER = "I do not know"
-ONCE = 1e-3  # seconds of patience: what is loading or gone is what the doctor is to tell
 STATUS = {"warning: ": "warn", "not checked: ": "skip", "failed: ": "FAIL"}  # how a line begins; else ok
 
 
@@ -52,15 +52,18 @@ def run(config: Config, offline: bool = False) -> None:
     """Runs every check and prints one line a finding; status 1 if one failed."""
     console = Console(config.log.progress)
     checks = OFFLINE_CHECKS if offline else CHECKS
+    tools = [replace(tool, mcp=tool.mcp and replace(tool.mcp, patience=ONCE)) for tool in config.tools]
+    config = replace(config, tools=tools)
     failed = 0
     counts: Counter[str] = Counter()
+    failures: dict[str, str] = {}  # what failed -> the check that says so
     for name, check in checks:
         try:
             with console.phase(f"checking: {name}", announce=not offline):
                 lines = check(config)
         except UserError as error:
             lines = [f"failed: {error}"]
-        findings = [with_status(line) for line in lines]
+        findings = [with_status(_once(line, name, failures)) for line in lines]
         for status, line in findings:
             console.say(f"{status:4} {name}: {line}")
         statuses = [status for status, _ in findings]
@@ -69,6 +72,12 @@ def run(config: Config, offline: bool = False) -> None:
     console.say(summary(failed, len(checks), "offline check" if offline else "check", counts))
     if failed:
         raise SystemExit(1)
+
+
+def _once(line: str, name: str, failures: dict[str, str]) -> str:
+    """The line; of a failure that another check has named, only that it stands in the way of this one."""
+    first = failures.setdefault(line, name) if line.startswith("failed: ") else name
+    return line if first == name else f"not checked: what failed under {first!r} is needed here too"
 
 
 def with_status(line: str) -> tuple[str, str]:
@@ -227,7 +236,7 @@ def check_retriever(config: Config) -> list[str]:
         if not documents:
             raise UserError(f"{retriever.url}: no document for {question.text!r}; is its corpus empty?")
         return [
-            f"{retriever.url}: {state}",
+            f"{retriever.url}: {state or 'answers, but has no /health that names its corpus and index'}",
             *(f"warning: {url} is away ({reason})" for url, reason in retriever.missing.items()),
             reranked,
             f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}",
@@ -253,7 +262,7 @@ def check_judge(config: Config) -> list[str]:
     try:
         golden, other = asyncio.run(_judged(judge, question, answers))
     except RequestFailed as error:
-        raise UserError(f"{error}; start the endpoint, or correct reward.judge") from error
+        raise UserError(str(error)) from error
     said = f"{judge.config.model} gives {answers[0]!r} {golden:g} and {NO_ANSWER!r} {other:g}"
     lines = [f"{judge.url}: {said} in {1000 * (time.monotonic() - begun):.0f} ms"]
     asked = f"to {question.text!r}"

@@ -50,6 +50,7 @@ from calibadv_jax.rollout.observation import (
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.actions import make_actions
+from calibadv_jax.run.choices import describe_adapters
 from calibadv_jax.run.folder import COLD_START, TOOLS, content_hash, tools_hash
 from calibadv_jax.run.model import base_of, build_model, initial_params
 from calibadv_jax.run.sft_state import SftState, kept_row_length
@@ -78,6 +79,8 @@ def _run(config: Config, console: Console) -> None:
     length = config.sft.row_length or kept_row_length(folder) or config.rollout.max_length
     config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, row_length=length))
     sft = config.sft
+    for line in describe_adapters(config.policy.lora):
+        console.note(line)
     model = build_model(config, sft.init_from, Adapters.from_config(config.policy.lora))
     training, held_out = _own_demonstrations(config, model.tokenizer, console.warn)
     updates = [
@@ -105,9 +108,14 @@ def _run(config: Config, console: Console) -> None:
     if base := base_of(config, model, sft.init_from):
         identity["policy.weights"] = base.sha256
     initial = partial(initial_params, config, model, sft.init_from)
-    with Stop() as stop, SftState(config, identity, learner, initial, console) as kept:
+    stop = Stop(
+        "the update in progress is finished and saved",
+        "the last update is saved",
+        "the same command goes on from the saved update",
+    )
+    with stop, SftState(config, identity, learner, initial, console) as kept:
         batches = _all_batches(config, updates, training, model.tokenizer, kept.step)
-        _train(config, learner, kept, batches, schedule, sum(updates), held_out, console, stop)
+        _train(config, learner, kept, batches, schedule, updates, held_out, console, stop)
         write_text(folder / COLD_START, dump_config(config))
         hub.write_pins(folder, model.pins)
         dtype, tokenizer = config.policy.param_dtype, model.tokenizer_folder
@@ -122,18 +130,22 @@ def _train(
     kept: SftState,
     batches: Iterator[Batch],
     schedule: Callable[[int], Any],
-    total: int,
+    updates: Sequence[int],
     held_out: Batch | None,
     console: Console,
     stop: Stop,
 ) -> None:
     """Trains on the batches.
 
+    Args:
+        updates: of each phase.
+
     Raises:
         UserError: it diverged: the parameters are not finite, or no update is, for guards.patience updates in
             a row or from the first to the last.
     """
     folder, every = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every
+    total = sum(updates)
     patience = min(config.guards.patience, total)
     guards = Guards(dataclasses.replace(config.guards, patience=patience), "sft.optimizer.lr")
     backends = open_backends(config.log, folder, kept.step + 1, console.warn)
@@ -142,6 +154,8 @@ def _train(
         console.bar("cold start", total, "steps") as show,
     ):
         for batch in batches:
+            if line := phase_line(config, updates, kept.step):
+                console.note(line)
             begun = time.monotonic()
             rate = float(schedule(kept.step))
             tokens = int((batch.segment_ids > 0).sum())
@@ -167,6 +181,18 @@ def _train(
             show(step)
             if step % 10 == 0 or step == total:
                 console.step(step, total, metrics)
+
+
+def phase_line(config: Config, updates: Sequence[int], done: int) -> str:
+    """Say which phase begins after `done` updates, and with what data; "" if none or the only one does."""
+    number = sum(done >= end for end in itertools.accumulate(updates))
+    if len(updates) == 1 or done != sum(updates[:number]):
+        return ""
+    phase, source = config.sft.phases[number], config.sft.demonstrations
+    data = f"generated demonstrations, kind {phase.kind}" if source == "world" else source
+    line = f"phase {number + 1} of {len(updates)}: {updates[number]} updates on {data}"
+    line += f", loss on {phase.loss_on} tokens"
+    return line + "; its loss is no continuation of the phase before" if number else line
 
 
 def count_updates(

@@ -10,6 +10,7 @@ from typing import Any
 
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply, Retriever
+from calibadv_jax.core.own_function import failure
 from calibadv_jax.core.tags import INVALID_ACTION, SEARCH_GRAMMAR, Grammar, neutralise
 from calibadv_jax.core.trajectory import Document
 
@@ -104,11 +105,10 @@ class OwnAction(Action):
         try:
             await self._inner.close()
         except Exception as error:  # a person's own code may raise anything
-            said = f"{type(error).__name__}: {error}"
-            raise UserError(f"action {self.name}: close failed ({said}); correct its code") from error
+            raise UserError(f"action {self.name}: close failed: {failure(error)}; correct it") from error
 
     def _failed(self, error: Exception) -> RequestFailed:
-        return RequestFailed(self.name, f"action {self.name}: {type(error).__name__}: {error}")
+        return RequestFailed(self.name, f"action {self.name}: {failure(error)}")
 
     def _checked(self, found: Any) -> Reply:
         if isinstance(found, str):

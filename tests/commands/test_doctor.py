@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from http_rig import Handler, serving
 
 from calibadv_jax.commands import doctor
 from calibadv_jax.commands.offline_checks import check_shape
-from calibadv_jax.config import MeshConfig, RetrieverConfig, ToolConfig, load_config
+from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig, load_config
 from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
@@ -110,11 +111,8 @@ def test_a_check_that_fails_is_counted_and_the_others_still_run(config, capsys):
         doctor.run(with_retriever(broken, url))
     assert ended.value.code == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "2 of 6 checks failed"
-    assert [line.split(":")[0] for line in lines if line.startswith("FAIL")] == [
-        "FAIL questions",
-        "FAIL policy",
-    ]
+    assert lines[-1] == "1 of 6 checks failed"
+    assert [line.split(":")[0] for line in lines if line.startswith("FAIL")] == ["FAIL questions"]
     assert any(line.startswith("ok   retriever: ") for line in lines)  # after those that failed
 
 
@@ -230,13 +228,46 @@ def test_every_worker_is_asked_what_it_serves(config):
     [
         ({"/retrieve": (200, {"result": [[]]})}, "no document for .*is its corpus empty"),
         ({"/retrieve": (404, {})}, "set retriever.url to a retrieval service"),
-        ({"/retrieve": (503, {})}, "no answer for"),  # asked once: not for all of the patience
+        ({"/retrieve": (503, {})}, r"no answer \(status 503"),  # asked once: not for all of the patience
     ],
 )
 def test_a_retriever_that_does_not_answer_is_told(config, routes, message):
     with replying(working_retriever() | routes) as url, pytest.raises(UserError, match=message):
         config = with_retriever(config, url)
         doctor.check_retriever(replace(config, retriever=replace(config.retriever, timeout=1.5)))
+
+
+def test_failure_appears_once(config, capsys, monkeypatch):
+    """Other checks that need the same are not checked; one reason counts as one failure."""
+    monkeypatch.setattr(doctor, "CHECKS", [one for one in doctor.CHECKS if one[0] != "sampler"])
+    missing = replace(config, data=replace(config.data, eval="/nowhere/eval.jsonl"))
+    with replying(working_retriever()) as url, pytest.raises(SystemExit):
+        doctor.run(replace(missing, retriever=RetrieverConfig(url=url)))
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("/nowhere/eval.jsonl" in line for line in lines) == 1
+    needed = "what failed under 'questions' is needed here too"
+    assert {f"skip policy: {needed}", f"skip retriever: {needed}"} <= set(lines)
+    assert lines[-1] == "1 of 5 checks failed"
+
+
+def test_retriever_without_health_is_described(config):
+    with replying({"/retrieve": working_retriever()["/retrieve"]}) as url:
+        line, *_ = doctor.check_retriever(replace(config, retriever=RetrieverConfig(url=url)))
+    assert line == f"{url}: answers, but has no /health that names its corpus and index"
+
+
+def test_mcp_program_that_ends_is_named_once(config, capsys, monkeypatch):
+    pytest.importorskip("mcp")
+    monkeypatch.setattr(
+        doctor, "CHECKS", [one for one in doctor.CHECKS if one[0] in ("calibration", "policy")]
+    )
+    tool = ToolConfig(mcp=McpConfig(command=f"{sys.executable} /nowhere/server.py"))
+    with pytest.raises(SystemExit):
+        doctor.run(replace(config, tools=[tool]))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("FAIL calibration: MCP server") and "correct tools[].mcp.command" in lines[0]
+    assert "can't open file '/nowhere/server.py'" in lines[0]
+    assert sum("/nowhere/server.py" in line for line in lines) == 1
 
 
 def test_a_run_whose_actions_ask_no_retriever_needs_none(config):
@@ -328,7 +359,7 @@ def test_a_retriever_that_goes_away_after_the_first_answer_is_not_waited_for(con
             Once.answers += 1
             self.reply(*(working_retriever()["/retrieve"] if Once.answers == 1 else (503, {})))
 
-    with serving(Once) as url, pytest.raises(UserError, match="no answer for"):
+    with serving(Once) as url, pytest.raises(UserError, match=r"no answer \(status"):
         config = with_retriever(config, url)
         doctor.check_retriever(replace(config, retriever=replace(config.retriever, patience=600.0)))
 

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import os
+import signal
 
 import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
@@ -181,6 +182,28 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_same_table(run, tmp_pat
     assert same_files(run, whole) == [True] * 4
     _, sampler = run(Scripted(drawn), **keys)
     assert sampler.asked == [] and same_files(run, whole) == [True] * 4
+
+
+@pytest.mark.timeout(60)
+def test_signal_keeps_the_answers_so_far(run, capfd):
+    asked = []
+
+    def reply(prompt, seed):
+        asked.append(prompt)
+        if len(asked) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return drawn(prompt, seed)
+
+    with pytest.raises(SystemExit) as ended:
+        run(Scripted(reply), rollout={"max_concurrency": 1})
+    printed = capfd.readouterr().err
+    assert ended.value.code == 130 and not run.file(".json").exists()
+    assert "Ctrl-C: the answers so far are kept; a second Ctrl-C ends at once\n" in printed
+    assert printed.endswith("stopped; the same command goes on with the questions that are left\n")
+    kept = len(rows(run))
+    assert kept >= 3
+    _, sampler = run(Scripted(drawn), rollout={"max_concurrency": 1})
+    assert len({session for session, _ in sampler.asked}) == 8 - kept
 
 
 @pytest.mark.parametrize(
