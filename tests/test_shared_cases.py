@@ -6,6 +6,14 @@ input, so that a public clone notices the same faults.
 
 from __future__ import annotations
 
+import pytest
+
+from retriever.corpus.passages import load_corpus
+from retriever.corpus.prepare import prepare_corpus
+from retriever.indexing.builder import build_index
+from retriever.indexing.options import BuildOptions
+from retriever.search.opening import open_index
+
 # ---- models: tokenizers, chat templates, shapes of checkpoints ----
 
 
@@ -16,6 +24,20 @@ from __future__ import annotations
 
 
 # ---- retriever: queries without a hit, indexes with their own ids ----
+
+
+@pytest.mark.parametrize("name", ["hashed", "bm25"])
+def test_queries_match_their_passage_or_nothing(shared, tmp_path, name):
+    pytest.importorskip("faiss")
+    cases = [("en", "who noticed the mould?", "Penicillin"), ("zh_raw", "北京大学在哪个区？", "北京大学")]
+    for file, query, title in cases:
+        source = shared / f"cases/retriever/{file}.jsonl"
+        prepare_corpus([str(source)], tmp_path / f"{file}.jsonl", progress=False)
+        corpus = load_corpus(tmp_path / f"{file}.jsonl")
+        build_index(corpus, tmp_path / file, BuildOptions(name), progress=False)
+        (hit, *_), *others = open_index(tmp_path / file, corpus).search([query, "zzzz", "", "!!!"], 3)
+        assert hit[0]["contents"].startswith(f'"{title}"') and hit[1] > 0
+        assert others == [[]] * 3
 
 
 # ---- metrics: names with a slash ----

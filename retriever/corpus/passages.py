@@ -43,11 +43,6 @@ class Corpus(Sequence[Row]):
         i = index % len(self)
         return parse_row(self._text[self._starts[i] : self._starts[i + 1]], f"{self.path}:{i + 1}")
 
-    @property
-    def characters(self) -> int:
-        """About how many its texts have together: the bytes of the rows."""
-        return int(self._starts[-1])
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Corpus) and (len(self), self.sha256) == (len(other), other.sha256)
 

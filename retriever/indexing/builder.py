@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from retriever.corpus.passages import Corpus
+from retriever.encoders.words import words_version
 from retriever.errors import RetrieverError
 from retriever.indexing.bm25 import write_bm25
 from retriever.indexing.embeddings import Embeddings, embed
@@ -39,7 +40,8 @@ def _build(corpus: Corpus, folder: Path, options: BuildOptions, progress: bool) 
     if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not (folder / MANIFEST).is_file():
         raise RetrieverError(f"{folder}: exists and is not an index; choose another --index_path")
     unfinished = folder.with_name(folder.name + ".unfinished")
-    source = {"corpus_sha256": corpus.sha256, "documents": len(corpus)}
+    words = words_version(options.retriever_name)
+    source = {"corpus_sha256": corpus.sha256, "documents": len(corpus)} | words
     if options.retriever_name == BM25:
         _empty(unfinished)
         with writing(unfinished):

@@ -15,6 +15,7 @@ import numpy as np
 from retriever.corpus.passages import Corpus
 from retriever.encoders.dense import spread
 from retriever.encoders.factory import load_encoder, make_encoder
+from retriever.encoders.words import words_version
 from retriever.errors import RetrieverError
 from retriever.files import replacing
 from retriever.indexing.options import BuildOptions
@@ -73,7 +74,7 @@ def embed(
         "model": options.retriever_model,
         "shard_rows": options.shard_rows,
         "dtype": options.embedding_dtype,
-    }
+    } | words_version(options.retriever_name)
     if (folder / SETTINGS).is_file():
         encoder = _resume(folder, settings)
         before(encoder)

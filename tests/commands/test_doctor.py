@@ -11,6 +11,7 @@ from calibadv_jax.commands import doctor
 from calibadv_jax.config import RetrieverConfig, ToolConfig, load_config
 from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.data.questions import load_questions
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 
 SHAPE = {
@@ -168,7 +169,6 @@ def test_every_worker_is_asked_what_it_serves(config):
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
-        ({"/retrieve": (200, {"result": [[]]})}, "no document for .*is its corpus empty"),
         ({"/retrieve": (404, {})}, "set retriever.url to a retrieval service"),
         ({"/retrieve": (503, {})}, "no answer for"),  # asked once: not for all of the patience
     ],
@@ -177,6 +177,14 @@ def test_a_retriever_that_does_not_answer_is_told(config, routes, message):
     with replying(working_retriever() | routes) as url, pytest.raises(UserError, match=message):
         config = with_retriever(config, url)
         doctor.check_retriever(replace(config, retriever=replace(config.retriever, timeout=1.5)))
+
+
+def test_question_without_results_is_a_warning(config, monkeypatch):
+    monkeypatch.setattr(doctor, "coverage_lines", lambda *_: [])
+    with replying(working_retriever() | {"/retrieve": (200, {"result": [[]]})}) as url:
+        lines = doctor.check_retriever(with_retriever(config, url))
+    (question, *_) = load_questions(config.data.eval)
+    assert f"warning: nothing found for {question.text!r}; does the corpus fit data.eval?" in lines
 
 
 def test_a_run_whose_actions_ask_no_retriever_needs_none(config):
