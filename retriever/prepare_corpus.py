@@ -42,7 +42,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return status_of(lambda: run(parse(argv)))
+    return status_of(
+        lambda: run(parse(argv)), "interrupted; nothing was written: give the same command again"
+    )
 
 
 if __name__ == "__main__":
