@@ -51,7 +51,7 @@ def read_passages(corpus: str | Path, ids: Collection[str]) -> dict[str, Documen
     """
     found: dict[str, Document] = {}
     for where, row in read_rows(corpus, "passages"):
-        name = next((str(row[key]) for key in _IDS if row.get(key) not in (None, "")), None)
+        name = next((str(row[key]) for key in _IDS if row.get(key) not in (None, "")), "")
         if name not in ids:
             continue
         title, text = row.get("title"), row.get("text")
@@ -59,7 +59,7 @@ def read_passages(corpus: str | Path, ids: Collection[str]) -> dict[str, Documen
             title, _, text = row["contents"].partition("\n")
         if not isinstance(title, str) or not isinstance(text, str):
             raise UserError(f"{where}: expected 'contents', or 'title' and 'text'; correct the row")
-        found[str(name)] = Document(name, title.strip().strip('"'), text)
+        found[name] = Document(name, title.strip().strip('"'), text)
     return found
 
 

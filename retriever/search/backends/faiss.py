@@ -207,7 +207,7 @@ def _kept_ids(faiss: Any, index: Any) -> Iterator[np.ndarray]:
     """Yield int64 [n] of an id map, or of each inverted list; nothing where ids follow from the order."""
     if hasattr(index, "id_map"):
         yield faiss.vector_to_array(index.id_map)
-    lists = getattr(index, "invlists", None)
+    lists: Any = getattr(index, "invlists", None)
     for number in range(lists.nlist if lists else 0):
         if size := lists.list_size(number):
             ids = lists.get_ids(number)
