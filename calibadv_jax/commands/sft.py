@@ -40,7 +40,7 @@ from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params
-from calibadv_jax.rollout.actions import Search, grammar_of
+from calibadv_jax.rollout.actions import Access, Search, grammar_of
 from calibadv_jax.rollout.observation import (
     Observations,
     added_token_strings,
@@ -418,7 +418,8 @@ def _encoded(demonstration: Demonstration, config: Config, tokenizer: Any, loss_
         if goes_on or turn.documents or turn.observation:
             said = neutralise_observation(turn.observation, added_token_strings(tokenizer), grammar)
             documents = neutralise_documents(turn.documents, tokenizer, grammar)
-            body = Search().render(Reply(tuple(documents), said))
+            renderer = Search() if isinstance(action, Search) else Access()  # not code of one's own
+            body = renderer.render(Reply(tuple(documents), said))
             parts.append((shown.of(action or Search()).information(body)[0], False))
     tokens = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
     mask = np.concatenate([np.full(len(ids), learned or loss_on == "all") for ids, learned in parts])

@@ -74,6 +74,7 @@ INVALID_ACTION = (
 QUERY_REFUSED = (
     "The search engine does not take this query. It may be too long: a short query of a few words works best."
 )
+NOTHING_FOUND = "No results found."  # what a search that finds no documents shows
 
 _OPEN_THINK = re.compile(r"<(think)>")
 _ANY_TAG = re.compile(r"<\s*+/?+\s*+[A-Za-z]\w*+[^<>]*+>")

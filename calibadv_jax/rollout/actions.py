@@ -11,7 +11,7 @@ from typing import Any
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply, Retriever
 from calibadv_jax.core.own_function import failure
-from calibadv_jax.core.tags import INVALID_ACTION, SEARCH_GRAMMAR, Grammar, neutralise
+from calibadv_jax.core.tags import INVALID_ACTION, NOTHING_FOUND, SEARCH_GRAMMAR, Grammar, neutralise
 from calibadv_jax.core.trajectory import Document
 
 
@@ -40,6 +40,9 @@ class Search(OfRetriever):
     async def call(self, argument: str) -> Reply:
         (found,) = await self.opened.search([argument])
         return Reply(tuple(found))
+
+    def render(self, reply: Reply) -> str:
+        return super().render(reply) or NOTHING_FOUND
 
 
 class Access(OfRetriever):

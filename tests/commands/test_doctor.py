@@ -14,6 +14,7 @@ from calibadv_jax.commands.offline_checks import check_shape
 from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig, load_config
 from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.data.questions import load_questions
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.learner.learner import init_params
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -226,7 +227,6 @@ def test_every_worker_is_asked_what_it_serves(config):
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
-        ({"/retrieve": (200, {"result": [[]]})}, "no document for .*is its corpus empty"),
         ({"/retrieve": (404, {})}, "set retriever.url to a retrieval service"),
         ({"/retrieve": (503, {})}, r"no answer \(status 503"),  # asked once: not for all of the patience
     ],
@@ -268,6 +268,14 @@ def test_mcp_program_that_ends_is_named_once(config, capsys, monkeypatch):
     assert lines[0].startswith("FAIL calibration: MCP server") and "correct tools[].mcp.command" in lines[0]
     assert "can't open file '/nowhere/server.py'" in lines[0]
     assert sum("/nowhere/server.py" in line for line in lines) == 1
+
+
+def test_question_without_results_is_a_warning(config, monkeypatch):
+    monkeypatch.setattr(doctor, "coverage_lines", lambda *_: [])
+    with replying(working_retriever() | {"/retrieve": (200, {"result": [[]]})}) as url:
+        lines = doctor.check_retriever(with_retriever(config, url))
+    (question, *_) = load_questions(config.data.eval)
+    assert f"warning: nothing found for {question.text!r}; does the corpus fit data.eval?" in lines
 
 
 def test_a_run_whose_actions_ask_no_retriever_needs_none(config):

@@ -281,9 +281,12 @@ def test_the_policy_can_not_write_an_observation(loop):
     ].any()
 
 
-def test_a_search_that_finds_nothing_says_so(loop):
+def test_search_that_finds_nothing_says_so(loop):
     trajectory = loop(SEARCH, ANSWER, found={})
-    assert trajectory.turns[0].observation_text == "\n\n<information></information>\n\n"
+    search = trajectory.turns[0]
+    assert search.observation_text == "\n\n<information>No results found.</information>\n\n"
+    assert loop.text(search.observation_ids) == search.observation_text
+    assert (search.documents, search.is_refused) == ((), False)
     assert kinds(trajectory) == ["search", "answer"]
 
 
