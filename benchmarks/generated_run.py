@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -99,8 +100,16 @@ def make_group(tokenizer: Tokenizer, number: int, rng: np.random.Generator) -> G
     return Group.of(question, trajectories)
 
 
-def write_run(folder: Path, steps: list[list[Group]], config: Config, tokenizer: Tokenizer) -> None:
-    """The files that the page reads: `steps` as a training would have kept them, and the tokenizer."""
+def write_run(
+    folder: Path, steps: list[list[Group]], config: Config, tokenizer: Tokenizer, planned: int = 0
+) -> None:
+    """The files that the page reads: `steps` as a training would have kept them, and the tokenizer.
+
+    Args:
+        planned: steps of the training; 0: those that were kept, so that the run has ended.
+    """
+    learner = dataclasses.replace(config.learner, steps=planned or len(steps))
+    config = dataclasses.replace(config, learner=learner)
     (folder / "policy").mkdir(parents=True)
     tokenizer.save(str(folder / "policy" / "tokenizer.json"))
     writer = RolloutWriter(folder, config, start_step=1)

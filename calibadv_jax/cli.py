@@ -15,12 +15,14 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
-from calibadv_jax.config import dump_config, load_config
+from calibadv_jax.config import counterpart, dump_config, load_config
 from calibadv_jax.core.errors import INPUT_STATUS, PASSING, UserError, exit_status
+from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.stopping import leave
 
 UNWRITABLE = (*PASSING, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -57,7 +59,7 @@ OPTIONS: dict[str, dict[str, str | Value]] = {
     },
     "doctor": {"offline": "check what needs no network, no services and no model or data files"},
     "plan": {
-        "tpu": Value("KIND:SHAPE", "a TPU slice, such as v5e:4x4", ""),
+        "tpu": Value("KIND:SHAPE", "a TPU slice, such as v5e:4x4 or v5e-16", ""),
         "gpu": Value("KIND", "h100, h200 or h20", ""),
         "topology": Value("SHAPE", "of the GPUs: slices x hosts x GPUs of a host, such as 1x2x8", ""),
         "efficiency": Value("SHARE", "of the devices' highest speed that a step reaches", 0.4),
@@ -101,14 +103,23 @@ class _Parser(argparse.ArgumentParser):
 
 
 def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
-    """The console script: as `main` for the command that the first argument names."""
+    """The console script: as `main` for the command that the first argument names.
+
+    ``help``, ``help COMMAND`` and ``--version`` are answered here.
+    """
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-    if command in ("-h", "--help"):
+    if command == "--version":
+        sys.stdout.write(f"calibadv {version('calibadv-jax')}\n")
+        sys.exit(0)
+    if command == "help" and rest:
+        command, *rest = rest[0], "--help"
+    if command in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS | TOOLS))
         usage = "usage: calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]"
         lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
-        lines += ["", "commands without a config (calibadv COMMAND --help says more):"] if TOOLS else []
+        lines += ["", "commands without a config:"]
         lines += [f"  {name:{width}}  {what}" for name, what in TOOLS.items()]
+        lines += ["", "calibadv help COMMAND says more; calibadv --version"]
         sys.stdout.write("\n".join([usage, "", "commands:", *lines, ""]))
         sys.exit(0)
     if command in TOOLS:
@@ -162,7 +173,7 @@ def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = 
     Any other exception is a defect of this program and shows its traceback.
     """
     arguments = parse(f"calibadv {command}", COMMANDS[command], argv, OPTIONS.get(command, {}))
-    end(lambda: _with_config(run, arguments))
+    end(lambda: _with_config(run, arguments, makes_inputs=command == "quickstart"))
 
 
 def parse(
@@ -206,13 +217,17 @@ def parse(
     )
     known, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        parser.error(f"unknown option {unknown[0]!r}; config keys are written key.path=value, without dashes")
+        hint = counterpart(unknown[0].partition("=")[0].strip("-").replace("-", "_"))
+        parser.error(
+            f"unknown option {unknown[0]!r}; config keys are written key.path=value, without dashes"
+            + (f"; {hint}" if hint else "")
+        )
     chosen = {name: getattr(known, name) for name in options}
     return Arguments(known.config, known.overrides, known.dry_run, chosen)
 
 
-def _with_config(run: Callable[..., object], arguments: Arguments) -> None:
-    config = load_config(arguments.configs, arguments.overrides)
+def _with_config(run: Callable[..., object], arguments: Arguments, makes_inputs: bool) -> None:
+    config = load_config(arguments.configs, arguments.overrides, with_inputs=makes_inputs)
     if arguments.dry_run:
         sys.stdout.write(dump_config(config))
     else:
@@ -226,7 +241,7 @@ def end(work: Callable[[], object]) -> NoReturn:
     except SystemExit as stopped:
         leave(stopped.code)
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {redact(str(error))}\n")
         leave(exit_status(error))
     except OSError as error:
         if error.errno not in UNWRITABLE:

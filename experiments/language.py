@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.core.answers import normalise_answer
-from calibadv_jax.core.tags import OPEN_THINK
+from calibadv_jax.core.tags import OPEN_THINK, leaves_thought_open
 from calibadv_jax.core.trajectory import Trajectory, Turn
 from calibadv_jax.metrics.console import table
 from calibadv_jax.record.reader import read_step
@@ -95,9 +95,10 @@ def perplexity(logprobs: Sequence[np.ndarray]) -> float:
 def thoughts(tokenizer: Any, one: Trajectory) -> Iterator[tuple[slice, str]]:
     """Where the thoughts stand in prompt and response, and what they say; empty ones are left out."""
     begin = len(one.prompt_ids)
-    for turn in one.turns:
+    for number, turn in enumerate(one.turns):
         if turn.think:
-            place = within(tokenizer, turn, "" if one.opening else OPEN_THINK)
+            is_open = leaves_thought_open(one.opening_of(number))
+            place = within(tokenizer, turn, "" if is_open else OPEN_THINK)
             yield slice(begin + place.start, begin + place.stop), turn.think
         begin += len(turn.token_ids) + len(turn.observation_ids)
 

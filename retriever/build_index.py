@@ -34,7 +34,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return status_of(lambda: run(parse(argv)))
+    return status_of(
+        lambda: run(parse(argv)), "interrupted; give the same command again: what was encoded is kept"
+    )
 
 
 if __name__ == "__main__":

@@ -18,13 +18,20 @@ class Unavailable(RetrieverError):
     """Another service does not answer now; the same call may succeed later."""
 
 
-def status_of(work: Callable[[], object]) -> int:
-    """Does a command's work: 0, or 2 after an error, which is said in one line."""
+def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> int:
+    """Do a command's work: 0, or 2 after an error and 130 after Ctrl-C, which are said in one line.
+
+    Args:
+        interrupted: that line after Ctrl-C.
+    """
     try:
         work()
     except RetrieverError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{interrupted}\n")
+        return 130
     return 0
 
 

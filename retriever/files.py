@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,3 +27,22 @@ def replacing(path: Path, by_many: bool = False) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """As `replacing`, an empty folder ``PATH.unfinished``; an older one goes when the new one is complete."""
+    partial, previous = (path.with_name(path.name + end) for end in (".unfinished", ".previous"))
+    for leftover in (partial, previous):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if path.exists():
+            path.rename(previous)
+        partial.rename(path)
+    finally:
+        if previous.exists() and not path.exists():
+            previous.rename(path)
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(previous, ignore_errors=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Options = TypeVar("Options", bound="DataclassInstance")
 
 INSTALL = "pip install 'calibadv-jax[retriever]'"  # what both commands need
+CORPUS = "corpus: JSONL file of {id, contents}, or a csv, tsv or parquet file of id, title and text; also .gz"
 BUILT = "hashed, e5, bge, dense, bm25"  # what a corpus is indexed by
 WEB_SEARCHES = ("google", "serpapi")  # what needs no corpus
 BUILD = (
@@ -93,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
 def add_source(parser: argparse.ArgumentParser, names: str, name: str, is_required: bool) -> None:
     """What both commands ask for: a corpus, its index, and the encoder between them."""
     add = parser.add_argument
-    add("--corpus_path", type=Path, required=is_required, help="corpus: JSONL file of {id, contents}, or .gz")
+    add("--corpus_path", type=Path, required=is_required, help=CORPUS)
     add(
         "--index_path",
         type=Path,

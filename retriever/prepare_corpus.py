@@ -12,8 +12,8 @@ from retriever.errors import status_of
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m retriever.prepare_corpus",
-        description="Converts title/text JSON Lines, BEIR, DPR and MS MARCO tsv, and parquet to the corpus"
-        " format of the service; each may be gzipped.",
+        description="Converts title/text JSON Lines, BEIR, DPR and MS MARCO tsv, csv and parquet to the"
+        " corpus format of the service; each may be gzipped.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -42,7 +42,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return status_of(lambda: run(parse(argv)))
+    return status_of(
+        lambda: run(parse(argv)), "interrupted; nothing was written: give the same command again"
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ Every key of a config file, generated from `calibadv_jax/config/` by `python -m 
 Any of them can be given on the command line: `calibadv train --config FILE learner.steps=20`.
 Of several files (`--config FILE --config OVERLAY`) the later one wins, key by key. A file with the key
 `base: OTHER.yaml` builds upon that one, relative to its own folder.
-`${section.key}` stands for another key's value. Unknown keys are refused.
+`${section.key}` stands for another key's value, `${oc.env:NAME}` for that of an environment variable: a run
+keeps this reference and not the value. Unknown keys are refused.
 """
 TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false"}
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

@@ -27,8 +27,9 @@ somewhere, or of all trajectories if the loss has an entropy bonus or a KL term.
 count in the loss as 0, as that is what they add to it. A step in which all
 groups tie computes none: it has no loss and no entropy.
 
-`{a,b}` stands for a and for b, `<word>` for any one part. Shares lie in [0, 1]. The last column is the name
-that the CalibAdv authors give the same value; it is logged too, so that curves can be laid over theirs.
+`{a,b}` stands for a and for b, `<word>` for any text: a data source may hold slashes. Shares lie in [0, 1].
+The last column is the name that the CalibAdv authors give the same value; it is logged too, so that curves
+can be laid over theirs.
 
 ## Where they go
 

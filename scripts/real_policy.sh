@@ -173,22 +173,34 @@ for method in direct chain_of_thought rag; do
   measure "$method" "$model" "$method" "$measuring"
 done
 measure cold_start "$output/cold_start" agent "$making|$measuring"
+# The last step of the training, by --steps, a key or the config: what is evaluated, and named after it.
+last="$(calibadv train --dry-run | "$python" -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["learner"]["steps"])')"
 evaluation() { # ARM SEED: its name
-  echo "$1-seed-$2${steps:+-steps-$steps}"
+  echo "$1-seed-$2${steps:+-steps-$last}"
+}
+trained_to() { # FOLDER: step of its newest checkpoint; 0 if there is none
+  find "$1/checkpoints" -maxdepth 1 -name '[0-9]*' -printf '%f\n' 2>/dev/null | { grep -xE '[0-9]+' || echo 0; } |
+    sort -n | tail -n 1
 }
 for seed in $seeds; do # a seed of every arm first: what is there can be compared at any time
   for arm in $arms; do
     folder="$output/$arm/seed-$seed"
     credit=("advantage.name=${arm%-*}")
     [[ "$arm" == grpo ]] || credit+=("advantage.target_ratio=${arm#*-}")
-    if stage "train $arm, seed $seed" "$folder/trained-${steps:-all}" "$training"; then
-      # Only questions whose evidence a search finds: from others there is nothing to learn.
-      calibadv train data.train="$output/demonstrations.jsonl" run.dir="$folder" run.seed="$seed" "${credit[@]}" \
-        checkpoint.allow_change='[learner.steps]' ${keys[@]+"${keys[@]}"}
-      touch "$folder/trained-${steps:-all}"
-    fi
     name="$(evaluation "$arm" "$seed")"
-    measure "$name" "$folder" agent "$training|$measuring"
+    trained="$folder/trained-${steps:+$last}"
+    [[ -n "$steps" ]] || trained+=all
+    if stage "train $arm, seed $seed" "$trained" "$training"; then
+      # Only questions whose evidence a search finds: from others there is nothing to learn.
+      (($(trained_to "$folder") >= last)) ||
+        calibadv train data.train="$output/demonstrations.jsonl" run.dir="$folder" run.seed="$seed" "${credit[@]}" \
+          checkpoint.allow_change='[learner.steps]' ${keys[@]+"${keys[@]}"}
+    fi
+    [[ -e "$folder/checkpoints/$last" || -e "$output/evaluations/$name.json" ]] ||
+      fail "$folder was trained to step $(trained_to "$folder") and keeps no checkpoint of step $last; give" \
+        "--steps $(trained_to "$folder"), or another --output"
+    touch "$trained"
+    measure "$name" "$folder/checkpoints/$last" agent "$training|$measuring"
     if stage "compare $name with the cold start" "$output/comparisons/$name.json"; then
       "$python" -m calibadv_jax compare "$output/evaluations/cold_start.json" "$output/evaluations/$name.json" \
         --metrics f1 em --output "$output/comparisons/$name.json"
@@ -209,7 +221,7 @@ read -r first others <<<"$arms"
 for arm in $others; do
   echo "== compare $arm with $first, over the seeds ($(date +%H:%M:%S))"
   "$python" -m calibadv_jax compare "$(of_seeds "$first")" "$(of_seeds "$arm")" \
-    --metrics f1 em --output "$output/comparisons/$arm-less-$first${steps:+-steps-$steps}.json"
+    --metrics f1 em --output "$output/comparisons/$arm-less-$first${steps:+-steps-$last}.json"
 done
 echo "== table"
 "$python" scripts/real_table.py "$output" | tee "$output/table.md"

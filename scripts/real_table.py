@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
         report = json.loads(found[name].read_text(encoding="utf-8"))
         comparison = evaluations.parent / "comparisons" / f"{name}.json"
         difference = _difference(json.loads(comparison.read_text())) if comparison.is_file() else ""
-        lines.append([name, *(_score(report, metric) for metric in METRICS), difference])
+        lines.append([_label(name, report), *(_score(report, metric) for metric in METRICS), difference])
     sys.stdout.write("".join(f"| {' | '.join(line)} |\n" for line in lines))
     differences = sorted((evaluations.parent / "comparisons").glob("*-less-*.json"))
     if differences:
@@ -36,6 +36,12 @@ def main(argv: list[str]) -> int:
         names = path.stem.replace("-less-", " less ")
         sys.stdout.write(f"| {names} | {_difference(json.loads(path.read_text(encoding='utf-8')))} |\n")
     return 0
+
+
+def _label(name: str, report: dict[str, Any]) -> str:
+    """The evaluation's name, with the step of the policy that it measured."""
+    arm, has_step, _ = name.partition("-steps-")
+    return f"{arm}-steps-{report['policy']['step']}" if has_step else name
 
 
 def _score(report: dict[str, Any], metric: str) -> str:

@@ -1,6 +1,12 @@
-"""What a compiled program sends between devices."""
+"""What a compiled program sends between devices, and what it sorts and compares."""
 
 import re
+from functools import partial
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from calibadv_jax.sampler.sampling import sample_tokens
 
 
 def computations(text):
@@ -36,3 +42,60 @@ def collectives(text, kind):
             if match:
                 found += [(name in loops, shape) for shape in re.findall(r"\w+\[[\d,]*\]", match[1])]
     return found
+
+
+MOVES = ("bitcast", "copy", "copy-done", "copy-start", "get-tuple-element", "reshape", "transpose")
+SAMPLED = (8, 1000)  # rows and tokens of the program of `check_filter`
+
+
+def check_filter(device):
+    """Check that a device's program for top-p and top-k sorts and compares logits, nothing computed."""
+    place = SingleDeviceSharding(device)
+    rows, vocab = SAMPLED
+    dtypes = {"logits": "float32", "seeds": "uint32", "positions": "int32"}
+    dtypes |= {"temperatures": "float32", "top_p": "float32", "top_k": "int32"}
+    arguments = {
+        name: jax.ShapeDtypeStruct((rows, vocab) if name == "logits" else (rows,), dtype, sharding=place)
+        for name, dtype in dtypes.items()
+    }
+    program = jax.jit(partial(sample_tokens, filtered=True)).lower(**arguments).compile()
+    origins = compared_and_sorted(program.as_text(), f"[{rows},{vocab}]")
+    names = {kind: {re.sub(r"\W|\d", "", name) for name in names} for kind, names in origins.items()}
+    assert names == {"compare": {"logits"}, "sort": {"logits"}}, origins
+
+
+def compared_and_sorted(text, shape):
+    """Origins of the arrays of a shape that are compared by >= or sorted: {"compare": {…}, "sort": {…}}.
+
+    An origin is a parameter of the program if the array is only moved on its way, else an operation.
+    """
+    parts = computations(text)
+    entry = re.search(r"(?m)^ENTRY %?([\w.\-]+) ", text)[1]
+    operations, callers = {}, {}
+    for computation, lines in parts.items():
+        for line in lines[1:]:
+            match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\((.*?)\)(?=,|$| )(.*)", line)
+            if match:
+                name, result, operation, inside, rest = match.groups()
+                operands = re.findall(r"%([\w.\-]+)", inside) or [inside]
+                operations[computation, name] = result, operation, operands, rest
+                callers |= {
+                    called: (computation, operands) for called in re.findall(r"calls=%?([\w.\-]+)", rest)
+                }
+
+    def origin(computation, name):
+        _, operation, operands, _ = operations[computation, name]
+        if operation in MOVES:
+            return origin(computation, operands[0])
+        if operation != "parameter":
+            return operation
+        if computation == entry:
+            return name
+        caller, arguments = callers[computation]
+        return origin(caller, arguments[int(operands[0])])
+
+    origins = {"compare": set(), "sort": set()}
+    for (computation, _), (result, operation, operands, rest) in operations.items():
+        if shape in result and (operation == "sort" or (operation == "compare" and "direction=GE" in rest)):
+            origins[operation].add(origin(computation, operands[0]))
+    return origins

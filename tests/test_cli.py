@@ -6,6 +6,7 @@ import errno
 import subprocess
 import sys
 import threading
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,28 @@ def test_the_package_is_the_console_script(tmp_path):
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     said = ran.stderr.splitlines()[-1]  # a slow machine says before that it loads
     assert ran.returncode == 2 and said.startswith("error: ") and "nowhere" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--version"], f"calibadv {version('calibadv-jax')}\n"),
+        (["help"], "commands without a config:"),
+        (["help", "train"], "usage: calibadv train [-h] --config FILE"),
+        (["help", "compare"], "usage: calibadv compare [-h]"),
+    ],
+)
+def test_help_and_version_end_well(argv, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.calibadv(argv)
+    printed = capsys.readouterr()
+    assert (stop.value.code, printed.err) == (0, "") and words in printed.out
+
+
+def test_option_of_a_peer_names_its_key(capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(PROGRAM, "", ["--config", "f.yaml", "--num-generations", "8"])
+    assert "did you mean 'rollout.group_size'?" in capsys.readouterr().err
 
 
 def test_a_command_that_loads_for_long_says_so(monkeypatch, capsys):

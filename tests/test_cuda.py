@@ -22,11 +22,15 @@ def test_update_logprobs_and_sampler_compile_for_a_sharded_mesh_of_gpus():
 
 
 def compile_all() -> None:
+    from compiled_rig import check_filter
+
     from benchmarks.compiled.ahead_of_time import lowered_programs, make_topology_mesh, parse
 
     options = ["--platform", "cuda", "--gpu", "h100", "--topology", "1x1x8", "--slots", "32"]
     arguments = parse([*options, "--length", str(LENGTH)])
-    lowered = lowered_programs(arguments, make_topology_mesh(arguments))
+    mesh = make_topology_mesh(arguments)
+    check_filter(mesh.devices.flat[0])
+    lowered = lowered_programs(arguments, mesh)
     assert sorted(lowered) == ["apply", "copy", "decode", "log-probabilities", "prefill", "update"]
     copied = lowered.pop("copy").compile()  # within a device, and in place
     assert not re.search("all-(reduce|gather|to-all)|collective-permute", copied.as_text())

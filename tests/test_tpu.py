@@ -22,10 +22,14 @@ def test_update_logprobs_and_sampler_compile_for_a_sharded_tpu_mesh():
 
 
 def compile_all() -> None:
+    from compiled_rig import check_filter
+
     from benchmarks.compiled.ahead_of_time import lowered_programs, make_topology_mesh, parse
 
     arguments = parse(["--topology", "v5e:2x4", "--length", str(LENGTH), "--slots", "32"])
-    lowered = lowered_programs(arguments, make_topology_mesh(arguments))
+    mesh = make_topology_mesh(arguments)
+    check_filter(mesh.devices.flat[0])
+    lowered = lowered_programs(arguments, mesh)
     compiled = {name: program.compile() for name, program in lowered.items()}
     assert sorted(compiled) == ["apply", "copy", "decode", "log-probabilities", "prefill", "update"]
     copied = compiled.pop("copy")  # within a device, and in place

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from calibadv_jax.advantages.credit import GroupCredit, answer_mass, last_sampled_turn, search_turns
+from calibadv_jax.advantages.credit import (
+    GroupCredit,
+    answer_mass,
+    last_sampled_turn,
+    search_turns,
+    two_sides,
+)
 
 
 def summarise(credits: Sequence[GroupCredit]) -> dict[str, float]:
@@ -19,6 +25,7 @@ def summarise(credits: Sequence[GroupCredit]) -> dict[str, float]:
             one-sided (answer-turn advantage of one sign only)
         answer/: sum of the positive and magnitude of the negative advantage over answer-turn tokens,
             and negative / positive, before and after calibration
+        search/negative_: magnitude of the negative advantage over search-turn tokens, before and after
         search/softened_share: of the search turns with negative advantage, those that were softened
         correctness/: mean and histogram over the search turns that were judged
         silver/: share of groups with silver documents, mean number of documents in those
@@ -44,8 +51,7 @@ def _groups(credits: Sequence[GroupCredit]) -> dict[str, float]:
         for positive, negative in (answer_mass(credit.group, credit.raw.tolist()) for credit in credits)
     ]
     return (
-        _mean("groups/tied_share", [float(np.ptp(group) == 0) for group in scores])
-        | _mean("groups/all_wrong_share", [float(np.all(group == 0)) for group in scores])
+        _mean("groups/all_wrong_share", [float(np.all(group == 0)) for group in scores])
         | _mean("groups/all_right_share", [float(np.all(group >= 1)) for group in scores])
         | _mean("groups/one_sided_share", one_sided)
     )
@@ -67,11 +73,15 @@ def _answers(credits: Sequence[GroupCredit]) -> dict[str, float]:
 def _searches(credits: Sequence[GroupCredit]) -> dict[str, float]:
     judged: list[float] = []
     softened: list[bool] = []
+    blame: dict[str, list[float]] = {"before": [], "after": []}
     for credit in credits:
         for trajectory, before, turns, correctness in zip(
             credit.group.trajectories, credit.before, credit.turns, credit.correctness, strict=True
         ):
             searches = search_turns(trajectory)
+            lengths = [len(turn.token_ids) for turn in trajectory.turns]
+            blame["before"] += [before[index] * lengths[index] for index in searches]
+            blame["after"] += [turns[index] * lengths[index] for index in searches]
             softened += [turns[index] > before[index] for index in searches if before[index] < 0]
             if credit.silver and trajectory.format_valid:
                 judged += correctness[searches].tolist()
@@ -83,6 +93,7 @@ def _searches(credits: Sequence[GroupCredit]) -> dict[str, float]:
         "to_one": values > 2 / 3,
     }
     metrics = _mean("search/softened_share", softened) | _mean("correctness/mean", values)
+    metrics |= {f"search/negative_{when}": two_sides(masses)[1] + 0.0 for when, masses in blame.items()}
     for name, members in bins.items():
         metrics |= _mean(f"correctness/{name}_share", members)
     return metrics

@@ -13,6 +13,7 @@ from calibadv_jax.advantages.diagnostics import summarise
 from calibadv_jax.advantages.named import Named, find
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.own_function import failure
 from calibadv_jax.core.trajectory import Group
 
 
@@ -65,7 +66,12 @@ def _estimate(groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCre
 
 
 def _credits(named: Named, groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:
-    estimate = named.estimate(groups, config)
+    try:
+        estimate = named.estimate(groups, config)
+    except Exception as error:  # a function of the user's own may raise anything
+        if not named.is_own:
+            raise
+        raise UserError(f"advantages: {config.estimator} failed: {failure(error)}; correct it") from error
     try:
         return [credit_of(group, values) for group, values in zip(groups, estimate, strict=True)]
     except (TypeError, ValueError) as error:

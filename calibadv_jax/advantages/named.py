@@ -18,6 +18,7 @@ OWN_EXPECTED = (
 )
 
 
+CARRIED = "every sampled token of a trajectory carries the trajectory's advantage"
 Formula = Callable[[AdvantageConfig], str]
 
 
@@ -29,7 +30,7 @@ class Named:
     formula: Formula  # right of "advantage = "
     judges: bool = False  # whether searches get a correctness by silver documents
     is_own: bool = False  # the user's
-    carried: str = "every sampled token of a trajectory carries the trajectory's advantage"
+    carried: str = CARRIED
 
 
 def _over_std(centred: str, more: str = "") -> Formula:
@@ -146,7 +147,7 @@ ESTIMATORS: dict[str, Named] = {
             "GAE: the score less the critic's value before the token, with gamma"
             f" {config.discount:g} and lambda {config.gae_lambda:g}, whitened over the step's sampled tokens"
         ),
-        carried="PPO with a critic; every sampled token has an advantage of its own",
+        carried="PPO with a critic; every sampled token has an advantage of its own; a turn shows the mean",
     ),
 }
 

@@ -7,7 +7,7 @@ which CalibAdv treats as its answer turn. Blame is negative advantage × sampled
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,10 @@ GROUP = np.dtype(
         ("negative_before", np.float64),
         ("positive_after", np.float64),
         ("negative_after", np.float64),
+        ("good_blame", np.float64),  # on its truly good searches, before any calibration
+        ("good_spared", np.float64),  # what the calibration took away of that
+        ("useless_blame", np.float64),
+        ("useless_spared", np.float64),
     ]
 )
 SEARCH = np.dtype(
@@ -158,7 +162,16 @@ def _group(credit: GroupCredit) -> tuple[float, ...]:
         len(supporting & seen),
         *answer_mass(credit.group, credit.raw.tolist()),
         *answer_mass(credit.group, credit.answer_advantages()),
+        *_blame_sums(np.array(_searches(credit), SEARCH)),
     )
+
+
+def _blame_sums(searches: np.ndarray) -> Iterator[float]:
+    """Blame and what was spared of it, of truly good and then of useless searches."""
+    for good in (True, False):
+        blamed = searches[(searches["raw"] < 0) & (searches["good"] == good)]
+        yield float(-(blamed["raw"] * blamed["tokens"]).sum())
+        yield float(((blamed["advantage"] - blamed["raw"]) * blamed["tokens"]).sum())
 
 
 def _searches(credit: GroupCredit) -> list[tuple[float, ...]]:

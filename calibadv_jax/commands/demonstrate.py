@@ -13,6 +13,7 @@ from typing import Any
 
 from calibadv_jax.commands.sft import demonstration_length
 from calibadv_jax.config import Config
+from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.trajectory import Document, Question
@@ -67,6 +68,7 @@ def run(config: Config) -> None:
         raise UserError(
             "retriever.corpus is empty: set it to the file of the passages, which names their titles"
         )
+    refuse_other_run(Path(output), "sft.demonstrations", Path(config.run.dir))
     grammar = grammar_of(make_actions(config))
     if SEARCH not in grammar.actions:
         raise UserError(f"tools has no {SEARCH}, and it is searches that are demonstrated: put it into tools")

@@ -20,7 +20,9 @@ import numpy as np
 from calibadv_jax.commands.coverage import coverage_lines
 from calibadv_jax.commands.offline_checks import OFFLINE_CHECKS
 from calibadv_jax.config import Config
+from calibadv_jax.core import hub
 from calibadv_jax.core.errors import RequestFailed, UserError
+from calibadv_jax.core.tags import leaves_thought_open
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import answer_warnings, load_questions
@@ -29,19 +31,20 @@ from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.rollout.actions import grammar_of
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
-from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.fit import cpu_lines, memory_lines
 from calibadv_jax.run.memory import adapter_lines, estimate_memory, heads_warnings
-from calibadv_jax.run.model import build_model
+from calibadv_jax.run.model import Model, build_model, find_folder
 from calibadv_jax.sampler.vllm_worker import find_workers, require_vllm
 from calibadv_jax.services.judge import JudgeClient
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import check_running, open_retriever
+from calibadv_jax.services.waiting import ONCE
+from calibadv_jax.snapshots.huggingface import check_weights
 
 NO_ANSWER = "I do not know"
-ONCE = 1e-3  # seconds of patience: what is loading or gone is what the doctor is to tell
 STATUS = {"warning: ": "warn", "not checked: ": "skip", "failed: ": "FAIL"}  # how a line begins; else ok
 
 
@@ -49,15 +52,18 @@ def run(config: Config, offline: bool = False) -> None:
     """Runs every check and prints one line a finding; status 1 if one failed."""
     console = Console(config.log.progress)
     checks = OFFLINE_CHECKS if offline else CHECKS
+    tools = [replace(tool, mcp=tool.mcp and replace(tool.mcp, patience=ONCE)) for tool in config.tools]
+    config = replace(config, tools=tools)
     failed = 0
     counts: Counter[str] = Counter()
+    failures: dict[str, str] = {}  # what failed -> the check that says so
     for name, check in checks:
         try:
             with console.phase(f"checking: {name}", announce=not offline):
                 lines = check(config)
         except UserError as error:
             lines = [f"failed: {error}"]
-        findings = [with_status(line) for line in lines]
+        findings = [with_status(_once(line, name, failures)) for line in lines]
         for status, line in findings:
             console.say(f"{status:4} {name}: {line}")
         statuses = [status for status, _ in findings]
@@ -66,6 +72,12 @@ def run(config: Config, offline: bool = False) -> None:
     console.say(summary(failed, len(checks), "offline check" if offline else "check", counts))
     if failed:
         raise SystemExit(1)
+
+
+def _once(line: str, name: str, failures: dict[str, str]) -> str:
+    """The line; of a failure that another check has named, only that it stands in the way of this one."""
+    first = failures.setdefault(line, name) if line.startswith("failed: ") else name
+    return line if first == name else f"not checked: what failed under {first!r} is needed here too"
 
 
 def with_status(line: str) -> tuple[str, str]:
@@ -134,6 +146,7 @@ def check_policy(config: Config) -> list[str]:
     return [
         f"{architecture.model_type}, {architecture.num_parameters / 1e6:.2f}M parameters, mesh"
         f" {dict(model.mesh.shape)}",
+        *weight_lines(config, model),
         *adapter_lines(config, architecture),
         "tokens of each tag: " + ", ".join(f"{tag} {count}" for tag, count in pieces.items()),
         *prompt_lines(config, model.tokenizer),
@@ -141,6 +154,17 @@ def check_policy(config: Config) -> list[str]:
         *heads_warnings(architecture, model.mesh.shape),
         *cpu_lines(config),
     ]
+
+
+def weight_lines(config: Config, model: Model) -> list[str]:
+    """Whether the tensors of policy.path have the shapes that its config.json says."""
+    path = config.policy.path
+    if not path:
+        return []
+    folder, _ = find_folder(config, path, known=model.pins)
+    if hub.is_repository(path) and not any(folder.glob("*.safetensors")):
+        return [f"not checked: the tensors of {path}, which are not downloaded yet"]
+    return [check_weights(folder, model.policy)]
 
 
 def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
@@ -151,16 +175,35 @@ def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
     """
     actions = make_actions(config)
     check_tags(actions, tokenizer)
-    limit, warnings, example = config.rollout.max_prompt_length, [], np.zeros(0, np.int32)
+    limit, warnings, example = config.rollout.max_prompt_length, [], (np.zeros(0, np.int32), "")
     for key in ("train", "eval"):
         questions = load_questions(getattr(config.data, key), config.data.columns)
         lengths = prompt_lengths(questions, tokenizer, config.prompt, limit, actions)
         kept, overlong = drop_overlong(questions, lengths, limit, config.data.overlong_prompts, f"data.{key}")
         warnings += [f"warning: {overlong}"] if overlong else []
         longest = max(kept, key=lambda question: len(question.text))
-        example = max(example, build_prompt(longest, tokenizer, config.prompt, limit, actions), key=len)
-    shown = f"the longest question's prompt has {len(example)} of {limit} tokens"
-    return [*warnings, f"{shown}: {tokenizer.decode(example)!r}"]
+        prompt = open_prompt(longest, tokenizer, config.prompt, limit, actions)
+        example = max(example, prompt, key=lambda prompt: len(prompt[0]))
+    ids, opening = example
+    shown = f"the longest question's prompt has {len(ids)} of {limit} tokens"
+    return [*warnings, f"{shown}: {tokenizer.decode(ids)!r}", *opening_lines(config, opening)]
+
+
+def opening_lines(config: Config, opening: str) -> list[str]:
+    """Which text of the prompt counts as the beginning of the first turn."""
+    if opening == config.prompt.opening:
+        return []
+    if not leaves_thought_open(opening):
+        return [
+            f"the prompt ends in {opening!r}: the first turn counts with it, or with a thought of its own;"
+            " later turns need one"
+        ]
+    later = (
+        "opens later turns too"
+        if config.prompt.prepend_think
+        else "is off: the policy opens later turns itself"
+    )
+    return [f"the prompt opens the first turn with {opening!r}; prompt.prepend_think {later}"]
 
 
 def check_sampler(config: Config) -> list[str]:
@@ -190,13 +233,15 @@ def check_retriever(config: Config) -> list[str]:
         begun = time.monotonic()
         (documents,) = asyncio.run(_search_once(retriever, question.text))
         seconds = time.monotonic() - begun
-        if not documents:
-            raise UserError(f"{retriever.url}: no document for {question.text!r}; is its corpus empty?")
+        if documents:
+            outcome = f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}"
+        else:
+            outcome = f"warning: nothing found for {question.text!r}; does the corpus fit data.eval?"
         return [
-            f"{retriever.url}: {state}",
+            f"{retriever.url}: {state or 'answers, but has no /health that names its corpus and index'}",
             *(f"warning: {url} is away ({reason})" for url, reason in retriever.missing.items()),
             reranked,
-            f"answered in {1000 * seconds:.0f} ms: {question.text!r} -> {documents[0].title!r}",
+            outcome,
             *coverage_lines(replace(config, retriever=asked), url),
         ]
 
@@ -219,7 +264,7 @@ def check_judge(config: Config) -> list[str]:
     try:
         golden, other = asyncio.run(_judged(judge, question, answers))
     except RequestFailed as error:
-        raise UserError(f"{error}; start the endpoint, or correct reward.judge") from error
+        raise UserError(str(error)) from error
     said = f"{judge.config.model} gives {answers[0]!r} {golden:g} and {NO_ANSWER!r} {other:g}"
     lines = [f"{judge.url}: {said} in {1000 * (time.monotonic() - begun):.0f} ms"]
     asked = f"to {question.text!r}"

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from calibadv_jax.config import Config, RetrieverConfig
+from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
 from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.files import write_json, write_text
 from calibadv_jax.core.locking import locked_output
+from calibadv_jax.core.secrets import redact
+from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.data.questions import answer_warnings, load_questions, select_evenly
 from calibadv_jax.evaluation.methods import METHODS, method_config, method_retriever, with_passages
@@ -113,7 +117,11 @@ def evaluate_policy(config: Config, source: PolicySource, console: Console | Non
             was answered is kept.
     """
     console = console or Console(config.log.progress)
-    with locked_output(Path(config.evaluate.output), "evaluate.output", console.warn):
+    refuse_other_run(Path(config.evaluate.output), "evaluate.output", Path(config.run.dir))
+    stop = Stop(
+        saves="the answers so far are kept", then="the same command goes on with the questions that are left"
+    )
+    with stop, locked_output(Path(config.evaluate.output), "evaluate.output", console.warn):
         return _evaluate(config, source, console)
 
 
@@ -191,7 +199,7 @@ def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -
         client = RetrieverClient(config, config.url, warn)
         health = client.health()
         said = index_identity(health)
-        return said if {"identity", "corpus_sha256"} & said.keys() else said | {"url": client.url}
+        return said if {"identity", "corpus_sha256"} & said.keys() else said | {"url": redact(client.url)}
     about = _written("corpus", "modified", config.corpus)
     return about | (_written("pages", "pages_modified", config.pages) if config.pages else {})
 
@@ -216,10 +224,13 @@ def _answer_missing(
     asked, name = method_config(config), config.evaluate.method
     with (
         tempfile.TemporaryDirectory() as snapshots,
-        open_rollouts(asked, model, source.model_folder, Path(snapshots)) as rollouts,
-        console.bar("evaluate", len(missing), "questions") as show,
+        ExitStack() as stack,
     ):
-        rollouts.load(0, rollouts.publish(0, source.params(model.policy, model.mesh)))
+        with console.phase("starting sampler and retriever, loading the policy"):
+            opened = open_rollouts(asked, model, source.model_folder, Path(snapshots))
+            rollouts = stack.enter_context(opened)
+            rollouts.load(0, rollouts.publish(0, source.params(model.policy, model.mesh)))
+        show = stack.enter_context(console.bar("evaluate", len(missing), "questions"))
         file.start()  # only now, when the policy has been found good
         retriever = method_retriever(name, rollouts.context.retriever, questions, config.run.seed)
         rollouts.context = replace(rollouts.context, retriever=retriever)

@@ -14,7 +14,9 @@ from jax.sharding import Mesh
 
 from calibadv_jax.commands.evaluate import at_step, describe_policy
 from calibadv_jax.config import Config, MeshConfig
+from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.references import kept_values
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.config.starts import newest_start
 from calibadv_jax.core.errors import UserError
@@ -67,14 +69,17 @@ def export(config: Config, adapter: bool = False) -> Path:
         The folder; transformers' from_pretrained loads it, that of the adapters PEFT's.
 
     Raises:
-        UserError: the source is missing, incomplete, damaged, or not inside a run's folder; or another
-            process writes the output.
+        UserError: the source is missing, incomplete, damaged, or not inside a run's folder; or the output
+            lies in another run's folder, or another process writes it.
     """
+    key = "adapter_output" if adapter else "output"
+    output = Path(getattr(config.export, key))
+    refuse_other_run(output, f"export.{key}", Path(config.run.dir))
     source = at_step(find_policy(Path(config.export.source or Path(config.run.dir) / "checkpoints")))
     if source.kind == "huggingface":
         raise UserError(f"{source.path}: no complete checkpoint there; train first, or set export.source")
     if adapter:
-        return _export_adapter(config, source)
+        return _export_adapter(config, source, output)
     hf_config = read_hf_config(source.model_folder)
     architecture = architecture_from_hf(hf_config, f"{source.model_folder}/config.json")
     dtype = jnp.dtype(config.export.dtype)
@@ -90,7 +95,6 @@ def export(config: Config, adapter: bool = False) -> Path:
         ),
         CARD: card(config, source, trained),
     }
-    output = Path(config.export.output)
     with locked_output(output, "export.output", Console(config.log.progress).warn):
         return save_folder(
             params,
@@ -103,7 +107,7 @@ def export(config: Config, adapter: bool = False) -> Path:
         )
 
 
-def _export_adapter(config: Config, source: PolicySource) -> Path:
+def _export_adapter(config: Config, source: PolicySource, output: Path) -> Path:
     """Only what was trained; the base is not read."""
     base = source.base
     if base is None:
@@ -115,9 +119,9 @@ def _export_adapter(config: Config, source: PolicySource) -> Path:
     policy = Policy(architecture, Numerics(), base.adapters)
     targets = placed_params(policy.abstract_trained, _one_device())
     params, _ = restore_params(source.path, targets, source.step)
-    output = Path(config.export.adapter_output)
+    text = card(config, source, training_config(config, source), adapter=True)
     with locked_output(output, "export.adapter_output", Console(config.log.progress).warn):
-        return save_adapters(params, base.adapters, base.name, output, source.model_folder)
+        return save_adapters(params, base.adapters, base.name, output, source.model_folder, text)
 
 
 def _one_device() -> Mesh:
@@ -127,11 +131,11 @@ def _one_device() -> Mesh:
 def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
     """The config of the newest start of the source's run; if it kept none, the config that was given."""
     start = newest_start(source.model_folder.parent)
-    return dataclasses.asdict(config) if start is None else with_defaults(start.config)
+    return kept_values(config) if start is None else with_defaults(start.config)
 
 
-def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:
-    """The model card."""
+def card(config: Config, source: PolicySource, trained: dict[str, Any], adapter: bool = False) -> str:
+    """The model card of the policy, or of its adapters alone."""
     policy = describe_policy(source)
     used = dataclasses.replace(
         config, policy=dataclasses.replace(config.policy, path=trained["policy"]["path"], revision="")
@@ -145,7 +149,8 @@ def card(config: Config, source: PolicySource, trained: dict[str, Any]) -> str:
     template = trained["prompt"]["template"]
     prompt = TEMPLATES.get(template, template)
     title = source.model_folder.parent.name  # the run's
-    return model_card(title, trained, policy["step"], settings, prompt, _scores(config, policy), versions)
+    scores = _scores(config, policy)
+    return model_card(title, trained, policy["step"], settings, prompt, scores, versions, adapter)
 
 
 def _scores(config: Config, policy: dict[str, Any]) -> str:

@@ -17,11 +17,13 @@ from calibadv_jax.config.sections.policy import REST
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
+from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.prompts import FROM_DATA, template_text
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.fit import cpu_lines, memory_lines
 from calibadv_jax.run.memory import adapter_lines, estimate_memory, heads_warnings
-from calibadv_jax.snapshots.huggingface import read_hf_config
+from calibadv_jax.run.model import has_tokenizer, load_tokenizer
+from calibadv_jax.snapshots.huggingface import check_weights, read_hf_config
 
 
 def check_prompt(config: Config) -> list[str]:
@@ -80,12 +82,24 @@ def check_shape(config: Config) -> list[str]:
     on_cpu = cpu_lines(config) if math.prod(mesh.values()) <= jax.device_count() else []
     return [
         name,
+        *_files_here(config, architecture),
         *adapter_lines(config, architecture),
         *lines,
         *memory,
         *heads_warnings(architecture, mesh),
         *on_cpu,
     ]
+
+
+def _files_here(config: Config, architecture: Architecture) -> list[str]:
+    """Tokenizer and tensors, where their folders are here."""
+    lines, folder = [], Path(config.policy.path)
+    tokenizer = Path(config.policy.tokenizer or folder)
+    if (config.policy.tokenizer or config.policy.path) and tokenizer.is_dir() and has_tokenizer(tokenizer):
+        lines.append(f"tokenizer of {len(load_tokenizer(tokenizer))} tokens in {tokenizer}")
+    if config.policy.path and any(folder.glob("*.safetensors")):
+        lines.append(check_weights(folder, Policy(architecture, Numerics.from_config(config.policy))))
+    return lines
 
 
 def check_updates(config: Config) -> list[str]:

@@ -84,7 +84,7 @@ def run(
     estimate: bool = False,
     json: str = "",
 ) -> None:
-    """Prints the plan; see the module.
+    """Prints the plan; see the module. Without a compiler memory is counted by the formula.
 
     Args:
         efficiency: share of the devices' highest speed that every part of a step reaches.
@@ -100,10 +100,18 @@ def run(
     plan = make_plan(config, find_target(tpu, gpu, topology), efficiency, tokens, sampled)
     for line in describe(plan):
         console.say(line)
-    programs = {} if estimate else compile_programs(plan, console)
+    programs: dict[str, dict[str, Any]] = {}
+    failure = None
+    if not estimate:
+        try:
+            programs = compile_programs(plan, console)
+        except UserError as error:
+            failure = error
     lines, fits = memory_verdict(plan, programs)
     for line in [*lines, *work_lines(plan), *run_lines(plan)]:
         console.say(line)
+    if failure:
+        raise failure
     if json:
         write_json(Path(json), figures(plan, programs) | {"fits": fits})
     if not fits:
@@ -170,7 +178,7 @@ def compile_programs(plan: Plan, console: Console) -> dict[str, dict[str, Any]]:
 def memory_verdict(plan: Plan, programs: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:
     """What the compiler says, or else the formula; and what to change if it does not fit."""
     limit, gaps = plan.target.limit, GAPS.get(plan.target.platform, 1.0)
-    expected = peak_memory(plan.estimate)
+    expected, scale = peak_memory(plan.estimate), 1.0
     has = f"{limit / GIB:.1f} GiB of a device"
     if programs:
         rows = [
@@ -182,12 +190,14 @@ def memory_verdict(plan: Plan, programs: Mapping[str, Mapping[str, Any]]) -> tup
         large = [name for name, found in programs.items() if found.get("needed", float("inf")) * GIB > limit]
         verdict = f"does not fit {has}: {', '.join(large)}" if large else f"fits {has}"
         fits = not large
+        most = max(found.get("needed", gaps * max(limit, expected) / GIB) for found in programs.values())
+        scale = max(1.0, most * GIB / expected)
     else:
         lines, fits = [], expected <= limit
         verdict = f"fits {has}, by the formula" if fits else f"does not fit {has}, by the formula"
         if fits and expected * gaps > limit:
             verdict += f"; programs may need up to {gaps} times as much, so compile it (leave --estimate out)"
-    advice = [] if fits else ways_out(plan.config, plan.architecture, plan.target, limit)
+    advice = [] if fits else ways_out(plan.config, plan.architecture, plan.target, limit, scale)
     return [*lines, verdict, *advice], fits
 
 

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.config import Config, SftPhase, dump_config
+from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_text
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.locking import locked_output, locked_run
 from calibadv_jax.core.stopping import Stop
-from calibadv_jax.core.tags import neutralise_observation, parse_turn
+from calibadv_jax.core.tags import behind_opening, neutralise_observation, parse_turn
 from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
 from calibadv_jax.data.demonstrations import GENERATORS, Demonstration
 from calibadv_jax.hosts.joining import alone
@@ -39,7 +40,7 @@ from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params
-from calibadv_jax.rollout.actions import Search, grammar_of
+from calibadv_jax.rollout.actions import Access, Search, grammar_of
 from calibadv_jax.rollout.observation import (
     Observations,
     added_token_strings,
@@ -47,8 +48,9 @@ from calibadv_jax.rollout.observation import (
     neutralise_documents,
 )
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
-from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.actions import make_actions
+from calibadv_jax.run.choices import describe_adapters
 from calibadv_jax.run.folder import COLD_START, TOOLS, content_hash, tools_hash
 from calibadv_jax.run.model import base_of, build_model, initial_params
 from calibadv_jax.run.sft_state import SftState, kept_row_length
@@ -66,6 +68,7 @@ def run(config: Config) -> None:
         raise UserError("sft.phases is empty: nothing would be trained; add a phase, such as {steps: 100}")
     console = Console(config.log.progress)
     output = Path(sft.output)
+    refuse_other_run(output, "sft.output", folder)
     with locked_run(folder, console.warn), locked_output(output, "sft.output", console.warn):
         _run(config, console)
     console.note(f"cold start written to {output}")
@@ -76,6 +79,8 @@ def _run(config: Config, console: Console) -> None:
     length = config.sft.row_length or kept_row_length(folder) or config.rollout.max_length
     config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, row_length=length))
     sft = config.sft
+    for line in describe_adapters(config.policy.lora):
+        console.note(line)
     model = build_model(config, sft.init_from, Adapters.from_config(config.policy.lora))
     training, held_out = _own_demonstrations(config, model.tokenizer, console.warn)
     updates = [
@@ -103,9 +108,14 @@ def _run(config: Config, console: Console) -> None:
     if base := base_of(config, model, sft.init_from):
         identity["policy.weights"] = base.sha256
     initial = partial(initial_params, config, model, sft.init_from)
-    with Stop() as stop, SftState(config, identity, learner, initial, console) as kept:
+    stop = Stop(
+        "the update in progress is finished and saved",
+        "the last update is saved",
+        "the same command goes on from the saved update",
+    )
+    with stop, SftState(config, identity, learner, initial, console) as kept:
         batches = _all_batches(config, updates, training, model.tokenizer, kept.step)
-        _train(config, learner, kept, batches, schedule, sum(updates), held_out, console, stop)
+        _train(config, learner, kept, batches, schedule, updates, held_out, console, stop)
         write_text(folder / COLD_START, dump_config(config))
         hub.write_pins(folder, model.pins)
         dtype, tokenizer = config.policy.param_dtype, model.tokenizer_folder
@@ -120,18 +130,22 @@ def _train(
     kept: SftState,
     batches: Iterator[Batch],
     schedule: Callable[[int], Any],
-    total: int,
+    updates: Sequence[int],
     held_out: Batch | None,
     console: Console,
     stop: Stop,
 ) -> None:
     """Trains on the batches.
 
+    Args:
+        updates: of each phase.
+
     Raises:
         UserError: it diverged: the parameters are not finite, or no update is, for guards.patience updates in
             a row or from the first to the last.
     """
     folder, every = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every
+    total = sum(updates)
     patience = min(config.guards.patience, total)
     guards = Guards(dataclasses.replace(config.guards, patience=patience), "sft.optimizer.lr")
     backends = open_backends(config.log, folder, kept.step + 1, console.warn)
@@ -140,6 +154,8 @@ def _train(
         console.bar("cold start", total, "steps") as show,
     ):
         for batch in batches:
+            if line := phase_line(config, updates, kept.step):
+                console.note(line)
             begun = time.monotonic()
             rate = float(schedule(kept.step))
             tokens = int((batch.segment_ids > 0).sum())
@@ -165,6 +181,18 @@ def _train(
             show(step)
             if step % 10 == 0 or step == total:
                 console.step(step, total, metrics)
+
+
+def phase_line(config: Config, updates: Sequence[int], done: int) -> str:
+    """Say which phase begins after `done` updates, and with what data; "" if none or the only one does."""
+    number = sum(done >= end for end in itertools.accumulate(updates))
+    if len(updates) == 1 or done != sum(updates[:number]):
+        return ""
+    phase, source = config.sft.phases[number], config.sft.demonstrations
+    data = f"generated demonstrations, kind {phase.kind}" if source == "world" else source
+    line = f"phase {number + 1} of {len(updates)}: {updates[number]} updates on {data}"
+    line += f", loss on {phase.loss_on} tokens"
+    return line + "; its loss is no continuation of the phase before" if number else line
 
 
 def count_updates(
@@ -378,19 +406,20 @@ def demonstration_length(demonstration: Demonstration, config: Config, tokenizer
 def _encoded(demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str) -> Sample:
     actions, longest = make_actions(config), config.rollout.max_prompt_length
     grammar = grammar_of(actions)
-    prompt = build_prompt(demonstration.question, tokenizer, config.prompt, longest, actions)
+    prompt, opening = open_prompt(demonstration.question, tokenizer, config.prompt, longest, actions)
     parts: list[tuple[np.ndarray, bool]] = [(prompt, False)]
     shown = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
     by_name: dict[str, Action] = {one.name: one for one in actions or (Search(),)}
     for number, turn in enumerate(demonstration.turns, 1):
-        text = turn.text.removeprefix(shown.opening)
+        text = behind_opening(opening if number == 1 else shown.opening, turn.text)
         parts.append((np.asarray(encode(tokenizer, text), np.int32), turn.trained))
         action = by_name.get(parse_turn(turn.text, "eos", grammar).kind)
         goes_on = action is not None and number < len(demonstration.turns)
         if goes_on or turn.documents or turn.observation:
             said = neutralise_observation(turn.observation, added_token_strings(tokenizer), grammar)
             documents = neutralise_documents(turn.documents, tokenizer, grammar)
-            body = Search().render(Reply(tuple(documents), said))
+            renderer = Search() if isinstance(action, Search) else Access()  # not code of one's own
+            body = renderer.render(Reply(tuple(documents), said))
             parts.append((shown.of(action or Search()).information(body)[0], False))
     tokens = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
     mask = np.concatenate([np.full(len(ids), learned or loss_on == "all") for ids, learned in parts])

@@ -77,7 +77,13 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
     check_same(config, model, questions, hosts)
     hosts.first("run folder", lambda: bool(enter_run_folder(kept, model, questions, console.say)))
     folder = Path(config.run.dir)
-    with Stop() as stop, ExitStack() as stack:
+    resume = "" if config.checkpoint.resume else "with checkpoint.resume=true "
+    stop = Stop(
+        "the step in progress is finished and saved",
+        "the last whole step is saved",
+        f"{resume}the same command goes on from the saved step",
+    )
+    with stop, ExitStack() as stack:
         if mirror:
             stack.enter_context(mirror)  # a store that cannot be written is told before services start
         newest = newest_step(folder / "checkpoints") or 0

@@ -4,7 +4,7 @@
 and `parse_config` reads that again.
 """
 
-from calibadv_jax.config.keys import known_keys
+from calibadv_jax.config.keys import counterpart, known_keys
 from calibadv_jax.config.load import dump_config, load_config, parse_config
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.credit import AdvantageConfig, JudgeConfig, RewardConfig
@@ -56,6 +56,7 @@ __all__ = [
     "SftPhase",
     "ToolConfig",
     "WorldConfig",
+    "counterpart",
     "dump_config",
     "known_keys",
     "load_config",

@@ -10,59 +10,11 @@ from typing import Any
 
 from pydantic.dataclasses import is_pydantic_dataclass
 
+from calibadv_jax.config import peer_keys
+from calibadv_jax.config.peer_keys import PeerKey
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
-
-# What other trainers and papers call a key.
-OTHER_NAMES = {
-    "batch_size": "rollout.questions_per_step",
-    "train_batch_size": "rollout.questions_per_step",
-    "n": "rollout.group_size",
-    "num_generations": "rollout.group_size",
-    "max_turns": "rollout.max_searches",
-    "max_new_tokens": "rollout.max_turn_length",
-    "max_response_length": "rollout.max_turn_length",
-    "top_n": "retriever.topk",
-    "topk_retrieval": "retriever.retrieval_topk",
-    "topk_rerank": "retriever.rerank_topk",
-    "reranking_topk": "retriever.rerank_topk",
-    "select_num": "retriever.rerank_topk",
-    "model": "policy.path",
-    "model_path": "policy.path",
-    "gradient_checkpointing": "policy.remat",
-    "lambda": "advantage.target_ratio",
-    "adv_estimator": "advantage.name",
-    "norm_adv_by_std_in_grpo": "advantage.normalize_std",
-    "use_global_std": "advantage.std_over",
-    "mini_batch_size": "learner.minibatch_size",
-    "ppo_mini_batch_size": "learner.minibatch_size",
-    "micro_batch_size": "learner.microbatch_rows",
-    "ppo_epochs": "learner.epochs",
-    "total_steps": "learner.steps",
-    "max_steps": "learner.steps",
-    "learning_rate": "learner.optimizer.lr",
-    "lr_scheduler": "learner.optimizer.schedule",
-    "grad_clip": "learner.optimizer.max_grad_norm",
-    "clip_grad": "learner.optimizer.max_grad_norm",
-    "clip": "loss.clip_high",
-    "clip_ratio": "loss.clip_high",
-    "clip_eps": "loss.clip_high",
-    "epsilon": "loss.clip_high",
-    "kl_beta": "loss.kl_coef",
-    "kl_loss_coef": "loss.kl_coef",
-    "entropy_coeff": "loss.entropy_coef",
-    "critic_warmup": "critic.warmup_steps",
-    "cliprange_value": "critic.clip",
-    "vf_clip": "critic.clip",
-    "gamma": "advantage.discount",
-    "lam": "advantage.gae_lambda",
-    "save_freq": "checkpoint.every",
-    "save_steps": "checkpoint.every",
-    "test_freq": "evaluate.every",
-    "eval_steps": "evaluate.every",
-    "output_dir": "run.dir",
-}
 
 
 def known_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
@@ -118,6 +70,10 @@ def refuse_unknown(given: Any, source: str) -> None:
                 if name not in fields:
                     raise UserError(f"{source}: unknown key {_with_hint(f'{prefix}{name}', value, fields)}")
                 walk(value, fields[name], f"{prefix}{name}.")
+        elif isinstance(node, dict) and typing.get_origin(kind) is list:  # of sections, by their numbers
+            for name, value in node.items():
+                if not str(name).isdecimal():
+                    raise UserError(f"{source}: unknown key {_with_hint(f'{prefix}{name}', value, {})}")
 
     walk(given, Config, "")
 
@@ -129,42 +85,73 @@ def _fields(kind: Any) -> dict[str, Any]:
     return {name: field.annotation for name, field in kind.__pydantic_fields__.items()}
 
 
+def counterpart(dotted: str) -> str:
+    """Return in words what stands here for a name that is no key; "" where nothing is close."""
+    return _hint(dotted, False, _fields(Config))
+
+
 def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
     """``'learner.lr'; did you mean 'learner.optimizer.lr'?``; a section like none gives its first key."""
-    meant = _meant(dotted, isinstance(value, dict), siblings)
-    if meant:
-        return f"{dotted!r}; did you mean {' or '.join(map(repr, meant))}?"
-    if isinstance(value, dict) and value:
+    is_section = isinstance(value, dict) and bool(value)
+    is_of_peer = is_section and any(key.name.startswith(f"{dotted.lstrip('+')}.") for key in peer_keys.ALL)
+    if not is_of_peer and (hint := _hint(dotted, isinstance(value, dict), siblings)):
+        return f"{dotted!r}; {hint}"
+    if is_section:
         name, inner = next(iter(value.items()))
         return _with_hint(f"{dotted}.{name}", inner, {})
     return f"{dotted!r}; every key is in docs/configuration.md"
 
 
-def _meant(dotted: str, is_section: bool, siblings: dict[str, Any]) -> list[str]:
-    """The known keys that an unknown key may stand for, the likeliest first; empty if nothing is close.
+def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
+    """Return the known keys that an unknown key may stand for, the likeliest first; "" if nothing is close.
 
-    A key of the same name in the section, a name that the field uses for a key of ours, a key of the same
-    name elsewhere, a key of the same section that is spelled nearly so, such a name of the field, a key
-    anywhere that is spelled nearly so: the first of these that exists.
+    A key of another trainer by its whole name, a key of the same name in the section, a key of another
+    trainer by the end of its name, a key of the same name elsewhere, a key of the same section that is
+    spelled nearly so, such a name of another trainer, a key anywhere that is spelled nearly so: the first of
+    these that exists.
     """
+    dotted = dotted.lstrip("+")  # Hydra's mark of a key that is added
     section, _, name = dotted.rpartition(".")
     keys = [key for key, kind in known_keys().items() if bool(_fields(kind)) == is_section]
     same_name = [key for key in keys if key.rpartition(".")[2] == name]
+    peers, words = ([], 0) if is_section else peer_keys.find(dotted)
+    if any(peer.name == dotted for peer in peers):
+        return _of_peers(peers)
     top = section.partition(".")[0]
     if inside := [key for key in same_name if top and key.startswith(f"{top}.")]:
-        return inside[:3]
-    if not is_section and name in OTHER_NAMES:
-        return [OTHER_NAMES[name]]
+        return _question(inside[:3])
+    if words > bool(same_name):
+        return _of_peers(peers)
     if same_name:
-        return same_name[:3]
+        return _question(same_name[:3])
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
-        return [f"{section}.{near[0]}".lstrip(".")]
-    if near := difflib.get_close_matches(name, [] if is_section else OTHER_NAMES, n=1, cutoff=0.85):
-        return [OTHER_NAMES[near[0]]]
+        return _question([f"{section}.{near[0]}".lstrip(".")])
+    names = [] if is_section else {key.name.rpartition(".")[2] for key in peer_keys.ALL}
+    if near := difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.85):
+        return _of_peers(peer_keys.find(near[0])[0])
+    if top not in _fields(Config) and any(key.name.startswith(f"{top}.") for key in peer_keys.ALL):
+        return ""  # a rare key of another trainer: what is spelled nearly so means something else
     last = {key.rpartition(".")[2] for key in keys}
     if near := difflib.get_close_matches(name, sorted(last), n=1, cutoff=0.75):
-        return _nearest_to(section, [key for key in keys if key.rpartition(".")[2] == near[0]])
-    return []
+        return _question(_nearest_to(section, [key for key in keys if key.rpartition(".")[2] == near[0]]))
+    return ""
+
+
+def _question(keys: Iterable[str]) -> str:
+    return f"did you mean {' or '.join(map(repr, keys))}?"
+
+
+def _of_peers(peers: Iterable[PeerKey]) -> str:
+    """``did you mean 'loss.clip_low' and 'loss.clip_high'? (verl: docs/coming_from.md)``"""
+    peers = list(peers)
+    trainers = ", ".join(dict.fromkeys(peer.trainer for peer in peers if peer.trainer))
+    page = f"{trainers}: {peer_keys.PAGE}" if trainers else ""
+    notes = "; ".join(list(dict.fromkeys(peer.note for peer in peers if peer.note))[:3])
+    if not peers[0].keys:
+        return f"it has no counterpart: {notes}" + (f" ({page})" if page else "")
+    meant = list(dict.fromkeys(" and ".join(map(repr, peer.keys)) for peer in peers))[:3]
+    more = "; ".join(filter(None, (notes, page)))
+    return f"did you mean {' or '.join(meant)}?{f' ({more})' if more else ''}"
 
 
 def _nearest_to(section: str, keys: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from types import UnionType
@@ -17,9 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from calibadv_jax.config.kept import at_home, run_of
-from calibadv_jax.config.keys import refuse_unknown, type_of
+from calibadv_jax.config.kept import at_home, follow_run, run_of
+from calibadv_jax.config.keys import marked, refuse_unknown, type_of
+from calibadv_jax.config.references import kept_values, note_references
 from calibadv_jax.config.root import Config
+from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
 
 COMMAND_LINE = "command line"
@@ -40,21 +42,27 @@ _DEMANDS = {  # pydantic's error type -> a demand with the way out, if pydantic'
 }
 
 
-def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = (), with_inputs: bool = False
+) -> Config:
     """Reads YAML files, each over the file before it, and applies ``key.path=value`` overrides.
 
     A file may build upon another: its key ``base`` names that file, relative to its own folder. Sections
     merge key by key; a list replaces a list. An interpolation sees the final values. In a config that a run
-    kept, paths inside the run's folder are taken in its present place.
+    kept, paths inside the run's folder are taken in its present place. Where run.dir is overridden, the
+    paths of a file that lie inside its run.dir follow; see `follow_run`.
 
     The type of an override's key decides how its value is read: text stays as it was typed (but
     for quotes around it), so that run.dir=2026_11_21 is no number; everything else is YAML.
+
+    Args:
+        with_inputs: see `follow_run`.
 
     Raises:
         UserError: missing file, bad YAML, unknown key (with the one that was probably meant), bad value.
     """
     given = [paths] if isinstance(paths, str | Path) else paths
-    return _merged([file for path in given for file in _read(Path(path), ())], overrides)
+    return _merged([file for path in given for file in _read(Path(path), ())], overrides, with_inputs)
 
 
 def parse_config(text: str, name: str, overrides: Sequence[str] = ()) -> Config:
@@ -73,12 +81,49 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML, every key written out."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    """The resolved config as YAML, every key written out; see `kept_values`."""
+    return yaml.safe_dump(kept_values(config), sort_keys=False)
 
 
-def _merged(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str]) -> Config:
+def _merged(
+    files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str], with_inputs: bool = False
+) -> Config:
     """The config of files, by name, each over the file before it, and of overrides over all files."""
+    merged, sources = _resolved(files, overrides)
+    run = str(merged["run"]["dir"])
+    setter = next((name for name, keys in reversed(sources) if "run.dir" in keys), "")
+    followed = [
+        (name, loaded if name == setter else _following(loaded, run, with_inputs)) for name, loaded in files
+    ]
+    moved = {name: old for (name, old), (_, new) in zip(files, followed, strict=True) if new is not old}
+    if moved:
+        merged, sources = _resolved(followed, overrides)
+        _check_mirror(merged["run"], moved, sources)
+    return _validate(merged, sources)
+
+
+def _following(loaded: DictConfig, run: str, with_inputs: bool) -> DictConfig:
+    """A file's values for a run in the folder `run`."""
+    values: Any = OmegaConf.to_container(loaded)
+    before = (values.get("run") or {}).get("dir")
+    if not isinstance(before, str) or Path(before).resolve() == Path(run).resolve():
+        return loaded
+    return OmegaConf.create(follow_run(values, run, marked(Mark.OUTPUT), with_inputs))
+
+
+def _check_mirror(run: Any, moved: Mapping[str, DictConfig], sources: Sequence[Source]) -> None:
+    """Refuse the mirror of the run that kept a file, from which another run.dir would take that run."""
+    name = next((name for name, keys in reversed(sources) if "run.mirror" in keys), "")
+    mirror = run["mirror"]
+    if mirror and name in moved and run_of(Path(name)) and mirror == moved[name].run.mirror:
+        raise UserError(
+            f"{name}: run.mirror={mirror} belongs to the run that kept this file; for"
+            f" run.dir={run['dir']} set run.mirror to another place, or to nothing: run.mirror="
+        )
+
+
+def _resolved(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str]) -> tuple[Any, list[Source]]:
+    """The nested values of files and overrides, and where they come from."""
     # Defaults come first, so that an interpolation may name a key which the files leave alone.
     config = OmegaConf.create(dataclasses.asdict(Config()))
     sources = []
@@ -89,8 +134,9 @@ def _merged(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str]) -
     for override in overrides:
         sources.append((COMMAND_LINE, {_apply(config, override)}))
     with _errors_of(_all(sources)):
-        merged = OmegaConf.to_container(config, resolve=True)
-    return _validate(merged, sources)
+        resolved = OmegaConf.to_container(config, resolve=True)
+    note_references(config, resolved)
+    return resolved, sources
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig]]:

@@ -28,26 +28,73 @@ T = TypeVar("T")
 class Stop:
     """Within the block, the first signal raises SystemExit in the main thread, or at the end of `held` work.
 
-    The status is 143 for SIGTERM and 130 for SIGINT. A second signal ends the process at once.
+    The status is 143 for SIGTERM and 130 for SIGINT. A second signal ends the process at once, whatever the
+    main thread is doing. What a signal does is written to standard error at once.
 
     Schedulers (SLURM, Kubernetes) and spot machines send SIGTERM some time before they kill.
+
+    Args:
+        finishes: what happens before the end if the signal comes within `held` work.
+        saves: what happens before the end otherwise.
+        then: how the work can go on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, finishes: str = "", saves: str = "", then: str = "") -> None:
+        self._finishes, self._saves, self._then = finishes, saves, then
         self.status: int | None = None
         self.was_called = False  # by another process of the run, not by a signal
         self._held = 0  # blocks of `held` work that are open
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[int, object] = {}
+        self._sent = self._sent_before = -1  # where the interpreter writes the numbers of signals
+        self._count = 0  # signals so far
+        self._ending = threading.Lock()  # of the thread that ends the process
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():  # no other one may set handlers
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._handle)
+            received, self._sent = os.pipe()
+            os.set_blocking(self._sent, False)
+            self._sent_before = signal.set_wakeup_fd(self._sent, warn_on_full_buffer=False)
+            self._watcher = threading.Thread(
+                target=self._watch, args=(received,), name="signals", daemon=True
+            )
+            self._watcher.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._before:
+            signal.set_wakeup_fd(self._sent_before)
+            os.close(self._sent)
+            self._watcher.join(1.0)  # what it says of a signal comes before what follows
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        if self.status is not None and not self.was_called and kind is SystemExit:
+            _say(f"stopped; {self._then}" if self._then else "stopped")
+
+    def _watch(self, received: int) -> None:
+        """Answers signals at once: the main thread runs no handler while a device computes for it."""
+        with os.fdopen(received, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number[0] in self._before:
+                    self._answer(number[0])
+
+    def _answer(self, number: int) -> None:
+        self._count += 1
+        if self._count > 1:
+            self._end(number)
+        what = self._finishes if self._held else self._saves
+        _say(f"{_name(number)}: {what or 'stopping'}; a second {_name(number)} ends at once{self._loss}")
+
+    def _end(self, number: int) -> None:
+        if self._ending.acquire(blocking=False):
+            _say(f"{_name(number)}: ended at once{self._loss}")
+            os._exit(128 + number)
+        time.sleep(GRACE)  # the other thread ends the process
+
+    @property
+    def _loss(self) -> str:
+        return ", without saving" if self._finishes else ""
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -79,7 +126,7 @@ class Stop:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.status is not None and not self.was_called:
-            os._exit(128 + number)
+            self._end(number)
         self.was_called = False
         self._stop(128 + number)
 
@@ -89,6 +136,17 @@ class Stop:
             # The exception may come between the making of a coroutine and its hand-over to the event loop.
             warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
             raise SystemExit(status)
+
+
+def _name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def _say(text: str) -> None:
+    """Writes a line to standard error, past what another thread is writing, and over a bar of progress."""
+    with suppress(OSError):  # nobody reads it any more
+        start = "\r\x1b[2K" if os.isatty(2) else ""
+        os.write(2, f"{start}{text}\n".encode())
 
 
 class _Unwaited(threading.Thread):
@@ -130,6 +188,8 @@ def leave(status: str | int | None) -> NoReturn:
     Args:
         status: as of `sys.exit`.
     """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends what is left of it, without a traceback
     deadline = time.monotonic() + GRACE
     working = [thread for thread in threading.enumerate() if isinstance(thread, _Unwaited)]
     for thread in working:

@@ -63,7 +63,7 @@ class Grammar:
 
 SEARCH_GRAMMAR = Grammar()
 TAG_NAMES, TAGS, STOP_STRINGS = SEARCH_GRAMMAR.tag_names, SEARCH_GRAMMAR.tags, SEARCH_GRAMMAR.stop_strings
-OPEN_THINK = "<think>"
+OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 OPEN_INFORMATION, CLOSE_INFORMATION = "\n\n<information>", "</information>\n\n"
 FIRST_DOCUMENT = 'Doc 1(Title: "'  # begins a list of documents; nothing that is neutralised holds it
 INVALID_ACTION = (
@@ -74,8 +74,11 @@ INVALID_ACTION = (
 QUERY_REFUSED = (
     "The search engine does not take this query. It may be too long: a short query of a few words works best."
 )
+NOTHING_FOUND = "No results found."  # what a search that finds no documents shows
 
 _OPEN_THINK = re.compile(r"<(think)>")
+_ANY_TAG = re.compile(r"<\s*+/?+\s*+[A-Za-z]\w*+[^<>]*+>")
+_LONGEST_TAG = 40  # letters of an unknown tag in a message
 _DOC_HEADER = re.compile(r"(Doc\s*+\d++)\s*+\(\s*+(Title)\s*+:", re.IGNORECASE)
 _INVALID_NOTICE = re.compile(r"My\s+previous\s+action\s+is\s+invalid", re.IGNORECASE)
 _REFUSAL = re.compile(r"(search\s+engine\s+does\s+not)\s+take\s+this\s+query", re.IGNORECASE)
@@ -114,6 +117,29 @@ def neutralise_observation(text: str, extra: Collection[str] = (), grammar: Gram
     return beginning + neutralise(text[len(beginning) :], extra, grammar)
 
 
+def leaves_thought_open(opening: str) -> bool:
+    """Whether the policy continues a thought behind `opening`."""
+    return opening.rfind(OPEN_THINK) > opening.rfind(CLOSE_THINK)
+
+
+def whole_turn(opening: str, text: str) -> str:
+    """Return a turn's text with its opening, which a new thought replaces if the opening closed its own."""
+    if CLOSE_THINK in opening and text.lstrip().startswith(OPEN_THINK):
+        return text
+    return opening + text
+
+
+def behind_opening(opening: str, text: str) -> str:
+    """Return what the policy writes of a whole turn's text behind `opening`."""
+    return text.removeprefix(OPEN_THINK) if leaves_thought_open(opening) else text
+
+
+def with_open_tag(text: str) -> str:
+    """Return a turn's text with the tag <think> where only the closing one is there: the opening held it."""
+    before, closing, _ = text.partition(CLOSE_THINK)
+    return OPEN_THINK + text if closing and OPEN_THINK not in before else text
+
+
 def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRAMMAR) -> ParsedTurn:
     """Reads the first closed action of a segment, wherever it stands, as Search-R1 does.
 
@@ -124,7 +150,7 @@ def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRA
     is an answer.
 
     Args:
-        text: the decoded segment behind `Trajectory.opening`, without its end-of-text token.
+        text: the `whole_turn`, without its end-of-text token.
         stop_reason: a segment without action that was cut from outside ("length", "abort") is unfinished
             rather than invalid.
     """
@@ -158,6 +184,64 @@ def _first_closed(opening: re.Pattern[str], text: str) -> tuple[str, str] | None
 def split_at_tags(text: str, grammar: Grammar = SEARCH_GRAMMAR) -> list[str]:
     """Text, tag, text, tag, …, text: the pieces at odd places are protocol tags, written exactly."""
     return grammar.tag.split(text)
+
+
+def turn_flaw(text: str, kind: TurnKind, grammar: Grammar = SEARCH_GRAMMAR) -> str:
+    """Return why a segment is not exactly a thought and the element of its kind; empty if it is.
+
+    Args:
+        text: the segment, with `Trajectory.opening` before it.
+        kind: as `parse_turn` gives it; "invalid" and "unfinished" always have a flaw.
+    """
+    names: list[str] = []
+    opened = ""
+    *pieces, rest = split_at_tags(text, grammar)
+    for before, tag in zip(pieces[::2], pieces[1::2], strict=True):
+        name = tag.strip("</>")
+        if opened and tag != f"</{opened}>":
+            is_second = {opened, name} <= {*grammar.actions, "answer"} and not tag.startswith("</")
+            return f"{'two actions: ' if is_second else ''}<{opened}> is not closed before {tag}"
+        if not opened and tag.startswith("</"):
+            return f"{tag} closes nothing"
+        if not opened and before.strip():
+            return _stray(before, f"before {tag}", text, grammar)
+        if opened:
+            names.append(name)
+        opened = "" if opened else name
+    if opened:
+        return f"<{opened}> is not closed"
+    if rest.strip():
+        return _stray(rest, f"after </{names[-1]}>" if names else "", text, grammar)
+    return "" if names == ["think", kind] else _wrong_elements(names, kind, grammar)
+
+
+def _stray(stray: str, where: str, text: str, grammar: Grammar) -> str:
+    """The flaw of a segment with text outside its elements."""
+    if unknown := _ANY_TAG.search(stray):
+        tag = " ".join(unknown[0][:_LONGEST_TAG].split())
+        return f"unknown action {tag}: there are {_listed(grammar)}, written exactly so"
+    return f"text {where}" if grammar.opens_action.search(text) else f"no action: none of {_listed(grammar)}"
+
+
+def _listed(grammar: Grammar) -> str:
+    return ", ".join(f"<{name}>" for name in (*grammar.actions, "answer"))
+
+
+def _wrong_elements(names: Sequence[str], kind: TurnKind, grammar: Grammar) -> str:
+    """The flaw of a segment whose elements are closed, but are not a thought and then its kind."""
+    actions = [name for name in names if name not in ("think", "information")]
+    if "information" in names:
+        return "<information> is for the environment alone"
+    if not actions:
+        return f"no action: none of {_listed(grammar)}"
+    if len(actions) > 1:
+        number = "two" if len(actions) == 2 else len(actions)
+        return f"{number} actions: {', '.join(f'<{name}>' for name in actions)}"
+    if names[0] != "think":
+        return f"no <think> before <{actions[0]}>"
+    if len(names) > 2:
+        return "more than one <think>"
+    return f"<{actions[0]}> is empty" if kind == "invalid" else f"<{actions[0]}> in a turn of kind {kind}"
 
 
 def neutralise(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH_GRAMMAR) -> str:

@@ -91,12 +91,17 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)  # em, f1, cover_em, …
     opening: str = ""  # what the environment wrote before the text of every turn: <think>, or nothing
     actions: tuple[str, ...] = SEARCH_ALONE  # names of those that were on
+    first_opening: str | None = None  # the same of the first turn, where the prompt opens it in another way
     max_score: float = 1.0  # largest answer reward of the config, set by the reward stage
 
     @property
     def relative_score(self) -> float:
         """Answer score as a share of the largest answer reward: thresholds of scores are compared with it."""
         return self.answer_score / self.max_score
+
+    def opening_of(self, number: int) -> str:
+        """What the environment wrote before the text of a turn, counted from 0."""
+        return self.opening if number or self.first_opening is None else self.first_opening
 
     @property
     def response_ids(self) -> np.ndarray:

@@ -40,6 +40,9 @@ class Lookup:
     found: tuple[str, ...]  # ids of the supporting passages that no search before it found
 
 
+_IDS = ("id", "_id", "docid", "doc_id", "pid", "passage_id")  # those that the retriever knows
+
+
 def read_passages(corpus: str | Path, ids: Collection[str]) -> dict[str, Document]:
     """The passages of these ids, from a corpus of rows with an id and contents, or with title and text.
 
@@ -48,7 +51,7 @@ def read_passages(corpus: str | Path, ids: Collection[str]) -> dict[str, Documen
     """
     found: dict[str, Document] = {}
     for where, row in read_rows(corpus, "passages"):
-        name = str(row.get("id", row.get("_id")))
+        name = next((str(row[key]) for key in _IDS if row.get(key) not in (None, "")), "")
         if name not in ids:
             continue
         title, text = row.get("title"), row.get("text")

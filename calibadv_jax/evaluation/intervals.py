@@ -7,7 +7,7 @@ mean of the groups' means, so that one group gives the plain mean and several gi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from calibadv_jax.core.seeds import random_state
 
 Strata = Sequence[np.ndarray]
 
+FEW = 30  # with fewer questions or groups a bootstrap interval is too narrow to decide anything
 ELEMENTS = 2_000_000  # values that are resampled at a time: bounds the memory, in doubles
 
 
@@ -52,6 +53,27 @@ def interval(strata: Strata, confidence: float, resamples: int) -> tuple[float, 
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return float(low), float(high)
+
+
+def intervals_of_sums(
+    sums: np.ndarray, statistics: Callable[[np.ndarray], np.ndarray], confidence: float, resamples: int
+) -> np.ndarray:
+    """Percentile bootstrap intervals of functions of column sums, float64 [M, 2]: rows are resampled.
+
+    Args:
+        sums: float64 [N, K], a row for each question or group.
+        statistics: float64 [R, K], the sums of R resamples, -> float64 [R, M]; NaN where one is undefined.
+    """
+    rng = random_state(0, 0, "bootstrap")
+    batch = max(1, ELEMENTS // len(sums))
+    even = np.full(len(sums), 1 / len(sums))
+    drawn = [
+        statistics(rng.multinomial(len(sums), even, min(batch, resamples - done)) @ sums)
+        for done in range(0, resamples, batch)
+    ]
+    tail = (1 - confidence) / 2
+    found: np.ndarray = np.nanquantile(np.concatenate(drawn), [tail, 1 - tail], axis=0).T
+    return found
 
 
 def _resampled(strata: Strata, count: int, rng: np.random.Generator) -> np.ndarray:

@@ -53,7 +53,9 @@ def identity(
         "evaluate": [evaluate.method, evaluate.template, evaluate.samples],
         "seed": config.run.seed,
         "sampler": [sampler.name, dtype],
-        "prompt": dataclasses.asdict(config.prompt),
+        "prompt": {  # evaluations that are older than chat_template_kwargs go on
+            name: value for name, value in dataclasses.asdict(config.prompt).items() if value != {}
+        },
         "rollout": _deciding("rollout", dataclasses.asdict(config.rollout)),
         "retriever": _deciding("retriever", dataclasses.asdict(config.retriever)),
         "service": service,

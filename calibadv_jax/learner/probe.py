@@ -15,7 +15,7 @@ import numpy as np
 from calibadv_jax.advantages.turns import sampled_turns
 from calibadv_jax.config import LearnerConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import OPEN_THINK, neutralise
+from calibadv_jax.core.tags import OPEN_THINK, behind_opening, neutralise
 from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner
@@ -44,11 +44,12 @@ def with_golden_logprobs(
     places: list[list[list[int]]] = []  # by group, trajectory and turn
     for group in groups:
         places.append([])
-        if group.trajectories:  # what they are asked is the same
-            beginning, answer = _asked(group.trajectories[0], tokenizer)
+        if group.trajectories:  # all of them are asked the same, in later turns what they are in the second
+            asked = [_asked(group.trajectories[0], number, tokenizer) for number in (0, 1)]
         for trajectory in group.trajectories:
             found = []
-            for prefix in prefixes(trajectory):
+            for number, prefix in enumerate(prefixes(trajectory)):
+                beginning, answer = asked[min(number, 1)]
                 tokens = np.concatenate([prefix, beginning, answer])
                 key = tokens.tobytes() + bytes([len(answer)])
                 if key not in probes:
@@ -86,10 +87,10 @@ def prefixes(trajectory: Trajectory) -> list[np.ndarray]:
     return found
 
 
-def _asked(trajectory: Trajectory, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The beginning of an answer, and the first golden answer of which the tokenizer makes tokens; int32."""
+def _asked(trajectory: Trajectory, number: int, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The beginning of an answer in turn `number`, and the first golden answer that has tokens; int32."""
     question = trajectory.question
-    beginning = encode(tokenizer, BEGINNING.removeprefix(trajectory.opening))
+    beginning = encode(tokenizer, behind_opening(trajectory.opening_of(number), BEGINNING))
     for golden in question.golden_answers:
         if answer := encode(tokenizer, f" {neutralise(golden)}")[: max(1, PROBE_TOKENS - len(beginning))]:
             return np.asarray(beginning, np.int32), np.asarray(answer, np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -199,10 +200,13 @@ class Prometheus:
 
     def collect(self) -> Iterator[Any]:
         """Called by the server for every scrape."""
+        used: Counter[str] = Counter()
         for name, value in self._values.items():
             metric = find(name)
             meaning = f"{metric.meaning} [{metric.unit}]" if metric else name
-            yield self._family("calibadv_" + re.sub(r"\W", "_", name), meaning, value=value)
+            gauge = "calibadv_" + re.sub(r"\W", "_", name, flags=re.ASCII)
+            used[gauge] += 1  # a/b and a_b: a scrape with one name twice is refused as a whole
+            yield self._family(f"{gauge}_{used[gauge]}" if used[gauge] > 1 else gauge, meaning, value=value)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._values = {"step": step, **values}

@@ -1,7 +1,7 @@
 """Every metric that a run logs: name, unit, meaning, and what the CalibAdv authors call it.
 
 ``python -m scripts.document_metrics`` writes docs/metrics.md from it. In a name ``{a,b}`` stands for a and
-for b, ``<word>`` for any one part.
+for b, ``<word>`` for any text, which may hold slashes.
 """
 
 from __future__ import annotations
@@ -125,7 +125,6 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "advantage": (
         Metric(f"advantage/{SPREAD}", "advantage", "advantages of the sampled tokens, as trained"),
-        Metric("advantage/groups/tied_share", "share", "groups whose scores are all equal"),
         Metric("advantage/groups/all_wrong_share", "share", "groups whose scores are all 0"),
         Metric("advantage/groups/all_right_share", "share", "groups whose scores are all the largest reward"),
         Metric(
@@ -147,6 +146,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "advantage/answer/ratio_{before,after}",
             "-",
             "negative / positive: the imbalance; after calibration it is advantage.target_ratio (lambda)",
+        ),
+        Metric(
+            "advantage/search/negative_{before,after}",
+            "advantage × tokens",
+            "magnitude of the sum of the negative advantages over the search turns' tokens, before and after",
         ),
         Metric(
             "advantage/search/softened_share",
@@ -316,7 +320,7 @@ def find(name: str) -> Metric | None:
     """The entry of a logged name, one of the authors' names included; None where there is none."""
     for metric in metrics():
         for own in metric.names():
-            pattern = "[^/]+".join(re.escape(part) for part in re.split(r"<[^>]*>", own))
+            pattern = ".+".join(re.escape(part) for part in re.split(r"<[^>]*>", own))
             if re.fullmatch(pattern, name) or name in authors_names(own):
                 return metric
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-QUIET_SECONDS = 30.0  # between lines of progress within a step
+from calibadv_jax.core.secrets import redact
+
+QUIET_SECONDS = 60.0  # between lines of progress of one phase, where no bar moves
 STEPS_FOR_ETA = 20  # the newest ones; their median leaves out those that compile or evaluate
 
 
@@ -66,6 +69,7 @@ class Console:
         self._progress, self._silent = progress and not silent, silent
         self._moves = self._progress and self._stream.isatty()
         self._seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
+        self._open: list[threading.Event] = []  # of the blocks whose progress is repeated, the innermost last
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """One line of STEP_METRICS: ``step 12/60  reward 0.523  …   4.3 s/step  2,900 tok/s  ETA 12 min``."""
@@ -96,7 +100,7 @@ class Console:
     def say(self, text: str) -> None:
         """A result, on standard output, always."""
         if not self._silent:
-            sys.stdout.write(f"{text}\n")
+            sys.stdout.write(f"{redact(text)}\n")
             sys.stdout.flush()
 
     @contextmanager
@@ -108,7 +112,10 @@ class Console:
         """
         if announce and not self._moves:
             self.note(text)
-        with self._live(TextColumn("{task.description}"), TimeElapsedColumn()) as live:
+        with (
+            self._live(TextColumn("{task.description}"), TimeElapsedColumn()) as live,
+            self._repeated(lambda: text),
+        ):
             live.add_task(text, total=None)
             yield
 
@@ -116,22 +123,47 @@ class Console:
     def bar(self, label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
         """Yields ``show(done)``, to be called with how many of `total` are done.
 
-        The bar is gone when the block ends. Where the stream is no terminal, a line is written every 30
-        seconds instead.
+        The bar is gone when the block ends. Where the stream is no terminal, a line is written every minute
+        instead.
         """
-        spoken = time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
         with self._live(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as live:
             task = live.add_task(label, total=total)
+            completed = 0
 
             def show(done: int) -> None:
-                nonlocal spoken
+                nonlocal completed
+                completed = done
                 live.update(task, completed=done)
-                if not self._moves and time.monotonic() - spoken > QUIET_SECONDS:
-                    spoken = time.monotonic()
-                    self.note(f"{label} {done}/{total} {unit}")
 
-            yield show
+            with self._repeated(lambda: f"{label} {completed}/{total} {unit}"):
+                yield show
+
+    @contextmanager
+    def _repeated(self, text: Callable[[], str]) -> Iterator[None]:
+        """Writes ``TEXT, 2 min`` every minute until the block ends, where no bar moves.
+
+        The innermost block alone writes: what it does is a part of what the others do.
+        """
+        if self._moves or not self._progress:
+            yield
+            return
+        begun, over = time.monotonic(), threading.Event()
+
+        def repeat() -> None:
+            while not over.wait(QUIET_SECONDS):
+                if over in self._open[-1:]:
+                    self.note(f"{text()}, {duration(time.monotonic() - begun)}")
+
+        self._open.append(over)
+        thread = threading.Thread(target=repeat, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            self._open.remove(over)
+            thread.join()
 
     def _live(self, *columns: ProgressColumn) -> Progress:
         return Progress(
@@ -141,7 +173,7 @@ class Console:
     def _print(self, text: str, style: str | None = None) -> None:
         """One line, whatever its length; above the bar where there is one."""
         if not self._silent:
-            self._rich.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+            self._rich.print(redact(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

@@ -72,19 +72,18 @@ class RunIndex:
         version = (state.st_mtime_ns, state.st_size)
         kept = self._steps.get(path)
         if kept is None or kept[0] != version:
-            kept = version, {"step": step, **tabulate(self.files.rows(path, _COLUMNS))}
+            table = tabulate(self.files.rows(path, _COLUMNS), self.files.lengths(path))
+            kept = version, {"step": step, **table}
             self._steps[path] = kept
         return kept[1]
 
 
-def tabulate(rows: Sequence[Row]) -> dict[str, Any]:
-    """The trajectories of a step, in the order of their groups, as columns."""
+def tabulate(rows: Sequence[Row], lengths: Sequence[int]) -> dict[str, Any]:
+    """The trajectories of a step, in the order of their groups, as columns; `lengths` in sampled tokens."""
     groups: dict[str, list[Any]] = {name: [] for name in ("group", "question", "source", "golden", "silver")}
-    columns: dict[str, list[Any]] = {
-        name: []
-        for name in ("group", "index", "score", "flags", "advantage", "searches", "answer", "queries")
-    }
-    for row in rows:
+    names = ("group", "index", "score", "flags", "advantage", "searches", "length", "answer", "queries")
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for row, length in zip(rows, lengths, strict=True):
         if not groups["group"] or groups["group"][-1] != row["group"]:
             groups["group"].append(row["group"])
             groups["question"].append(row["question"])
@@ -99,6 +98,7 @@ def tabulate(rows: Sequence[Row]) -> dict[str, Any]:
         columns["flags"].append(flags_of(row))
         columns["advantage"].append(None if raw is None else round(raw, 4))
         columns["searches"].append(len(queries))
+        columns["length"].append(length)
         columns["answer"].append(row["answer"])
         columns["queries"].append("\n".join(queries))
     return {"groups": groups, "rows": columns}

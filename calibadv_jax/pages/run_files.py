@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -60,6 +62,23 @@ class RunFiles:
             UserError: the file is damaged, or of another version.
         """
         return read_columns(path, columns).to_pylist()
+
+    def lengths(self, path: Path) -> list[int]:
+        """Sampled tokens of each trajectory of a step, in the order of `rows`.
+
+        Raises:
+            UserError: as `rows`.
+        """
+        turns = read_columns(path, ["turns.list.element.token_ids.list.element"])["turns"].combine_chunks()
+        counts = pc.list_value_length(pc.struct_field(turns.flatten(), "token_ids"))
+        sums = np.concatenate([[0], np.cumsum(counts.to_numpy(zero_copy_only=False))])  # int64
+        ends = np.cumsum(pc.list_value_length(turns).to_numpy(zero_copy_only=False))
+        lengths: list[int] = np.diff(sums[np.concatenate([[0], ends])]).tolist()
+        return lengths
+
+    def planned_steps(self) -> int:
+        """Steps that the run is configured to train, as the newest kept step says."""
+        return int(json.loads(self.metadata()["config"])["learner"]["steps"])
 
     def group(self, step: int, group: int) -> list[Row]:
         """The trajectories of a group with all their columns; empty where there is no such group.

@@ -55,7 +55,7 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
                 )
                 return
             if content is None:
-                self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"no such file\n")
+                self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"no such page; the trajectories are at /\n")
                 return
             self._answer(HTTPStatus.OK, TYPES.get(address.rpartition(".")[2], "text/plain"), content)
 

@@ -12,6 +12,8 @@ from calibadv_jax.pages.index import RunIndex
 from calibadv_jax.pages.run_files import RunFiles
 from calibadv_jax.pages.tokens import Pieces
 from calibadv_jax.pages.transcript import transcript
+from calibadv_jax.record.reader import opening_and_actions
+from calibadv_jax.record.schema import short_name
 
 TYPES = {
     "html": "text/html; charset=utf-8",
@@ -39,6 +41,7 @@ class Site:
         self.files, self.index = files, RunIndex(files)
         metadata = files.metadata()
         self.settings: dict[str, Any] = json.loads(metadata["advantage"])  # that section of the run's config
+        self._protocol = opening_and_actions(metadata)
         self._pieces = Pieces(files.folder / metadata["tokenizer"])
 
     def static(self) -> dict[str, bytes]:
@@ -57,7 +60,7 @@ class Site:
         group = _GROUP.fullmatch(address)
         if group:
             rows = self.files.group(int(group[1]), int(group[2]))
-            return _json(transcript(rows, self._pieces, self.settings)) if rows else None
+            return _json(transcript(rows, self._pieces, self.settings, *self._protocol)) if rows else None
         return self.static().get(address)
 
     def everything(self) -> Iterator[tuple[str, bytes]]:
@@ -72,9 +75,11 @@ class Site:
                 yield address, content
 
     def _index(self) -> bytes:
-        folder = self.files.folder.absolute()
-        name = "/".join(folder.parts[-2:]).strip("/")
-        return _json({"name": name, "advantage": self.settings, "steps": self.index.steps()})
+        name = short_name(self.files.folder)
+        steps = self.index.steps()
+        # Of a part of the steps (--steps) the newest one is not the run's.
+        planned = self.files.planned_steps() if self.files.last is None else steps[-1]["step"]
+        return _json({"name": name, "advantage": self.settings, "planned": planned, "steps": steps})
 
 
 def _json(value: Any) -> bytes:

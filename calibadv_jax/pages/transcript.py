@@ -6,9 +6,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from calibadv_jax.core.trajectory import SEARCH_ALONE, Trajectory
 from calibadv_jax.pages.run_files import Row
 from calibadv_jax.pages.tokens import Pieces
-from calibadv_jax.pages.words import trajectory_words, turn_words
+from calibadv_jax.pages.words import group_words, is_judged, trajectory_words, turn_words
+from calibadv_jax.record.rows import from_rows
+from calibadv_jax.rewards.format import format_flaw, turn_flaws
 
 _TURN_COLUMNS = (
     *("kind", "stop_reason", "is_refused", "policy_versions", "advantage_raw", "advantage"),
@@ -16,14 +19,22 @@ _TURN_COLUMNS = (
 )
 
 
-def transcript(rows: Sequence[Row], pieces: Pieces, settings: Mapping[str, Any]) -> dict[str, Any]:
+def transcript(
+    rows: Sequence[Row],
+    pieces: Pieces,
+    settings: Mapping[str, Any],
+    opening: str = "",
+    actions: tuple[str, ...] = SEARCH_ALONE,
+) -> dict[str, Any]:
     """A group in JSON's types.
 
     Args:
         rows: all trajectories of the group, with all columns.
         settings: the section `advantage` of the run's config.
+        opening, actions: of every trajectory, see `Trajectory`.
     """
     first = rows[0]
+    (group,), *_ = from_rows(rows, opening, actions)
     return {
         "step": first["step"],
         "group": first["group"],
@@ -34,12 +45,17 @@ def transcript(rows: Sequence[Row], pieces: Pieces, settings: Mapping[str, Any])
         "supporting_ids": first["supporting_ids"],
         "silver": dict(first["silver"]),
         "prompt": pieces.text(first["prompt_ids"]),
-        "trajectories": [_trajectory(row, rows, pieces, settings) for row in rows],
+        "why": group_words(rows, settings),
+        "is_judged": is_judged(settings),
+        "trajectories": [
+            _trajectory(row, trajectory, rows, pieces, settings)
+            for row, trajectory in zip(rows, group.attempts, strict=True)
+        ],
     }
 
 
 def _trajectory(
-    row: Row, group: Sequence[Row], pieces: Pieces, settings: Mapping[str, Any]
+    row: Row, trajectory: Trajectory, group: Sequence[Row], pieces: Pieces, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     names: tuple[str, ...] = (
         "index",
@@ -50,22 +66,26 @@ def _trajectory(
         "policy_versions",
         "advantage_raw",
     )
-    reasons = turn_words(row, group, settings)
+    turns = [
+        _turn(place, row, pieces) | {"why": reason, "flaw": flaw}
+        for place, (reason, flaw) in enumerate(
+            zip(turn_words(row, settings), turn_flaws(trajectory), strict=True)
+        )
+    ]
     return {
         **{name: row[name] for name in names},
         "seconds": round(row["seconds"], 3),
         "metrics": dict(row["metrics"]),
-        "why": trajectory_words(row, group, settings),
-        "turns": [_turn(place, row, pieces, reason) for place, reason in enumerate(reasons)],
+        "why": trajectory_words(row, group, settings, format_flaw(trajectory)),
+        "turns": turns,
     }
 
 
-def _turn(place: int, row: Row, pieces: Pieces, reason: str) -> dict[str, Any]:
+def _turn(place: int, row: Row, pieces: Pieces) -> dict[str, Any]:
     turn = row["turns"][place]
     seen = {document["id"] for earlier in row["turns"][:place] for document in earlier["documents"]}
     return {
         **{name: turn[name] for name in _TURN_COLUMNS},
-        "why": reason,
         "ids": turn["token_ids"],
         "pieces": pieces.pieces(turn["token_ids"]),
         "logprobs": _rounded(turn["logprobs"]),

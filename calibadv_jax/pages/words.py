@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.advantages.credit import last_filled, two_sides
-from calibadv_jax.advantages.named import ESTIMATORS
+from calibadv_jax.advantages.named import CARRIED, ESTIMATORS
 from calibadv_jax.advantages.steps import mean_and_std
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.trajectory import NO_ACTIONS
@@ -29,28 +29,73 @@ def plain(value: float) -> str:
     return f"{round(value, 3):g}".replace("-", "−")
 
 
-def trajectory_words(row: Row, group: Sequence[Row], settings: Settings) -> str:
-    """Where the trajectory's own advantage comes from.
+def group_words(group: Sequence[Row], settings: Settings) -> list[str]:
+    """Sentences that hold for every trajectory of a group: how scores become advantages.
+
+    Args:
+        group: all trajectories of a question in a step.
+    """
+    scores = _scores(group)
+    if not scores:
+        return ["No trajectory of this group was finished: nothing is trained."]
+    name, shown = _estimator(settings), ", ".join(map(plain, scores))
+    words = [f"Scores of the finished trajectories: {shown}."]
+    if not _is_of_group(settings):
+        words.append(f"Advantage by {name}: {_formula(name, settings)}.")
+    elif min(scores) == max(scores):
+        words.append("They do not differ, so every advantage is 0.000: nothing is learned from this group.")
+    else:
+        mean, std = mean_and_std(np.array(scores, np.float64))
+        centred = f"score − mean {plain(mean)}"
+        scaled = f"({centred}) / standard deviation {plain(std)}"
+        words.append(f"Advantage by {name}: {scaled if _is_scaled(settings) else centred}.")
+    if any(_differ(row) for row in group) or (name in ESTIMATORS and ESTIMATORS[name].carried != CARRIED):
+        carried = ESTIMATORS[name].carried if name in ESTIMATORS else "turns have advantages of their own"
+        words.append(f"{name}: {carried}. The number of a trajectory is that of its last sampled turn.")
+    elif settings.get("name") != "calibadv":
+        words.append(f"{name} calibrates no turn: every turn carries its trajectory's advantage.")
+    return words + (_calibration_words(group, settings) if settings.get("name") == "calibadv" else [])
+
+
+def is_judged(settings: Settings) -> bool:
+    """Whether searches have a correctness, see `advantages.estimators.judges`."""
+    name = settings.get("name")
+    return name == "calibadv" or (name in ESTIMATORS and ESTIMATORS[name].judges)
+
+
+def _scores(group: Sequence[Row]) -> list[float]:
+    return [row["answer_score"] for row in group if row["error"] is None]
+
+
+def _is_of_group(settings: Settings) -> bool:
+    """Whether advantages follow from the mean, and the deviation, of the group's scores alone."""
+    return _estimator(settings) in ("grpo", "dr_grpo") and settings.get("std_over", "group") == "group"
+
+
+def _is_scaled(settings: Settings) -> bool:
+    return _estimator(settings) != "dr_grpo" and bool(settings.get("normalize_std", True))
+
+
+def trajectory_words(row: Row, group: Sequence[Row], settings: Settings, flaw: str) -> str:
+    """Where the trajectory's own advantage comes from; empty if the group's words say it all.
 
     Args:
         group: all trajectories of its question in its step, itself among them.
+        flaw: why its format is not valid, see `rewards.format.format_flaw`.
     """
     if row["error"] is not None or row["advantage_raw"] is None:
         return "This trajectory could not be finished: it is left out of its group and never trained."
-    scores = [one["answer_score"] for one in group if one["error"] is None]
-    shown = ", ".join(plain(score) for score in scores)
-    score, raw = row["answer_score"], signed(row["advantage_raw"])
-    said = f"Scores of the finished trajectories of the group: {shown}."
-    name = _estimator(settings)
-    if name not in ("grpo", "dr_grpo") or settings.get("std_over", "group") != "group":
-        of = "its answer turn" if _differ(row) else "it"
-        return f"{said} {name} ({_formula(name, settings)}) gives {of} the advantage {raw}."
-    if min(scores) == max(scores):
-        return f"{said} They do not differ, so the advantage is {raw}: nobody is praised or blamed."
+    invalid = ""
+    if not row["format_valid"]:
+        judged = " None of its turns is judged." if row["silver"] else ""
+        invalid = f"Invalid format: {flaw or 'rewards are shuffled (reward.shuffle)'}.{judged} "
+    scores, score = _scores(group), row["answer_score"]
+    if not _is_of_group(settings) or min(scores) == max(scores):
+        return invalid.strip()
     mean, std = mean_and_std(np.array(scores, np.float64))
-    if name == "dr_grpo" or not settings.get("normalize_std", True):
-        return f"{said} Score {plain(score)} − mean {plain(mean)} = {raw}."
-    return f"{said} (Score {plain(score)} − mean {plain(mean)}) / standard deviation {plain(std)} = {raw}."
+    centred = f"{plain(score)} − {plain(mean)}"
+    formula = f"({centred}) / {plain(std)}" if _is_scaled(settings) else centred
+    return f"{invalid}{formula} = {signed(row['advantage_raw'])}."
 
 
 def _estimator(settings: Settings) -> str:
@@ -73,21 +118,19 @@ def _differ(row: Row) -> bool:
     return any(turn["advantage_raw"] != row["advantage_raw"] for turn in row["turns"])
 
 
-def turn_words(row: Row, group: Sequence[Row], settings: Settings) -> list[str]:
-    """One text a turn: what was done to its advantage, and why."""
+def turn_words(row: Row, settings: Settings) -> list[str]:
+    """One text a turn: what was done to its advantage, and why; empty where the group's words say it."""
     last = last_sampled(row)
     words = []
     for place, turn in enumerate(row["turns"]):
         if row["error"] is not None or turn["advantage"] is None:
-            words.append("The trajectory failed: no turn of it is trained.")
+            words.append("")
         elif not turn["token_ids"]:
             words.append("No token was sampled: nothing is trained.")
-        elif settings.get("name") != "calibadv":
-            words.append(_unchanged(row, turn, settings))
-        elif _is_variant(settings):
-            words.append(_variant_words(row, turn, settings))
+        elif settings.get("name") != "calibadv" or _changes(settings):
+            words.append(_judgement(row, turn, settings) if turn["kind"] not in NO_ACTIONS else "")
         elif place == last:
-            words.append(_answer_words(row, group, settings))
+            words.append(_answer_words(turn))
         else:
             words.append(_search_words(row, turn, settings))
     return words
@@ -96,17 +139,6 @@ def turn_words(row: Row, group: Sequence[Row], settings: Settings) -> list[str]:
 def last_sampled(row: Row) -> int | None:
     """Index of the last turn with a sampled token, CalibAdv's answer turn."""
     return last_filled([turn["token_ids"] for turn in row["turns"]])
-
-
-def _unchanged(row: Row, turn: Row, settings: Settings) -> str:
-    name = settings.get("name") or "The algorithm"
-    if turn["advantage_raw"] != row["advantage_raw"]:
-        return f"{name} gives this turn an advantage of its own, {signed(turn['advantage'])}."
-    if turn["advantage"] == turn["advantage_raw"]:
-        return (
-            f"{name} calibrates no turn: it carries the trajectory's advantage, {signed(turn['advantage'])}."
-        )
-    return f"{name} made {signed(turn['advantage'])} of {signed(turn['advantage_raw'])}."
 
 
 _OF_THE_PAPER = {
@@ -118,56 +150,63 @@ _OF_THE_PAPER = {
 }
 
 
-def _is_variant(settings: Settings) -> bool:
-    """Whether CalibAdv was calibrated otherwise than in the paper."""
-    return bool(_changes(settings))
-
-
 def _changes(settings: Settings) -> list[str]:
+    """Settings in which CalibAdv was calibrated otherwise than in the paper."""
     pairs = [*_OF_THE_PAPER.items(), *([("adjust", "")] if settings.get("adjust") == "clip" else [])]
     return [f"{key}={settings[key]}" for key, value in pairs if settings.get(key, value) != value]
 
 
-def _variant_words(row: Row, turn: Row, settings: Settings) -> str:
-    """What happened, without the numbers that the record does not hold for this variant."""
-    judged = f"{_judgement(row, turn, settings)} " if turn["kind"] not in NO_ACTIONS else ""
-    before, after = signed(turn["advantage_raw"]), signed(turn["advantage"])
-    return f"{judged}CalibAdv with {', '.join(_changes(settings))} made {after} of {before}."
+def _calibration_words(group: Sequence[Row], settings: Settings) -> list[str]:
+    """What CalibAdv does to the turns of a group."""
+    soft, rebalance = settings.get("soft_penalty", True), settings.get("rebalance", True)
+    words = []
+    if soft:
+        words.append("Soft penalty: a negative advantage of an action is multiplied by 1 − its correctness.")
+    if not group[0]["silver"]:
+        threshold = plain(settings.get("silver_threshold", 0.7))
+        words.append(
+            "Every correctness is 0: the group has no silver documents (no trajectory in the right format"
+            f" that saw documents scored {threshold} of the largest reward or more)."
+        )
+    if changes := _changes(settings):
+        return [*words, f"CalibAdv with {', '.join(changes)}: each turn shows what that made of it."]
+    off = [key for key, is_on in (("soft_penalty", soft), ("rebalance", rebalance)) if not is_on]
+    words += [f"Switched off: advantage.{key}." for key in off]
+    return words + (_rebalance_words(group, settings) if rebalance else [])
+
+
+def _rebalance_words(group: Sequence[Row], settings: Settings) -> list[str]:
+    positive, negative = _answer_mass(group)
+    if positive == negative == 0:
+        return []
+    sums = (
+        "Rebalancing: over the tokens of the answer turns (the last sampled ones) the positive advantages sum"
+        f" up to {plain(positive)}, the negative ones to −{plain(negative)}."
+    )
+    if positive == 0 or negative == 0:
+        return [f"{sums} One side is empty and nothing can balance the other: they become 0."]
+    side, target = settings.get("adjust", "positive"), plain(settings.get("target_ratio", 1.0))
+    return [f"{sums} The {side} side is rescaled until negative / positive = λ = {target}."]
 
 
 def _search_words(row: Row, turn: Row, settings: Settings) -> str:
     """Of a turn before the answer turn: soft penalty."""
-    raw, after, correctness = turn["advantage_raw"], turn["advantage"], turn["correctness"]
-    whose = "the trajectory's" if raw == row["advantage_raw"] else "its own"
-    kept = f"It keeps {whose} advantage, {signed(after)}."
     if turn["kind"] in NO_ACTIONS:
-        return f"Only actions can be softened; this turn is {turn['kind']}. {kept}"
+        return f"Only actions can be softened; this turn is {turn['kind']}."
     judged = _judgement(row, turn, settings)
-    if not settings.get("soft_penalty", True):
-        return f"The soft penalty is off (advantage.soft_penalty). {judged} {kept}"
-    if raw >= 0:
-        return f"{judged} Only a negative advantage is softened. {kept}"
-    if not turn["softened"]:
-        return f"Not softened. {judged} {kept}"
-    factor = plain(1 - correctness)
-    return (
-        f"Softened. {judged} The soft penalty leaves 1 − {plain(correctness)} = {factor} of the penalty:"
-        f" {signed(raw)} × {factor} = {signed(after)}."
-    )
+    raw, after = turn["advantage_raw"], turn["advantage"]
+    if turn["softened"]:
+        return f"Softened. {judged} {signed(raw)} × (1 − {plain(turn['correctness'])}) = {signed(after)}."
+    is_kept = judged and raw < 0 and settings.get("soft_penalty", True)
+    return f"Not softened. {judged}" if is_kept else judged
 
 
 def _judgement(row: Row, turn: Row, settings: Settings) -> str:
-    """The correctness of a search, and what made it."""
+    """The correctness of a search, and what made it; empty where it could have none."""
     silver = dict(row["silver"])
     number = len(turn["documents"])
-    if not silver:
-        threshold = plain(settings.get("silver_threshold", 0.7))
-        return (
-            "Correctness 0: the group has no silver documents (no trajectory in the right format that saw"
-            f" documents scored {threshold} of the largest reward or more)."
-        )
-    if not row["format_valid"]:
-        return "Correctness 0: the trajectory's format is invalid, so none of its turns is judged."
+    if not silver or not row["format_valid"]:
+        return ""
     found = [one for one in dict.fromkeys(turn["found_silver"])]
     titles = {document["id"]: document["title"] for document in turn["documents"]}
     named = ", ".join(f"“{titles.get(one, one)}” (weight {plain(silver.get(one, 0.0))})" for one in found)
@@ -190,32 +229,12 @@ def _judgement(row: Row, turn: Row, settings: Settings) -> str:
     return f"Correctness {correctness}: {has_found} ({how}: {formula} = {correctness})."
 
 
-def _answer_words(row: Row, group: Sequence[Row], settings: Settings) -> str:
+def _answer_words(turn: Row) -> str:
     """Of the last sampled turn: rebalance."""
-    turn = row["turns"][last_sampled(row) or 0]
     raw, after = turn["advantage_raw"], turn["advantage"]
-    name = "The last sampled turn (“answer turn”)"
-    if not settings.get("rebalance", True):
-        return (
-            f"{name} is not softened, and rebalancing is off (advantage.rebalance): it keeps {signed(after)}."
-        )
-    if raw == 0:
-        return f"{name} has advantage 0: nothing to rebalance."
-    positive, negative = _answer_mass(group)
-    sums = (
-        f"Over the tokens of the group's answer turns the positive advantages sum up to {plain(positive)},"
-        f" the negative ones to −{plain(negative)}."
-    )
-    if positive == 0 or negative == 0:
-        return f"{name}. {sums} One side is empty and nothing can balance the other: they become 0."
-    side = settings.get("adjust", "positive")
-    target = plain(settings.get("target_ratio", 1.0))
-    if (side == "positive") != (raw > 0):
-        return f"{name}. {sums} Only the {side} side is rescaled: this turn keeps {signed(after)}."
-    return (
-        f"{name}. {sums} The {side} side is rescaled until negative / positive = λ = {target}:"
-        f" {signed(raw)} × {plain(after / raw)} = {signed(after)}."
-    )
+    if raw == after or not after:
+        return ""
+    return f"Answer turn, rescaled: {signed(raw)} × {plain(after / raw)} = {signed(after)}."
 
 
 def _answer_mass(group: Sequence[Row]) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """The TPUs and GPUs that a run can be planned for: memory and speed of one device, and how many there are.
 
-Figures of TPUs: Google's pages of v5e, v5p and v6e. Figures of GPUs: NVIDIA's data sheets, without sparsity.
+Figures of TPUs: Google's pages of v5e, v5p, v6e and v4. Figures of GPUs: NVIDIA's data sheets, without
+sparsity.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ TPUS = {
     "v5e": Chip(16e9, 197e12, 819e9, 200e9, 200e9),
     "v5p": Chip(95e9, 459e12, 2765e9, 600e9, 600e9),
     "v6e": Chip(32e9, 918e12, 1638e9, 400e9, 400e9),
+    "v4": Chip(32e9, 275e12, 1228e9, 300e9, 300e9),
 }
 # Shape of one host of a larger slice, and the most chips that one host alone has.
-HOSTS = {"v5e": ("2x2", 8), "v5p": ("2x2x1", 4), "v6e": ("2x2", 8)}
+HOSTS = {"v4": ("2x2x1", 4), "v5e": ("2x2", 8), "v5p": ("2x2x1", 4), "v6e": ("2x2", 8)}
+# Names of Cloud TPU: v5e-16 has 16 chips, and v5p-16 has 16 cores, which are 8 chips.
+CORES = {"v4": 2, "v5p": 2}
+LITE = {"v5litepod": "v5e"}
 _HOPPER_LINKS, _NETWORK = 450e9, 50e9  # NVLink; 400 Gbit/s for each GPU, as hosts of eight usually have
 
 
@@ -98,7 +103,7 @@ def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
     """The devices that the command line names.
 
     Args:
-        tpu: kind and shape of the slice, such as v5e:4x4.
+        tpu: kind and shape of the slice, such as v5e:4x4, or its name in Cloud TPU, such as v5e-16.
         gpu: kind, such as h100.
         topology: of GPUs: slices x hosts x GPUs of a host, such as 1x2x8.
 
@@ -108,17 +113,25 @@ def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
     if bool(tpu) == bool(gpu):
         raise UserError("name the devices: --tpu v5e:4x4, or --gpu h100 --topology 1x2x8")
     if tpu:
-        kind, _, shape = tpu.partition(":")
+        kind, _, shape = _slice(tpu).partition(":")
         if topology:
             raise UserError(
                 f"--topology {topology} is for --gpu; a TPU's shape follows its kind: --tpu {kind}:4x4"
             )
         if kind not in TPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
             raise UserError(
-                f"--tpu {tpu}: must be one of {', '.join(TPUS)} with the slice's shape, such as v5e:4x4"
+                f"--tpu {tpu}: must be one of {', '.join(TPUS)} with the slice's shape, such as v5e:4x4, or a"
+                " name of Cloud TPU, such as v5e-16 (chips) and v5p-16 (cores, 8 chips)"
             )
         count, (host, alone) = _product(shape), HOSTS[kind]
-        return Target("tpu", kind, tpu, TPUS[kind], count, 1 if count <= alone else count // _product(host))
+        return Target(
+            "tpu",
+            kind,
+            f"{kind}:{shape}",
+            TPUS[kind],
+            count,
+            1 if count <= alone else count // _product(host),
+        )
     if gpu not in GPUS:
         raise UserError(f"--gpu {gpu}: must be one of {', '.join(GPUS)}")
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
@@ -128,6 +141,21 @@ def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
     found = GPUS[gpu]
     chip = Chip(found.memory, found.flops, found.bandwidth, _HOPPER_LINKS, _NETWORK)
     return Target("cuda", gpu, topology, chip, _product(topology), _product(topology.rpartition("x")[0]))
+
+
+def _slice(name: str) -> str:
+    """``v5p:2x2x2`` for Cloud TPU's name ``v5p-16``: the usual shape of so many chips. Others as they are."""
+    kind, _, number = name.partition("-")
+    kind = LITE.get(kind, kind)
+    if kind not in TPUS or not number.isdecimal():
+        return name
+    chips, rest = divmod(int(number), CORES.get(kind, 1))
+    doublings, axes = chips.bit_length() - 1, HOSTS[kind][0].count("x") + 1
+    is_sold = chips >= 4 or (chips == 1 and axes == 2)
+    if rest or not is_sold or chips != 1 << doublings:
+        return name
+    sizes = [1 << (doublings + axis) // axes for axis in range(axes)]
+    return f"{kind}:{HOSTS[kind][0] if chips == 4 else 'x'.join(map(str, sizes))}"
 
 
 def sampler_of(config: Config, target: Target) -> Config:
@@ -166,9 +194,10 @@ def placed_on(config: Config, target: Target) -> Config:
         said = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
         tensor = mesh.tensor if mesh.tensor > 0 and target.devices % mesh.tensor == 0 else 1
         fsdp = target.devices // tensor
+        each = max(1, config.learner.microbatch_rows // (found["data"] * found["fsdp"]))  # rows of a device
         raise UserError(
             f"the mesh {said} does not fit {target}: set mesh.data=1 mesh.fsdp={fsdp} mesh.tensor={tensor}"
-            f" learner.microbatch_rows={-(-config.learner.microbatch_rows // fsdp) * fsdp}"
+            f" learner.microbatch_rows={each * fsdp}"
         )
     shards, rows = found["data"] * found["fsdp"], config.learner.microbatch_rows
     if rows % shards:

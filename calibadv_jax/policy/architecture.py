@@ -9,6 +9,8 @@ from typing import Any
 from calibadv_jax.core.errors import UserError
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
+QWEN3_HEAD_DIM = 128  # of a config.json without head_dim; that of the others follows from hidden_size
+QWEN_KV_HEADS = 32  # of a Qwen config.json without num_key_value_heads; null means all heads, as in Llama's
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Architecture:
 def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
     """Translates the fields of a HuggingFace ``config.json`` (transformers 4 and 5 spellings).
 
+    Fields that are absent have the defaults of the model type's class in transformers; sizes have none.
+
     Raises:
         UserError: unsupported model type, attention variant or rope type, or a missing field.
     """
@@ -88,7 +92,11 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
             raise UserError(f"{source}: field {name!r} is missing")
         return int(value)
 
-    num_heads = need("num_attention_heads")
+    num_heads, is_llama = need("num_attention_heads"), model_type == "llama"
+    num_kv_heads = config.get("num_key_value_heads")
+    if "num_key_value_heads" not in config and not is_llama and num_heads % QWEN_KV_HEADS == 0:
+        num_kv_heads = QWEN_KV_HEADS
+    head_dim = QWEN3_HEAD_DIM if model_type == "qwen3" else need("hidden_size") // num_heads
     theta, scaling = _rope(config, source)
     bias = bool(config.get("attention_bias", False))
     return Architecture(
@@ -98,30 +106,34 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
         intermediate_size=need("intermediate_size"),
         num_layers=need("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_dim=int(config.get("head_dim") or need("hidden_size") // num_heads),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        num_kv_heads=int(num_kv_heads or num_heads),
+        head_dim=int(config.get("head_dim") or head_dim),
+        rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=model_type == "qwen2" or bias,
         out_bias=model_type != "qwen2" and bias,
-        mlp_bias=model_type == "llama" and bool(config.get("mlp_bias", False)),
+        mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
         qk_norm=model_type == "qwen3",
     )
 
 
 def _rope(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    parameters = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    theta = float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
+    # transformers, too, takes rope_scaling where both are there.
+    parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise UserError(f"{source}: rope_type is {kind!r}; supported are 'default' and 'llama3'")
-    return theta, RopeScaling(
-        factor=float(parameters["factor"]),
-        low_freq_factor=float(parameters["low_freq_factor"]),
-        high_freq_factor=float(parameters["high_freq_factor"]),
-        original_length=int(parameters["original_max_position_embeddings"]),
-    )
+    needed: dict[str, Any] = {
+        name: parameters.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor")
+    }
+    length = "original_max_position_embeddings"
+    needed[length] = config.get(length) or parameters.get(length) or config.get("max_position_embeddings")
+    if missing := [name for name, value in needed.items() if value is None]:
+        raise UserError(f"{source}: rope_type 'llama3' lacks {', '.join(missing)}; add them")
+    factor, low, high, original = needed.values()
+    return theta, RopeScaling(float(factor), float(low), float(high), int(original))

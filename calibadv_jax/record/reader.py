@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +55,15 @@ def read_step(path: Path) -> KeptStep:
     """
     table = read_columns(path)
     rows, metadata = table.to_pylist(maps_as_pydicts="strict"), _text(table.schema.metadata)
+    groups, credits, logprobs = from_rows(rows, *opening_and_actions(metadata))
+    return KeptStep(rows[0]["step"] if rows else 0, groups, credits, logprobs, metadata)
+
+
+def opening_and_actions(metadata: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """Return `Trajectory.opening` and `Trajectory.actions` of a file's trajectories, given its metadata."""
     prompt = json.loads(metadata["config"])["prompt"]
     opening = PromptConfig(prepend_think=prompt["prepend_think"]).opening
-    actions = tuple(json.loads(metadata.get("actions", json.dumps(SEARCH_ALONE))))
-    groups, credits, logprobs = from_rows(rows, opening, actions)
-    return KeptStep(rows[0]["step"] if rows else 0, groups, credits, logprobs, metadata)
+    return opening, tuple(json.loads(metadata.get("actions", json.dumps(SEARCH_ALONE))))
 
 
 def read_columns(path: Path, columns: Sequence[str] | None = None) -> pa.Table:

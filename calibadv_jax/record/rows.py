@@ -54,6 +54,7 @@ def _row(one: Trajectory) -> Row:
         "policy_versions": one.policy_versions,
         "seconds": one.seconds,
         "prompt_ids": one.prompt_ids,
+        "first_opening": one.first_opening,
         "turns": [_turn_row(turn) for turn in one.turns],
         "advantage_raw": None,
     }
@@ -152,6 +153,7 @@ def _trajectory(row: Row, question: Question, opening: str, actions: tuple[str, 
         dict(row["metrics"]),
         opening,
         actions,
+        row.get("first_opening"),
     )
 
 

@@ -69,12 +69,18 @@ SCHEMA = pa.schema(
         ("advantage_raw", pa.float64()),  # null where the trajectory failed
         ("silver", pa.map_(pa.string(), pa.float64())),  # of the group, on each of its rows
         ("prompt_ids", _INTS),
+        ("first_opening", pa.string()),  # null, or lacking, where the first turn begins as the others do
         ("turns", pa.list_(TURN)),
     ]
 )
 LOGPROBS = [  # as Parquet names the columns in which nearly all of the room goes
     f"turns.list.element.{name}.list.element" for name in ("logprobs", "learner_logprobs", "values")
 ]
+
+
+def short_name(run: Path) -> str:
+    """Return the last two folders of a run's path, by which its pages name it."""
+    return "/".join(run.resolve().parts[-2:]).strip("/")
 
 
 def kept_steps(run: Path) -> dict[int, Path]:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import Config
+from calibadv_jax.config.references import kept_values
 from calibadv_jax.core.files import PARTIAL, replacing
 from calibadv_jax.core.trajectory import SEARCH_ALONE, Group
 from calibadv_jax.record.rows import Logprobs, Row, to_rows
@@ -32,7 +33,7 @@ class RolloutWriter:
 
     def __init__(self, folder: Path, config: Config, start_step: int) -> None:
         self.folder, self.config, self.log = folder, config, config.log
-        self._config = json.dumps(dataclasses.asdict(config))
+        self._config = json.dumps(kept_values(config))
         self.rewind(start_step)
 
     def write(

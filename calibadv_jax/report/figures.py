@@ -133,9 +133,18 @@ _CREDIT = [
     Figure(
         "mass_after",
         "Answer advantage after the calibration",
-        "The same after it. Under CalibAdv the two are in the ratio advantage.target_ratio.",
+        "The same after it. Under CalibAdv the two are in the ratio advantage.target_ratio. Where right and"
+        " wrong answers are equally long they are so from the start, and the figure hardly changes.",
         "advantage × tokens",
         {"advantage/answer/positive_after": "positive", "advantage/answer/negative_after": "negative"},
+    ),
+    Figure(
+        "search_mass",
+        "Penalty of the searches",
+        "Size of the negative advantage over the tokens of the search turns, before and after the"
+        " calibration. CalibAdv takes away what lies on searches that found silver documents.",
+        "advantage × tokens",
+        {"advantage/search/negative_before": "before", "advantage/search/negative_after": "after"},
     ),
     Figure(
         "ratio",

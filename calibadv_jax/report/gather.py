@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,12 @@ MIN_POINTS, MAX_POINTS, ALL_POINTS = 60, 360, 640
 # Default of the trend: a SMOOTH_SHARE-th of the run, at most MAX_SMOOTH steps so that jumps stay visible.
 SMOOTH_SHARE, MAX_SMOOTH = 10, 20
 MAX_MARKS = 25  # points up to which each is marked
+# Of report_metrics, and as earlier versions named it. A data source is any text, with slashes too.
+_TEMPERATURE = r"greedy|temperature_[^/]+"
+EVALUATED_F1 = re.compile(
+    rf"eval/(?P<source>.+)/f1/(?P<temperature>{_TEMPERATURE})|eval/(?P<first>{_TEMPERATURE})/(?P<last>.+)/f1"
+)
+SECOND_NAMES = (*ALIASES, "advantage/groups/tied_share")  # the last of earlier runs: it is group/tied
 PHASES = ("rollout", "advantage", "update", "record", "publish", "evaluate")
 
 
@@ -116,9 +123,9 @@ def _values(run: Run) -> Values:
     values: Values = {name: run.values(name) for name in names if name not in ("step", "nonfinite")}
     values |= {"nonfinite_count": {step: len(row.get("nonfinite", [])) for step, row in run.rows.items()}}
     for name in list(values):
-        match name.split("/"):
-            case ["eval", source, "f1", temperature] | ["eval", temperature, source, "f1"]:
-                values[f"eval_f1/{source}, {temperature.replace('_', ' ')}"] = values[name]
+        if match := EVALUATED_F1.fullmatch(name):
+            temperature = (match["temperature"] or match["first"]).replace("_", " ")
+            values[f"eval_f1/{match['source'] or match['last']}, {temperature}"] = values[name]
     return values | _phases(run) | rollout_values(run)
 
 
@@ -225,7 +232,7 @@ def _shown(logged: set[str]) -> Iterator[str]:
     for name in logged:
         base, _, part = name.rpartition("/")
         is_end = part in ("max", "min") and f"{base}/mean" in logged
-        is_alias = name in ALIASES or base in ALIASES
+        is_alias = name in SECOND_NAMES or base in SECOND_NAMES
         is_phase = name.startswith("timing_s/") and name.count("/") == 1
         is_evaluation = name.startswith("eval/")
         if name in patterns or name.startswith(starts) or is_end or is_alias or is_phase or is_evaluation:

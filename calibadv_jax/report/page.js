@@ -1,5 +1,21 @@
-// Reading values: with the pointer, or with the arrow keys where a figure has the focus.
+// Reading values: with the pointer, or with the arrow keys where a figure has the focus. A click, or Enter, leads
+// to the trajectories of the step.
 "use strict";
+const inspect = JSON.parse(document.getElementById("inspect").textContent);
+
+// A list item for a run: a link to the kept step that is nearest, and the command that serves it.
+const leadTo = (run, wanted) => {
+  const step = run.steps.reduce((best, one) => (Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best));
+  const item = document.createElement("li"), link = document.createElement("a"), code = document.createElement("code");
+  link.href = `http://localhost:${inspect.port}/#${new URLSearchParams({ run: run.name, from: step, to: step })}`;
+  link.target = "_blank";
+  link.rel = "noopener";
+  link.textContent = `${run.label}, step ${step}${step === wanted ? "" : " (the nearest that is kept)"}`;
+  code.textContent = run.command;
+  item.append(link, ", served by ", code);
+  return item;
+};
+
 for (const figure of document.querySelectorAll("figure")) {
   const svg = figure.querySelector("svg");
   const panels = JSON.parse(figure.querySelector("script").textContent);
@@ -41,6 +57,13 @@ for (const figure of document.querySelectorAll("figure")) {
     }
     out.textContent = `step ${step}: ${texts.join("; ")}`;
   };
+  const lead = figure.querySelector(".lead");
+  const open = () => {
+    if (chosen === null || !inspect.runs.length) return;
+    const list = document.createElement("ul");
+    list.append(...inspect.runs.map((run) => leadTo(run, steps[chosen])));
+    lead.replaceChildren("Trajectories:", list);
+  };
   const point = (event) => {
     const box = svg.getBoundingClientRect();
     const x = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
@@ -49,6 +72,7 @@ for (const figure of document.querySelectorAll("figure")) {
   };
   svg.addEventListener("pointermove", point);
   svg.addEventListener("pointerdown", point);
+  svg.addEventListener("click", open);
   // A finger that is lifted leaves too: what it chose stays until the next touch elsewhere.
   svg.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") show(null); });
   figure.addEventListener("blur", () => show(null));
@@ -57,7 +81,8 @@ for (const figure of document.querySelectorAll("figure")) {
     const last = steps.length - 1, from = chosen === null ? last : chosen;
     const next = { ArrowLeft: from - 1, ArrowRight: from + 1, PageUp: from - 10, PageDown: from + 10,
       Home: 0, End: last }[event.key];
-    if (event.key === "Escape") show(null);
+    if (event.key === "Escape") { show(null); lead.replaceChildren(); }
+    if (event.key === "Enter") { open(); lead.querySelector("a")?.focus(); }
     if (next === undefined) return;
     event.preventDefault();
     show(chosen === null && event.key.startsWith("Arrow") ? last : Math.min(Math.max(next, 0), last));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from markupsafe import Markup
 
 from calibadv_jax.metrics.console import number
+from calibadv_jax.record.schema import short_name
 from calibadv_jax.report.curves import Curve
 from calibadv_jax.report.draw import DASHES, Place, draw
 from calibadv_jax.report.evaluations import cell, in_one
@@ -23,8 +25,12 @@ from calibadv_jax.report.svg import themed_svg
 HERE = Path(__file__).parent
 
 
-def render(series: Sequence[Series], gathered: Gathered) -> str:
-    """The whole page."""
+def render(series: Sequence[Series], gathered: Gathered, port: int) -> str:
+    """The whole page.
+
+    Args:
+        port: of ``calibadv inspect``, to which points lead.
+    """
     runs = [run for one in series for run in one.runs]
     settings = compare(series) if any(run.config for run in runs) else []
     evaluations = [(run.name, table) for run in runs for table in run.evaluations]
@@ -36,6 +42,7 @@ def render(series: Sequence[Series], gathered: Gathered) -> str:
         script=Markup(_file("page.js")),
         scores=["reward"] if runs[0].kind == "training run" else ["loss"],
         runs=_run_rows(series),
+        inspect=_json({"port": port, "runs": [_kept(run) for run in runs if run.rollouts]}),
         notes=_notes(series, gathered),
         sections=[
             {
@@ -118,6 +125,10 @@ def css_dashes(index: int) -> str:
 
 def _notes(series: Sequence[Series], gathered: Gathered) -> list[str]:
     notes = ["Point at a figure, or press the arrow keys on it, to read its values."]
+    if any(run.rollouts for one in series for run in one.runs):
+        notes.append(
+            "Click a point, or press Enter on it, to open the trajectories of its step in calibadv inspect."
+        )
     if any(len(one.runs) > 1 for one in series):
         notes.append("Curves are means over seeds; the band spans from the lowest to the highest of them.")
     for one in series:
@@ -157,9 +168,24 @@ def _chart(chart: Chart, order: Sequence[str]) -> dict[str, Any]:
         "text": figure.text,
         "svg": Markup(themed_svg(drawing, figure.key, label)),
         "numbers": [[_full_name(*one) or figure.title, *_ends(one[1])] for one in curves],
-        # "<" must not end the script element; JSON has it in strings only.
-        "data": Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")),
+        "data": _json(data),
     }
+
+
+def _kept(run: Run) -> dict[str, Any]:
+    """What the page's script needs to lead to a run's trajectories."""
+    command = f"calibadv inspect {shlex.quote(str(run.folder))}"
+    return {
+        "label": run.name,
+        "name": short_name(run.folder),
+        "command": command,
+        "steps": sorted(run.rollouts),
+    }
+
+
+def _json(value: Any) -> Markup:
+    """For a script element, which "<" must not end; JSON has it in strings only."""
+    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def _panel_data(place: Place, chart: Chart, index: int) -> dict[str, Any]:

@@ -6,22 +6,8 @@ forged observation can change the verdict.
 
 from __future__ import annotations
 
-from calibadv_jax.core.tags import Grammar, split_at_tags
+from calibadv_jax.core.tags import Grammar, turn_flaw, whole_turn
 from calibadv_jax.core.trajectory import Trajectory
-
-
-def _elements(text: str, grammar: Grammar) -> tuple[str, ...] | None:
-    """Names of the elements of `text` in order.
-
-    None unless `text` is a flat run of closed elements with nothing but whitespace between them.
-    """
-    pieces = split_at_tags(text, grammar)
-    tags = pieces[1::2]
-    if len(tags) % 2 or any(between.strip() for between in pieces[::4]):
-        return None
-    names = tuple(tag[1:-1] for tag in tags[::2])
-    closed = all(tag == f"</{name}>" for name, tag in zip(names, tags[1::2], strict=True))
-    return names if closed else None
 
 
 def is_trajectory_valid(trajectory: Trajectory) -> bool:
@@ -29,17 +15,30 @@ def is_trajectory_valid(trajectory: Trajectory) -> bool:
 
     Valid: one or more turns that each sampled exactly think + the action that was executed and got an
     observation, then one answer turn that sampled exactly think + answer. A protocol tag inside a body (a
-    forged observation, a second action) is invalid. The opening that the environment wrote counts as sampled.
+    forged observation, a second action) is invalid. The opening that the environment or the prompt wrote
+    counts as sampled.
     """
-    if len(trajectory.turns) < 2:
-        return False
+    return not format_flaw(trajectory)
+
+
+def format_flaw(trajectory: Trajectory) -> str:
+    """Return the first reason for which a trajectory is not valid; empty if it is."""
+    for number, (turn, flaw) in enumerate(zip(trajectory.turns, turn_flaws(trajectory), strict=True), 1):
+        if flaw:
+            return f"turn {number}: {flaw}"
+        if turn.is_action and not len(turn.observation_ids):
+            return f"turn {number}: the action was not executed"
+        if turn.kind == "answer" and number < len(trajectory.turns):
+            return f"turn {number}: an answer before the last turn"
+    if trajectory.answer is None:
+        return "the last turn is not an answer"
+    return "an answer without any action before it" if len(trajectory.turns) == 1 else ""
+
+
+def turn_flaws(trajectory: Trajectory) -> list[str]:
+    """Return for each turn why it is not exactly a thought and the element of its kind; empty if it is."""
     grammar = Grammar(trajectory.actions)
-    *before, last = trajectory.turns
-    return (
-        last.kind == "answer"
-        and all(turn.is_action and len(turn.observation_ids) > 0 for turn in before)
-        and all(
-            _elements(trajectory.opening + turn.text, grammar) == ("think", turn.kind)
-            for turn in trajectory.turns
-        )
-    )
+    return [
+        turn_flaw(whole_turn(trajectory.opening_of(number), turn.text), turn.kind, grammar)
+        for number, turn in enumerate(trajectory.turns)
+    ]

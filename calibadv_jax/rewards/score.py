@@ -11,7 +11,7 @@ import numpy as np
 from calibadv_jax.config import RewardConfig
 from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.own_function import is_address, own_function
+from calibadv_jax.core.own_function import failure, is_address, own_function
 from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.rewards.answer import ANSWER_REWARDS
 from calibadv_jax.rewards.format import is_trajectory_valid
@@ -75,8 +75,8 @@ def own_score(address: str, trajectory: Trajectory) -> float:
         score = float(function(trajectory))
     except Exception as error:  # a function of the user's own may raise anything
         raise UserError(
-            f"reward.answer: {address} failed on an answer to question {trajectory.question.id!r}"
-            f" ({type(error).__name__}: {error}); it must return a number for every trajectory"
+            f"reward.answer: {address} failed on an answer to question {trajectory.question.id!r}:"
+            f" {failure(error)}; it must return a number for every trajectory"
         ) from error
     if not math.isfinite(score):
         raise UserError(

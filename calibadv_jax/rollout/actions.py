@@ -10,7 +10,8 @@ from typing import Any
 
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply, Retriever
-from calibadv_jax.core.tags import INVALID_ACTION, SEARCH_GRAMMAR, Grammar, neutralise
+from calibadv_jax.core.own_function import failure
+from calibadv_jax.core.tags import INVALID_ACTION, NOTHING_FOUND, SEARCH_GRAMMAR, Grammar, neutralise
 from calibadv_jax.core.trajectory import Document
 
 
@@ -39,6 +40,9 @@ class Search(OfRetriever):
     async def call(self, argument: str) -> Reply:
         (found,) = await self.opened.search([argument])
         return Reply(tuple(found))
+
+    def render(self, reply: Reply) -> str:
+        return super().render(reply) or NOTHING_FOUND
 
 
 class Access(OfRetriever):
@@ -104,11 +108,10 @@ class OwnAction(Action):
         try:
             await self._inner.close()
         except Exception as error:  # a person's own code may raise anything
-            said = f"{type(error).__name__}: {error}"
-            raise UserError(f"action {self.name}: close failed ({said}); correct its code") from error
+            raise UserError(f"action {self.name}: close failed: {failure(error)}; correct it") from error
 
     def _failed(self, error: Exception) -> RequestFailed:
-        return RequestFailed(self.name, f"action {self.name}: {type(error).__name__}: {error}")
+        return RequestFailed(self.name, f"action {self.name}: {failure(error)}")
 
     def _checked(self, found: Any) -> Reply:
         if isinstance(found, str):

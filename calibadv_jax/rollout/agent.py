@@ -18,7 +18,16 @@ import numpy as np
 from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.core.errors import ActionRefused, QueryRefused, RequestFailed
 from calibadv_jax.core.interfaces import Action, Completion, Judge, Reply, Retriever, Sampler, SamplingParams
-from calibadv_jax.core.tags import QUERY_REFUSED, Grammar, neutralise, parse_turn, refusal, well_formed
+from calibadv_jax.core.secrets import redact
+from calibadv_jax.core.tags import (
+    QUERY_REFUSED,
+    Grammar,
+    neutralise,
+    parse_turn,
+    refusal,
+    well_formed,
+    whole_turn,
+)
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rollout.actions import OfRetriever, Search, grammar_of, invalid_notice
 from calibadv_jax.rollout.observation import (
@@ -28,7 +37,7 @@ from calibadv_jax.rollout.observation import (
     decode,
     neutralise_reply,
 )
-from calibadv_jax.rollout.prompts import build_prompt
+from calibadv_jax.rollout.prompts import open_prompt
 
 
 @dataclass(frozen=True)
@@ -87,11 +96,17 @@ async def run_trajectory(
             no `RequestFailed` pass.
     """
     rollout = context.rollout
-    prompt_ids = build_prompt(
+    prompt_ids, first_opening = open_prompt(
         question, context.tokenizer, context.prompt, rollout.max_prompt_length, context.actions
     )
+    opening = context.prompt.opening
     trajectory = Trajectory(
-        question, prompt_ids, index=index, opening=context.prompt.opening, actions=context.grammar.actions
+        question,
+        prompt_ids,
+        index=index,
+        opening=opening,
+        actions=context.grammar.actions,
+        first_opening=None if first_opening == opening else first_opening,
     )
     begun = time.monotonic()
     limit = asyncio.timeout(rollout.time_limit or None)
@@ -101,7 +116,7 @@ async def run_trajectory(
             if context.judge is not None and trajectory.answer is not None:
                 trajectory.metrics = await context.judge.score(trajectory)
     except RequestFailed as error:
-        trajectory.error = well_formed(f"{error.service}: {' '.join(str(error).split())}")
+        trajectory.error = well_formed(redact(f"{error.service}: {' '.join(str(error).split())}"))
     except TimeoutError:
         if not limit.expired():
             raise
@@ -126,7 +141,7 @@ async def _write(trajectory: Trajectory, context: RolloutContext, seed: int, ses
             stop=context.grammar.stop_strings,
         )
         completion = await context.sampler.generate(tokens, sampling, session)
-        turn = _read(completion, context, trajectory.opening)
+        turn = _read(completion, context, trajectory.opening_of(number))
         trajectory.turns.append(turn)
         tokens += completion.token_ids
         if number == rollout.max_searches or not _goes_on(turn, rollout):
@@ -147,7 +162,7 @@ def _read(completion: Completion, context: RolloutContext, opening: str) -> Turn
     # A policy may know several end-of-text tokens; the sampler says "eos" for each of them.
     ended = completion.stop_reason == "eos"
     text = decode(context.tokenizer, ids[:-1] if ended else ids)
-    parsed = parse_turn(opening + text, completion.stop_reason, context.grammar)
+    parsed = parse_turn(whole_turn(opening, text), completion.stop_reason, context.grammar)
     return Turn(
         kind=parsed.kind,
         token_ids=np.asarray(ids, np.int32),

@@ -11,7 +11,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.rollout.observation import added_token_strings
-from calibadv_jax.rollout.prompts import prompt_text
+from calibadv_jax.rollout.prompts import write_prompt
 
 BATCH = 1024  # prompts that are tokenised together, on all cores
 
@@ -44,7 +44,7 @@ def prompt_lengths(
             pending.clear()
 
     for place, question in enumerate(questions):
-        text = prompt_text(question, tokenizer, config, extra, actions)
+        text, _ = write_prompt(question, tokenizer, config, extra, actions)
         if most_tokens(text) > max_length:
             pending.append((place, text))
         if len(pending) == BATCH:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
-from calibadv_jax.core.tags import Grammar, neutralise, split_at_tags
+from calibadv_jax.core.tags import OPEN_THINK, Grammar, leaves_thought_open, neutralise, split_at_tags
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.rollout.actions import grammar_of, usages
 from calibadv_jax.rollout.observation import added_token_strings, encode
@@ -32,6 +33,9 @@ TEMPLATES = {
     "short": "Question: {question}\n",
 }
 FROM_DATA = "from_data"
+ENDING = 256  # characters at a prompt's end in which a turn may be opened
+_THOUGHT = re.compile("<think>.*", re.DOTALL)
+_ENDS_IN_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?\Z")
 ACTIONS = "{actions}"  # in a template: where the actions that are on are listed
 
 
@@ -70,7 +74,18 @@ def build_prompt(
     max_length: int,
     actions: Sequence[Action] = (),
 ) -> np.ndarray:
-    """Token ids of a question's prompt, int32 [P].
+    """Token ids of a question's prompt, int32 [P]; see `open_prompt`."""
+    return open_prompt(question, tokenizer, config, max_length, actions)[0]
+
+
+def open_prompt(
+    question: Question,
+    tokenizer: Any,
+    config: PromptConfig,
+    max_length: int,
+    actions: Sequence[Action] = (),
+) -> tuple[np.ndarray, str]:
+    """Token ids of a question's prompt, int32 [P], and the text at its end that begins the first turn.
 
     The question is untrusted: tags and special tokens in it are neutralised. So is a prompt of the data,
     which explains the protocol: it keeps the tags that it writes exactly, and nothing else.
@@ -80,26 +95,26 @@ def build_prompt(
 
     Raises:
         UserError: longer than `max_length`; chat is "on" for a tokenizer without a chat template; the row has
-            no prompt, or one that needs a chat template which is not there.
+            no prompt, or one that needs a chat template which is not there; or the chat template fails.
     """
-    text = prompt_text(question, tokenizer, config, added_token_strings(tokenizer), actions)
+    text, opening = write_prompt(question, tokenizer, config, added_token_strings(tokenizer), actions)
     ids = encode(tokenizer, text)
     if len(ids) > max_length:
         raise UserError(
             f"question {question.id!r}: its prompt has {len(ids)} tokens, but rollout.max_prompt_length is"
             f" {max_length}: raise it, or drop the question"
         )
-    return np.asarray(ids, np.int32)
+    return np.asarray(ids, np.int32), opening
 
 
-def prompt_text(
+def write_prompt(
     question: Question,
     tokenizer: Any,
     config: PromptConfig,
     extra: Collection[str],
     actions: Sequence[Action] = (),
-) -> str:
-    """What `build_prompt` encodes.
+) -> tuple[str, str]:
+    """The text that `open_prompt` encodes, and what of its end begins the first turn: see `_opening`.
 
     Args:
         extra: the tokenizer's `added_token_strings`.
@@ -120,20 +135,69 @@ def prompt_text(
     if config.chat == "on" and not has_template:
         raise UserError("prompt.chat is 'on', but the tokenizer has no chat template; use 'auto' or 'off'")
     if has_template and config.chat != "off":
-        text = tokenizer.apply_chat_template(
-            [{"role": role, "content": content} for role, content in messages],
-            tokenize=False,
-            add_generation_prompt=True,
-            date_string=config.date_string,
-        )
+        text = _in_chat(messages, tokenizer, config)
+        opening = _opening(text, messages[-1][1].strip(), [one for one in extra if one not in grammar.tags])
+    elif config.chat_template_kwargs:
+        raise UserError("prompt.chat_template_kwargs needs a chat template, and none is used: leave it out")
     elif len(messages) == 1:
         text = messages[0][1]
+        opening = _opening(text)
     else:
         raise UserError(
             f"question {question.id!r}: its prompt has {len(messages)} messages, which need a chat template:"
             " choose a tokenizer that has one and prompt.chat=auto, or another prompt.template"
         )
-    return str(text) + config.opening
+    if config.prepend_think and not leaves_thought_open(opening):
+        return text + config.opening, config.opening
+    return text, opening
+
+
+def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: PromptConfig) -> str:
+    """The messages in the tokenizer's chat template."""
+    template = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}"
+    arguments = config.chat_template_kwargs
+    if unknown := [name for name in arguments if name not in str(tokenizer.chat_template)]:
+        raise UserError(f"prompt.chat_template_kwargs: {template} uses no {', '.join(unknown)}; leave it out")
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": role, "content": content} for role, content in messages],
+            tokenize=False,
+            add_generation_prompt=True,
+            **{"date_string": config.date_string} | arguments,
+        )
+    except Exception as error:  # a template is a program, which raises what it likes
+        roles = " and ".join(dict.fromkeys(role for role, _ in messages))
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"{template} fails on messages of the role {roles}: {reason}; correct it, or choose"
+            " prompt.chat=off or another prompt.template"
+        ) from error
+    for role, content in messages:
+        if role in ("system", "user") and content.strip() not in str(text):
+            raise UserError(
+                f"{template} drops the message of the role {role}; correct it, or choose prompt.chat=off or"
+                " another prompt.template"
+            )
+    return str(text)
+
+
+def _opening(text: str, message: str = "", controls: Sequence[str] = ()) -> str:
+    """The end of a prompt that begins the first turn: <think> and what follows it, or "".
+
+    It may be any text behind the last control token that a chat template adds. Elsewhere, where a text may
+    explain the tag, it is the tag or an empty thought at the very end.
+
+    Args:
+        message: the last one of a chat.
+        controls: control tokens that are no tags.
+    """
+    end = text[-ENDING:]
+    if OPEN_THINK not in end:
+        return ""
+    tail = text.rpartition(message)[2][-ENDING:] if message else ""
+    start = max((tail.rfind(token) + len(token) for token in controls if token in tail), default=0)
+    match = _THOUGHT.search(tail, start) if start else _ENDS_IN_THOUGHT.search(end)
+    return match[0] if match else ""
 
 
 def _carried(question: Question, extra: Collection[str], grammar: Grammar) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any
 from calibadv_jax.config import Config, McpConfig, ToolConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
-from calibadv_jax.core.own_function import own_function
+from calibadv_jax.core.own_function import failure, own_function
 from calibadv_jax.core.tags import NAME, RESERVED
 from calibadv_jax.rollout.actions import Access, OwnAction, Search
 from calibadv_jax.rollout.prompts import ACTIONS, FROM_DATA
@@ -56,7 +56,7 @@ def _of_name(tool: ToolConfig) -> Action:
     except UserError:
         raise
     except Exception as error:  # a class of the user's own may raise anything
-        raise UserError(f"tools: making {tool.name} failed ({type(error).__name__}: {error})") from error
+        raise UserError(f"tools: making {tool.name} failed: {failure(error)}; correct it") from error
     if not isinstance(own, Action) or not inspect.iscoroutinefunction(own.call):
         raise UserError(
             f"tools: {tool.name} must give an object of a subclass of calibadv_jax.Action with"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from calibadv_jax.advantages.estimators import describe
-from calibadv_jax.config import Config
+from calibadv_jax.config import Config, LoraConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.hosts.joining import describe_processes
 from calibadv_jax.learner.losses import check_loss
@@ -73,8 +73,19 @@ def _critic(config: Config) -> list[str]:
     return lines
 
 
+def describe_adapters(lora: LoraConfig) -> list[str]:
+    """Say that adapters alone are trained, and which; nothing where there are none."""
+    if not lora.rank:
+        return []
+    begun = f", which begin as those of {lora.init_from}" if lora.init_from else ""
+    return [
+        f"adapters ON: rank {lora.rank}, alpha {lora.alpha:g} at {', '.join(lora.targets)}{begun};"
+        f" the base stays as it is, in {lora.base_dtype}"
+    ]
+
+
 def _switched_on(config: Config) -> list[str]:
-    reward, data, lines = config.reward, config.data, []
+    reward, data, lines = config.reward, config.data, describe_adapters(config.policy.lora)
     if config.learner.share_prefixes:
         lines.append(
             "shared prefixes ON: what trajectories of a group begin with is computed once in the updates"

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from calibadv_jax.config import Config, SftPhase, ToolConfig, dump_config, known_keys
 from calibadv_jax.config.kept import at_home
 from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.references import kept_values, with_references
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.config.starts import Start, add_start, newest_start, read_config
 from calibadv_jax.core import hub
@@ -165,7 +166,7 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
             f"{path}: empty or cut off (was the disk full?); remove {config.sft.output}, and the cold start"
             " is made again"
         )
-    before, now = with_defaults(at_home(kept, path.parent)), dataclasses.asdict(config)
+    before, now = with_defaults(at_home(kept, path.parent)), at_home(kept_values(config), path.parent)
     if config.sft.row_length is None:  # the cold start has chosen it
         now["sft"]["row_length"] = before["sft"]["row_length"]
     changed = [
@@ -226,7 +227,7 @@ def _changes(
     start: Start, config: Config, identity: Mapping[str, str]
 ) -> Iterator[tuple[str, Any, Any, bool]]:
     """(dotted key, value then, value now, whether it makes another experiment) of all that differs."""
-    before, now = with_defaults(start.config), dataclasses.asdict(config)
+    before, now = with_defaults(start.config), at_home(kept_values(config), Path(config.run.dir))
     same_decay, same_tools = _decay(before, config) == _decay(now, config), offers_same(before, now)
     for name, old, new in differences(before, now):
         is_length = name in ("learner.steps", "learner.optimizer.decay_updates")
@@ -274,12 +275,12 @@ def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config that an earlier start wrote. A key that is newer than the file had its default."""
+    """The config that an earlier start wrote, as `kept_values`. A key that is newer had its default."""
     found = _over(dataclasses.asdict(Config()), values)
     phase, tool = dataclasses.asdict(SftPhase()), dataclasses.asdict(ToolConfig("search")) | {"name": ""}
     found["sft"]["phases"] = [phase | one for one in found["sft"]["phases"]]
     found["tools"] = [tool | ({"name": one} if isinstance(one, str) else one) for one in found["tools"]]
-    return found
+    return with_references(found)
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,23 @@ from calibadv_jax.policy.adapters import Adapters, joined
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
+from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.run.base import Base, read_base
 from calibadv_jax.sampler.stopping import end_of_text_ids
 from calibadv_jax.snapshots.checkpoint import restore_params
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, weights_hash
 from calibadv_jax.snapshots.peft import load_adapters
 from calibadv_jax.snapshots.publish import load_snapshot
+
+BACKEND = transformers.TokenizersBackend  # reads tokenizer.json as it is
+# Words apart by white space, so that a tokenizer of whole words may put spaces around punctuation.
+PROBES = {
+    "spaces": "who wrote it in the city",
+    "digits": "1291 and 12345",
+    "accents": "Zürich café",
+    "Chinese": "北京 大学",
+    "newlines": "a\nb\n\nc",
+}
 
 
 @dataclass(frozen=True)
@@ -124,7 +136,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     """A HuggingFace tokenizer that can write and end the protocol's turns.
 
     Raises:
-        UserError: no tokenizer there, no end-of-text token, or a tag does not survive a round trip.
+        UserError: no tokenizer there, no end-of-text token, or text does not survive a round trip.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -136,7 +148,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         tokenizer = _tokenizer_class(folder).from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises nothing narrower for a file that it cannot read
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"{folder}: its tokenizer is a program of its own (auto_map in tokenizer_config.json), which"
@@ -145,14 +157,56 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise UserError(f"{folder}: no tokenizer can be loaded: {' '.join(str(error).split())}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"{folder}: the tokenizer has no eos_token; add one to tokenizer_config.json")
+    check_round_trip(tokenizer, folder)
+    return tokenizer
+
+
+def check_round_trip(tokenizer: Any, folder: Path) -> None:
+    """Refuse a tokenizer that loses text.
+
+    Raises:
+        UserError: decode(encode(text)) lacks a tag, or a part of one of `PROBES`.
+    """
+    if lost := lost_probes(tokenizer):
+        text = PROBES[lost[0]]
+        advice = "set policy.tokenizer to a folder whose tokenizer keeps them"
+        has_file = type(tokenizer) is not BACKEND and (folder / "tokenizer.json").is_file()
+        if has_file and not lost_probes(BACKEND.from_pretrained(folder, local_files_only=True)):
+            advice = (
+                f"its tokenizer.json keeps them: set tokenizer_class to {BACKEND.__name__} in"
+                " tokenizer_config.json there"
+            )
+        raise UserError(
+            f"{folder}: the tokenizer, read as {type(tokenizer).__name__} by transformers"
+            f" {transformers.__version__}, loses {', '.join(lost)}: {text!r} becomes"
+            f" {decode(tokenizer, encode(tokenizer, text))!r}; {advice}"
+        )
     for tag in TAGS:
-        ids = tokenizer.encode(f"{tag} a", add_special_tokens=False)
-        if tag not in tokenizer.decode(ids, skip_special_tokens=False):
+        if tag not in decode(tokenizer, encode(tokenizer, f"{tag} a")):
             raise UserError(
                 f"{folder}: the tokenizer cannot write {tag}: encoding and decoding loses it;"
                 " add the eight protocol tags as tokens"
             )
-    return tokenizer
+
+
+def lost_probes(tokenizer: Any) -> list[str]:
+    """Names of the `PROBES` that decode(encode(text)) does not return.
+
+    Case, the length of white space and compatible forms of a letter do not count, as in rewards. Words may
+    become the unknown token, which the policy sees, but must stay apart.
+    """
+    lost = []
+    for name, text in PROBES.items():
+        decoded = decode(tokenizer, encode(tokenizer, text))
+        words, expected = _folded(decoded), _folded(text)
+        has_unknown = tokenizer.unk_token is not None and tokenizer.unk_token in decoded
+        if words != expected and not (has_unknown and len(words) >= len(expected)):
+            lost.append(name)
+    return lost
+
+
+def _folded(text: str) -> list[str]:
+    return unicodedata.normalize("NFKC", text).casefold().split()
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -169,8 +223,8 @@ def _tokenizer_class(folder: Path) -> Any:
     """
     path = folder / "tokenizer_config.json"
     saved_as = read_json(path).get("tokenizer_class") if path.is_file() else None
-    if saved_as == transformers.TokenizersBackend.__name__:
-        return transformers.TokenizersBackend
+    if saved_as == BACKEND.__name__:
+        return BACKEND
     return transformers.AutoTokenizer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import time
@@ -14,6 +13,7 @@ import jax
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.keys import among
+from calibadv_jax.config.references import kept_values
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.learner.learner import Learner, State
@@ -75,7 +75,7 @@ class SftState:
         console: Console,
     ):
         self.folder, self.every, self.console = Path(config.run.dir), config.sft.checkpoint_every, console
-        now = {"config": dataclasses.asdict(config), "identity": dict(identity)}
+        now = {"config": kept_values(config), "identity": dict(identity)}
         if (self.folder / GONE).exists():
             shutil.rmtree(self.folder / GONE)
         newest = newest_step(self.folder / CHECKPOINTS)

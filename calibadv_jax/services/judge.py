@@ -25,7 +25,7 @@ from calibadv_jax.core.tags import well_formed
 from calibadv_jax.core.trajectory import Question, Trajectory
 from calibadv_jax.services.http_client import Reply, Unreachable, open_session, request
 from calibadv_jax.services.retriever_replies import excerpt
-from calibadv_jax.services.waiting import BAD_REPLIES, Waits
+from calibadv_jax.services.waiting import BAD_REPLIES, Waits, no_answer
 
 TOKEN_VARIABLE = "JUDGE_TOKEN"
 REMEMBERED = 100_000  # verdicts
@@ -40,6 +40,7 @@ _VERDICT = (
     "Your reply may explain. Its last line must be the key {key}, a space, and then yes, no, or a number"
     " from 0 (wrong) to 1 (right), and nothing else."
 )
+EXPECTED = "the key of its prompt, a space, and yes, no or a number from 0 to 1, as '0123456789abcdef yes'"
 _MARKUP = re.compile(r"[<>\[\]{}|`#]")  # of chat templates and of Markdown
 
 
@@ -49,6 +50,7 @@ class _Said(BaseModel):
 
 class _Choice(BaseModel):
     message: _Said
+    finish_reason: str | None = None
 
 
 class _Completion(BaseModel):
@@ -126,10 +128,13 @@ class JudgeClient:
                     return await self._request(data)
             except Unreachable as error:
                 if not await waits.for_a_service(error.retry_after):
-                    raise self._failed(f"no answer for {self.config.patience:g} s ({error})") from error
+                    raise self._failed(
+                        f"{no_answer(self.config.patience)} ({error}); start the endpoint, or correct"
+                        " reward.judge.url"
+                    ) from error
             except _NoVerdict as error:
                 if not await waits.for_a_good_reply():
-                    raise self._failed(f"no verdict in {BAD_REPLIES} attempts ({error})") from error
+                    raise self._failed(f"no verdict in {BAD_REPLIES} attempts: {error}") from error
 
     async def _request(self, data: str) -> float:
         assert self._http is not None
@@ -146,10 +151,19 @@ class JudgeClient:
         reply = await request(self._http, "POST", f"{self.url}/chat/completions", json=body)
         self._check_status(reply)
         try:
-            said = _Completion.model_validate_json(reply.body).choices[0].message.content or ""
+            choice = _Completion.model_validate_json(reply.body).choices[0]
         except ValidationError as error:
-            raise _NoVerdict(excerpt(reply.body)) from error
-        return read_verdict(said, key)
+            raise _NoVerdict(
+                f"the reply is no chat completion ({excerpt(reply.body)}); correct reward.judge.url"
+            ) from error
+        try:
+            return read_verdict(choice.message.content or "", key)
+        except _NoVerdict as error:
+            if choice.finish_reason == "length":
+                raise _NoVerdict(
+                    f"the reply was cut after reward.judge.max_tokens={self.config.max_tokens}; raise it"
+                ) from error
+            raise
 
     def _check_status(self, reply: Reply) -> None:
         said = f"status {reply.status}: {excerpt(reply.body)}"
@@ -197,7 +211,10 @@ def read_verdict(said: str, key: str) -> float:
     last = said.strip().splitlines()[-1:] or [""]
     found = re.fullmatch(rf"{key} (?:(yes)|(no)|(0(?:\.\d+)?|1(?:\.0+)?))\.?", last[0].strip(), re.IGNORECASE)
     if found is None:
-        raise _NoVerdict(f"the last line is {last[0][:100]!r}")
+        raise _NoVerdict(
+            f"the last line is {last[0][:100]!r}, but must be {EXPECTED}; choose a model that keeps to it, or"
+            " say it once more in reward.judge.prompt"
+        )
     yes, no, number = found.groups()
     return 1.0 if yes else 0.0 if no else float(number)
 

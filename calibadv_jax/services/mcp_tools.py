@@ -80,7 +80,9 @@ class McpServer:
                     return found
 
         try:
-            return await self._ask("", ask, min(self.config.patience, START_PATIENCE))
+            # A program that ends at once, such as one whose script is missing, is not waited for.
+            patience = 0.0 if self.config.command else min(self.config.patience, START_PATIENCE)
+            return await self._ask("", ask, patience)
         except RequestFailed as error:
             advice = (
                 "start it, or correct tools[].mcp.url" if self.config.url else "correct tools[].mcp.command"

@@ -17,7 +17,7 @@ from calibadv_jax.services.http_client import Unreachable, open_session, request
 from calibadv_jax.services.replicas import Replica, Replicas
 from calibadv_jax.services.retriever_health import ask_health, difference, token
 from calibadv_jax.services.retriever_replies import BadReply, Broken, read_documents, read_page
-from calibadv_jax.services.waiting import BAD_REPLIES, Waits, wait_for_any
+from calibadv_jax.services.waiting import BAD_REPLIES, Waits, no_answer, wait_for_any
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request
 MAX_BATCH = 256  # queries in one request
@@ -290,6 +290,6 @@ class RetrieverClient:
 
     def _gave_up(self, reason: Unreachable) -> RequestFailed:
         return self._failed(
-            f"no answer for {self.config.patience:g} s ({reason}); start it with"
+            f"{no_answer(self.config.patience)} ({reason}); start it with"
             " scripts/launch_retriever.sh, set retriever.url, or raise retriever.patience"
         )

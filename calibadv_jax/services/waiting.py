@@ -18,6 +18,7 @@ from calibadv_jax.services.http_client import Unreachable, open_session
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubles up to LAST_PAUSE
 LAST_PAUSE = 5.0  # at the start of a program
 LONGEST_PAUSE = 10.0  # between the attempts of a request
+ONCE = 1e-3  # seconds of patience of who wants to know whether a service is there now
 BAD_REPLIES = 3  # answers against the contract after which a request has failed
 
 T = TypeVar("T")
@@ -101,6 +102,11 @@ async def _ask_all(urls: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> P
             raise outcome
     in_order = {url: answers[url] for url in urls if url in answers}  # not in that of the replies
     return Present(in_order, missing)
+
+
+def no_answer(patience: float) -> str:
+    """Say that a service has not answered, and for how long it was waited for, if it was."""
+    return f"no answer for {patience:g} s" if patience > ONCE else "no answer"
 
 
 class Waits:

@@ -41,6 +41,7 @@ def model_card(
     prompt: str,
     scores: str,
     versions: Mapping[str, str],
+    adapter: bool = False,
 ) -> str:
     """README.md of an export, with the front matter of HuggingFace's hub.
 
@@ -51,9 +52,11 @@ def model_card(
         settings: keys of the training that differ from the defaults.
         prompt: template with {question}.
         scores: a Markdown table, or a sentence where there is none.
+        adapter: the export holds the adapters alone, and the card says how their base is loaded.
     """
     start = config["policy"]["path"]
-    front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": list(TAGS)}
+    library = "peft" if adapter else "transformers"
+    front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": list(TAGS)}
     if HUB_ID.fullmatch(start) and not Path(start).exists():
         front["base_model"] = start
     facts = {
@@ -71,6 +74,7 @@ def model_card(
     lines = ["---", *(f"{name}: {json.dumps(value)}" for name, value in front.items()), "---", ""]
     lines += [f"# {title}", "", "A search agent, trained with calibadv_jax (arXiv 2604.18235)."]
     lines += ["", "## Use", ""]
+    lines += _loading(front.get("base_model", Path(start).name), config) if adapter else []
     lines += [
         *_protocol([tool["name"] for tool in config["tools"]]),
         "The prompt, in the tokenizer's chat template if it has a template:",
@@ -82,6 +86,23 @@ def model_card(
         lines += ["", "Settings that differ from the defaults:", "", *_table(settings)]
     lines += ["", "## Scores", "", scores.rstrip(), "", "## Versions", "", *_table(versions), ""]
     return "\n".join(lines)
+
+
+def _loading(base: str, config: Mapping[str, Any]) -> list[str]:
+    """Show how PEFT loads adapters on the base that they were trained on."""
+    dtype = config["policy"]["lora"]["base_dtype"]
+    return [
+        f"LoRA adapters, trained on the base in {dtype}. Load it in this precision: the adapters belong to",
+        "its weights as they are rounded there.",
+        "",
+        "    import torch",
+        "    from peft import PeftModel",
+        "    from transformers import AutoModelForCausalLM",
+        "",
+        f"    base = AutoModelForCausalLM.from_pretrained({json.dumps(base)}, torch_dtype=torch.{dtype})",
+        '    model = PeftModel.from_pretrained(base, "THIS_FOLDER")',
+        "",
+    ]
 
 
 def _protocol(tools: Sequence[str]) -> list[str]:

@@ -71,6 +71,18 @@ def load_params(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
         return weights.placed(policy.abstract_base, policy.architecture.num_layers, mesh)
 
 
+def check_weights(folder: Path, policy: Policy) -> str:
+    """Compares the headers of a folder's safetensors with the policy; returns what was compared, in words.
+
+    Raises:
+        UserError: as `load_params`, apart from the values of tensors, which are not read.
+    """
+    files = _weight_files(folder)
+    with open_weights(files) as weights:
+        _check(weights, policy, str(folder), with_values=False)
+        return f"{len(weights.files)} tensors in {len(files)} file(s) of {folder} have the policy's shapes"
+
+
 def read_base_tensors(folder: Path, policy: Policy, dtype: Any) -> dict[str, Any]:
     """As `load_params`, host arrays of `dtype`."""
     with open_weights(_weight_files(folder)) as weights:
@@ -253,12 +265,13 @@ def _weight_files(folder: Path) -> list[Path]:
     raise UserError(f"{folder}: no {SINGLE} and no {INDEX}; give a HuggingFace folder with safetensors")
 
 
-def _check(weights: Weights, policy: Policy, source: str) -> None:
+def _check(weights: Weights, policy: Policy, source: str, with_values: bool = True) -> None:
     found = {name: weights.shape(name) for name in weights.files if not name.endswith("rotary_emb.inv_freq")}
     head, embedding = WEIGHTS["lm_head.kernel"].hf, WEIGHTS["embed.embedding"].hf
     if policy.architecture.tie_word_embeddings and head in found:
         shape = found.pop(head)
-        if shape == found.get(embedding) and not _equal(weights, head, embedding, shape):
+        is_comparable = with_values and shape == found.get(embedding)
+        if is_comparable and not _equal(weights, head, embedding, shape):
             raise UserError(
                 f"{source}: config.json ties the embeddings, but {head} differs from {embedding};"
                 " set tie_word_embeddings to false there"

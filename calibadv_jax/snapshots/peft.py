@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,21 +19,42 @@ from calibadv_jax.core.files import read_json, replacing_folder, write_json
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import hf_shapes, shape_problems, summary, to_hf
-from calibadv_jax.snapshots.huggingface import WRITER, copy_tokenizer, open_weights, refuse_foreign
+from calibadv_jax.snapshots.huggingface import (
+    CARD,
+    WRITER,
+    Weights,
+    copy_tokenizer,
+    open_weights,
+    refuse_foreign,
+)
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
-# Fields of PEFT that change what an adapter computes, with the values that leave it a plain one.
+BASE_DTYPE = "base_dtype"  # metadata of ADAPTER: the precision of the base that the adapters were trained on
+MATRIX = re.compile(r".*\.(\w+)\.lora_[AB]\.weight")
+MERGE = "merge it into its base with PEFT (merge_and_unload, save_pretrained) and give that as policy.path"
+# Options of PEFT with which an adapter is its two matrices times lora_alpha / r, and nothing else. Any other
+# option must be off: None, False or empty. The initialisations named here leave the base as it was.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (None, False),
-    "use_rslora": (None, False),
-    "fan_in_fan_out": (None, False),
+    "task_type": (None, "CAUSAL_LM"),
     "bias": (None, "none"),
-    "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layer_replication": (None, []),
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva", "mica"),
 }
+# Options that change nothing in a file that has all matrices of policy.lora.targets. The configs of
+# initialisations stay where PEFT has converted an adapter, and count only with their initialisation.
+HARMLESS = (
+    *(
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "target_modules",
+        "exclude_modules",
+        "layers_pattern",
+        "auto_mapping",
+    ),
+    *("base_model_name_or_path", "revision", "peft_version", "inference_mode", "ensure_weight_tying"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
+)
 
 
 def load_adapters(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
@@ -55,6 +78,7 @@ def load_adapters(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
     with open_weights([folder / ADAPTER]) as weights:
         found = {name: weights.shape(name) for name in weights.files}
         _check_targets(found, policy.adapters, folder / ADAPTER)
+        _check_base_dtype(weights, policy.adapters, folder / ADAPTER)
         problems = shape_problems(found, hf_shapes(policy.abstract_trained))
         if problems:
             raise UserError(
@@ -65,7 +89,12 @@ def load_adapters(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
 
 
 def save_adapters(
-    params: Params, adapters: Adapters, base: str, output: Path, tokenizer_source: Path | None
+    params: Params,
+    adapters: Adapters,
+    base: str,
+    output: Path,
+    tokenizer_source: Path | None,
+    card: str | None = None,
 ) -> Path:
     """Writes a folder that PEFT loads; it appears under its name only when complete.
 
@@ -73,6 +102,7 @@ def save_adapters(
         params: the adapters; addressable from this process.
         base: name of the model that they belong to.
         tokenizer_source: folder whose tokenizer files are copied.
+        card: text of README.md.
 
     Returns:
         The absolute path of `output`.
@@ -98,10 +128,13 @@ def save_adapters(
     }
     with replacing_folder(output) as partial:
         tensors = {name: np.ascontiguousarray(array) for name, array in to_hf(params)}
-        save_file(tensors, partial / ADAPTER, metadata=WRITER)
+        # PEFT warns of keys of adapter_config.json that it does not know, so the dtype stands here.
+        save_file(tensors, partial / ADAPTER, metadata=WRITER | {BASE_DTYPE: adapters.base_dtype})
         (partial / ADAPTER).chmod(0o644)
         if tokenizer_source is not None:
             copy_tokenizer(tokenizer_source, partial)
+        if card is not None:
+            (partial / CARD).write_text(card, encoding="utf-8")
         write_json(partial / ADAPTER_CONFIG, config)
     return output
 
@@ -120,22 +153,52 @@ def adapters_hash(folder: Path) -> str:
 
 
 def _check_config(config: Mapping[str, Any], adapters: Adapters, path: Path) -> None:
-    for name, plain in PLAIN.items():
-        if config.get(name) not in plain:
-            raise UserError(
-                f"{path}: {name} is {config.get(name)!r}, which is not supported; only plain LoRA"
-                f" adapters are, with {name} {plain[-1]!r}"
+    for name, value in ({"peft_type": None} | dict(config)).items():
+        off = value is None or value is False or (isinstance(value, str | list | dict) and not value)
+        if name in HARMLESS or (value in PLAIN[name] if name in PLAIN else off):
+            continue
+        way_out = MERGE
+        if name == "init_lora_weights":
+            way_out = (
+                "it may have changed the base too. PEFT converts PiSSA, OLoRA, CorDA and LoRA-GA:"
+                " save_pretrained(…, path_initial_model_for_weight_conversion=INITIAL_ADAPTER); or " + MERGE
             )
+        raise UserError(
+            f"{path}: {name} is {value!r:.80}, which is not supported; only plain LoRA adapters are:"
+            f" {way_out}"
+        )
     for name, key, ours in (("r", "rank", adapters.rank), ("lora_alpha", "alpha", adapters.alpha)):
-        if config.get(name) != ours:
+        value = config.get(name)
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value < math.inf
+            or (name == "r" and value % 1)
+        ):
             raise UserError(
-                f"{path}: {name} is {config.get(name)!r}, but policy.lora.{key} is {ours:g}: set"
-                f" policy.lora.{key}={config.get(name)}"
+                f"{path}: {name} is {value!r:.80}, but must be a number above 0: write the value of the"
+                f" adapter's training there, and set policy.lora.{key} to it (verl's model merger always"
+                " writes lora_alpha 0; the value is verl's actor_rollout_ref.model.lora_alpha)"
+            )
+        if value != ours:
+            raise UserError(
+                f"{path}: {name} is {value!r}, but policy.lora.{key} is {ours:g}: set"
+                f" policy.lora.{key}={value}"
             )
 
 
-def _check_targets(found: Mapping[str, Any], adapters: Adapters, path: Path) -> None:
-    modules = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in found})
+def _check_targets(shapes: Mapping[str, Any], adapters: Adapters, path: Path) -> None:
+    matches = {name: MATRIX.fullmatch(name) for name in shapes}
+    others = sorted(name for name, match in matches.items() if match is None)
+    if not matches:
+        raise UserError(f"{path}: holds no adapters; save or copy the folder again")
+    if others:
+        raise UserError(
+            f"{path}: holds {summary(others)}, which is not supported; only lora_A.weight and lora_B.weight"
+            " are. If the embeddings are the base's, unchanged, save the adapter again with PEFT's"
+            f" save_embedding_layers=False; else {MERGE}"
+        )
+    modules = sorted({match[1] for match in matches.values() if match})
     targets = [module.removesuffix("_proj") for module in modules]
     unknown = [
         module
@@ -145,10 +208,20 @@ def _check_targets(found: Mapping[str, Any], adapters: Adapters, path: Path) -> 
     if unknown:
         raise UserError(
             f"{path}: has adapters on {', '.join(unknown)}, which is not supported; an adapter may be on"
-            f" {', '.join(f'{target}_proj' for target in LORA_TARGETS)}"
+            f" {', '.join(f'{target}_proj' for target in LORA_TARGETS)}: {MERGE}"
         )
     if tuple(targets) != adapters.targets:
         raise UserError(
             f"{path}: has adapters on {', '.join(targets)}, but policy.lora.targets is"
             f" {', '.join(adapters.targets)}: set policy.lora.targets=[{', '.join(targets)}]"
         )
+
+
+def _check_base_dtype(weights: Weights, adapters: Adapters, path: Path) -> None:
+    for file in weights.files.values():
+        dtype = (file.metadata() or {}).get(BASE_DTYPE, adapters.base_dtype)
+        if dtype != adapters.base_dtype:
+            raise UserError(
+                f"{path}: was trained on a base in {dtype}, but policy.lora.base_dtype is"
+                f" {adapters.base_dtype}: set policy.lora.base_dtype={dtype}"
+            )

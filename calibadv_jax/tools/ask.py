@@ -19,10 +19,11 @@ from calibadv_jax.config import Config, RewardConfig, load_config
 from calibadv_jax.config.starts import newest_start
 from calibadv_jax.core.errors import ActionRefused, QueryRefused, UserError
 from calibadv_jax.core.interfaces import Action, Completion, Reply, Sampler, SamplingParams
-from calibadv_jax.core.tags import parse_turn
+from calibadv_jax.core.tags import NOTHING_FOUND, parse_turn, with_open_tag
 from calibadv_jax.core.trajectory import Question, Trajectory
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.transcripts import LONGEST, cut, ending, folded, printable, turn_lines
+from calibadv_jax.rollout.actions import Search
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.runner import Rollouts
@@ -203,8 +204,7 @@ class _SaidTurns:
         completion = await self._sampler.generate(token_ids, sampling, session)
         ids = completion.token_ids[:-1] if completion.stop_reason == "eos" else completion.token_ids
         text = decode(self._context.tokenizer, ids)
-        opening, grammar = self._context.prompt.opening, self._context.grammar
-        turn = parse_turn(opening + text, completion.stop_reason, grammar)
+        turn = parse_turn(with_open_tag(text), completion.stop_reason, self._context.grammar)
         for line in turn_lines(turn.kind, turn.think, turn.query, text):
             self._say(line)
         return completion
@@ -242,6 +242,8 @@ class _SaidAction(Action):
             self._say(cut(f"        {printable(reply.text)}", LONGEST))
         for number, document in enumerate(reply.documents, 1):
             self._say(folded(number, document))
+        if isinstance(self._inner, Search) and not reply.documents:
+            self._say(f"        {NOTHING_FOUND}")
         return reply
 
     def render(self, reply: Reply) -> str:

@@ -25,6 +25,7 @@ from calibadv_jax.config.sections.credit import CALIBRATED
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import random_state
+from calibadv_jax.evaluation.intervals import FEW, intervals_of_sums
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.record.reader import KeptStep, find_step, read_step
 from calibadv_jax.record.schema import kept_steps
@@ -39,6 +40,7 @@ OVER_TRAINING = (  # columns of the second table
     "blame/good_spared",
     "blame/useless_spared",
 )
+CONFIDENCE, RESAMPLES = 0.95, 2000  # of the intervals of the verdict
 EXPLAINED = 2  # columns beside which there is room for what a measure is
 
 
@@ -128,6 +130,17 @@ def run(arguments: argparse.Namespace) -> None:
     if len(found) > 1:
         console.say(f"\nmean of {len(found)} runs [lowest, highest] (mean of the controls)")
         console.say(mean_table(list(found.values())))
+    console.say(
+        f"\nverdict ({100 * CONFIDENCE:g} % intervals over groups; “cannot say”: intervals overlap, or there"
+        f" are fewer than {FEW} groups)"
+    )
+    for folder, measured in found.items():
+        for column in measured:
+            console.say("\n".join([f"{folder}, settings {column.settings.name}:", *verdict([column])]))
+    if len(found) > 1:
+        for same in zip(*found.values(), strict=True):
+            title = f"all {len(found)} runs together, settings {same[0].settings.name}:"
+            console.say("\n".join([title, *verdict(same)]))
     if arguments.output is not None:
         about = {"seed": arguments.seed, "window": arguments.window}
         runs = [as_json(folder, measured, arguments.window) for folder, measured in audited.items()]
@@ -315,6 +328,75 @@ def verdicts_table(rivals: Sequence[Measured]) -> str:
     return table(rows, ["estimator", *VERDICTS])
 
 
+BLAME = ("good_blame", "good_spared", "useless_blame", "useless_spared")
+
+
+def verdict(runs: Sequence[Measured]) -> list[str]:
+    """Return what the measures come to, in sentences with the numbers on which they rest.
+
+    The credit is right if the calibration takes a larger share of the blame from truly good searches than
+    from useless ones, and better than chance if its lead is larger than in the control.
+
+    Args:
+        runs: the same settings in one or more runs, whose groups are pooled.
+    """
+    true, control = (
+        np.concatenate([_blame_of(side) for side in sides])
+        for sides in ([run.true for run in runs], [run.control for run in runs])
+    )
+    num_good, num_useless = (int((true[:, column] > 0).sum()) for column in (0, 2))
+    if min(num_good, num_useless) < FEW:
+        return [
+            f"  cannot say: truly good searches are blamed in {num_good} groups and useless ones in"
+            f" {num_useless}; at least {FEW} of each are needed"
+        ]
+    sums = np.concatenate([true, control], axis=1)
+    bounds = intervals_of_sums(sums, _shares, CONFIDENCE, RESAMPLES)
+    values = _shares(sums.sum(axis=0, keepdims=True))[0]
+    on_good, good, useless, lead, chance = (
+        f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, (low, high) in zip(values, bounds, strict=True)
+    )
+    if not true[:, [1, 3]].any():
+        return [
+            f"  no calibration: no search lost any blame; {on_good} of the blame lies on truly good searches"
+        ]
+    right = _decide(bounds[1], bounds[2], "right", "wrong", "whether it is right")
+    adds = _decide(
+        bounds[3], bounds[4], "better than chance", "worse than chance", "whether it is better than chance"
+    )
+    return [
+        f"  {right}: truly good searches are spared {good} of their blame, useless ones {useless}",
+        f"  {adds}: the lead is {lead}, with shuffled rewards (control) {chance}",
+    ]
+
+
+def _blame_of(evidence: Mapping[int, Evidence]) -> np.ndarray:
+    """BLAME of every group, float64 [groups, 4]."""
+    groups = join(evidence.values()).groups
+    return np.stack([groups[name] for name in BLAME], axis=1)
+
+
+def _shares(sums: np.ndarray) -> np.ndarray:
+    """Share of the blame on good searches, shares spared of good and useless, leads: true and control.
+
+    Args:
+        sums: float64 [R, 8], BLAME of the true credit and of the control.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        good, useless, good_by_chance, useless_by_chance = (
+            sums[:, at + 1] / sums[:, at] for at in (0, 2, 4, 6)
+        )
+        on_good = sums[:, 0] / (sums[:, 0] + sums[:, 2])
+    return np.stack([on_good, good, useless, good - useless, good_by_chance - useless_by_chance], axis=1)
+
+
+def _decide(first: np.ndarray, second: np.ndarray, above: str, below: str, asked: str) -> str:
+    """In words how two intervals (low, high) lie to each other: "cannot say …" where they overlap."""
+    if first[0] > second[1]:
+        return above
+    return below if first[1] < second[0] else f"cannot say {asked}"
+
+
 def windows_table(measured: Measured, window: int) -> str:
     """One row a window of steps: ``value (control)``."""
     rows = []
@@ -368,6 +450,7 @@ def as_json(folder: Path, measured: Sequence[Measured], window: int) -> dict[str
             "overrides": list(one.settings.overrides),
             "true": every(one.true),
             "control": every(one.control),
+            "verdict": [line.strip() for line in verdict([one])],
         }
         for one in measured
     ]

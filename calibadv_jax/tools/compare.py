@@ -18,6 +18,7 @@ from typing import Any
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
+from calibadv_jax.evaluation.intervals import FEW
 from calibadv_jax.evaluation.records import Row, read_scores
 from calibadv_jax.evaluation.report import ALL, AVERAGE, metric_names, scores_of
 from calibadv_jax.evaluation.statistics import Comparison, compare_paired
@@ -86,7 +87,21 @@ def run(arguments: argparse.Namespace) -> None:
             metric: dict(_compare(arguments, metric, first[temperature], second[temperature]))
             for metric in arguments.metrics
         }
+    console.say(f"A: {arguments.first}\nB: {arguments.second}")
     console.say(comparison_table(found, arguments.confidence))
+    few = {
+        source: comparison.questions
+        for metrics in found.values()
+        for sources in metrics.values()
+        for source, comparison in sources.items()
+        if comparison.questions < FEW
+    }
+    if few:
+        counts = ", ".join(f"{source}: {questions}" for source, questions in few.items())
+        console.warn(
+            f"fewer than {FEW} questions ({counts}): their intervals and p-values are not reliable; evaluate"
+            " more questions (data.eval_limit)"
+        )
     if arguments.output is not None:
         numbers = {
             temperature: {

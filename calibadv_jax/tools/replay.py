@@ -39,6 +39,7 @@ from calibadv_jax.rewards.score import score_groups
 
 SHOWN = ("reward/", "group/", "advantage/", "actor/pg_loss", "actor/computed_share")
 ROUNDING = 1e-9  # relative; other machines add the same float64 numbers in another order
+FLOAT32 = 1e-5  # the same of a logged metric, whose sums the training took in float32
 DIFFERENT = 1  # exit status: this program makes other advantages of the step than were kept
 
 
@@ -83,7 +84,10 @@ def run(arguments: argparse.Namespace) -> None:
     say = Console().say
     num_trajectories = sum(len(group.attempts) for group in kept.groups)
     say(f"step {step} of {folder}: {len(kept.groups)} groups, {num_trajectories} trajectories")
-    say(comparison(columns))
+    rows = comparison_rows(columns, bool(arguments.overrides))
+    say(table(rows, ["metric", *columns, "differs"]))
+    before, after = list(columns)[-2:]
+    say(f"{sum('≠' in row for row in rows)} of {len(rows)} metrics differ (≠) between {before} and {after}")
     equal, total = equal_turns(kept.credits, same.advantages.credits)
     exact, _ = equal_turns(kept.credits, same.advantages.credits, rounding=0)
     others = f"{exact} of them bit for bit, the other turns within {ROUNDING:g}"
@@ -187,13 +191,23 @@ def equal_turns(
     return equal, sum(len(before) for before, _ in pairs)
 
 
-def comparison(columns: Mapping[str, Mapping[str, float]]) -> str:
-    """One row a metric of SHOWN that a column has, one column a config."""
-    names = [
-        name for name in dict.fromkeys(n for one in columns.values() for n in one) if name.startswith(SHOWN)
-    ]
-    rows = [
-        [name, *(number(one[name]) if one.get(name) is not None else "-" for one in columns.values())]
-        for name in sorted(names)
-    ]
-    return table(rows, ["metric", *columns])
+def comparison_rows(columns: Mapping[str, Mapping[str, float]], is_changed: bool) -> list[list[str]]:
+    """Return one row for each metric of SHOWN that a column has: its name, one cell a config, and "≠" or "".
+
+    "≠" stands where the last two configs differ by more than rounding.
+
+    Args:
+        is_changed: the last config is not the run's own: a metric that one of the two lacks differs too.
+    """
+    rounding = ROUNDING if is_changed else FLOAT32
+    rows = []
+    for name in sorted({name for column in columns.values() for name in column if name.startswith(SHOWN)}):
+        values = [column.get(name) for column in columns.values()]
+        before, after = values[-2:]
+        if before is None or after is None:
+            differs = is_changed and before is not after
+        else:
+            differs = not np.isclose(after, before, rounding, rounding, equal_nan=True)
+        cells = ["-" if value is None else number(value) for value in values]
+        rows.append([name, *cells, "≠" if differs else ""])
+    return rows

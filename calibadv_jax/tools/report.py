@@ -20,6 +20,7 @@ from calibadv_jax.report.gather import Gathered, gather
 from calibadv_jax.report.page import render
 from calibadv_jax.report.runs import read_runs
 from calibadv_jax.report.settings import Series, group_runs
+from calibadv_jax.tools.inspect_run import PORT
 
 PNG_DPI = 200
 
@@ -63,7 +64,8 @@ def run(arguments: argparse.Namespace) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     with locked_output(output, "--output", console.warn):
         with console.phase("drawing the figures", announce=True):
-            write_text(output, render(series, gathered))  # whole, so that a browser never loads half a page
+            page = render(series, gathered, PORT)
+            write_text(output, page)  # whole, so that a browser never loads half of it
         console.say(f"{output}")
         if arguments.png is not None:
             number = write_pngs(arguments.png, series, gathered)

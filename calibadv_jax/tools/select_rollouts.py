@@ -18,7 +18,7 @@ from calibadv_jax.config import RewardConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.locking import locked_output
-from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, OPEN_THINK
+from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, with_open_tag
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.record.reader import read_columns, read_metadata
 from calibadv_jax.record.schema import kept_steps
@@ -28,7 +28,6 @@ COLUMNS = (
     "step", "group", "index", "question_id", "question", "data_source", "golden_answers", "supporting_ids",
     "error", "answer_score", "format_valid",
 )  # fmt: skip
-CLOSE_THINK = "</think>"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +144,7 @@ def demonstration(row: Row) -> dict[str, Any]:
         "golden_answers": row["golden_answers"],
         "data_source": row["data_source"],
         "supporting_ids": row["supporting_ids"],
-        "turns": [{"text": _opened(turn["text"])} | _reply(turn) for turn in row["turns"]],
+        "turns": [{"text": with_open_tag(turn["text"])} | _reply(turn) for turn in row["turns"]],
     }
 
 
@@ -157,9 +156,3 @@ def _reply(turn: Row) -> dict[str, Any]:
     if documents and listed:
         return {"documents": documents, "observation": words.removesuffix("\n")}
     return {"documents": [], "observation": shown}  # none; or an action lists its own in another way
-
-
-def _opened(text: str) -> str:
-    """With the opening <think>, which the environment wrote if prompt.prepend_think is on."""
-    before, closing, _ = text.partition(CLOSE_THINK)
-    return OPEN_THINK + text if closing and OPEN_THINK not in before else text

@@ -1,4 +1,4 @@
-"""Passages of other corpora, row by row: title/text JSON Lines, BEIR, DPR's and MS MARCO's tsv, parquet.
+"""Passages of other corpora, row by row: title/text JSON Lines, BEIR, DPR's and MS MARCO's tsv, csv, parquet.
 
 The first bytes of a file say which of these it is; its name does not matter. Files may be gzipped. Rows are
 read one by one, so that a corpus may be larger than the memory.
@@ -26,6 +26,7 @@ from retriever.errors import RetrieverError, reason
 
 PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
 BATCH = 1024  # rows of a parquet file in memory at once
+HEAD = 2**16  # bytes that hold a first row
 IDS = ("id", "_id", "docid", "doc_id", "pid", "passage_id")
 TEXTS = ("text", "passage", "body", "content", "paragraph_text")
 TITLES = ("title", "page_title")
@@ -39,6 +40,29 @@ class Passage:
     id: str | None
     contents: str
     url: str = ""
+
+    def to_line(self) -> bytes:
+        """Return the row of our corpus, as a line of JSON."""
+        row = {"id": self.id, "contents": self.contents} | ({"url": self.url} if self.url else {})
+        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+
+def is_convertible(path: Path) -> bool:
+    """Return whether the first row of a file, perhaps gzipped, is of one of these layouts and not of ours."""
+    with _errors(path), path.open("rb") as raw:
+        packed = raw.read(len(GZIP)) == GZIP
+        raw.seek(0)
+        file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if packed else raw
+        first = file.read(HEAD).split(b"\n")[0].decode("utf-8-sig", "replace")
+    if first.startswith(PARQUET.decode()):
+        return True
+    if first.lstrip()[:1] not in ("{", "["):
+        return "\t" in first or _has_text(_header(first))
+    try:
+        row = json.loads(first)
+    except ValueError:
+        return False
+    return isinstance(row, dict) and _has_text(row) and not row.keys() >= {"id", "contents"}
 
 
 def read_passages(path: Path, progress: bool = True) -> Iterator[tuple[str, Passage]]:
@@ -74,7 +98,7 @@ def to_passage(row: Mapping[str, Any], where: str) -> Passage:
             f"{where}: no text: expected 'contents', or one of {', '.join(map(repr, TEXTS))} and 'title'; the"
             f" keys are {', '.join(map(str, row))}; rename the key"
         )
-    name = next((row[key] for key in IDS if row.get(key) is not None), None)
+    name = next((row[key] for key in IDS if row.get(key) not in (None, "")), None)
     if isinstance(name, bool) or not isinstance(name, str | int | None):
         raise RetrieverError(f"{where}: the id must be a text or a number, got {name!r}; correct the row")
     url = row.get("url")
@@ -118,12 +142,12 @@ def _text(path: Path, raw: BinaryIO, is_packed: bool) -> Iterator[tuple[str, Map
     lines = _chained(first, text)
     if first.lstrip()[:1] == "{":
         yield from _json_lines(path, lines)
-    elif "\t" in first:
+    elif "\t" in first or _has_text(_header(first)):
         yield from _table(path, first, lines)
     elif first.strip():
         raise RetrieverError(
-            f"{path}: neither JSON Lines nor a tsv nor parquet; convert it to one JSON object a line, with"
-            " 'id', 'title' and 'text'"
+            f"{path}: neither JSON Lines nor a tsv, a csv with a header or parquet; convert it to one JSON"
+            " object a line, with 'id', 'title' and 'text'"
         )
 
 
@@ -148,15 +172,18 @@ def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Mapping
 
 
 def _table(path: Path, first: str, lines: Iterator[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """With a header as DPR's psgs_w100, whose texts are quoted; or without one and without quotes."""
-    names = first.rstrip("\r\n").split("\t")
-    if {*IDS} & {*names} and {*TEXTS} & {*names}:
+    """With a header as DPR's psgs_w100, whose texts are quoted; or a tsv without one and without quotes."""
+    names, is_tsv = _header(first), "\t" in first
+    if _has_text(names):
         csv.field_size_limit(sys.maxsize)
-        reader = csv.reader(lines, delimiter="\t")
+        reader = csv.reader(lines, delimiter="\t" if is_tsv else ",", strict=not is_tsv)
         next(reader)
         for cells in reader:
+            if is_tsv and any("\t" in cell and "\n" in cell for cell in cells):
+                raise csv.Error(f"line {reader.line_num}: a cell holds rows; close or double its quotes")
             yield from _row(names, cells, f"{path}:{reader.line_num}")
         return
+    names = first.rstrip("\r\n").split("\t")
     if len(names) not in TABLES:
         raise RetrieverError(
             f"{path}:1: {len(names)} columns; a tsv has a header with 'id', 'text' and 'title', or the two"
@@ -165,6 +192,16 @@ def _table(path: Path, first: str, lines: Iterator[str]) -> Iterator[tuple[str, 
     columns = TABLES[len(names)]
     for number, line in enumerate(lines, 1):
         yield from _row(columns, line.rstrip("\r\n").split("\t"), f"{path}:{number}")
+
+
+def _header(first: str) -> list[str]:
+    """Return the names of columns that a first line may hold, in lower case."""
+    cells = next(csv.reader([first], delimiter="\t" if "\t" in first else ","), [])
+    return [name.strip().lower() for name in cells]
+
+
+def _has_text(names: Iterable[str]) -> bool:
+    return not {*TEXTS, "contents"}.isdisjoint(names)
 
 
 def _row(names: Iterable[str], cells: list[str], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -200,4 +237,4 @@ def _errors(path: Path) -> Iterator[None]:
     except (gzip.BadGzipFile, EOFError, zlib.error, pa.ArrowException) as error:
         raise RetrieverError(f"{path}: broken file: {reason(error)}; copy it again") from error
     except csv.Error as error:
-        raise RetrieverError(f"{path}: not a tsv ({error}); correct the file") from error
+        raise RetrieverError(f"{path}: not a csv or tsv ({error}); correct the file") from error

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -72,7 +72,10 @@ def parse_row(line: bytes, where: str) -> Row:
     except RecursionError as error:
         raise RetrieverError(f"{where}: nested too deeply; remove the field that is") from error
     if not isinstance(row, dict) or not isinstance(row.get("contents"), str) or not row["contents"].strip():
-        raise RetrieverError(f"{where}: expected an object with a non-empty string 'contents'")
+        raise RetrieverError(
+            f"{where}: expected an object with a non-empty string 'contents'; convert rows of title and text"
+            " with python -m retriever.prepare_corpus"
+        )
     if isinstance(row.get("id"), bool) or not isinstance(row.get("id"), str | int):
         raise RetrieverError(f"{where}: field 'id' must be a string or a number, got {row.get('id')!r}")
     return row | {"id": str(row["id"])}
@@ -90,20 +93,27 @@ def check_sendable(line: bytes, row: Any, where: str) -> None:
             raise RetrieverError(f"{where}: holds half a surrogate pair; remove it") from error
 
 
-def scan(lines: Iterable[bytes], path: Path, row_at: Callable[[int, int], Row]) -> Offsets:
+def scan(
+    lines: Iterable[bytes],
+    path: Path,
+    row_at: Callable[[int, int], Row],
+    places: Sequence[str] | None = None,
+) -> Offsets:
     """Reads every row once.
 
     Args:
         row_at: the row between two offsets, to compare ids whose hashes are equal.
+        places: of the rows, for messages; None: they are the lines of `path`.
 
     Raises:
         RetrieverError: a malformed or empty row, or an id used twice, with file and line.
     """
     starts, keys = array("q", [0]), array("q")
     digest = hashlib.sha256()
-    for number, line in enumerate(lines, 1):
-        row = parse_row(line, f"{path}:{number}")
-        check_sendable(line, row, f"{path}:{number}")
+    for number, line in enumerate(lines):
+        where = places[number] if places else f"{path}:{number + 1}"
+        row = parse_row(line, where)
+        check_sendable(line, row, where)
         digest.update(f"{row['id']}\0{row['contents']}\0".encode())
         keys.append(hash(row["id"]))
         starts.append(starts[-1] + len(line))
@@ -116,9 +126,9 @@ def scan(lines: Iterable[bytes], path: Path, row_at: Callable[[int, int], Row]) 
     )
     if twice:
         first, second, name = twice
-        raise RetrieverError(
-            f"{path}:{second + 1}: id {name!r} was used before, in line {first + 1}; ids must be unique"
-        )
+        here = places[second] if places else f"{path}:{second + 1}"
+        there = f"at {places[first]}" if places else f"in line {first + 1}"
+        raise RetrieverError(f"{here}: id {name!r} was used before, {there}; ids must be unique")
     return offsets
 
 

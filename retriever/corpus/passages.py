@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from retriever.corpus import offsets
+from retriever.corpus.layouts import is_convertible, read_passages
 from retriever.corpus.offsets import parse_row, read_lines
 from retriever.errors import RetrieverError
 from retriever.interfaces import Row
@@ -43,11 +44,6 @@ class Corpus(Sequence[Row]):
         i = index % len(self)
         return parse_row(self._text[self._starts[i] : self._starts[i + 1]], f"{self.path}:{i + 1}")
 
-    @property
-    def characters(self) -> int:
-        """About how many its texts have together: the bytes of the rows."""
-        return int(self._starts[-1])
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Corpus) and (len(self), self.sha256) == (len(other), other.sha256)
 
@@ -62,16 +58,18 @@ def split_contents(contents: str) -> tuple[str, str]:
 
 
 def load_corpus(path: Path, progress: bool = True) -> Corpus:
-    """Maps a ``.jsonl`` into memory, or unpacks a small ``.jsonl.gz``.
+    """Maps a ``.jsonl`` into memory, or reads a small ``.jsonl.gz`` or file of another layout.
 
     The first time every row is read and checked; the offsets of a large file are then kept beside it.
 
     Raises:
         RetrieverError: no such file, a malformed or empty row or an id used twice (with file and line),
-            or a ``.gz`` too large to hold.
+            or one too large to hold that is not mapped.
     """
     if not path.is_file():
-        raise RetrieverError(f"{path}: no such corpus; set --corpus_path to a .jsonl or .jsonl.gz file")
+        raise RetrieverError(f"{path}: no such corpus; set --corpus_path to a .jsonl, csv, tsv or .gz file")
+    if is_convertible(path):
+        return _converted(path, progress)
     if path.suffix == ".gz":
         packed = _unpack(path)
         lines = read_lines(io.BytesIO(packed), path)
@@ -88,6 +86,29 @@ def load_corpus(path: Path, progress: bool = True) -> Corpus:
         if size >= offsets.CACHED_FROM:
             offsets.save_offsets(path, kept)
     return Corpus(path, text, kept.starts, kept.sha256)
+
+
+def _converted(path: Path, progress: bool) -> Corpus:
+    """Return the passages of a file of another layout, as JSON Lines in memory."""
+    convert = f"python -m retriever.prepare_corpus {path} --output corpus.jsonl"
+    rows, places = io.BytesIO(), []
+    for where, passage in read_passages(path, progress):
+        if passage.id is None or not passage.contents:
+            lack, option = (
+                ("id", " --number_ids numbers the rows") if passage.id is None else ("text", " drops it")
+            )
+            raise RetrieverError(f"{where}: no {lack}; {convert}{option}")
+        rows.write(passage.to_line())
+        places.append(where)
+        if rows.tell() > GZIP_LIMIT:
+            raise RetrieverError(
+                f"{path}: more than {GZIP_LIMIT:,} bytes as JSON; convert it ({convert}) and name the .jsonl,"
+                " which is mapped into memory instead"
+            )
+    packed = rows.getvalue()
+    lines = read_lines(io.BytesIO(packed), path)
+    found = offsets.scan(lines, path, lambda a, b: parse_row(packed[a:b], str(path)), places)
+    return Corpus(path, packed, found.starts, found.sha256)
 
 
 def _lines(path: Path, size: int, progress: bool) -> Iterator[bytes]:

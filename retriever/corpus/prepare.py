@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -60,12 +59,9 @@ def prepare_corpus(
             raise RetrieverError(
                 f"{output}: cannot be written ({error.strerror}); choose another --output"
             ) from error
-        with partial.open("w", encoding="utf-8") as file:
+        with partial.open("wb") as file:
             for passage in _kept(find_inputs(inputs), drop_duplicates, number_ids, report, progress):
-                row = {"id": passage.id, "contents": passage.contents} | (
-                    {"url": passage.url} if passage.url else {}
-                )
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(passage.to_line())
         if not report.written:
             raise RetrieverError(
                 f"{output}: no passage is left of {report.read}; see docs/data.md for layouts"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,7 +122,13 @@ def spread(encoder: Encoder, devices: Sequence[str]) -> Iterator[None]:
     except (RuntimeError, AssertionError) as error:  # of a torch without CUDA
         raise RetrieverError(f"--devices {','.join(devices)}: {reason(error)}") from error
     try:
-        pool = encoder._pool = encoder._model.start_multi_process_pool(list(devices))
+        mask = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT}
+        )  # inherited: Ctrl-C is this process's
+        try:
+            pool = encoder._pool = encoder._model.start_multi_process_pool(list(devices))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield
     except RuntimeError as error:  # a process has ended
         raise RetrieverError(f"--devices {','.join(devices)}: {reason(error)}") from error

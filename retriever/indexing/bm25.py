@@ -12,6 +12,8 @@ from retriever.indexing.progress import progress_bar
 from retriever.search.backends.bm25 import INSTALL
 from retriever.search.index_memory import bm25_bytes, require_memory
 
+SAMPLE = 1000  # passages whose words are counted to estimate the memory
+
 
 def write_bm25(corpus: Corpus, folder: Path, progress: bool) -> None:
     """Indexes the contents of all passages.
@@ -20,9 +22,10 @@ def write_bm25(corpus: Corpus, folder: Path, progress: bool) -> None:
         RetrieverError: bm25s is missing, or the memory is too small.
     """
     bm25s = require("bm25s", INSTALL)
-    characters = corpus.characters
+    sample = corpus[:: max(1, len(corpus) // SAMPLE)]
+    count = len(corpus) * sum(len(words(row["contents"])) for row in sample) // len(sample)
     require_memory(
-        bm25_bytes(len(corpus), characters), "BM25", "use --retriever_name hashed --factory IVF4096,PQ64"
+        bm25_bytes(len(corpus), count), "BM25", "use --retriever_name hashed --factory IVF4096,PQ64"
     )
     vocabulary: dict[str, int] = {}
     ids = []

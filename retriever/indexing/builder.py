@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from retriever.corpus.passages import Corpus
+from retriever.encoders.words import words_version
 from retriever.errors import RetrieverError
+from retriever.files import replacing_folder
 from retriever.indexing.bm25 import write_bm25
 from retriever.indexing.embeddings import Embeddings, embed
 from retriever.indexing.faiss import make_empty, write_faiss
@@ -38,23 +40,20 @@ def build_index(
 def _build(corpus: Corpus, folder: Path, options: BuildOptions, progress: bool) -> None:
     if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not (folder / MANIFEST).is_file():
         raise RetrieverError(f"{folder}: exists and is not an index; choose another --index_path")
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    source = {"corpus_sha256": corpus.sha256, "documents": len(corpus)}
+    words = words_version(options.retriever_name)
+    source = {"corpus_sha256": corpus.sha256, "documents": len(corpus)} | words
     if options.retriever_name == BM25:
-        _empty(unfinished)
-        with writing(unfinished):
+        with replacing_folder(folder) as unfinished, writing(unfinished):
             write_bm25(corpus, unfinished / BM25, progress)
-        _finish(folder, unfinished, source | {"kind": BM25, "encoder": BM25, "factory": BM25})
+            _finish(unfinished, source | {"kind": BM25, "encoder": BM25, "factory": BM25})
         return
     shards = options.embeddings or folder.with_name(folder.name + ".embeddings")
     with locked(shards), writing(shards):
         embeddings = embed(
             corpus, shards, options, progress, before=lambda encoder: _check_factory(encoder, options, shards)
         )
-    _empty(unfinished)
-    with writing(unfinished):
-        manifest = _write(unfinished, corpus, embeddings, options, progress)
-    _finish(folder, unfinished, source | manifest)
+    with replacing_folder(folder) as unfinished, writing(unfinished):
+        _finish(unfinished, source | _write(unfinished, corpus, embeddings, options, progress))
     if options.embeddings is None:
         shutil.rmtree(shards)
 
@@ -106,14 +105,6 @@ def _files(folder: Path, kind: str) -> Iterator[Path]:
     return folder.glob("*") if kind == "qdrant" else folder.rglob("*")
 
 
-def _empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _finish(folder: Path, unfinished: Path, manifest: dict[str, Any]) -> None:
-    with writing(unfinished):
-        sums = checksums(unfinished, _files(unfinished, manifest["kind"]))
-        write_manifest(unfinished, manifest | {"checksums": sums})
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
+def _finish(folder: Path, manifest: dict[str, Any]) -> None:
+    sums = checksums(folder, _files(folder, manifest["kind"]))
+    write_manifest(folder, manifest | {"checksums": sums})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +13,9 @@ import numpy as np
 from retriever.corpus.passages import Corpus
 from retriever.encoders.dense import spread
 from retriever.encoders.factory import load_encoder, make_encoder
+from retriever.encoders.words import words_version
 from retriever.errors import RetrieverError
-from retriever.files import replacing
+from retriever.files import replacing, replacing_folder
 from retriever.indexing.options import BuildOptions
 from retriever.indexing.progress import progress_bar
 from retriever.interfaces import Encoder
@@ -73,7 +72,7 @@ def embed(
         "model": options.retriever_model,
         "shard_rows": options.shard_rows,
         "dtype": options.embedding_dtype,
-    }
+    } | words_version(options.retriever_name)
     if (folder / SETTINGS).is_file():
         encoder = _resume(folder, settings)
         before(encoder)
@@ -92,12 +91,9 @@ def embed(
 def _begin(folder: Path, settings: dict[str, Any], encoder: Encoder) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise RetrieverError(f"{folder}: exists and holds no embeddings; choose another --embeddings")
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    encoder.save(unfinished)
-    (unfinished / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
-    os.replace(unfinished, folder)  # over an empty folder, too
+    with replacing_folder(folder) as unfinished:
+        encoder.save(unfinished)
+        (unfinished / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def _resume(folder: Path, settings: dict[str, Any]) -> Encoder:

@@ -69,9 +69,8 @@ def _code_bytes(storage: str, dimension: int) -> int:
     return -(-dimension * bits // 8)
 
 
-def bm25_bytes(documents: int, characters: int) -> int:
+def bm25_bytes(documents: int, words: int) -> int:
     """Peak of building: word ids as Python lists, then three arrays of the distinct words and their sort."""
-    words = characters // 6
     return 8 * words + 40 * (words * 2 // 3) + 64 * documents
 
 

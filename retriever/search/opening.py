@@ -9,6 +9,7 @@ from typing import Any
 from retriever.corpus.passages import Corpus
 from retriever.encoders.factory import load_encoder, make_encoder
 from retriever.encoders.probe import cosine
+from retriever.encoders.words import words_version
 from retriever.errors import RetrieverError
 from retriever.interfaces import Encoder, Ranker
 from retriever.search.backends.bm25 import Bm25
@@ -145,6 +146,10 @@ def _check_source(folder: Path, manifest: dict[str, Any], corpus: Corpus, option
         raise RetrieverError(
             f"{folder}: built from another corpus ({manifest['documents']} passages; this one has"
             f" {len(corpus)}); {AGAIN}"
+        )
+    if manifest.get("words") != words_version(manifest["encoder"]).get("words"):
+        raise RetrieverError(
+            f"{folder}: its texts were split into words by another version of this program; {AGAIN}"
         )
     if options.retriever_name and options.retriever_name != manifest["encoder"]:
         raise RetrieverError(

@@ -42,7 +42,6 @@ def test_metrics(build):
     advantage = 0.5 / (np.sqrt(0.5) + 1e-6)
     alone = 1 / (1 + 1e-6)
     expected = {
-        "groups/tied_share": 3 / 4,  # a group of one is tied with itself
         "groups/all_wrong_share": 1 / 4,
         "groups/all_right_share": 1 / 4,
         "groups/one_sided_share": 1 / 4,
@@ -52,6 +51,8 @@ def test_metrics(build):
         "answer/positive_after": 4 * advantage,
         "answer/negative_after": 4 * advantage,
         "answer/ratio_after": 1.0,
+        "search/negative_before": 6 * advantage,
+        "search/negative_after": (2.5 + 1) * advantage,
         "search/softened_share": 1 / 2,
         "correctness/mean": (1 + 1 / 2 + 0 + 1 + 1) / 5,  # `single` has no silver set
         "correctness/zero_share": 1 / 5,

@@ -105,6 +105,26 @@ def test_what_cannot_be_called_is_refused_at_the_start(own, source, function, sa
     assert "\n" not in str(error.value)
 
 
+def test_error_in_own_code_names_file_and_line(own, group):
+    name = own(
+        "def mine(groups, config):\n    return helper(groups)\n\ndef helper(groups):\n    return 1 / 0\n"
+    )
+    with pytest.raises(UserError, match=r"ZeroDivisionError: division by zero \(/.*own_module_\d+.py:5\)"):
+        compute_advantages([group], advantage_config(name))
+    deep = own("import numpy as np\ndef mine(groups, config):\n    return np.reshape([1], (2, 2))\n")
+    with pytest.raises(UserError, match=r"ValueError: cannot reshape array .* \(/.*own_module_\d+.py:3\)"):
+        compute_advantages([group], advantage_config(deep))
+    for source, line in (
+        ("x = 3\ndef mine(\n", 2),
+        ("import numpy\nnumpy.absent\n", 2),
+        ("import absent\n", 1),
+    ):
+        with pytest.raises(UserError, match=rf"own_module_\d+.py:{line}\); correct it$"):
+            describe(advantage_config(own(source)))
+    with pytest.raises(UserError, match="No module named 'nowhere'; PYTHONPATH must name the folder"):
+        describe(advantage_config("nowhere.module:mine"))
+
+
 @pytest.mark.parametrize(
     ("result", "said"),
     [

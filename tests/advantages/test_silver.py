@@ -110,6 +110,17 @@ def test_only_search_turns_of_valid_trajectories_have_correctness(build):
     np.testing.assert_array_equal(turn_correctness(valid, {}, "fraction"), [0.0, 0.0, 0.0])
 
 
+@pytest.mark.parametrize("how", ["fraction", "max", "mean"])
+def test_search_without_documents_has_correctness_zero(build, how):
+    """Also where the only search of a right trajectory found nothing: that makes no silver documents."""
+    turns = [build.turn(think="a"), build.turn(think="b", documents=["a"]), build.turn("answer")]
+    group = build.group((1.0, True, turns), (1.0, True, [build.turn(think="c"), build.turn("answer")]))
+    silver = silver_documents(group, 0.7)
+    assert silver == {"a": 1.0}
+    assert turn_correctness(group.trajectories[0], silver, how) == [0.0, 1.0, 0.0]
+    assert turn_correctness(group.trajectories[1], silver, how) == [0.0, 0.0]
+
+
 def test_a_worthless_turn_stays_in_the_history(build):
     turns = [
         build.turn(think="x", documents=["y"]),  # nothing silver

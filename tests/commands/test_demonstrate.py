@@ -70,6 +70,13 @@ def test_what_is_written_is_what_the_cold_start_reads(config, capsys):
     ]
 
 
+def test_demonstrations_in_another_run_are_refused(config, tmp_path):
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/sft.yaml").touch()
+    with pytest.raises(UserError, match="^sft.demonstrations=.* lies in the folder of another run"):
+        demonstrate.run(config)
+
+
 def test_first_queries_are_varied_if_that_is_asked_for(config):
     write_rows(
         Path(config.data.train),

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import os
+import signal
 
 import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
@@ -183,6 +184,28 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_same_table(run, tmp_pat
     assert sampler.asked == [] and same_files(run, whole) == [True] * 4
 
 
+@pytest.mark.timeout(60)
+def test_signal_keeps_the_answers_so_far(run, capfd):
+    asked = []
+
+    def reply(prompt, seed):
+        asked.append(prompt)
+        if len(asked) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return drawn(prompt, seed)
+
+    with pytest.raises(SystemExit) as ended:
+        run(Scripted(reply), rollout={"max_concurrency": 1})
+    printed = capfd.readouterr().err
+    assert ended.value.code == 130 and not run.file(".json").exists()
+    assert "Ctrl-C: the answers so far are kept; a second Ctrl-C ends at once\n" in printed
+    assert printed.endswith("stopped; the same command goes on with the questions that are left\n")
+    kept = len(rows(run))
+    assert kept >= 3
+    _, sampler = run(Scripted(drawn), rollout={"max_concurrency": 1})
+    assert len({session for session, _ in sampler.asked}) == 8 - kept
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -237,6 +260,15 @@ def test_a_question_that_changed_is_asked_again_and_new_ones_are_added(run):
     report, sampler = run()
     assert len({session for session, _ in sampler.asked}) == 2
     assert report.means["0"]["a"]["em"] == 0.75 and report.means["0"]["c"]["em"] == 1
+
+
+def test_output_in_another_run_is_refused(run, tmp_path):
+    other = tmp_path / "old/configs/0.json"
+    other.parent.mkdir(parents=True)
+    for path in (other, other.with_suffix(".yaml")):
+        path.write_text("{}")
+    with pytest.raises(UserError, match="^evaluate.output=.*scores.json lies in the folder of another run, "):
+        run(evaluate={"output": str(tmp_path / "old/scores.json")})
 
 
 def test_a_file_of_something_else_is_not_overwritten(run):

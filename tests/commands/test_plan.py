@@ -80,6 +80,42 @@ def test_what_does_not_fit_ends_with_1_and_the_keys_to_change(capsys):
     assert status == 1 and "take more devices" in said
 
 
+@pytest.mark.parametrize(
+    ("config", "devices", "overrides"),
+    [
+        ("own_data", ["--gpu", "h100", "--topology", "1x1x1"], []),
+        ("paper/qwen2.5-3b", ["--gpu", "h100", "--topology", "1x1x1"], ["mesh.fsdp=1"]),
+        ("paper/qwen2.5-3b", ["--tpu", "v5e:2x4"], ["sampler.name=jax"]),
+        ("own_data", ["--tpu", "v5e-8"], []),
+    ],
+)
+def test_proposed_overrides_fit(capsys, config, devices, overrides):
+    arguments = ["--config", str(ROOT / f"configs/{config}.yaml"), *devices, "--estimate", *overrides]
+    status, said, _ = planned(capsys, *arguments)
+    assert status == 1
+    proposals = [part.partition(" (")[0].split() for part in said.split("would fit: ")[1:]]
+    assert proposals
+    for proposal in proposals:
+        status, said, _ = planned(capsys, *arguments, *proposal)
+        assert status == 0 and "fits" in said, proposal
+
+
+def test_mesh_advice_leads_to_a_fit(capsys):
+    arguments = [
+        "--config",
+        str(ROOT / "configs/paper/qwen2.5-3b.yaml"),
+        "--gpu",
+        "h100",
+        "--topology",
+        "1x1x1",
+    ]
+    _, _, error = planned(capsys, *arguments, "--estimate")
+    advice = error.partition(": set ")[2].split()
+    assert "learner.microbatch_rows=1" in advice
+    _, said, _ = planned(capsys, *arguments, "--estimate", *advice)
+    assert "would fit: learner.optimizer.offload=host (39.5 GiB by the formula)" in said
+
+
 def test_what_several_hosts_refuse_is_refused(capsys):
     two = ["--gpu", "h100", "--topology", "1x2x8", "mesh.fsdp=16", "learner.microbatch_rows=16", "--estimate"]
     status, _, errors = planned(
@@ -110,7 +146,8 @@ def test_a_compiler_that_is_missing_is_named_with_its_installation(capsys, monke
         raise NotImplementedError("topology not implemented")
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
-    status, _, errors = planned(capsys, "--config", PAPER, *platform)
+    status, said, errors = planned(capsys, "--config", PAPER, *platform)
+    assert "GiB of a device, by the formula" in said and "at efficiency 0.4:" in said
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert status == 2 and named in line and "PYTHONPATH=compiler" in line and "--estimate" in line
 

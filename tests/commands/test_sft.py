@@ -6,10 +6,10 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from tiny_policy import GROUPED
+from tiny_policy import GROUPED, Letters
 
 from calibadv_jax.commands import sft
-from calibadv_jax.config import Config, PromptConfig, SftPhase
+from calibadv_jax.config import Config, PromptConfig, SftPhase, ToolConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
@@ -83,6 +83,17 @@ def test_only_what_the_policy_writes_is_trained(tokenizer, loss_on):
     assert ("<information>" in trained) == (loss_on == "all")
     assert "<search>" in trained and "<answer>" in trained
     assert not sample.mask[0]  # nothing precedes it
+
+
+@pytest.mark.parametrize(("action", "shown"), [("search", True), ("calculate", False)])
+def test_search_without_documents_shows_no_results(action, shown):
+    """As the agent loop does, and for a search alone."""
+    letters = Letters()
+    turns = (DemoTurn(f"<{action}> 1 </{action}>"), DemoTurn("<answer> ada </answer>"))
+    config = replace(config_with(), tools=[ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")])
+    sample = sft.encode_demonstration(Demonstration(QUESTION, turns), config, letters, "sampled")
+    body = "No results found." if shown else ""
+    assert f"\n\n<information>{body}</information>\n\n" in letters.decode(sample.tokens)
 
 
 def test_context_turns_are_not_trained(tokenizer):

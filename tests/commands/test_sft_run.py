@@ -37,6 +37,7 @@ SHAPE = {
     "num_attention_heads": 2,
     "tie_word_embeddings": True,
 }
+NOTES: list[str] = []  # what the console shows of the cold start
 PHASES = [SftPhase(steps=3, kind="drills"), SftPhase(steps=2, kind="drills")]
 
 
@@ -70,6 +71,7 @@ def started(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sft.Learner, "update", noted)
+        patch.setattr(sft.Console, "note", lambda _, text: NOTES.append(text))
         sft.run(config)
     return config, folder, batches
 
@@ -82,6 +84,27 @@ def test_every_step_of_every_phase_is_a_row(started):
     assert [row["sft/lr"] for row in rows] == pytest.approx([0, 0.01, 0.0075, 0.005, 0.0025])
     assert rows[-1]["sft/loss"] < rows[0]["sft/loss"]
     assert [row["sft/tokens"] for row in rows] == [float((b.segment_ids > 0).sum()) for b in batches]
+
+
+def test_output_in_another_run_is_refused(started, tmp_path):
+    config, folder, _ = started  # which has a cold start
+    there = replace(config, run=replace(config.run, dir=str(tmp_path)))
+    with pytest.raises(UserError, match="^sft.output=.* lies in the folder of another run, "):
+        sft.run(replace(there, sft=replace(config.sft, output=str(folder / "another"))))
+    assert not (folder / "another").exists()
+
+
+def test_console_names_each_phase_and_its_data(started):
+    assert [line for line in NOTES if line.startswith("phase")] == [
+        "phase 1 of 2: 3 updates on generated demonstrations, kind drills, loss on sampled tokens",
+        "phase 2 of 2: 2 updates on generated demonstrations, kind drills, loss on sampled tokens; its"
+        " loss is no continuation of the phase before",
+    ]
+    one = replace(started[0], sft=replace(started[0].sft, phases=PHASES[:1], demonstrations="mine.jsonl"))
+    assert sft.phase_line(one, [3], 0) == ""
+    two = replace(one, sft=replace(one.sft, phases=PHASES))
+    assert sft.phase_line(two, [3, 2], 3).startswith("phase 2 of 2: 2 updates on mine.jsonl, loss on")
+    assert sft.phase_line(two, [3, 2], 4) == ""
 
 
 def test_phases_of_one_kind_see_other_demonstrations(started):
@@ -175,12 +198,17 @@ def assert_the_same(folder, other):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.medium)])
-def test_after_a_signal_the_same_command_goes_on_to_the_same_bits(started, tmp_path, monkeypatch, number):
+def test_after_a_signal_the_same_command_goes_on_to_the_same_bits(
+    started, tmp_path, monkeypatch, number, capfd
+):
     """The update that is computed is finished and saved."""
     config, whole, _ = started
     config = moved(config, tmp_path / "run")
     ended = interrupted(config, monkeypatch, lambda: os.kill(os.getpid(), number))
     assert isinstance(ended, SystemExit) and ended.code == 128 + number
+    printed = capfd.readouterr().err
+    assert "the update in progress is finished and saved; a second" in printed and "without saving" in printed
+    assert printed.endswith("stopped; the same command goes on from the saved update\n")
     folder = tmp_path / "run"
     assert newest_step(folder / "sft_checkpoints") == 4 and not (folder / "sft").exists()
     steps, update = [], sft.Learner.update

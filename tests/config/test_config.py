@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from calibadv_jax.config import Config, dump_config, known_keys, load_config
-from calibadv_jax.config.keys import OTHER_NAMES
+from calibadv_jax.config import Config, counterpart, dump_config, known_keys, load_config, peer_keys
 from calibadv_jax.core.errors import UserError
-from scripts import document_config
+from scripts import document_config, document_peer_keys
 
 
 @pytest.fixture
@@ -230,10 +229,69 @@ def test_an_unknown_key_is_refused_with_the_one_that_was_meant(write, text, over
     assert named in message, message
 
 
-def test_the_other_names_of_keys_stand_for_keys(write):
-    assert set(OTHER_NAMES.values()) <= known_keys().keys()
-    for name, key in OTHER_NAMES.items():
-        assert f"did you mean {key!r}?" in refusal(write(""), f"{name}=1")
+def test_every_key_of_a_peer_has_an_answer():
+    """Also with Hydra's plus; it names only keys that exist, or says why there is none."""
+    for key in peer_keys.ALL:
+        assert set(key.keys) <= known_keys().keys()
+        message = counterpart(f"+{key.name}")
+        assert ("did you mean" in message) == bool(key.keys) and (key.keys or key.note), key
+        assert all(repr(name) in message for name in key.keys) and key.note in message, key
+        assert key.trainer in message and (peer_keys.PAGE in message) == bool(key.trainer), key
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("data.max_obs_length", "did you mean 'rollout.max_observation_length'? (Search-R1: "),
+        ("max_obs_length", "did you mean 'rollout.max_observation_length'?"),
+        ("max_completion_length", "did you mean 'rollout.max_turn_length'? (it limits one turn"),
+        ("data.max_start_length", "did you mean 'rollout.max_prompt_length'?"),
+        ("data.max_prompt_length", "did you mean 'rollout.max_prompt_length' or 'rollout.max_length'? (in"),
+        ("actor_rollout_ref.rollout.n_agent", "did you mean 'rollout.group_size'?"),
+        ("n_agent", "did you mean 'rollout.group_size'?"),
+        ("train_files", "did you mean 'data.train'?"),
+        ("val_files", "did you mean 'data.eval'?"),
+        ("total_training_steps", "did you mean 'learner.steps'?"),
+        ("num_generations", "did you mean 'rollout.group_size'?"),
+        ("num_generation", "did you mean 'rollout.group_size'?"),
+        ("actor_rollout_ref.rollout.agent.num_workers", "; every key is in docs/configuration.md"),
+        ("optim.lr", "did you mean 'learner.optimizer.lr' or 'critic.optimizer.lr'?"),
+        ("clip_ratio", "did you mean 'loss.clip_low' and 'loss.clip_high'?"),
+        ("model.path", "did you mean 'policy.path'?"),
+        ("critic.model.path", "has no counterpart: the critic begins as a copy of the policy"),
+        ("tools.search.topk", "did you mean 'retriever.topk'?"),
+        ("+learner.steps", "unknown key '+learner'; did you mean 'learner'?"),
+    ],
+)
+def test_end_of_a_peers_key_is_enough(write, name, meant):
+    assert meant in refusal(write(""), f"{name}=1")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        (
+            "data: {max_obs_length: 500}",
+            "'data.max_obs_length'; did you mean 'rollout.max_observation_length'?",
+        ),
+        (
+            "actor_rollout_ref: {rollout: {n_agent: 5}}",
+            "rollout.n_agent'; did you mean 'rollout.group_size'?",
+        ),
+        ("reranker: {topk: 3}", "'reranker.topk'; did you mean 'retriever.rerank_topk'?"),
+        ("tools: {search: {topk: 3}}", "'tools.search.topk'; did you mean 'retriever.topk'?"),
+        ("max_completion_length: 512", "did you mean 'rollout.max_turn_length'?"),
+        ("grpo_config: {num_generations: 2}", "did you mean 'rollout.group_size'?"),
+    ],
+)
+def test_config_of_a_peer_names_its_first_key(write, text, meant):
+    assert meant in refusal(write(text))
+
+
+def test_page_of_peers_keys_is_current():
+    assert document_peer_keys.PAGE.read_text(encoding="utf-8") == document_peer_keys.page(), (
+        "run: python -m scripts.document_peer_keys"
+    )
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):

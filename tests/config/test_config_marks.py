@@ -37,6 +37,10 @@ EXPECTED = {
         "reward.judge.url", "reward.judge.timeout", "reward.judge.patience", "reward.judge.max_concurrency",
         "reward.shuffle",
     ),
+    Mark.OUTPUT: (
+        "run.dir", "world.dir", "retriever.index", "sft.output", "evaluate.output", "export.output",
+        "export.adapter_output",
+    ),
     Mark.PLACE: ("data", "policy.path", "policy.tokenizer", "policy.lora.init_from", "run"),
 }  # fmt: skip
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from calibadv_jax import cli
 from calibadv_jax.config import dump_config, load_config
+from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.core.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,3 +52,77 @@ def test_a_kept_config_follows_its_run(tmp_path):
     assert moved.data.train == {"a": f"{folder}/a.jsonl", "b": "old/running/b.jsonl"}
     assert moved.data.eval == [f"{folder}/e.jsonl"] and moved.prompt == config.prompt
     assert moved.evaluate.output == "old/run/mine.json"
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A kept config of the quickstart's run `old`, whose folder holds its world and cold start."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("old/configs/0.yaml")
+    path.parent.mkdir(parents=True)
+    path.write_text(dump_config(load_config(ROOT / "configs/quickstart.yaml", ["run.dir=old"])))
+    path.with_suffix(".json").write_text("{}")
+    for name in ("sft", "world/tokenizer"):
+        Path("old", name).mkdir(parents=True)
+    for name in ("train", "eval", "corpus"):
+        Path(f"old/world/{name}.jsonl").touch()
+    return path
+
+
+def outputs(config):
+    return [
+        config.run.dir, config.world.dir, config.retriever.index, config.sft.output, config.evaluate.output,
+        config.export.output, config.export.adapter_output,
+    ]  # fmt: skip
+
+
+def test_outputs_follow_an_overridden_run_dir(kept):
+    names = ["world", "index", "sft", "evaluation.json", "hf", "adapter"]
+    expected = ["new", *(f"new/{name}" for name in names)]
+    config = load_config(kept, ["run.dir=new"])
+    assert outputs(config) == expected
+    assert config.policy.path == "old/sft" and config.data.train == "old/world/train.jsonl"  # only read
+    Path("new/sft").mkdir(parents=True)
+    assert load_config(kept, ["run.dir=new"]).policy.path == "new/sft"  # a cold start of its own
+    copy, over = Path("copy.yaml"), Path("over.yaml")
+    copy.write_text(kept.read_text())
+    over.write_text("run: {dir: new}")
+    assert outputs(load_config(copy, ["run.dir=new"])) == expected
+    assert outputs(load_config([kept, over])) == expected
+    assert load_config(kept, ["run.dir=new", "export.output=mine"]).export.output == "mine"
+    assert outputs(load_config(kept, ["run.dir=./old"])) == ["./old", *outputs(load_config(kept))[1:]]
+
+
+def test_quickstart_makes_its_own_inputs(kept, capsys):
+    with pytest.raises(SystemExit):
+        cli.calibadv(["quickstart", "--config", str(kept), "run.dir=new", "--dry-run"])
+    Path("resolved.yaml").write_text(capsys.readouterr().out)
+    config = load_config("resolved.yaml")
+    assert config.policy.path == "new/sft" and config.policy.tokenizer == "new/world/tokenizer"
+    assert (
+        config.data.train == "new/world/train.jsonl" and config.retriever.corpus == "new/world/corpus.jsonl"
+    )
+
+
+def test_mirror_of_another_run_is_refused(kept):
+    text = kept.read_text()
+    kept.write_text(text.replace("mirror: ''", "mirror: s3://bucket/old"))
+    assert load_config(kept, ["run.dir=new"]).run.mirror == "s3://bucket/new"
+    kept.write_text(text.replace("mirror: ''", "mirror: s3://bucket/mine"))
+    assert load_config(kept).run.mirror == "s3://bucket/mine"
+    assert load_config(kept, ["run.dir=new", "run.mirror="]).run.mirror == ""
+    with pytest.raises(UserError, match=r"run.mirror=s3://bucket/mine belongs to the run that kept this"):
+        load_config(kept, ["run.dir=new"])
+
+
+def test_output_in_another_runs_folder_is_refused(kept):
+    for path in ("old/hf", "old", "old/deep/er/hf"):
+        with pytest.raises(UserError, match=rf"^export.output={path} lies in the folder of another run, "):
+            refuse_other_run(Path(path), "export.output", Path("new"))
+    Path("old/ablation").mkdir()
+    for path, run in (("old/hf", "./old"), ("elsewhere/hf", "new"), ("old/ablation/hf", "old/ablation")):
+        refuse_other_run(Path(path), "export.output", Path(run))
+    Path("cold").mkdir()
+    Path("cold/sft.yaml").touch()
+    with pytest.raises(UserError, match="cold"):
+        refuse_other_run(Path("cold/sft"), "sft.output", Path("new"))

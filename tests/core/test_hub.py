@@ -13,6 +13,7 @@ from hub_rig import serve_hub, use_hub
 from tiny_policy import SHAPE
 
 from calibadv_jax.commands import sft
+from calibadv_jax.commands.doctor import weight_lines
 from calibadv_jax.commands.evaluate import choose_policy
 from calibadv_jax.config import Config, MeshConfig, SftPhase
 from calibadv_jax.core import hub as hub_client
@@ -55,8 +56,12 @@ def test_a_repository_is_the_folder_that_it_holds_and_is_downloaded_once(hub, tm
     hub.add("owner/policy", policy_folder, **{"pytorch_model.bin": b"x" * 99})
     config = configured(tmp_path, path="owner/policy")
     model = build_model(config, config.policy.path)
+    not_checked = "not checked: the tensors of owner/policy, which are not downloaded yet"
+    assert weight_lines(config, model) == [not_checked]
     assert "owner/policy/model.safetensors" not in hub.downloads, "a check needs no weights"
     params = initial_params(config, model, config.policy.path)
+    (line,) = weight_lines(config, model)
+    assert line.endswith(" have the policy's shapes")
     local = configured(tmp_path, path=str(policy_folder))
     expected = initial_params(local, build_model(local, local.policy.path), local.policy.path)
     jax.tree.map(np.testing.assert_array_equal, params, expected)

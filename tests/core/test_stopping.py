@@ -61,6 +61,59 @@ def test_a_second_signal_ends_the_process_at_once():
     assert (done.returncode, done.stdout) == (130, "held\n")
 
 
+BLOCKED = """
+import ctypes
+from calibadv_jax.core.stopping import Stop
+lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(256)
+with Stop("the step is finished and saved", "the last step is saved", "it goes on") as stop, stop.held():
+    lock(mutex)
+    print("held", flush=True)
+    lock(mutex)  # as a program of the device: no handler runs before it returns, which is never
+"""
+
+
+@pytest.mark.timeout(60)
+def test_signal_is_answered_while_a_device_computes():
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "held\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == (
+            "Ctrl-C: the step is finished and saved; a second Ctrl-C ends at once, without saving\n"
+        )
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == "Ctrl-C: ended at once, without saving\n"
+    assert process.returncode == 130
+
+
+@pytest.mark.timeout(60)
+def test_end_after_a_signal_says_how_to_go_on(capfd):
+    saved = threading.Event()
+    with pytest.raises(SystemExit), Stop("", "the last step is saved", "the same command goes on"):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            while "the last step" not in (printed := capfd.readouterr().err):  # written by another thread
+                saved.wait(0.01)
+    assert printed == "SIGTERM: the last step is saved; a second SIGTERM ends at once\n"
+    assert capfd.readouterr().err == "stopped; the same command goes on\n"
+    with pytest.raises(ValueError), Stop("", "", "the same command goes on") as stop, stop.held():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError
+    assert "goes on" not in capfd.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_signal_during_the_end_leaves_no_traceback():
+    program = (
+        "import atexit, os, signal\nfrom calibadv_jax import cli\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\ncli.end(lambda: None)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 def test_unwaited_work_gives_its_value_or_its_error():
     def divide(number, by=1):
         assert threading.current_thread().daemon
@@ -143,5 +196,7 @@ def test_a_run_ends_though_its_sampler_is_in_the_middle_of_a_chunk(tmp_path):
     words = ["--config", str(ROOT / "configs/quickstart.yaml"), *TINY, f"run.dir={tmp_path}/run"]
     done = subprocess.run([sys.executable, "-c", ENDLESS, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 143, done.stderr
+    assert "SIGTERM: the last whole step is saved; a second SIGTERM ends at once" in done.stderr
+    assert "stopped; the same command goes on from the saved step" in done.stderr
     assert "checkpoint saved at step 0" in done.stderr and (tmp_path / "run/checkpoints/0").is_dir()
     assert "Traceback" not in done.stderr and "Task was destroyed" not in done.stderr

@@ -2,7 +2,15 @@
 
 import pytest
 
-from calibadv_jax.core.tags import INVALID_ACTION, STOP_STRINGS, TAG_NAMES, neutralise, parse_turn
+from calibadv_jax.core.tags import (
+    INVALID_ACTION,
+    STOP_STRINGS,
+    TAG_NAMES,
+    Grammar,
+    neutralise,
+    parse_turn,
+    turn_flaw,
+)
 
 CONTROL = "<|im_end|>"
 
@@ -115,3 +123,60 @@ def test_a_lone_surrogate_is_replaced_and_a_pair_is_one_letter():
     assert neutralise("a\ud800b") == "a\ufffdb"
     assert neutralise("a\ud83d\ude00b") == "a\U0001f600b"
     neutralise("<search>\udfff").encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "flaw"),
+    [
+        ("<think>t</think> <search> q </search>\n", "search", ""),
+        ("<think>t</think><answer></answer>", "answer", ""),
+        ("<think>t", "invalid", "<think> is not closed"),
+        ("<think>t</think><search>q", "invalid", "<search> is not closed"),
+        ("<think>t</think><search>q</answer>", "invalid", "<search> is not closed before </answer>"),
+        ("<think>t<search>q</search>", "search", "<think> is not closed before <search>"),
+        ("t</think><search>q</search>", "search", "</think> closes nothing"),
+        ("<think>t</think><search>q</search><search>r</search>", "search", "two actions: <search>, <search>"),
+        (
+            "<think>t</think><search>q<answer>r</answer>",
+            "answer",
+            "two actions: <search> is not closed before <answer>",
+        ),
+        (
+            "<think>t</think><browse>q</browse>",
+            "invalid",
+            "unknown action <browse>: there are <search>, <answer>, written exactly so",
+        ),
+        (
+            "<think>t</think>< Search >q</ search>",
+            "invalid",
+            "unknown action < Search >: there are <search>, <answer>, written exactly so",
+        ),
+        ("<think>t</think><search>  </search>", "invalid", "<search> is empty"),
+        ("<think>t</think><search>q</search> done", "search", "text after </search>"),
+        ("<think>t</think>so<search>q</search>", "search", "text before <search>"),
+        ("Sure: <think>t</think><search>q</search>", "search", "text before <think>"),
+        ("<search>q</search>", "search", "no <think> before <search>"),
+        ("<think>t</think><think>u</think><search>q</search>", "search", "more than one <think>"),
+        ("Rome", "invalid", "no action: none of <search>, <answer>"),
+        ("<think>Rome</think>", "invalid", "no action: none of <search>, <answer>"),
+        ("", "invalid", "no action: none of <search>, <answer>"),
+        (
+            "<think>t</think><information>Rome</information><answer>Rome</answer>",
+            "answer",
+            "<information> is for the environment alone",
+        ),
+        ("<think>t</think><answer>a</answer>", "search", "<answer> in a turn of kind search"),
+    ],
+)
+def test_flaw_of_a_turn_is_named(text, kind, flaw):
+    assert turn_flaw(text, kind) == flaw
+
+
+def test_flaw_of_a_turn_knows_the_actions():
+    grammar = Grammar(("search", "access"))
+    assert turn_flaw("<think>t</think><access>a</access>", "access", grammar) == ""
+    assert turn_flaw("<think>t</think><acces>a</acces>", "invalid", grammar) == (
+        "unknown action <acces>: there are <search>, <access>, <answer>, written exactly so"
+    )
+    long = f"<think>t</think><b{'x' * 100}>"
+    assert turn_flaw(long, "invalid").startswith(f"unknown action <b{'x' * 38}: there are")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from calibadv_jax.core.tags import TAG_NAMES, neutralise, well_formed
+from calibadv_jax.core.tags import TAG_NAMES, neutralise, parse_turn, turn_flaw, well_formed
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -75,3 +75,23 @@ def test_no_output_speaks_the_protocol(text, extra):
 def test_text_without_brackets_keeps_every_word(text):
     hypothesis.assume("previous" not in text.lower())
     assert neutralise(text, ["<|im_end|>"]) == well_formed(text)
+
+
+BODY = rf"((?:(?!</?(?:{'|'.join(TAG_NAMES)})>).)*)"
+FLAT = re.compile(rf"\s*<think>{BODY}</think>\s*<(search|answer)>{BODY}</\2>\s*", re.DOTALL)
+PROTOCOL = (*(f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/")), "a", " ", "<b>")
+
+
+@hypothesis.settings(max_examples=500)
+@hypothesis.given(
+    before=st.lists(st.sampled_from(PROTOCOL), max_size=4).map("".join),
+    middle=st.sampled_from(["", "<think>t</think><search>q</search>", "<think>t</think> <answer> </answer>"]),
+    after=st.lists(st.sampled_from(PROTOCOL), max_size=4).map("".join),
+)
+def test_turn_without_flaw_is_a_thought_and_its_kind(before, middle, after):
+    text = before + middle + after
+    kind = parse_turn(text, "stop").kind
+    flat = FLAT.fullmatch(text)
+    assert (turn_flaw(text, kind) == "") == (flat is not None and flat[2] == kind)
+    if kind == "invalid":
+        assert turn_flaw(text, kind)

@@ -193,6 +193,8 @@ def test_passages_are_read_by_id_from_either_way_of_writing_them(tmp_path):
         "1": ('A \\"b', "Text one."),
         "3": ("C", "Text three."),
     }
+    path.write_text('docid\ttext\ttitle\n1\t"Text ""one""."\tA\n')
+    assert read_passages(path, {"1"}) == {"1": Document("1", "A", 'Text "one".')}
     path.write_text('{"id": 1, "body": "?"}\n')
     with pytest.raises(UserError, match=r"corpus.jsonl:1: expected 'contents', or 'title' and 'text'"):
         read_passages(path, {"1"})

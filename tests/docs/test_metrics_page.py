@@ -155,6 +155,7 @@ def test_names_and_the_authors_names():
     assert find("critic/score/max") == find("reward/max") is not None
     assert find("rollout/failed/retriever").unit == "trajectories"
     assert find("eval/nq/f1/greedy") is not None
+    assert find("eval/hotpotqa/hotpot_qa/f1/greedy") is find("eval/nq/f1/greedy")
     assert find("eval/nq/f1") is find("reward/means") is None
 
 

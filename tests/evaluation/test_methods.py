@@ -120,7 +120,7 @@ def test_the_empty_retriever_finds_nothing(run):
     report, sampler = run(**keys)
     assert run.shelf.queries == [] and run.shelf.closed == 1
     turns = rows(run)[0]["trajectories"][0]["turns"]
-    assert turns[0]["observation"] == "\n\n<information></information>\n\n"
+    assert turns[0]["observation"] == "\n\n<information>No results found.</information>\n\n"
     assert turns[0]["document_ids"] == [] and len(sampler.asked) == 16
     assert report.means["0"]["all"]["searches"] == 1 and report.means["0"]["all"]["format"] == 1
 

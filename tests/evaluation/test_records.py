@@ -8,7 +8,15 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from calibadv_jax.config import Config, JudgeConfig, LossConfig, RewardConfig, SamplerConfig, ToolConfig
+from calibadv_jax.config import (
+    Config,
+    JudgeConfig,
+    LossConfig,
+    PromptConfig,
+    RewardConfig,
+    SamplerConfig,
+    ToolConfig,
+)
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.evaluation.intervals import interval
@@ -124,6 +132,14 @@ def test_the_precision_that_samples_is_part_of_an_evaluation():
 
     assert of(name="vllm", dtype="float32") != of(name="vllm")
     assert of(name="vllm", dtype="bfloat16") == of(name="vllm"), "what it is where none is given"
+
+
+def test_template_arguments_are_part_of_an_evaluation():
+    def of(**arguments):
+        prompt = PromptConfig(chat_template_kwargs=arguments)
+        return identity(Config(prompt=prompt), {}, {}, [QUESTION], {})
+
+    assert len({of(), of(enable_thinking=False), of(enable_thinking=True)}) == 3
 
 
 def test_other_actions_are_another_evaluation():

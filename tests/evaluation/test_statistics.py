@@ -10,7 +10,7 @@ from scipy.stats import bootstrap
 
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.evaluation import intervals
-from calibadv_jax.evaluation.intervals import interval, pass_at_k, stratified_mean
+from calibadv_jax.evaluation.intervals import interval, intervals_of_sums, pass_at_k, stratified_mean
 from calibadv_jax.evaluation.statistics import compare_paired
 
 FIRST = np.array([1.0, 0.0, 0.5, 0.2, 0.9, 0.4])
@@ -52,6 +52,19 @@ def test_the_interval_is_that_of_scipy(monkeypatch, elements):
         rng=random_state(0, 0, "bootstrap"),
     ).confidence_interval
     assert interval([FIRST, SECOND], 0.9, 500) == pytest.approx((expected.low, expected.high), rel=1e-14)
+
+
+def test_interval_of_sums_resamples_rows():
+    """A ratio of sums, such as a share of all blame, over every one of the N^N resamples of the rows."""
+    sums = np.stack([FIRST, 1 + np.arange(len(FIRST))], axis=1)
+    every = np.array([np.sum(rows, axis=0) for rows in itertools.product(sums, repeat=len(sums))])
+    expected = np.quantile(every[:, 0] / every[:, 1], [0.1, 0.9])
+
+    def ratio(drawn):
+        return drawn[:, :1] / drawn[:, 1:]
+
+    found = intervals_of_sums(sums, ratio, 0.8, 40_000)
+    assert found.shape == (1, 2) and found[0] == pytest.approx(expected, abs=0.01)
 
 
 def test_the_interval_is_the_same_every_time_and_none_of_too_little():

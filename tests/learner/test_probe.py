@@ -34,7 +34,7 @@ def policies(learner):
     return {name: init_params(learner.policy, learner.mesh, seed) for seed, name in enumerate("ab")}
 
 
-def make_group(number, golden=("Ann", "Bo"), turns=(2, 1, 0), seed=0, opening=""):
+def make_group(number, golden=("Ann", "Bo"), turns=(2, 1, 0), seed=0, opening="", first=None):
     """Trajectories of one prompt with so many searches and an answer; a turn without tokens comes last."""
     rng = np.random.default_rng(seed + number)
     question = Question(f"q{number}", "?", golden, "toy")
@@ -54,6 +54,7 @@ def make_group(number, golden=("Ann", "Bo"), turns=(2, 1, 0), seed=0, opening=""
             ],
             index,
             opening=opening,
+            first_opening=first,
         )
         for index, searches in enumerate(turns)
     ]
@@ -106,6 +107,21 @@ def test_every_turn_has_the_answers_probability_and_nothing_leaks(
     assert not any(
         turn.golden_logprobs for group in groups for one in group.trajectories for turn in one.turns
     )
+
+
+@pytest.mark.medium
+def test_probe_continues_thought_of_prompt(learner, policies):
+    """The prompt opened the first turn; in the second one the answer begins with the tag."""
+    group = make_group(0, turns=(1,), first="<think>\n")
+    (found,), _ = with_golden_logprobs(
+        learner, {"a": policies["a"]}, [group], LearnerConfig(row_length=80), Letters()
+    )
+    first, second = prefixes(group.trajectories[0])
+    expected = [
+        alone(learner, policies["a"], first, " Ann", BEGINNING.removeprefix("<think>")),
+        alone(learner, policies["a"], second, " Ann"),
+    ]
+    np.testing.assert_allclose(known(found, "a")[0][:2], expected, rtol=1e-4)
 
 
 @pytest.mark.medium

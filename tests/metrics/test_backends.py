@@ -125,6 +125,18 @@ def test_prometheus_shows_the_newest_step(tmp_path):
         urllib.request.urlopen(f"http://{address}/metrics", timeout=1)
 
 
+def test_names_that_prometheus_cannot_tell_apart_are_numbered(tmp_path):
+    pytest.importorskip("prometheus_client", reason="the extras cpu, gpu and tpu have it")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (opened,) = open_backends(LogConfig(backends=["prometheus"], prometheus=f"127.0.0.1:{port}"), tmp_path, 1)
+    opened.write(1, {f"eval/{source}/f1/greedy": 0.5 for source in ("nq/open", "nq_open", "百科")})
+    names = [family.name for family in opened.collect()]
+    opened.close()
+    start = "calibadv_eval_nq_open_f1_greedy"
+    assert names == ["calibadv_step", start, f"{start}_2", "calibadv_eval____f1_greedy"]
+
+
 def test_a_port_that_is_taken_is_one_line(tmp_path):
     pytest.importorskip("prometheus_client", reason="the extras cpu, gpu and tpu have it")
     with socket.create_server(("127.0.0.1", 0)) as taken:

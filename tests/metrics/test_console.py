@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import queue
 import re
+import threading
 
 import jax
 import numpy as np
@@ -14,6 +16,7 @@ from calibadv_jax.config import LossConfig, MeshConfig, RewardConfig
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.metrics import console as console_module
 from calibadv_jax.metrics.console import STEP_METRICS, Console, duration, number, table
 from calibadv_jax.metrics.summary import trajectory_metrics
 from calibadv_jax.metrics.timing import Stopwatch
@@ -135,23 +138,39 @@ def test_a_terminal_shows_what_is_being_done_and_a_bar_that_counts():
     assert "a line [1/2] above the bar\n" in text.replace("\r", "")
 
 
-def test_in_a_file_there_are_plain_lines(monkeypatch):
-    """A line now and then instead of a bar; nothing that moves or colours."""
-    stream, clock = io.StringIO(), [0.0]
-    monkeypatch.setattr("calibadv_jax.metrics.console.time.monotonic", lambda: clock[0])
+def test_in_a_file_there_are_plain_lines():
+    """Nothing that moves or colours."""
+    stream = io.StringIO()
     console = Console(stream=stream)
     with console.phase("waiting for the retriever", announce=True), console.phase("update"):
         pass
-    with console.bar("rollouts", 40, "trajectories") as show:
-        for done, clock[0] in ((10, 1.0), (20, 31.0), (30, 40.0), (40, 70.0)):
-            show(done)
     console.warn("[red]x[/red] " + "long " * 40)
     assert stream.getvalue().splitlines() == [
         "waiting for the retriever",
-        "rollouts 20/40 trajectories",
-        "rollouts 40/40 trajectories",
         "warning: [red]x[/red] " + "long " * 40,
     ]
+
+
+@pytest.mark.timeout(60)
+def test_long_phase_repeats_its_progress(monkeypatch):
+    """Where nothing moves: also while nothing is reported, and of nested phases only the inner one."""
+    stream, lines = io.StringIO(), queue.Queue()
+    monkeypatch.setattr(console_module, "QUIET_SECONDS", 0.01)
+    console = Console(stream=stream)
+    monkeypatch.setattr(console, "note", lines.put)
+    with console.phase("update, compiling"):
+        assert lines.get() == "update, compiling, 0 s"
+        with console.bar("rollouts", 80, "trajectories") as show:
+            show(10)
+            newest = iter(lines.get, "rollouts 10/80 trajectories, 0 s")
+            assert set(newest) <= {"update, compiling, 0 s", "rollouts 0/80 trajectories, 0 s"}
+            assert {lines.get() for _ in range(3)} == {"rollouts 10/80 trajectories, 0 s"}
+        while lines.get() != "update, compiling, 0 s":
+            pass
+    while not lines.empty():
+        lines.get()
+    with Console(stream=Terminal()).phase("update"), Console(False, stream).phase("update"):
+        assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize(

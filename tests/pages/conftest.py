@@ -45,7 +45,7 @@ def small_group(tokenizer):
             [search("first of all", "abc"), answer_turn(tokenizer, "so", f"ann{mark}")],
             [search("one", "abd"), search("two words here", "abe"), answer_turn(tokenizer, "so", "bob")],
             [search_turn(tokenizer, "three", f"query{mark}", [hostile]), answer_turn(tokenizer, "so", "bob")],
-            [search("four", "a"), make_turn(tokenizer, "rambling", kind="invalid")],
+            [search("four", "a"), make_turn(tokenizer, f"rambling{mark}", kind="invalid")],
             [search("five", "a")],
         ]
         prompt = np.array(tokenizer.encode(question.text).ids, np.int32)

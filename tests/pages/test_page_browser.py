@@ -1,5 +1,6 @@
 """The trajectory page in headless Chromium: list, filters, links, keys, and text that stays text."""
 
+import shutil
 import sys
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
@@ -104,7 +105,7 @@ def test_a_softened_turn_is_found_and_explained(small):
     assert page.locator(".card").count() == 5
     turn = page.locator(".card.chosen .turn").first
     assert turn.locator(".mark.softened").inner_text() == "softened"
-    assert "−0.500 × 0.333 = −0.167" in turn.locator(".why").inner_text()
+    assert "−0.500 × (1 − 0.667) = −0.167" in turn.locator(".why").inner_text()
     assert turn.locator(".number").inner_text() == "−0.500 → −0.167"
     assert turn.locator(".document.silver .star").all_inner_texts() == ["★ silver 1, new"] * 2
 
@@ -304,7 +305,16 @@ def test_text_of_documents_questions_and_answers_stays_text(small):
     shown = page.inner_text("#detail h2")
     assert "<script>window.hacked=1</script>" in shown and "onerror" in shown
     page.locator(".document").evaluate_all("all => all.forEach(one => { one.open = true; })")
-    places = (".document pre", ".document .title", ".answer b", ".error", ".token", ".question", ".golden b")
+    places = (
+        ".document pre",
+        ".document .title",
+        ".answer b",
+        ".error",
+        ".token",
+        ".question",
+        ".golden b",
+        ".flaw",
+    )
     for place in places:
         assert "<img src=x onerror" in "".join(page.locator(place).all_inner_texts()), place
     assert page.locator("#detail img, #detail script, .entry img, .entry script").count() == 0
@@ -340,6 +350,183 @@ def test_the_written_folder_works_on_any_web_server(small_run, page, tmp_path):
     with serving(handler) as address:
         open_group(page, address, 2, 0)
         assert page.locator(".card").count() == 5
+
+
+def test_invalid_turn_says_why(small):
+    page, address = small
+    open_group(page, address, 1, 0)
+    card = page.locator(".card[data-index='3']")
+    assert card.locator(".flaw").all_inner_texts() == ["Invalid: no action: none of <search>, <answer>."]
+    assert "Invalid format: turn 2: no action" in card.locator(".why").first.inner_text()
+
+
+def test_words_are_explained_where_they_stand_and_in_the_help(small):
+    page, address = small
+    open_group(page, address, 1, 0)
+    words = page.locator("#detail [data-term]")
+    names = set(words.evaluate_all("all => all.map((one) => one.dataset.term)"))
+    assert {"silver document", "correctness", "policy", "advantage", "score", "softened", "em"} <= names
+    assert all(len(text) > 20 for text in words.evaluate_all("all => all.map((one) => one.title)"))
+    page.locator("[data-term='correctness']").first.click()
+    assert page.locator("#help").is_visible()
+    in_view = "e => e.getBoundingClientRect().top >= 0 && e.getBoundingClientRect().bottom <= innerHeight"
+    assert page.locator("#term-correctness").evaluate(in_view)
+    listed = page.locator("#help .terms dt").all_inner_texts()
+    assert names <= set(listed) and len(listed) == page.locator("#help .terms dd").count()
+
+
+def test_help_fits_a_phone(small):
+    page, address = small
+    page.set_viewport_size({"width": 390, "height": 844})
+    open_group(page, address, 1, 0)
+    page.click("#detail .words")
+    assert page.locator("#help").evaluate(
+        "e => e.scrollWidth <= e.clientWidth && e.offsetWidth <= innerWidth"
+    )
+
+
+def test_explanations_of_a_group_stand_once(small):
+    page, address = small
+    open_group(page, address, 1, 0)
+    shared = page.locator(".group .why li").all_inner_texts()
+    assert shared[0] == "Scores of the finished trajectories: 1, 0, 0, 0."
+    columns = page.locator(".card .why").all_inner_texts()
+    assert not [text for text in columns if any(sentence in text for sentence in shared)]
+
+
+def test_filter_that_nothing_passes_says_so(small):
+    page, _ = small
+    assert not page.locator("#empty").is_visible()
+    page.fill("#text", "nobody <b>")
+    page.fill("#from", "2")
+    page.select_option("#show", "softened")
+    shown = page.inner_text("#empty")
+    assert "text “nobody <b>”, “softened turn”, steps 2 to last" in shown and "from 1 to 2" in shown
+    page.click("#empty button")
+    assert count(page) == "15 trajectories in 3 groups" and not page.locator("#empty").is_visible()
+    assert page.input_value("#text") == "" and page.input_value("#from") == ""
+
+
+@pytest.mark.parametrize(
+    ("link", "words"),
+    [
+        ("#step=9&group=0", "The run keeps no group 0 of step 9; the steps that are kept go from 1 to 2."),
+        ("#step=1&group=7&from=x", "keeps no group 7 of step 1; the steps that are kept go from 1 to 2. The"),
+        ("#step=1&group=0&trajectory=9", "The group has no trajectory 9."),
+        ("#step=<b>&group=0", "The address holds step=<b>, which is no number."),
+        (
+            "#show=nothing&sort=age",
+            "There is no choice “nothing” under Show: all are shown. There is no order",
+        ),
+        ("#run=other/run&from=1&to=1", "the link is for other/run: calibadv inspect its folder."),
+    ],
+)
+def test_link_that_leads_nowhere_says_so(small, link, words):
+    page, address = small
+    page.goto("about:blank")
+    open_page(page, f"{address}/{link}")
+    page.wait_for_selector("#detail[data-ready]", state="attached")
+    assert words in page.inner_text("#notice")
+    page.click("#reset")
+    if "trajectory" not in link:
+        page.wait_for_selector("#notice", state="hidden")
+
+
+def test_step_that_is_not_kept_any_more_says_so(served, browser, small_run, tmp_path):
+    shutil.copytree(small_run, tmp_path / "run")
+    page = browser.new_page()  # the fixture refuses the line that a browser logs of a missing file
+    with served(tmp_path / "run") as address:
+        open_page(page, address)
+        (tmp_path / "run/rollouts/step_1.parquet").unlink()
+        page.locator(".entry .question").first.click()
+        page.wait_for_selector("#message[role='alert']")
+        assert "not kept any more (log.rollouts_keep). Load the page again." in page.inner_text("#message")
+    page.close()
+
+
+def test_list_answers_arrows_home_end_and_enter(small):
+    page, _ = small
+    opened = "#detail[data-ready='{}']"
+    page.keyboard.press("ArrowDown")
+    for key, group in (
+        ("ArrowDown", "1/1"),
+        ("End", "2/0"),
+        ("ArrowUp", "1/1"),
+        ("Home", "1/0"),
+        ("PageDown", "2/0"),
+    ):
+        page.keyboard.press(key)
+        page.wait_for_selector(opened.format(group))
+        chosen = page.locator(".entry.chosen").get_attribute("id")
+        assert page.get_attribute("#list", "aria-activedescendant") == chosen
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(opened.format("1/0"))
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".card.chosen").get_attribute("data-index") in ("0", "1")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "detail"
+    page.keyboard.press("ArrowDown")  # scrolls the group and leaves the list alone
+    assert page.locator(opened.format("1/0")).count() == 1
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.id") == "list"
+    page.keyboard.press("Enter")
+    page.wait_for_selector(opened.format("1/0"))
+
+
+def test_groups_are_sorted_by_score_length_and_searches(served, page, tokenizer, tmp_path):
+    """Three groups of one trajectory, whose score, length and searches go in different orders."""
+    prompt = np.array(tokenizer.encode("who?").ids, np.int32)
+    groups = []
+    for number, (thought, searches, answer) in enumerate(
+        (("a", 2, "bob"), ("b " * 60, 1, "ann"), ("c", 3, "ann lee"))
+    ):
+        question = Question(f"q{number}", f"question {number}", ("ann",), "one_hop")
+        turns = [search_turn(tokenizer, thought, f"query {n}", [SHELF["a"]]) for n in range(searches)]
+        turns.append(answer_turn(tokenizer, "so", answer))
+        groups.append(Group.of(question, [Trajectory(question, prompt, turns)]))
+    write_run(tmp_path / "run", [groups], Config(), tokenizer)
+    with served(tmp_path / "run") as address:
+        open_page(page, address)
+        for sort, order, first in (
+            ("reward-high", "120", "score 1"),
+            ("reward-low", "021", "score 0"),
+            ("long", "120", "tokens"),
+            ("short", "021", "tokens"),
+            ("searches-many", "201", "searches 3"),
+            ("searches-few", "102", "searches 1"),
+            ("", "012", "step 1"),
+        ):
+            page.select_option("#sort", sort)
+            shown = page.locator(".entry .question").all_inner_texts()
+            assert [text[-1] for text in shown] == list(order), sort
+            assert first in page.locator(".entry .where").first.inner_text()
+        page.select_option("#sort", "searches-many")
+        page.reload()
+        page.wait_for_selector("#list[data-ready]", state="attached")
+        assert page.input_value("#sort") == "searches-many"
+        page.keyboard.press("j")
+        page.wait_for_selector("#detail[data-ready='1/2']")
+
+
+def test_run_in_progress_opens_at_its_newest_step(served, page, tokenizer, small_group, tmp_path):
+    steps = [[small_group(), small_group()], [small_group("one_hop")], [small_group("one_hop")] * 2]
+    write_run(tmp_path / "run", steps, Config(), tokenizer, planned=60)
+    later = (tmp_path / "run/rollouts/step_3.parquet").rename(tmp_path / "later.parquet")
+    with served(tmp_path / "run") as address:
+        open_page(page, address)
+        assert count(page) == "5 trajectories in 1 group · step 2 of 60"
+        assert "at step 2 of 60: still running, or stopped early" in page.inner_text("#message")
+        page.select_option("#show", "softened")
+        later.rename(tmp_path / "run/rollouts/step_3.parquet")
+        page.reload()
+        page.wait_for_selector("#list[data-ready]", state="attached")
+        assert count(page) == "2 trajectories in 2 groups · step 3 of 60"
+        page.click("#reset")
+        assert count(page) == "25 trajectories in 5 groups"
+        page.goto("about:blank")
+        open_page(page, f"{address}/#from=1&to=1")
+        assert count(page) == "10 trajectories in 2 groups"
 
 
 def test_ten_thousand_trajectories(served, tmp_path, page, capsys):

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from benchmarks.generated_run import write_run
-from calibadv_jax.config import Config
+from benchmarks.generated_run import make_turn, write_run
+from calibadv_jax.config import AdvantageConfig, Config, PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.pages import index
 from calibadv_jax.pages.run_files import RunFiles
@@ -31,6 +31,10 @@ def test_the_index_lists_every_trajectory_of_every_step(site):
     assert groups["silver"][0] == 3
     assert rows["group"] == [0] * 5 + [1] * 5 and rows["index"] == [0, 1, 2, 3, 4] * 2
     assert rows["score"][:5] == [1, 0, 0, 0, 0] and rows["searches"][:5] == [1, 2, 1, 1, 1]
+    shown = json.loads(site.get("data/group_1_0.json"))["trajectories"]
+    sampled = [sum(len(turn["ids"]) for turn in trajectory["turns"]) for trajectory in shown]
+    assert rows["length"][:5] == sampled and len(set(sampled)) > 3
+    assert said["planned"] == 2
     assert rows["advantage"][:5] == [1.5, -0.5, -0.5, -0.5, None]
     assert rows["answer"][:5] == ["ann", "bob", "bob", None, None] and rows["queries"][1] == "query\nquery"
 
@@ -87,6 +91,49 @@ def test_a_transcript_has_every_token_and_marks_silver_documents(site):
     assert [part["document"] for part in turn["observation"]] == [None, 0, 1, 2, None]
     assert turn["observation"][2]["text"] == 'Doc 2(Title: "title b") text of b\n'
     assert said["trajectories"][4]["error"] == "retriever: gone"
+
+
+def test_invalid_turns_and_formats_say_why(tmp_path, tokenizer, small_group):
+    group = small_group()
+    flaws = {
+        "<think> a </think> <search> amber": "<search> is not closed",
+        "<think> a </think> <browse> amber </browse>": (
+            "unknown action <browse>: there are <search>, <answer>, written exactly so"
+        ),
+        "<think> a </think> <search> </search>": "<search> is empty",
+    }
+    for trajectory, text in zip(group.trajectories, flaws, strict=False):
+        trajectory.turns[-1] = make_turn(tokenizer, text, kind="invalid")
+    write_run(tmp_path / "run", [[group]], Config(), tokenizer)
+    shown = json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["trajectories"]
+    assert [one["turns"][-1]["flaw"] for one in shown[:3]] == list(flaws.values())
+    assert [one["turns"][0]["flaw"] for one in shown] == [""] * 5
+    assert shown[0]["why"] == "Invalid format: turn 2: <search> is not closed."
+
+
+@pytest.mark.parametrize(("name", "is_judged"), [("calibadv", True), ("querygroup", True), ("grpo", False)])
+def test_correctness_is_shown_where_searches_are_judged(tmp_path, tokenizer, small_group, name, is_judged):
+    config = Config(advantage=AdvantageConfig(name=name))
+    write_run(tmp_path / "run", [[small_group()]], config, tokenizer)
+    assert json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["is_judged"] is is_judged
+
+
+def test_thought_that_the_environment_opened_is_no_flaw(tmp_path, tokenizer, small_group):
+    group = small_group()
+    for turn in group.trajectories[0].turns:
+        turn.text = turn.text.removeprefix("<think>")
+    config = Config(prompt=PromptConfig(prepend_think=True))
+    group.trajectories[0].opening = "<think>"
+    write_run(tmp_path / "run", [[group]], config, tokenizer)
+    shown = json.loads(Site(RunFiles(tmp_path / "run")).get("data/group_1_0.json"))["trajectories"]
+    assert [turn["flaw"] for turn in shown[0]["turns"]] == ["", ""]
+    assert shown[1]["turns"][0]["flaw"] == "<think> is not closed before <think>"
+
+
+def test_run_in_progress_names_the_planned_steps(tmp_path, tokenizer, small_group):
+    write_run(tmp_path / "run", [[small_group()]], Config(), tokenizer, planned=60)
+    assert json.loads(Site(RunFiles(tmp_path / "run")).get("data/index.json"))["planned"] == 60
+    assert json.loads(Site(RunFiles(tmp_path / "run", 1, 1)).get("data/index.json"))["planned"] == 1
 
 
 def test_a_cut_observation_shows_the_documents_that_are_in_it():

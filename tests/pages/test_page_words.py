@@ -2,17 +2,19 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from benchmarks.generated_run import write_run
+from calibadv_jax.advantages.named import ESTIMATORS
 from calibadv_jax.config import AdvantageConfig, Config
 from calibadv_jax.pages.run_files import RunFiles
-from calibadv_jax.pages.words import plain, signed, trajectory_words, turn_words
+from calibadv_jax.pages.words import group_words, plain, signed, trajectory_words, turn_words
 
 
 @pytest.fixture
 def explain(tmp_path, tokenizer, small_group):
-    """Rows of the group under some advantage settings; words of each trajectory's turns, and of each."""
+    """Rows of the group under some advantage settings; words of its turns, trajectories, and of the group."""
 
     def explain(change=lambda group: None, **settings):
         group = small_group()
@@ -24,46 +26,67 @@ def explain(tmp_path, tokenizer, small_group):
         kept = dataclasses.asdict(config.advantage)
         return (
             rows,
-            [turn_words(row, rows, kept) for row in rows],
-            [trajectory_words(row, rows, kept) for row in rows],
+            [turn_words(row, kept) for row in rows],
+            [trajectory_words(row, rows, kept, "FLAW") for row in rows],
+            " ".join(group_words(rows, kept)),
         )
 
     return explain
 
 
-def test_a_softened_search_is_explained_with_its_numbers(explain):
-    rows, words, whole = explain()
+def test_softened_search_is_explained_with_its_numbers(explain):
+    rows, words, whole, shared = explain()
     turn = rows[1]["turns"][0]
     assert turn["softened"] and turn["advantage"] == pytest.approx(turn["advantage_raw"] / 3)
     assert words[1][0] == (
         "Softened. Correctness 0.667: it found 2 new silver documents among its 3: “title a” (weight 1),"
-        " “title b” (weight 1) (fraction: 2 / 3 = 0.667). The soft penalty leaves 1 − 0.667 = 0.333 of the"
-        " penalty: −0.500 × 0.333 = −0.167."
+        " “title b” (weight 1) (fraction: 2 / 3 = 0.667). −0.500 × (1 − 0.667) = −0.167."
     )
-    assert whole[1] == (
-        "Scores of the finished trajectories of the group: 1, 0, 0, 0. (Score 0 − mean 0.25) / standard"
-        " deviation 0.5 = −0.500."
+    assert whole[1] == "(0 − 0.25) / 0.5 = −0.500."
+    assert shared.startswith(
+        "Scores of the finished trajectories: 1, 0, 0, 0. Advantage by grpo: (score − mean 0.25) / standard"
+        " deviation 0.5. Soft penalty: a negative advantage of an action is multiplied by 1 − its"
+        " correctness."
     )
 
 
-def test_what_was_not_softened_says_why(explain):
-    _, words, whole = explain()
-    assert words[0][0].endswith(
-        "Only a negative advantage is softened. It keeps the trajectory's advantage, +1.500."
-    )
-    assert words[1][1].startswith("Not softened. Correctness 0: the search repeats the documents of turn 1.")
-    assert words[2][0].startswith("Not softened. Correctness 0: it found no silver document.")
-    assert words[3][0].startswith("Not softened. Correctness 0: the trajectory's format is invalid")
-    assert words[4] == ["The trajectory failed: no turn of it is trained."]
+def test_turns_that_are_not_softened_say_why(explain):
+    _, words, whole, _ = explain()
+    assert words[0][0].startswith("Correctness 1: it found 3 new silver documents")
+    assert words[1][1] == "Not softened. Correctness 0: the search repeats the documents of turn 1."
+    assert words[2][0] == "Not softened. Correctness 0: it found no silver document."
+    assert words[3] == ["", ""] and words[4] == [""]
+    assert whole[3] == "Invalid format: FLAW. None of its turns is judged. (0 − 0.25) / 0.5 = −0.500."
     assert "left out of its group" in whole[4]
 
 
-def test_a_repetition_that_found_something_new_names_it(explain):
+def test_explanation_of_a_group_stands_once(explain):
+    """What holds for the whole group is in none of the columns."""
+    _, words, whole, shared = explain()
+    in_columns = " ".join([*whole, *(text for turns in words for text in turns)])
+    for sentence in ("Scores of", "standard deviation", "Soft penalty", "Rebalancing", "sum up to"):
+        assert shared.count(sentence) == 1 and sentence not in in_columns, sentence
+    long = [text for text in [*whole, *sum(words, [])] if len(text) > 80]
+    assert len(set(long)) == len(long)
+
+
+def test_group_without_a_finished_trajectory_says_so(explain):
+    def all_fail(group):
+        group.failed += group.trajectories
+        for trajectory in group.failed:
+            trajectory.error = "retriever: gone"
+        group.trajectories.clear()
+
+    *_, shared = explain(all_fail)
+    assert shared == "No trajectory of this group was finished: nothing is trained."
+
+
+def test_repetition_that_found_something_new_names_it(explain):
     def change(group):
         search = group.trajectories[1].turns[1]
         search.documents = tuple(group.trajectories[0].turns[0].documents)
 
-    _, words, _ = explain(change)
+    _, words, *_ = explain(change)
     assert (
         "repeats the documents of turn 1, although it found 1 new silver document among its 3: “title c”"
         in (words[1][1])
@@ -75,7 +98,7 @@ def test_documents_that_were_seen_before_are_no_find(explain):
         search = group.trajectories[1].turns[1]
         search.documents = search.documents[:1]  # one shared document is no repetition
 
-    _, words, _ = explain(change)
+    _, words, *_ = explain(change)
     assert "Correctness 0: its silver documents had been seen before." in words[1][1]
 
 
@@ -87,96 +110,105 @@ def test_documents_that_were_seen_before_are_no_find(explain):
     ],
 )
 def test_each_correctness_is_explained_by_its_own_formula(explain, how, formula):
-    _, words, _ = explain(correctness=how)
+    _, words, *_ = explain(correctness=how)
     assert formula in words[1][0]
 
 
-def test_without_silver_documents_nothing_is_judged(explain):
+def test_group_without_silver_documents_says_so_once(explain):
     def nobody_is_right(group):
         group.trajectories[0].turns[-1].answer = "bob"
 
-    _, words, whole = explain(nobody_is_right)
-    assert "the group has no silver documents (no trajectory in the right format" in words[1][0]
-    assert "scored 0.7 of the largest reward or more" in words[1][0]
-    assert "do not differ, so the advantage is 0.000" in whole[1]
+    _, words, whole, shared = explain(nobody_is_right)
+    assert words[1] == ["", "", ""] and whole[1] == ""
+    assert "the group has no silver documents (no trajectory in the right format" in shared
+    assert "scored 0.7 of the largest reward or more" in shared
+    assert "do not differ, so every advantage is 0.000" in shared and "Rebalancing" not in shared
 
 
-def test_the_answer_turn_shows_the_rebalancing(explain):
-    rows, words, _ = explain()
+def test_answer_turn_shows_the_rebalancing(explain):
+    rows, words, _, shared = explain()
     before = [row["turns"][-1]["advantage_raw"] * len(row["turns"][-1]["token_ids"]) for row in rows[:4]]
     positive, negative = before[0], -sum(before[1:])
-    assert f"sum up to {plain(positive)}, the negative ones to −{plain(negative)}." in words[0][-1]
+    assert f"sum up to {plain(positive)}, the negative ones to −{plain(negative)}." in shared
+    assert shared.endswith("The positive side is rescaled until negative / positive = λ = 1.")
     factor, after = negative / positive, rows[0]["turns"][-1]["advantage"]
     assert after == pytest.approx(1.5 * factor, rel=1e-5)
-    assert words[0][-1].endswith(
-        f"until negative / positive = λ = 1: +1.500 × {plain(factor)} = {signed(after)}."
-    )
-    assert words[1][-1].endswith("Only the positive side is rescaled: this turn keeps −0.500.")
+    assert words[0][-1] == f"Answer turn, rescaled: +1.500 × {plain(factor)} = {signed(after)}."
+    assert words[1][-1] == ""
 
 
-def test_the_other_side_and_another_ratio(explain):
-    rows, words, _ = explain(adjust="negative", target_ratio=2.0)
-    assert words[0][-1].endswith("Only the negative side is rescaled: this turn keeps +1.500.")
-    assert "The negative side is rescaled until negative / positive = λ = 2:" in words[1][-1]
+def test_negative_side_and_another_ratio(explain):
+    rows, words, _, shared = explain(adjust="negative", target_ratio=2.0)
+    assert shared.endswith("The negative side is rescaled until negative / positive = λ = 2.")
+    assert words[0][-1] == ""
     assert words[1][-1].endswith(f" = {signed(rows[1]['turns'][-1]['advantage'])}.")
 
 
-def test_an_answer_that_nothing_balances_becomes_zero(explain):
+def test_answer_that_nothing_balances_becomes_zero(explain):
     def only_losers_sampled(group):
         empty = group.trajectories[0]
         for turn in empty.turns:
             turn.token_ids, turn.logprobs = turn.token_ids[:0], turn.logprobs[:0]
 
-    rows, words, _ = explain(only_losers_sampled)
+    rows, words, _, shared = explain(only_losers_sampled)
     assert rows[1]["turns"][-1]["advantage"] == 0
-    assert words[1][-1].endswith("One side is empty and nothing can balance the other: they become 0.")
+    assert shared.endswith("One side is empty and nothing can balance the other: they become 0.")
     assert words[0] == ["No token was sampled: nothing is trained."] * 2
 
 
 def test_switches_that_are_off_are_named(explain):
-    _, words, whole = explain(soft_penalty=False, rebalance=False, normalize_std=False)
-    assert words[1][0].startswith("The soft penalty is off (advantage.soft_penalty). Correctness 0.667")
-    assert "rebalancing is off (advantage.rebalance): it keeps −0.250." in words[1][-1]
-    assert whole[1].endswith("Score 0 − mean 0.25 = −0.250.")
+    _, words, whole, shared = explain(soft_penalty=False, rebalance=False, normalize_std=False)
+    assert words[1][0].startswith("Correctness 0.667") and words[1][-1] == ""
+    assert shared.endswith("Switched off: advantage.soft_penalty. Switched off: advantage.rebalance.")
+    assert whole[1] == "0 − 0.25 = −0.250."
 
 
 def test_grpo_calibrates_nothing(explain):
-    _, words, _ = explain(name="grpo")
-    assert words[1] == ["grpo calibrates no turn: it carries the trajectory's advantage, −0.500."] * 3
+    _, words, _, shared = explain(name="grpo")
+    assert words[1] == [""] * 3
+    assert shared.endswith("grpo calibrates no turn: every turn carries its trajectory's advantage.")
 
 
 def test_another_estimator_is_named_with_its_formula(explain):
-    rows, words, whole = explain(name="rloo")
-    assert whole[0] == (
-        "Scores of the finished trajectories of the group: 1, 0, 0, 0. rloo (score - mean of the others)"
-        " gives it the advantage +1.000."
+    _, words, whole, shared = explain(name="rloo")
+    assert shared == (
+        "Scores of the finished trajectories: 1, 0, 0, 0. Advantage by rloo: score - mean of the others. rloo"
+        " calibrates no turn: every turn carries its trajectory's advantage."
     )
-    assert words[1][0] == "rloo calibrates no turn: it carries the trajectory's advantage, −0.333."
-    _, words, whole = explain(name="dr_grpo")
-    assert whole[0].endswith("Score 1 − mean 0.25 = +0.750.")
-    _, words, whole = explain(base="rloo")
-    assert "rloo (score - mean of the others)" in whole[1] and words[1][0].startswith("Softened.")
+    assert whole[:3] == [""] * 3 and words[1] == [""] * 3
+    *_, whole, shared = explain(name="dr_grpo")
+    assert whole[0] == "1 − 0.25 = +0.750." and "dr_grpo: score − mean 0.25." in shared
+    _, words, _, shared = explain(base="rloo")
+    assert "rloo: score - mean of the others." in shared and words[1][0].startswith("Softened.")
+
+
+@pytest.mark.parametrize("name", ["gae", "igpo", "gigpo", "querygroup", "tips"])
+def test_estimator_by_turn_never_calibrates_no_turn(explain, name):
+    """PPO and its like: "calibrates no turn" and "an advantage of its own" contradict each other."""
+
+    def values(group):
+        for trajectory in [*group.trajectories, *group.failed]:
+            for turn in trajectory.turns:
+                turn.values = np.linspace(0.1, 0.6, len(turn.token_ids), dtype=np.float32)
+                turn.golden_logprobs = {"current": -1.0 - len(turn.token_ids), "initial": -2.0}
+
+    _, words, whole, shared = explain(values, name=name)
+    assert f"{name}: {ESTIMATORS[name].carried}. The number of a trajectory is that of its last" in shared
+    assert "calibrates no turn" not in " ".join([shared, *whole, *sum(words, [])])
 
 
 def test_turns_with_advantages_of_their_own(explain):
-    rows, words, whole = explain(name="querygroup")
+    rows, words, _, shared = explain(name="querygroup")
     search, last = rows[0]["turns"][0], rows[0]["turns"][-1]
     assert search["advantage_raw"] == search["advantage"] != rows[0]["advantage_raw"] == last["advantage"]
-    assert "gives its answer turn the advantage +1.500" in whole[0]
-    assert (
-        words[0][0] == f"querygroup gives this turn an advantage of its own, {signed(search['advantage'])}."
-    )
-    _, words, _ = explain(base="querygroup", soft_penalty=False)
-    assert "It keeps its own advantage" in words[0][0]
+    assert "querygroup: searches are compared with each other" in shared
+    assert words[1][0].startswith("Correctness 0.667: it found 2 new silver documents")
 
 
-def test_a_variant_of_the_calibration_is_named(explain):
-    rows, words, _ = explain(rebalance_over="all", softening="aggressive")
-    assert words[1][0].startswith("Correctness 0.667: ")
-    assert words[1][0].endswith(
-        "CalibAdv with softening=aggressive, rebalance_over=all made 0.000 of −0.500."
-    )
-    assert words[0][-1].startswith("CalibAdv with softening=aggressive, rebalance_over=all made +")
+def test_variant_of_the_calibration_is_named(explain):
+    _, words, _, shared = explain(rebalance_over="all", softening="aggressive")
+    assert words[1][0].startswith("Correctness 0.667: ") and words[0][-1] == ""
+    assert "CalibAdv with softening=aggressive, rebalance_over=all: each turn shows" in shared
 
 
 def test_numbers_have_a_real_minus():

@@ -26,7 +26,10 @@ def test_devices_are_counted_from_the_topology(monkeypatch):
     [
         ({}, "name the devices: --tpu v5e:4x4, or --gpu h100"),
         ({"tpu": "v5e:4x4", "gpu": "h100"}, "name the devices"),
-        ({"tpu": "v9"}, "--tpu v9: must be one of v5e, v5p, v6e"),
+        ({"tpu": "v9"}, "--tpu v9: must be one of v5e, v5p, v6e, v4"),
+        ({"tpu": "v5e-12"}, "a name of Cloud TPU, such as v5e-16 (chips) and v5p-16 (cores, 8 chips)"),
+        ({"tpu": "v5p-4"}, "--tpu v5p-4: must be"),
+        ({"tpu": "v3-8"}, "--tpu v3-8: must be"),
         ({"tpu": "v5e:4x0"}, "with the slice's shape, such as v5e:4x4"),
         ({"tpu": "v5e:4x4", "topology": "4x4"}, "--topology 4x4 is for --gpu"),
         ({"gpu": "a100", "topology": "1x1x8"}, "--gpu a100: must be one of h100, h200, h20"),
@@ -38,6 +41,31 @@ def test_what_cannot_be_is_refused_with_the_way_out(named, said):
     with pytest.raises(UserError) as error:
         find_target(**named)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "slice", "devices", "hosts"),
+    [
+        ("v5e-1", "v5e:1x1", 1, 1),
+        ("v5e-8", "v5e:2x4", 8, 1),
+        ("v5litepod-16", "v5e:4x4", 16, 4),
+        ("v6e-8", "v6e:2x4", 8, 1),
+        ("v6e-256", "v6e:16x16", 256, 64),
+        ("v5p-8", "v5p:2x2x1", 4, 1),
+        ("v5p-16", "v5p:2x2x2", 8, 2),
+        ("v5p-128", "v5p:4x4x4", 64, 16),
+        ("v4-32", "v4:2x2x4", 16, 4),
+    ],
+)
+def test_names_of_cloud_tpu_are_understood(name, slice, devices, hosts):
+    target = find_target(tpu=name)
+    assert (target.topology, target.devices, target.hosts) == (slice, devices, hosts)
+
+
+def test_mesh_advice_keeps_the_rows_of_a_device(tmp_path):
+    mesh = {"mesh__fsdp": 8, "learner__microbatch_rows": 16}
+    with pytest.raises(UserError, match="mesh.fsdp=1 mesh.tensor=1 learner.microbatch_rows=2$"):
+        placed_on(small(tmp_path, **mesh), find_target(gpu="h100", topology="1x1x1"))
 
 
 def test_a_config_takes_the_devices_or_says_which_keys_would(tmp_path):

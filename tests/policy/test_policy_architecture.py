@@ -1,10 +1,12 @@
 """Shapes read from config.json, and what is refused."""
 
 import dataclasses
+from copy import deepcopy
 
 import jax
 import pytest
 from tiny_policy import LLAMA3
+from transformers import AutoConfig
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.architecture import RopeScaling, architecture_from_hf
@@ -51,6 +53,45 @@ def test_both_spellings_of_rope_are_read():
     assert dataclasses.replace(first, rope_scaling=None) != first
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_attention_heads": 64, "hidden_size": 512},
+        {"num_key_value_heads": None},
+        {"num_key_value_heads": 8, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
+        {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
+    ],
+)
+def test_absent_fields_have_defaults_of_transformers(model_type, fields):
+    given = BASE | {"num_attention_heads": 32, "hidden_size": 256} | fields
+    config = AutoConfig.for_model(model_type, **deepcopy(given))
+    architecture = architecture_from_hf(given | {"model_type": model_type})
+    assert architecture.num_kv_heads == config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert architecture.head_dim == head_dim
+    assert architecture.rms_norm_eps == config.rms_norm_eps
+    assert architecture.rope_theta == config.rope_parameters["rope_theta"]
+    assert (architecture.rope_scaling is None) == (config.rope_parameters["rope_type"] == "default")
+    assert architecture.tie_word_embeddings == config.tie_word_embeddings
+    assert architecture.out_bias == getattr(config, "attention_bias", False)
+    assert architecture.mlp_bias == getattr(config, "mlp_bias", False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "length"),
+    [
+        ({}, 64),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": None}}, 512),
+        ({"original_max_position_embeddings": 128}, 128),
+    ],
+)
+def test_original_length_of_llama3_is_found(fields, length):
+    given = {"model_type": "llama", "rope_scaling": LLAMA3, "max_position_embeddings": 512}
+    assert architecture_from_hf(BASE | given | fields).rope_scaling.original_length == length
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -60,6 +101,10 @@ def test_both_spellings_of_rope_are_read():
         ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"model_type": "llama", "hidden_size": None}, "field 'hidden_size' is missing"),
         ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        (
+            {"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}},
+            "'llama3' lacks factor, low_freq_factor",
+        ),
     ],
 )
 def test_what_the_decoder_can_not_do_is_refused_by_name(fields, words):

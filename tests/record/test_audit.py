@@ -6,17 +6,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from record_rig import keep, make_config, make_groups, scored, unknown
 
 from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import compute_advantages
-from calibadv_jax.advantages.truth import MEASURES, VERDICTS
+from calibadv_jax.advantages.truth import GROUP, MEASURES, SEARCH, VERDICTS, Evidence, gather
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.tools.audit import credit_again
+from calibadv_jax.tools.audit import Measured, Settings, credit_again, verdict
 from calibadv_jax.tools.replay import kept_config
 
 # The first question of the rig has the supporting passage d1, and silver d1 … d4; the second one has none.
@@ -41,6 +42,11 @@ def rows(out, measure):
 
 def value(cell):
     return float(cell.partition(" ")[0])
+
+
+def tables(out):
+    """The lines above the verdict."""
+    return out.partition("\n\nverdict (")[0].splitlines()
 
 
 def with_advantage(**changes):
@@ -68,7 +74,14 @@ def test_the_table_of_a_run(tmp_path, capsys):
     ):
         assert rows(out, name)[0][0].startswith(f"{expected} ("), name
     assert f"{tmp_path} over training, settings: of the run" in lines
-    assert lines[-1].split()[0] == "7-7" and lines[-1].split()[9] == "0.500"
+    verdict = next(place for place, line in enumerate(lines) if line.startswith("verdict (95 % intervals"))
+    row = lines[verdict - 2].split()
+    assert row[0] == "7-7" and row[9] == "0.500"
+    assert lines[verdict + 1 :] == [
+        f"{tmp_path}, settings run:",
+        "  cannot say: truly good searches are blamed in 1 groups and useless ones in 1; at least 30 of each"
+        " are needed",
+    ]
     assert err == f"warning: {tmp_path}: 1 of 2 groups name no supporting passages and are left out\n"
 
 
@@ -79,7 +92,7 @@ def test_other_settings_stand_beside_the_runs_own(tmp_path, capsys):
     ((own, changed, _),) = rows(out, "blame/useless_spared")
     assert (value(own), value(changed)) == (0.111, 0.333)
     assert "over training, settings: advantage.correctness=max reward.answer=em" in out
-    assert out.splitlines()[-1].split()[9] == "1.000"  # of the changed settings
+    assert tables(out)[-1].split()[9] == "1.000"  # of the changed settings
 
 
 @pytest.mark.medium
@@ -124,7 +137,7 @@ def test_windows(tmp_path, capsys):
     for step in (1, 2, 3, 5):
         keep(tmp_path, make_config(), step=step)
     _, out, _ = call(tmp_path, "--window", 2, capsys=capsys)
-    assert [line.split()[0] for line in out.splitlines()[-3:]] == ["1-2", "3-3", "5-5"]
+    assert [line.split()[0] for line in tables(out)[-3:]] == ["1-2", "3-3", "5-5"]
 
 
 def test_every_step_has_its_own_settings(tmp_path, capsys):
@@ -169,7 +182,7 @@ def test_whom_estimators_praise_and_blame(tmp_path, capsys):
     names = "grpo,calibadv+rloo,querygroup,reinforce_plus_plus,gigpo,mt_grpo,stepsearch,igpo,a2tgpo,tips"
     status, out, _ = call(tmp_path, "--estimators", names, capsys=capsys)
     assert status == 0
-    lines = out.partition("whom estimators praise and blame\n")[2].splitlines()
+    lines = tables(out.partition("whom estimators praise and blame\n")[2])
     table = {
         line.split()[0]: [float(one.split()[0]) for one in line.split("  ") if "(" in one] for line in lines
     }
@@ -294,6 +307,65 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         assert (status, out) == (2, ""), arguments
         (error,) = (line for line in err.splitlines() if not line.startswith("warning: "))
         assert error.startswith("error: ") and words in error, arguments
+
+
+def measured(true, control, count=40, spread=0.0):
+    """A run of `count` groups, each with blame 1 on good and on useless searches.
+
+    Args:
+        true, control: what is spared of them; one group in two has `spread` more, the other one less.
+    """
+    sides = []
+    for good, useless in (true, control):
+        groups = np.zeros(count, GROUP)
+        groups["good_blame"] = groups["useless_blame"] = 1
+        groups["good_spared"] = good + spread * (-1.0) ** np.arange(count)
+        groups["useless_spared"] = useless + spread * (-1.0) ** (np.arange(count) // 2)
+        sides.append({1: Evidence(groups, np.zeros(0, SEARCH))})
+    return Measured(Settings("run"), *sides)
+
+
+@pytest.mark.parametrize(
+    ("true", "control", "more", "words"),
+    [
+        ((0.8, 0.1), (0.7, 0.4), {}, ["right: ", "better than chance: "]),
+        ((0.1, 0.8), (0.4, 0.7), {}, ["wrong: ", "worse than chance: "]),
+        ((0.8, 0.1), (0.8, 0.1), {}, ["right: ", "cannot say whether it is better than chance: "]),
+        (
+            (0.55, 0.5),
+            (0.5, 0.5),
+            {"spread": 0.4},
+            ["cannot say whether it is right: ", "cannot say whether it is better"],
+        ),
+        ((0.55, 0.5), (0.5, 0.5), {"spread": 0.4, "count": 4000}, ["right: ", "better than chance: "]),
+        ((0.8, 0.1), (0.7, 0.4), {"count": 29}, ["cannot say: truly good searches are blamed in 29 groups"]),
+        ((0.0, 0.0), (0.0, 0.0), {}, ["no calibration: no search lost any blame; 0.500 [0.500, 0.500] of"]),
+    ],
+)
+def test_verdict_in_words(true, control, more, words):
+    lines = verdict([measured(true, control, **more)])
+    assert len(lines) == len(words)
+    assert all(line.startswith(f"  {word}") for line, word in zip(lines, words, strict=True)), lines
+
+
+def test_verdict_names_its_numbers():
+    assert verdict([measured((0.8, 0.1), (0.7, 0.4))]) == [
+        "  right: truly good searches are spared 0.800 [0.800, 0.800] of their blame, useless ones 0.100"
+        " [0.100, 0.100]",
+        "  better than chance: the lead is 0.700 [0.700, 0.700], with shuffled rewards (control) 0.300"
+        " [0.300, 0.300]",
+    ]
+    pooled = verdict([measured((0.8, 0.1), (0.7, 0.4), 20), measured((0.8, 0.1), (0.7, 0.4), 20)])
+    assert pooled[0].startswith("  right: ")  # each alone would be too few
+
+
+def test_blame_of_a_group_adds_up_to_the_measures(tmp_path):
+    keep(tmp_path, make_config())
+    kept = read_step(find_step(tmp_path, 7))
+    evidence = gather(credit_again(kept, kept_config(kept, tmp_path)))
+    groups = evidence.groups
+    assert groups["good_spared"] / groups["good_blame"] == pytest.approx(GOOD_SPARED)
+    assert groups["useless_spared"] / groups["useless_blame"] == pytest.approx(USELESS_SPARED)
 
 
 def test_every_measure_is_explained():

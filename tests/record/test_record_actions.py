@@ -59,8 +59,8 @@ def test_a_record_knows_which_tags_were_actions(kept):
 def test_page_report_and_terminal_name_the_action(kept):
     path, groups, result = kept
     rows = read_columns(path).to_pylist(maps_as_pydicts="strict")
-    assert tabulate(rows)["rows"]["queries"] == ["a b c?\ne f?", "g h i?"]
-    words = turn_words(rows[1], rows, {"name": "calibadv", "base": "grpo"})
+    assert tabulate(rows, [9, 5])["rows"]["queries"] == ["a b c?\ne f?", "g h i?"]
+    words = turn_words(rows[1], {"name": "calibadv", "base": "grpo"})
     assert words[0].startswith("Softened. Correctness 1: it found 1 new silver document")
     turns = read_columns(path)["turns"].combine_chunks().flatten()
     assert _advantages(turns)["turn_advantage/search before"] == pytest.approx(

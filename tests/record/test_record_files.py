@@ -12,10 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from record_rig import keep, make_config, scored, unknown
 
+from calibadv_jax.config import load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.record.reader import find_step, read_columns, read_metadata, read_step
 from calibadv_jax.record.schema import LOGPROBS, SCHEMA, kept_steps
 from calibadv_jax.record.writer import RolloutWriter
+from calibadv_jax.tools.replay import kept_config
 
 
 def same(left, right):
@@ -45,11 +47,32 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     assert found.step == 7
 
 
+def test_config_of_the_file_refers_to_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "hunter2")
+    (tmp_path / "run.yaml").write_text("tools: [search, {mcp: {command: 'srv --key ${oc.env:MY_KEY}'}}]")
+    tools = load_config(tmp_path / "run.yaml").tools
+    keep(tmp_path, dataclasses.replace(make_config(), tools=tools))
+    path = find_step(tmp_path, 7)
+    assert "hunter2" not in str(read_metadata(path)) and b"hunter2" not in path.read_bytes()
+    assert kept_config(read_step(path), path).tools == tools  # what replay reads
+
+
 def test_what_the_environment_opened_is_known_by_the_config_of_the_file(tmp_path):
     prompt = dataclasses.replace(make_config().prompt, prepend_think=True)
     keep(tmp_path, dataclasses.replace(make_config(), prompt=prompt))
     found = read_step(find_step(tmp_path, 7)).groups
     assert {one.opening for group in found for one in group.attempts} == {"<think>"}
+
+
+def test_opening_of_first_turn_is_kept(tmp_path):
+    groups, result = scored(make_config())
+    groups[0].trajectories[0].first_opening = "<think>\n"
+    RolloutWriter(tmp_path, make_config(), 7).write(7, groups, result.credits, unknown(groups), 3)
+    first, *others = [one for group in read_step(find_step(tmp_path, 7)).groups for one in group.trajectories]
+    assert [first.opening_of(0), first.opening_of(1), others[0].opening_of(0)] == ["<think>\n", "", ""]
+    path = find_step(tmp_path, 7)
+    pq.write_table(pq.read_table(path).drop_columns(["first_opening"]), path)  # as older files are
+    assert read_step(path).groups[0].trajectories[0].opening_of(0) == ""
 
 
 def test_a_row_says_what_credit_assignment_knew(tmp_path):

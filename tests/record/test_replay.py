@@ -19,7 +19,7 @@ from calibadv_jax.core.seeds import random_state
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.tools.replay import equal_turns, kept_config
+from calibadv_jax.tools.replay import comparison_rows, equal_turns, kept_config
 from calibadv_jax.tools.replay import replay as replay_step
 
 
@@ -46,6 +46,7 @@ def test_the_same_settings_give_the_kept_advantages(tmp_path, capsys):
     assert out.splitlines()[0] == f"step 7 of {tmp_path}: 2 groups, 6 trajectories"
     assert "replayed: 12 of 12 turns have the advantage that was kept, bit for bit" in out
     assert shown(out)["advantage/answer/ratio_after"] == ["1", "1"]
+    assert "≠" not in out.replace("(≠)", "") and "0 of " in out
     assert shown(out)["reward/mean"][0] == "-"  # the run's row does not have it
 
 
@@ -53,8 +54,11 @@ def test_another_lambda_shows_what_it_would_have_made_of_the_step(tmp_path, caps
     keep(tmp_path, make_config())
     assert call(tmp_path, "advantage.target_ratio=2", "--step", "7") == 0
     out = capsys.readouterr().out
-    assert shown(out)["advantage/answer/ratio_after"] == ["-", "1", "2"]
-    assert shown(out)["reward/mean"][1] == shown(out)["reward/mean"][2]
+    assert shown(out)["advantage/answer/ratio_after"] == ["-", "1", "2", "≠"]
+    assert shown(out)["reward/mean"][1:] == [shown(out)["reward/mean"][1]] * 2  # not marked
+    marked = [line.split()[0] for line in out.splitlines() if line.endswith("≠")]
+    assert re.search(rf"^{len(marked)} of \d+ metrics differ \(≠\) between replayed and changed$", out, re.M)
+    assert all(name.startswith(("advantage/", "actor/")) for name in marked)
     assert "replayed: 12 of 12" in out
     # Only the answer turn of the group's one winner is rescaled.
     assert "advantage.target_ratio=2: 1 of 12 turns get another advantage" in out
@@ -107,6 +111,34 @@ def test_a_last_bit_of_another_machine_is_no_difference(tmp_path, capsys):
     assert call(tmp_path) == 0
     told = "12 of 12 turns have the advantage that was kept, 11 of them bit for bit,"
     assert f"{told} the other turns within 1e-09" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_changed", "mark"),
+    [
+        (1.0, 1.0 + 1e-6, True, "≠"),  # however little of it the four digits show
+        (1.0, 1.0 + 1e-12, True, ""),
+        (1.0, 1.0 + 1e-6, False, ""),  # a logged sum of float32
+        (1.0, 1.001, False, "≠"),
+        (1.0, None, True, "≠"),
+        (None, 1.0, True, "≠"),
+        (None, 1.0, False, ""),
+        (float("nan"), float("nan"), True, ""),
+    ],
+)
+def test_rows_that_differ_are_marked(before, after, is_changed, mark):
+    columns = {
+        "run": {},
+        "replayed": {"reward/f1": before},
+        "changed": {"reward/f1": after, "reward/em": 1.0},
+    }
+    columns["replayed"]["reward/em"] = 1.0
+    columns = {
+        name: {metric: value for metric, value in column.items() if value is not None}
+        for name, column in columns.items()
+    }
+    rows = {name: cells for name, *cells in comparison_rows(columns, is_changed)}
+    assert rows["reward/f1"][-1] == mark and rows["reward/em"][-1] == ""
 
 
 def test_rewards_are_shuffled_as_they_were(tmp_path):

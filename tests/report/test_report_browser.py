@@ -1,9 +1,22 @@
 """The page in a browser: figures are there, values can be read, nothing leaves the page."""
 
+import shlex
+import threading
+
+import numpy as np
 import pytest
 from report_rig import keep_step, learning_curve, make_run, quickstart_config
 
+from benchmarks.generated_run import make_group, make_tokenizer, write_run
 from calibadv_jax import cli
+from calibadv_jax.config import Config
+from calibadv_jax.pages.run_files import RunFiles
+from calibadv_jax.pages.serve import make_server
+from calibadv_jax.pages.site import Site
+from calibadv_jax.report.gather import gather
+from calibadv_jax.report.page import render
+from calibadv_jax.report.runs import read_runs
+from calibadv_jax.report.settings import group_runs
 
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.slow
@@ -114,6 +127,50 @@ def test_the_keyboard_reads_values(opened):
     assert opened.locator("#f1_by_source .cursor").count() == 2
     opened.keyboard.press("Escape")
     assert read.inner_text() == ""
+
+
+def test_point_names_the_nearest_kept_step_of_each_run(opened):
+    figure, lead = opened.locator("#reward"), opened.locator("#reward .lead")
+    figure.focus()
+    opened.keyboard.press("Enter")
+    assert lead.inner_text() == ""  # no point is chosen
+    opened.keyboard.press("Home")
+    opened.keyboard.press("Enter")
+    assert lead.locator("a").all_inner_texts() == [f"run-{index}, step 1" for index in range(3)]
+    link = lead.locator("a").first.get_attribute("href")
+    assert link.startswith("http://localhost:8420/#run=report") and link.endswith("%2Frun-0&from=1&to=1")
+    command = lead.locator("code").first.inner_text()
+    assert command.startswith("calibadv inspect /") and command.endswith("/run-0")
+    figure.focus()
+    opened.keyboard.press("Escape")
+    assert lead.inner_text() == ""
+
+
+def test_point_leads_to_the_trajectories_of_its_step(page, tmp_path):
+    run, tokenizer = tmp_path / "runs/<b>it's", make_tokenizer()
+    groups = [make_group(tokenizer, number, np.random.default_rng(number)) for number in range(3)]
+    write_run(run, [groups[:1], groups[1:]], Config(), tokenizer)
+    (run / "rollouts/step_1.parquet").unlink()
+    make_run(run, learning_curve(3, 0))
+    with make_server(Site(RunFiles(run)), 0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        series = group_runs(read_runs([run]))
+        (tmp_path / "report.html").write_text(render(series, gather(series), server.server_port))
+        page.goto((tmp_path / "report.html").as_uri())
+        page.locator("#reward").focus()
+        page.keyboard.press("Home")
+        page.keyboard.press("Enter")
+        lead = page.locator("#reward .lead")
+        assert lead.locator("a").inner_text() == "<b>it's, step 2 (the nearest that is kept)"
+        assert shlex.split(lead.locator("code").inner_text()) == ["calibadv", "inspect", str(run)]
+        with page.expect_popup() as popup:
+            page.keyboard.press("Enter")  # the link has the focus
+        popup.value.wait_for_selector("#list[data-ready]", state="attached")
+        assert popup.value.inner_text("#count") == "10 trajectories in 2 groups"
+        assert not popup.value.locator("#notice").is_visible()
+        server.shutdown()
+        thread.join()
 
 
 def test_every_link_of_the_contents_leads_somewhere(opened):

@@ -17,6 +17,9 @@ def gather_folders(*folders, smooth=1) -> Gathered:
     return gather(group_runs(read_runs(list(folders))), smooth)
 
 
+BLAME = {"before": [4.0, 5.0], "after": [1.0, 2.0]}
+
+
 def charts_of(gathered: Gathered) -> dict[str, Chart]:
     return {chart.figure.key: chart for one in gathered.sections for chart in one.charts}
 
@@ -147,6 +150,38 @@ def test_evaluations_during_the_training_have_a_figure(tmp_path, name):
     chart = charts_of(gather_folders(make_run(tmp_path, metrics)))["evaluation_f1"]
     assert chart.figure.title.endswith(": all, greedy")
     assert chart.panels[0].curves[0].steps.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("eval/hotpotqa/hotpot_qa/f1/greedy", "hotpotqa/hotpot qa, greedy"),
+        ("eval/a/f1/b/f1/temperature_0.7", "a/f1/b, temperature 0.7"),
+        ("eval//data/nq//f1/greedy", "/data/nq/, greedy"),
+        ("eval/temperature_1/nq/open/f1", "nq/open, temperature 1"),
+    ],
+)
+def test_data_source_with_slashes_is_drawn(tmp_path, name, line):
+    metrics = {"reward/mean": [0.5, 0.25], name: [0.25, 0.75], name.replace("f1", "em"): [0.5, 0.75]}
+    gathered = gather_folders(make_run(tmp_path, metrics))
+    assert charts_of(gathered)["evaluation_f1"].figure.title == f"F1 on held-out questions: {line}"
+    assert "other" not in [one.section.key for one in gathered.sections]
+
+
+def test_tied_groups_are_one_curve(tmp_path):
+    """Earlier versions logged them a second time."""
+    tied = [0.5, 0.25, 0.0]
+    charts = charts_of(
+        gather_folders(make_run(tmp_path, {"group/tied": tied, "advantage/groups/tied_share": tied}))
+    )
+    assert list(charts) == ["metric_group-tied"]
+    assert charts["metric_group-tied"].panels[0].curves[0].mean.tolist() == tied
+
+
+def test_penalty_of_searches_is_drawn_before_and_after(tmp_path):
+    metrics = {f"advantage/search/negative_{when}": values for when, values in BLAME.items()}
+    (panel,) = charts_of(gather_folders(make_run(tmp_path, metrics)))["search_mass"].panels
+    assert {curve.name: curve.mean.tolist() for curve in panel.curves} == BLAME
 
 
 def test_the_guards_threshold_is_that_of_the_config(tmp_path):

@@ -8,7 +8,7 @@ from replay import replay
 
 from calibadv_jax.core.tags import parse_turn
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
-from calibadv_jax.rewards.format import is_trajectory_valid
+from calibadv_jax.rewards.format import format_flaw, is_trajectory_valid
 
 SEARCH = "<think> t </think>\n<search> q </search>"
 ANSWER = "<think>u</think> <answer>Rome</answer>"
@@ -26,9 +26,10 @@ def turn(kind, text, num_observed=0, **fields):
     )
 
 
-def is_valid(*turns, opening=""):
-    question = Question("q", "?", ("Rome",), "test")
-    return is_trajectory_valid(Trajectory(question, np.zeros(1, np.int32), list(turns), opening=opening))
+def is_valid(*turns, opening="", first_opening=None):
+    question, prompt = Question("q", "?", ("Rome",), "test"), np.zeros(1, np.int32)
+    trajectory = Trajectory(question, prompt, list(turns), opening=opening, first_opening=first_opening)
+    return is_trajectory_valid(trajectory)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,46 @@ def test_prepended_think_is_the_environments():
     assert is_valid(turn("search", search, 4), turn("answer", answer), opening="<think>")
     assert not is_valid(turn("search", search, 4), turn("answer", answer))
     assert not is_valid(turn("search", SEARCH, 4), turn("answer", ANSWER), opening="<think>")
+
+
+CONTINUED = SEARCH.removeprefix("<think>")
+BARE = SEARCH[SEARCH.index("<search>") :]
+
+
+@pytest.mark.parametrize(
+    ("opening", "text", "expected"),
+    [
+        ("<think>\n", CONTINUED, True),
+        ("<think>\nOkay, ", CONTINUED, True),
+        ("<think>\n", SEARCH, False),
+        ("<think>\n", BARE, False),
+        ("<think>\n\n</think>\n\n", BARE, True),
+        ("<think>\n\n</think>\n\n", SEARCH, True),  # a thought of the policy's own
+        ("<think>\n\n</think>\n\n", CONTINUED, False),
+        ("", SEARCH, True),
+    ],
+)
+def test_opening_of_prompt_counts_in_first_turn(opening, text, expected):
+    answer = turn("answer", ANSWER)
+    assert is_valid(turn("search", text, 4), answer, first_opening=opening) is expected
+    assert not is_valid(turn("search", text, 4), turn("search", CONTINUED, 4), answer, first_opening=opening)
+
+
+@pytest.mark.parametrize(
+    ("turns", "flaw"),
+    [
+        ([], "the last turn is not an answer"),
+        ([turn("answer", ANSWER)], "an answer without any action before it"),
+        ([turn("search", SEARCH, 4)], "the last turn is not an answer"),
+        ([turn("search", SEARCH), turn("answer", ANSWER)], "turn 1: the action was not executed"),
+        ([turn("answer", ANSWER, 4), turn("answer", ANSWER)], "turn 1: an answer before the last turn"),
+        ([turn("search", SEARCH, 4), turn("answer", ANSWER + " done")], "turn 2: text after </answer>"),
+        ([turn("search", SEARCH, 4), turn("answer", ANSWER)], ""),
+    ],
+)
+def test_flaw_of_a_trajectory_names_its_turn(turns, flaw):
+    question = Question("q", "?", ("Rome",), "test")
+    assert format_flaw(Trajectory(question, np.zeros(1, np.int32), turns)) == flaw
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,18 @@
 
 import asyncio
 import dataclasses
+from copy import deepcopy
 
 import numpy as np
 import pytest
-from loop_fakes import DOCUMENT, EOS, QUESTION
+from loop_fakes import DOCUMENT, EOS, QUESTION, Loop
 
-from calibadv_jax.config import PromptConfig, RolloutConfig
+from calibadv_jax.config import PromptConfig, RewardConfig, RolloutConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Completion
 from calibadv_jax.core.tags import INVALID_ACTION, STOP_STRINGS
-from calibadv_jax.core.trajectory import Document
+from calibadv_jax.core.trajectory import Document, Group
+from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory, turn_seed
 
 SEARCH = "<think> a </think>\n<search> ann </search>"
@@ -141,6 +143,27 @@ def test_an_invalid_action_may_be_retried(loop, prompt):
     assert loop.retriever.queries == []
 
 
+@pytest.mark.parametrize("prepend_think", [False, True])
+def test_first_turn_continues_thought_of_template(byte_tokenizer, prepend_think):
+    """Later turns begin as prompt.prepend_think says; the tag stands once."""
+    tokenizer = deepcopy(byte_tokenizer)
+    tokenizer.chat_template = "{{ messages[0].content }}{{ '<|im_end|><think>\\n' }}"
+    loop = Loop(tokenizer)
+    later = SEARCH.removeprefix("<think>" * prepend_think)
+    trajectory = loop(
+        SEARCH.removeprefix("<think>"),
+        later,
+        ANSWER.removeprefix("<think>" * prepend_think),
+        prompt=PromptConfig(template="short", prepend_think=prepend_think),
+    )
+    assert loop.text(trajectory.prompt_ids) == "Question: Who?\n<|im_end|><think>\n"
+    assert [turn.think for turn in trajectory.turns] == ["a", "a", "b"]
+    assert trajectory.opening_of(0) == "<think>\n"
+    assert trajectory.opening_of(1) == trajectory.opening_of(2) == "<think>" * prepend_think
+    (group,) = score_groups([Group(QUESTION, [trajectory])], RewardConfig(), np.random.default_rng(0))
+    assert group.trajectories[0].format_valid and group.trajectories[0].answer_score == 1
+
+
 def test_the_authors_words_for_an_invalid_action():
     assert INVALID_ACTION == (
         "\nMy previous action is invalid. If I want to search, I should put the query between <search> and "
@@ -258,9 +281,12 @@ def test_the_policy_can_not_write_an_observation(loop):
     ].any()
 
 
-def test_a_search_that_finds_nothing_says_so(loop):
+def test_search_that_finds_nothing_says_so(loop):
     trajectory = loop(SEARCH, ANSWER, found={})
-    assert trajectory.turns[0].observation_text == "\n\n<information></information>\n\n"
+    search = trajectory.turns[0]
+    assert search.observation_text == "\n\n<information>No results found.</information>\n\n"
+    assert loop.text(search.observation_ids) == search.observation_text
+    assert (search.documents, search.is_refused) == ((), False)
     assert kinds(trajectory) == ["search", "answer"]
 
 

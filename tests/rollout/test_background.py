@@ -107,7 +107,7 @@ def test_an_action_that_does_not_close_keeps_nothing_else_open(open_rollouts, en
     with pytest.raises(SystemExit if ending else UserError) as caught, rollouts:
         if ending:
             raise ending
-    assert caught.value is ending or str(caught.value).startswith("action tool: close failed (OSError: gone)")
+    assert caught.value is ending or str(caught.value).startswith("action tool: close failed: OSError: gone")
     assert rollouts.context.sampler.closed == rollouts.context.retriever.closed == 1
     assert not rollouts._thread.is_alive()
 

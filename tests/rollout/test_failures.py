@@ -7,6 +7,7 @@ import pytest
 from loop_fakes import DOCUMENT, DictRetriever, ScriptedSampler
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
+from calibadv_jax.core import secrets
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Completion
 from calibadv_jax.core.tags import QUERY_REFUSED, neutralise
@@ -61,6 +62,15 @@ def test_a_search_that_fails_ends_its_trajectory_only(byte_tokenizer):
     assert failed.turns[0].observation_text == "" and failed.seconds > 0
     assert all(one.answer == "Ann" for one in groups[1].trajectories)
     assert sorted(sampler.released) == sorted(sampler.written)
+
+
+def test_kept_errors_name_the_variable_of_a_key(byte_tokenizer, monkeypatch):
+    monkeypatch.setattr(secrets, "_references", {"hunter2": "${oc.env:MY_KEY}"})
+    error = RequestFailed("tool", "MCP server srv --key hunter2: gone")
+    groups = collect(
+        byte_tokenizer, ScriptedSampler(byte_tokenizer, script), FailingRetriever(error, {"bob"})
+    )
+    assert groups[1].failed[0].error == "tool: MCP server srv --key ${oc.env:MY_KEY}: gone"
 
 
 def test_a_completion_that_fails_ends_its_trajectory_only(byte_tokenizer):

@@ -11,7 +11,7 @@ from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.rollout.observation import decode, encode
-from calibadv_jax.rollout.prompts import TEMPLATES, build_prompt, template_text
+from calibadv_jax.rollout.prompts import TEMPLATES, build_prompt, open_prompt, template_text
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -90,6 +90,101 @@ def test_a_template_without_a_place_for_the_question_is_refused():
 def test_the_environment_may_open_the_thought(byte_tokenizer, chat_tokenizer):
     assert prompt(byte_tokenizer, prepend_think=True) == "Question: Who?\n<think>"
     assert prompt(chat_tokenizer, prepend_think=True).endswith("assistant\n<think>")
+
+
+def opened(tokenizer, chat_template, text="Who?", question=None, **config):
+    """End of a prompt behind the question, and what of it begins the first turn."""
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.chat_template = chat_template
+    config = PromptConfig(**{"template": "{question}."} | config)
+    ids, opening = open_prompt(question or ask(text), tokenizer, config, 4096)
+    return decode(tokenizer, ids).rpartition(".")[2], opening
+
+
+ASSISTANT = "{{ messages[-1].content }}<|im_end|>assistant\n"
+CLOSED = "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("added", "opening"),
+    [
+        ("", ""),
+        ("<think>\n", "<think>\n"),
+        ("<think>Okay, ", "<think>Okay, "),
+        (CLOSED, CLOSED),
+        ("</think>", ""),  # no turn could begin so
+    ],
+)
+def test_text_of_template_begins_first_turn(byte_tokenizer, added, opening):
+    template = ASSISTANT + "{{ '" + added.replace("\n", "\\n") + "' }}"
+    end = "<|im_end|>assistant\n" + added
+    assert opened(byte_tokenizer, template) == (end, opening)
+    assert opened(byte_tokenizer, template, "think") == (end, opening)
+    is_open = opening.startswith("<think>") and opening != CLOSED
+    expected = (end, opening) if is_open else (end + "<think>", "<think>")
+    assert opened(byte_tokenizer, template, prepend_think=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "opening"),
+    [
+        ("Write <think> and </think>. {question}.", ""),
+        ("{question}. Write <think> and </think>", ""),
+        ("{question}. Assistant: <think>", "<think>"),
+        ("<|im_end|> Write <think>. {question}.<|im_end|><think>\n", "<think>\n"),
+        ("<|im_end|> Write <think>. {question}.", ""),
+    ],
+)
+def test_text_that_explains_the_tag_opens_nothing(byte_tokenizer, template, opening):
+    assert opened(byte_tokenizer, None, template=template)[1] == opening
+    assert opened(byte_tokenizer, "[INST]{{ messages[0].content }}[/INST]", template=template)[1] == ""
+    assert opened(byte_tokenizer, ASSISTANT, "<think>", template="{question}")[1] == ""
+
+
+def test_rows_own_prompt_may_open_the_thought(byte_tokenizer):
+    question = replace(ask("Who?"), prompt=(Message("user", ("Question: ", ".\n<think>")),))
+    assert opened(byte_tokenizer, None, question=question, template="from_data") == ("\n<think>", "<think>")
+
+
+def test_template_takes_further_arguments(byte_tokenizer):
+    template = ASSISTANT + "{% if enable_thinking is false %}<think></think>{% else %}<think>{% endif %}"
+    assert opened(byte_tokenizer, template)[1] == "<think>"
+    arguments = {"enable_thinking": False}
+    assert opened(byte_tokenizer, template, chat_template_kwargs=arguments)[1] == "<think></think>"
+    with pytest.raises(
+        UserError, match="chat_template_kwargs: the chat template of .* uses no enable_thinking"
+    ):
+        opened(byte_tokenizer, ASSISTANT, chat_template_kwargs=arguments)
+    with pytest.raises(UserError, match="chat_template_kwargs needs a chat template, and none is used"):
+        opened(byte_tokenizer, template, chat_template_kwargs=arguments, chat="off")
+    for name in ("add_generation_prompt", "date_string"):
+        with pytest.raises(ValueError, match=f"chat_template_kwargs may not hold '{name}'"):
+            PromptConfig(chat_template_kwargs={name: False})
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            "{{ raise_exception('no system\\nmessage') }}",
+            "of the role system and user: TemplateError: no system",
+        ),
+        ("{% for %}", "of the role system and user: TemplateSyntaxError: "),
+        ("{{ messages[9].content.strip() }}", "of the role system and user: UndefinedError: "),
+        ("{{ 1 // 0 }}", "of the role system and user: ZeroDivisionError: "),
+        ("{{ messages[0].content }}", "drops the message of the role user"),
+        ("{{ messages[1].content }}", "drops the message of the role system"),
+        ("{{ none }}", "drops the message of the role system"),
+        ("", "drops the message of the role system"),
+    ],
+)
+def test_template_that_fails_is_one_line(byte_tokenizer, template, words):
+    tokenizer = deepcopy(byte_tokenizer)
+    tokenizer.chat_template, tokenizer.name_or_path = template, "models/own"
+    with pytest.raises(UserError) as caught:
+        carried(tokenizer, system=[Message("system", ("You help.",))])
+    assert str(caught.value).startswith("the chat template of models/own ")
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_chat_follows_the_config_and_the_tokenizer(byte_tokenizer, chat_tokenizer):

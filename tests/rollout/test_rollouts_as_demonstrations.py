@@ -1,6 +1,7 @@
 """A kept rollout that is selected for `calibadv sft` becomes the tokens that the agent loop wrote."""
 
 import asyncio
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -74,9 +75,12 @@ TURNS = {
 }
 
 
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content }}<think>"])
 @pytest.mark.parametrize("prepend_think", [False, True])
 @pytest.mark.parametrize("turns", TURNS.values(), ids=TURNS)
-def test_a_selected_rollout_is_shown_as_it_was(tmp_path, byte_tokenizer, turns, prepend_think):
+def test_a_selected_rollout_is_shown_as_it_was(tmp_path, byte_tokenizer, turns, prepend_think, template):
+    byte_tokenizer = deepcopy(byte_tokenizer)
+    byte_tokenizer.chat_template = template
     own = [ToolConfig(f"{__name__}:{one}") for one in ("Add", "Both", "Own")]
     config = Config(
         prompt=PromptConfig(template="short", prepend_think=prepend_think),
@@ -85,6 +89,8 @@ def test_a_selected_rollout_is_shown_as_it_was(tmp_path, byte_tokenizer, turns, 
     )
     opening = "" if prepend_think else "<think>"
     texts = [f"{opening} t </think>{one}" for one in (*turns, "<answer> Ann </answer>")]
+    if template:
+        texts[0] = texts[0].removeprefix("<think>")
     context = RolloutContext(
         ScriptedSampler(byte_tokenizer, lambda _, turn: texts[turn]),
         Pages({"ann": [DOCUMENT], "bob": [DOCUMENT, LONG]}),

@@ -25,7 +25,11 @@ def test_what_is_switched_on_is_said():
     plain = Config()
     reward = replace(plain.reward, overlong_penalty=1, overlong_from=100, overlong_until=200)
     data, rollout = replace(plain.data, rest_above=0.9), replace(plain.rollout, replace_tied=7)
-    said = describe_choices(replace(plain, reward=reward, data=data, rollout=rollout))[-3:]
+    policy = replace(plain.policy, lora=replace(plain.policy.lora, rank=8, targets=["q", "v"]))
+    lora, *said = describe_choices(replace(plain, reward=reward, data=data, rollout=rollout, policy=policy))[
+        -4:
+    ]
+    assert lora == "adapters ON: rank 8, alpha 32 at q, v; the base stays as it is, in bfloat16"
     assert "from 100 sampled tokens" in said[0] and "by 1 at 200" in said[0]
     assert "up to 7 further questions" in said[1]
     assert "below 0 or above 0.9" in said[2]

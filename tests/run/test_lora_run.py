@@ -217,6 +217,20 @@ def test_adapters_to_begin_with_are_those_of_the_folder(whole, base, tmp_path):
         load_adapters(adapter, MODEL.policy, None)
 
 
+def test_adapter_export_has_a_model_card(whole, base, tmp_path):
+    folder, _ = whole
+    config = replace(
+        config_of(tmp_path, base),
+        run=RunConfig(dir=str(folder)),
+        export=ExportConfig(adapter_output=str(tmp_path / "adapter")),
+    )
+    text = (export(config, adapter=True) / "README.md").read_text()
+    assert 'library_name: "peft"' in text and "| step | 4 |" in text
+    assert f'from_pretrained("{base.name}", torch_dtype=torch.float32)' in text
+    assert str(base.parent) not in text
+    export(config, adapter=True)  # over the former export, card and all
+
+
 def test_a_run_without_adapters_has_none_to_export(tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)

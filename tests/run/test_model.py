@@ -8,15 +8,100 @@ from pathlib import Path
 
 import pytest
 from tiny_policy import SHAPE
-from tokenizers import Tokenizer, models
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
-from calibadv_jax.run.model import Model, build_model, load_tokenizer
+from calibadv_jax.run.model import Model, build_model, load_tokenizer, lost_probes
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def of_bytes(normalizer=None, decoder=decoders.ByteLevel()):  # noqa: B008
+    """A byte-level tokenizer of one token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def of_sentencepiece():
+    """With a space before the first word, and bytes for letters without a token, as Llama 2's."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"whorteincty"]
+    words = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.BPE(words, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    ("make", "lost"),
+    [
+        (of_bytes, []),
+        (of_sentencepiece, []),
+        (build_word_tokenizer, []),  # most words are unknown to it
+        (lambda: of_bytes(normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])), []),
+        (lambda: of_bytes(normalizers.Replace(Regex(r"\s+"), " ")), []),
+        (
+            lambda: of_bytes(normalizers.Replace(" ", "")),
+            ["spaces", "digits", "accents", "Chinese"],
+        ),
+        (lambda: of_bytes(normalizers.Replace("\n", "")), ["newlines"]),
+        (lambda: of_bytes(normalizers.Replace(Regex(r"\d"), "0")), ["digits"]),
+        (
+            lambda: of_bytes(normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])),
+            ["accents"],
+        ),
+        (lambda: of_bytes(normalizers.Replace(Regex(r"\p{Han}"), "")), ["Chinese"]),
+        (lambda: of_bytes(decoder=None), ["spaces", "digits", "accents", "Chinese", "newlines"]),
+    ],
+)
+def test_lost_probes_are_what_decoding_lacks(make, lost):
+    assert lost_probes(make()) == lost
+
+
+def test_tokenizer_class_that_loses_spaces_is_refused(tmp_path):
+    """GPT-2's class makes a byte-level tokenizer of the words of another kind of file."""
+    build_word_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
+    with pytest.raises(UserError) as refused:
+        load_tokenizer(tmp_path)
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path}: the tokenizer, read as GPT2Tokenizer by transformers ")
+    assert "loses spaces, digits, " in message and "'who wrote it in the city' becomes '" in message
+    assert message.endswith("set tokenizer_class to TokenizersBackend in tokenizer_config.json there")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "TokenizersBackend"}))
+    assert load_tokenizer(tmp_path).encode("who") == build_word_tokenizer().encode("who")
+
+
+def test_tokenizer_file_that_loses_digits_is_refused(tmp_path):
+    """Its class is right, so that another folder is the way out."""
+    of_bytes(normalizers.Replace(Regex(r"\d"), "")).save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"loses digits: '1291 and 12345' becomes ' and '; set policy\.tokenizer"
+    ):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("tokenizer.json", {"model": 1}), ("tokenizer_config.json", {"tokenizer_class": "T5Tokenizer"})],
+)
+def test_tokenizer_that_cannot_be_read_is_one_line(tmp_path, file, content):
+    of_bytes().save_pretrained(tmp_path)
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"{tmp_path}: no tokenizer can be loaded: ") as refused:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("generation", "expected"), [(None, [1, 5]), ({"eos_token_id": [9, 5]}, [1, 5, 9])])
@@ -57,7 +142,7 @@ def test_a_tokenizer_splits_alike_alone_and_beside_a_policy(tmp_path, model_type
 @pytest.mark.medium
 def test_a_models_own_tokenizer_keeps_its_class(tmp_path):
     """As the models of the paper name it, which AutoTokenizer knows how to make."""
-    build_word_tokenizer().save_pretrained(tmp_path)
+    of_bytes().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "qwen2"}))
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}))

@@ -1,9 +1,14 @@
 """How the next tokens are drawn from logits."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_rig import check_filter
 
+from calibadv_jax.sampler import sampling
 from calibadv_jax.sampler.sampling import sample_tokens
 
 
@@ -21,6 +26,109 @@ def test_filters_keep_the_best_tokens(top_p, top_k, allowed):
     )
     assert set(np.asarray(tokens).tolist()) == allowed
     np.testing.assert_allclose(logprobs, np.asarray(logits)[0, np.asarray(tokens)], atol=1e-6)
+
+
+@pytest.mark.parametrize(("top_p", "top_k", "best"), [(1e-6, 0, 1), (1.0, 3, 3)])
+def test_filters_hold_without_compiler_optimisation(top_p, top_k, best):
+    """There a program may compute a log-probability twice, with two results."""
+    rows, vocab = 8, 37
+    vectors = jnp.full(rows, 0.7), jnp.full(rows, top_p), jnp.full(rows, top_k, jnp.int32)
+    program = None
+    rng = np.random.default_rng(0)
+    for position in range(40):
+        logits = jnp.asarray(3 * rng.normal(size=(rows, vocab)), jnp.float32)
+        arguments = (logits, jnp.arange(rows, dtype=jnp.uint32), jnp.full(rows, position), *vectors)
+        if program is None:
+            lowered = jax.jit(partial(sample_tokens, filtered=True)).lower(*arguments)
+            program = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+        tokens = np.asarray(program(*arguments)[0])
+        allowed = np.argsort(-logits, axis=-1)[:, :best]
+        assert (tokens[:, None] == allowed).any(-1).all(), position
+
+
+def test_filter_compares_logits_that_it_sorts():
+    check_filter(jax.devices()[0])
+
+
+def test_best_token_stays_if_logits_are_recomputed():
+    """As where a compiler computes the logits once for the sort and once, higher or lower, for the rest."""
+    logits = jnp.array([[0.0, 2.0, 1.0, -3.0]])
+    best, ones = jnp.array([1]), jnp.ones(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jnp, "sort", lambda array, **options: array[:, jnp.array([1, 2, 0, 3])] + 1e-6)
+        mask = sampling._filter_mask(logits, best, ones[:, None], ones, ones.astype(jnp.int32))
+    assert mask.tolist() == [[False, True, False, False]]
+
+
+def test_small_vocabulary_is_drawn_with_one_number():
+    """The figures of docs/results.md were drawn so."""
+    rows, vocab = 200, 4096
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(rows, vocab)), jnp.float32)
+    seeds, ones = jnp.arange(rows, dtype=jnp.uint32), jnp.ones(rows)
+    tokens, _ = sample_tokens(logits, seeds, jnp.full(rows, 3), ones, ones, jnp.zeros(rows, jnp.int32), False)
+    keys = [jax.random.fold_in(jax.random.key(seed), 3) for seed in range(rows)]
+    uniform = np.array([jax.random.uniform(key, ()) for key in keys])
+    cumulative = np.asarray(jnp.cumsum(jnp.exp(jax.nn.log_softmax(logits)), axis=-1))
+    np.testing.assert_array_equal(tokens, (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1))
+
+
+def test_token_without_probability_is_never_drawn():
+    """The cumulative sum of a token without weight may be larger than the sum before it, by rounding."""
+    rng = np.random.default_rng(0)
+    weights = np.where(rng.random(2000) < 0.5, rng.random(2000), 0).astype(np.float32)
+    weights[-500:] = 0
+    cumulative = np.asarray(jnp.cumsum(weights))
+    assert ((weights[1:] == 0) & (np.diff(cumulative) != 0)).any()
+    uniform = np.append(cumulative / cumulative[-1], np.float32(1))  # 1 is above all that is drawn
+    tokens = sampling._inverse_transform(jnp.tile(weights, (len(uniform), 1)), jnp.asarray(uniform))
+    assert (weights[np.asarray(tokens)] > 0).all()
+
+
+def drawn_shares(weights):
+    """The share of all 2**23 numbers of `jax.random.uniform` that draw each index, float64 [N].
+
+    Counted at the ends of the indices' intervals, which are compared with `_inverse_transform` itself.
+    """
+    row = jnp.asarray(weights)[None]
+    cumulative = np.asarray(jnp.cumsum(row, axis=-1))[0]
+    reach = np.maximum.accumulate(np.where(weights > 0, cumulative, -np.inf))
+    ends = np.searchsorted(UNIFORM * cumulative[-1], reach)
+    some = np.linspace(0, len(weights) - 1, 7).astype(int)
+    last = np.minimum(ends[some], len(UNIFORM) - 1)
+    tokens = jax.vmap(lambda number: sampling._inverse_transform(row, number[None])[0])(UNIFORM[last])
+    np.testing.assert_array_equal(tokens, np.searchsorted(ends, last, side="right"))
+    return np.diff(ends, prepend=0) / len(UNIFORM)
+
+
+UNIFORM = np.arange(2**23, dtype=np.float32) * np.float32(2**-23)
+
+
+@pytest.mark.medium
+def test_large_vocabularies_are_drawn_as_reported(monkeypatch):
+    """Total variation between the drawn and the reported probabilities, without sampling noise."""
+    vocab = 151_936
+    logits = 2 * np.random.default_rng(0).normal(size=(1, vocab))
+    logprobs = np.asarray(jax.nn.log_softmax(jnp.asarray(logits, jnp.float32)))
+    key = jax.random.key(0)[None]
+    parts, real = [], sampling._inverse_transform
+
+    def recorded(weights, uniform):
+        parts.append(np.asarray(weights))
+        return real(weights, uniform)
+
+    monkeypatch.setattr(sampling, "_inverse_transform", recorded)
+    sampling._draw(jnp.exp(logprobs), key)
+    monkeypatch.undo()
+    blocks = parts[0][0]
+    assert len(parts) == 2 and parts[1].shape == (1, sampling.BLOCK)
+    inside = np.pad(np.exp(logprobs[0]), (0, -vocab % sampling.BLOCK)).reshape(len(blocks), -1)
+    np.testing.assert_allclose(inside.sum(-1), blocks, rtol=1e-5)
+    assert any(np.allclose(parts[1][0], block, rtol=1e-6) for block in inside)
+    shares = np.concatenate(
+        [p * drawn_shares(block) for p, block in zip(drawn_shares(blocks), inside, strict=True)]
+    )
+    variation = np.abs(shares[:vocab] - np.exp(logprobs[0].astype(np.float64))).sum() / 2
+    assert variation < 3e-5
 
 
 def test_of_equally_likely_tokens_greedy_takes_the_first():

@@ -31,6 +31,10 @@ def wanted(extras):
     return found
 
 
+def applies(requirement, python):
+    return requirement.marker is None or requirement.marker.evaluate(environment(python))
+
+
 def environment(python):
     return {
         "python_version": python,
@@ -50,12 +54,14 @@ def test_a_lock_satisfies_the_project_on_every_python(name):
     lines = (ROOT / f"requirements/{name}.txt").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if not PIN.fullmatch(line)] == []  # no index, path, option or local build
     for python in ("3.11", "3.12", "3.13"):
-        here, pins = environment(python), {}
+        pins = {}
         for one in map(Requirement, lines):
-            if one.marker is None or one.marker.evaluate(here):
+            if applies(one, python):
                 assert canonicalize_name(one.name) not in pins, f"{one.name} has two versions"
                 pins[canonicalize_name(one.name)] = str(one.specifier).removeprefix("==")
         for one in wanted(EXTRAS[name]):
+            if not applies(one, python):
+                continue
             pin = pins.get(canonicalize_name(one.name))
             assert pin and one.specifier.contains(pin), f"{name}, Python {python}: {one} but {pin}"
 
@@ -67,3 +73,24 @@ def test_every_lock_is_one_that_the_script_writes():
         == EXTRAS
     )
     assert sorted(file.stem for file in (ROOT / "requirements").iterdir()) == sorted(EXTRAS)
+
+
+@pytest.mark.parametrize(
+    ("name", "python", "refused", "allowed"),
+    [
+        ("flax", "3.11", "0.12.7", "0.12.8"),  # the newest for Python 3.11
+        ("flax", "3.12", "0.12.9", "0.12.10"),  # below it "import flax" fails beside JAX 0.11.2 and 0.12
+        ("flax", "3.13", "0.12.9", "0.12.12"),
+        ("aiohttp", "3.11", "3.14.2", "3.14.3"),
+        ("starlette", "3.11", "1.3.0", "1.3.1"),
+        ("fastapi", "3.11", "0.132.0", "0.133.0"),  # below it Starlette has to be older than 1.0
+    ],
+)
+def test_bounds_exclude_versions_that_fail(name, python, refused, allowed):
+    bounds = [
+        requirement.specifier
+        for requirement in wanted(["retriever"])
+        if requirement.name == name and applies(requirement, python)
+    ]
+    assert len(bounds) == 1
+    assert allowed in bounds[0] and refused not in bounds[0]

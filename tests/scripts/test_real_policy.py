@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -107,6 +108,75 @@ def test_keys_of_later_stages_leave_an_earlier_one_alone(tmp_path, now):
     done = script(*options, now)
     assert "made with other settings" not in done.stderr
     assert "== coverage" in done.stdout
+
+
+# Pretends to train and to evaluate: a run keeps one checkpoint, as configs/real.yaml does.
+STUB = """
+import json, runpy, sys
+from pathlib import Path
+
+keys = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+command = sys.argv[3] if sys.argv[1] == "-m" else sys.argv[1]
+if command == "-c":
+    exec(sys.argv[2])
+elif command.endswith(".py"):
+    sys.argv = sys.argv[1:]
+    runpy.run_path(command, run_name="__main__")
+elif "--dry-run" in sys.argv:
+    print("learner: {steps: " + keys["learner.steps"] + "}")
+elif command == "train":
+    folder = Path(keys["run.dir"], "checkpoints")
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        old.rmdir()
+    (folder / keys["learner.steps"]).mkdir()
+elif command == "evaluate":
+    policy = Path(keys["evaluate.policy"])
+    step = int(policy.name) if policy.parent.name == "checkpoints" else None
+    scores = {"0": {"all": {"f1": 0.5}}}
+    report = {"policy": {"step": step}, "scores": scores, "intervals": {}}
+    Path(keys["evaluate.output"]).write_text(json.dumps(report))
+elif command == "compare":
+    f1 = {"difference": 0.25, "interval": None, "p_value": 1.0}
+    Path(sys.argv[-1]).write_text(json.dumps({"differences": {"0": {"f1": {"all": f1}}}}))
+"""
+
+
+@pytest.fixture
+def stubbed(tmp_path):
+    """Runs the script with the stub; and the steps in the table's labels."""
+    options, _ = used_folder(tmp_path, "")
+    (tmp_path / "output/asked/demonstrations").unlink()
+    (tmp_path / "stub.py").write_text(STUB)
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/stub.py "$@"\n')
+    program.chmod(0o755)
+
+    def run(*more):
+        done = script(*options[:-1], program, "--arms", "grpo", *more)
+        return done, re.findall(r"^\| grpo-seed-0-steps-(\d+) \|", done.stdout, re.MULTILINE)
+
+    return run
+
+
+def test_evaluations_are_named_after_the_measured_step(stubbed, tmp_path):
+    assert stubbed("--steps", "2")[1] == ["2"]
+    assert stubbed("--steps", "4")[1] == ["2", "4"]
+    done, steps = stubbed("--steps", "3")
+    assert done.returncode == 2 and steps == []
+    assert (
+        "grpo/seed-0 was trained to step 4 and keeps no checkpoint of step 3; give --steps 4" in done.stderr
+    )
+    assert stubbed("--steps", "2")[1] == ["2", "4"]  # as it was measured then
+    assert stubbed("--steps", "9", "learner.steps=5")[1] == ["2", "4", "5"]
+    # An earlier version named the newest checkpoint after --steps.
+    (tmp_path / "output/evaluations/grpo-seed-0-steps-5.json").rename(
+        tmp_path / "output/evaluations/grpo-seed-0-steps-3.json"
+    )
+    table = subprocess.run(
+        [sys.executable, ROOT / "scripts/real_table.py", tmp_path / "output"], capture_output=True, text=True
+    ).stdout
+    assert "| grpo-seed-0-steps-5 |" in table and "steps-3" not in table
 
 
 def gpu_script(*arguments):

@@ -145,6 +145,38 @@ def test_a_judge_that_is_gone_or_says_nothing_fails_the_trajectory(endpoint, mon
         assert type(failure) is UserError and way_out in str(failure)
 
 
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (
+            {"message": {"content": "It is.\ncorrect"}},
+            "the last line is 'correct', but must be the key",
+        ),
+        ({"message": {"content": "yes"}, "finish_reason": "stop"}, "yes, no or a number from 0 to 1"),
+        ({"message": {"content": None}, "finish_reason": "length"}, "cut after reward.judge.max_tokens=512"),
+        ({}, "the reply is no chat completion"),
+    ],
+)
+def test_reply_without_a_verdict_names_the_expected_line(endpoint, monkeypatch, choice, message):
+    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.0)
+    handler, config = endpoint
+    handler.replies += [(200, {"choices": [choice]})] * waiting.BAD_REPLIES
+    (failure,) = scores(config, "Paris")
+    assert isinstance(failure, RequestFailed) and message in str(failure)
+    assert "start the endpoint" not in str(failure)
+    (failure,) = scores(replace(config, url="http://127.0.0.1:9/v1", patience=waiting.ONCE), "Paris")
+    assert "/v1: no answer (" in str(failure) and "start the endpoint" in str(failure)
+
+
+def failing(trajectory):
+    raise RuntimeError("half\nwritten")
+
+
+def test_error_in_own_reward_names_file_and_line():
+    with pytest.raises(UserError, match=r"'q': RuntimeError: half written \(/.*test_judge.py:\d+\); it must"):
+        score_trajectory(answered("Paris"), RewardConfig(answer="test_judge:failing"))
+
+
 def test_the_prompt_is_a_file(endpoint, tmp_path):
     handler, config = endpoint
     (tmp_path / "prompt.txt").write_text("Be strict.", encoding="utf-8")

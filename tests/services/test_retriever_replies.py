@@ -26,6 +26,11 @@ def test_a_passage_keeps_the_id_of_its_row_in_both_contracts(row):
     assert plain[0].score == 0.5
 
 
+@pytest.mark.parametrize("is_reranked", [False, True])
+def test_empty_list_is_no_documents(is_reranked):
+    assert read(is_reranked=is_reranked) == []
+
+
 def test_passages_of_another_service_are_known_by_their_text():
     """The authors' service sends no ids; two passages of one article are two documents."""
     texts = ['"Ada"\nfirst part', '"Ada"\nsecond part']

@@ -25,6 +25,7 @@ from calibadv_jax.config import (
     RetrieverConfig,
     RunConfig,
     dump_config,
+    load_config,
 )
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
@@ -165,6 +166,19 @@ def test_the_card_has_the_scores_of_this_policy_and_of_no_other(run, tmp_path, s
     assert "0.500" not in card_of(tmp_path / "hf")[1]
 
 
+def test_card_names_the_variable_of_a_key(run, tmp_path, monkeypatch):
+    config, _ = run
+    monkeypatch.setenv("MY_KEY", "hunter2")
+    (tmp_path / "run.yaml").write_text("tools: [search, {mcp: {command: 'srv --key ${oc.env:MY_KEY}'}}]")
+    tools = load_config(tmp_path / "run.yaml").tools
+    for number in range(2):  # without a kept config, and with one
+        export(replace(config, tools=tools))
+        card = (tmp_path / "hf/README.md").read_text()
+        assert "hunter2" not in card and "srv --key ${oc.env:MY_KEY}" in card
+        (tmp_path / "run/configs").mkdir(exist_ok=True)
+        (tmp_path / f"run/configs/{number}.yaml").write_text(dump_config(replace(config, tools=tools)))
+
+
 def test_it_is_sampled_as_in_training(tiny, run, tmp_path):
     """The first policy's temperature and penalties are not those of the training; its tokens are."""
     config, _ = run
@@ -227,3 +241,15 @@ def test_a_damaged_evaluation_is_one_line(run, tmp_path):
     damaged = replace(config, evaluate=EvaluateConfig(output=str(tmp_path / "evaluation.json")))
     with pytest.raises(UserError, match="evaluation.json: not valid JSON"):
         export(damaged)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_output_in_another_run_is_refused(run, tmp_path, adapter):
+    config, _ = run
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/sft.yaml").touch()
+    key = "adapter_output" if adapter else "output"
+    there = replace(config, export=replace(config.export, **{key: str(tmp_path / "old/hf")}))
+    with pytest.raises(UserError, match=rf"^export.{key}=.*/old/hf lies in the folder of another run, "):
+        export(there, adapter)
+    assert not (tmp_path / "old/hf").exists()

@@ -1,7 +1,9 @@
 """Folders that transformers wrote, loaded here; folders written here, loaded by transformers."""
 
 import json
+import os
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import to_hf
 from calibadv_jax.snapshots.huggingface import (
     SAMPLED,
+    check_weights,
     load_params,
     read_hf_config,
     save_folder,
@@ -206,10 +209,31 @@ def test_one_error_lists_missing_extra_and_misshapen_tensors(tiny, folder):
     with pytest.raises(UserError) as caught:
         load_params(folder, tiny.policy, None)
     message = str(caught.value)
+    with pytest.raises(UserError) as of_headers:
+        check_weights(folder, tiny.policy)
+    assert str(of_headers.value) == message
     assert message.startswith(f"{folder}: 3 tensor(s) do not fit config.json: ")
     assert "missing model.norm.weight [16]" in message
     assert "unexpected model.layers.0.self_attn.q_proj.bias [4]" in message
     assert "model.layers.1.mlp.up_proj.weight has shape [3, 16] instead of [24, 16]" in message
+
+
+def test_headers_of_sharded_weights_are_compared(tiny, tmp_path):
+    """Values are not read: the files end behind their headers and are as long as they say."""
+    folder = save_folder(tiny.params, tiny.config, tmp_path / "hf", "float32", None, max_shard_bytes=4096)
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
+        size = path.stat().st_size
+        header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+        os.truncate(path, header)
+        os.truncate(path, size)
+    count = sum(len(load_file(path)) for path in files)
+    assert len(files) > 1
+    expected = f"{count} tensors in {len(files)} file(s) of {folder} have the policy's shapes"
+    assert check_weights(folder, tiny.policy) == expected
+    other = Policy(replace(tiny.policy.architecture, head_dim=32), Numerics())
+    with pytest.raises(UserError, match=r"tensor\(s\) do not fit config.json: .* instead of"):
+        check_weights(folder, other)
 
 
 def test_a_tied_model_may_carry_an_equal_head_only(tiny, folder):

@@ -37,14 +37,16 @@ class Script:
 
 
 class Shelf:
-    """A retriever with two documents, or with an error."""
+    """A retriever with two documents, or with these, or with an error."""
 
-    def __init__(self, error=None):
-        self.error = error
+    def __init__(self, error=None, documents=None):
+        self.error, self.documents = error, documents
 
     async def search(self, queries):
         if self.error:
             raise self.error
+        if self.documents is not None:
+            return [self.documents]
         return [[Document("1", "Ann", "word " * 100), Document("2", "\x1b[2JBob\u202e", "b\x07")]]
 
     async def close(self):
@@ -91,6 +93,11 @@ def test_turns_and_folded_documents_are_said_in_order(talk, monkeypatch):
     assert sampler.released == "ask/0/0"
 
 
+def test_thought_that_the_prompt_opened_is_shown(talk):
+    said, _ = talk(Script(SEARCH.removeprefix("<think>"), ANSWER.removeprefix("<think>")), Shelf())
+    assert [line for line in said if line.startswith("think")] == ["think   look", "think   so"]
+
+
 def test_the_temperature_is_the_one_asked_for(talk):
     sampler = Script(ANSWER)
     talk(sampler, Shelf(), temperature=0.7)
@@ -113,6 +120,11 @@ def test_a_missing_answer_says_why(talk, texts, reason):
 def test_a_refused_query_is_said_and_the_policy_goes_on(talk):
     said, trajectory = talk(Script(SEARCH, ANSWER), Shelf(QueryRefused("no")))
     assert "        the retriever does not take this query" in said and trajectory.answer == "Ann"
+
+
+def test_search_without_results_is_said(talk):
+    said, trajectory = talk(Script(SEARCH, ANSWER), Shelf(documents=[]))
+    assert "        No results found." in said and trajectory.answer == "Ann"
 
 
 def test_a_service_that_is_gone_is_an_error_not_an_answer(talk):

@@ -12,6 +12,7 @@ import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted
 
 from calibadv_jax import cli
+from calibadv_jax.evaluation.records import FIELDS
 from calibadv_jax.tools import compare
 
 
@@ -42,7 +43,8 @@ def test_the_table_and_the_numbers(pair, capsys, tmp_path):
     first, second, _ = pair
     status, out, _ = call(first, second.with_suffix(".jsonl"), "--output", tmp_path / "c.json", capsys=capsys)
     assert status == 0
-    header, _, *lines = out.splitlines()
+    side_a, side_b, header, _, *lines = out.splitlines()
+    assert side_a == f"A: {first}" and side_b == f"B: {second.with_suffix('.jsonl')}"
     assert header.split()[:6] == ["temperature", "metric", "data", "questions", "A", "B"]
     assert "95% interval" in header and len(lines) == 2 * 3 * 4
     line = next(line.split() for line in lines if line.split()[:3] == ["0", "em", "b"])
@@ -64,7 +66,31 @@ def test_metrics_and_confidence_are_chosen(pair, capsys):
     assert "no metric 'pass@2'; it has f1, em, cover_em, format, answered, searches, tokens" in error
     status, out, _ = call(first, second, "--metrics", "tokens", "--confidence", "0.9", capsys=capsys)
     assert status == 0 and "90% interval" in out
-    assert {line.split()[1] for line in out.splitlines()[2:]} == {"tokens"}
+    assert {line.split()[1] for line in out.splitlines()[4:]} == {"tokens"}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"a": 29, "b": 1}, "fewer than 30 questions (a: 29, b: 1)"),
+        ({"a": 30, "b": 12}, "fewer than 30 questions (b: 12)"),
+        ({"a": 12}, "fewer than 30 questions (all: 12, a: 12)"),
+        ({"a": 30, "b": 30}, ""),
+    ],
+)
+def test_few_questions_are_a_warning(tmp_path, capsys, numbers, words):
+    paths = [tmp_path / f"{name}.jsonl" for name in "AB"]
+    for path in paths:
+        rows = [
+            dict.fromkeys(FIELDS, "")
+            | {"temperature": "0", "data_source": source, "id": f"{source}{number}"}
+            | {"scores": {"em": float(number % 2)}}
+            for source, size in numbers.items()
+            for number in range(size)
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, _, error = call(*paths, "--metrics", "em", "--resamples", "50", capsys=capsys)
+    assert status == 0 and ("fewer than" in error) == bool(words) and words in " ".join(error.split())
 
 
 def test_a_swap_changes_the_sign_only(pair):

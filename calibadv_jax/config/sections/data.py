@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
@@ -73,20 +73,31 @@ class PromptConfig:
     question_mark: bool = False
     """End every question with a question mark, as the data preparation of Search-R1 and CalibAdv does."""
     prepend_think: bool = False
-    """Let the environment open every turn with <think>, so that the policy does not write this tag."""
+    """Let the environment open every turn with <think>, so that the policy does not write this tag. Where the
+    prompt or its chat template opens it already, nothing is added to the prompt."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the chat template, such as {enable_thinking: false} for Qwen3's."""
     date_string: str = "26 Jul 2024"
     """Date for chat templates that show a date. Without it Llama 3.2's template would take today's date, and
     the prompt of a run over midnight would change."""
 
     @property
     def opening(self) -> str:
-        """What the environment writes before every turn."""
+        """What the environment writes before every turn; before the first one the prompt may hold another."""
         return OPEN_THINK if self.prepend_think else ""
+
+    @model_validator(mode="after")
+    def _arguments_are_the_templates_own(self) -> PromptConfig:
+        for name in ("messages", "conversation", "tokenize", "add_generation_prompt", "date_string"):
+            if name in self.chat_template_kwargs:
+                instead = "set prompt.date_string" if name == "date_string" else "leave it out"
+                raise ValueError(f"chat_template_kwargs may not hold {name!r}: {instead}")
+        return self
 
 
 @dataclass(frozen=True, config=SECTION)
 class WorldConfig:
-    dir: Annotated[str, Mark.PER_RUN] = ""
+    dir: Annotated[str, Mark.PER_RUN, Mark.OUTPUT] = ""
     """Folder to write the generated encyclopedia to; empty: no encyclopedia is made."""
     seed: Annotated[NonNegativeInt, Mark.PER_RUN] = 0
     """Seed of the generated encyclopedia; it does not depend on run.seed."""

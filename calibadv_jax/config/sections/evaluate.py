@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION
+from calibadv_jax.config.sections.section import SECTION, Mark
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -39,7 +39,7 @@ class EvaluateConfig:
     """Number of bootstrap resamples of the questions for the confidence intervals; 0: no intervals."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Coverage of the confidence intervals."""
-    output: str = "${run.dir}/evaluation.json"
+    output: Annotated[str, Mark.OUTPUT] = "${run.dir}/evaluation.json"
     """JSON file of the scores. Beside it come the tables (.md, .csv) and the questions with their transcripts
     (.jsonl), from which an interrupted evaluation continues."""
 

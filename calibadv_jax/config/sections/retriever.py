@@ -25,8 +25,9 @@ class RetrieverConfig:
     start a service as a child process from `corpus` and `index`. If a service asks for a token, it is taken
     from the environment variable RETRIEVER_TOKEN."""
     corpus: str = ""
-    """Corpus of the child service: JSONL (or .jsonl.gz) of {"id", "contents"} rows."""
-    index: Annotated[str, Mark.NO_ANSWER] = ""
+    """Corpus of the child service: JSONL of {"id", "contents"} rows, or csv, tsv or parquet of id, title and
+    text; also gzipped."""
+    index: Annotated[str, Mark.NO_ANSWER, Mark.OUTPUT] = ""
     """Folder of the child service's index; it is built if it is missing."""
     pages: str = ""
     """Pages of the child service, which the action `access` reads: JSONL of {"url", "contents"} rows."""

@@ -15,7 +15,7 @@ from calibadv_jax.core.files import check_literal
 
 @dataclass(frozen=True, config=SECTION)
 class RunConfig:
-    dir: Annotated[str, Mark.UNLEARNED] = "runs/default"
+    dir: Annotated[str, Mark.UNLEARNED, Mark.OUTPUT] = "runs/default"
     """Folder of everything the run writes, on a disk or a mounted file system."""
     mirror: Annotated[str, Mark.UNLEARNED] = ""
     """Where the run's folder is copied to after every full checkpoint: s3://bucket/path, gs://bucket/path or
@@ -84,9 +84,9 @@ class ExportConfig:
     source: str = ""
     """Checkpoint or snapshot to export; empty: the newest full checkpoint of run.dir. The model card has its
     scores if evaluate.output is an evaluation of it."""
-    output: str = "${run.dir}/hf"
+    output: Annotated[str, Mark.OUTPUT] = "${run.dir}/hf"
     """HuggingFace folder to write."""
-    adapter_output: str = "${run.dir}/adapter"
+    adapter_output: Annotated[str, Mark.OUTPUT] = "${run.dir}/adapter"
     """PEFT folder that calibadv export --adapter writes."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the exported weights."""

@@ -22,4 +22,5 @@ class Mark(Enum):
     COLD_START = auto()  # the cold start depends on it
     PER_RUN = auto()  # two runs of one experiment may have different values: seeds, places, what is shown
     NO_ANSWER = auto()  # no answer of an evaluation depends on it
+    OUTPUT = auto()  # a command writes there: it follows run.dir, and lies in no other run's folder
     PLACE = auto()  # says where something lies: the model card has its last part, or nothing

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.learner import OptimizerConfig
-from calibadv_jax.config.sections.section import SECTION
+from calibadv_jax.config.sections.section import SECTION, Mark
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -60,5 +60,5 @@ class SftConfig:
     when a signal or an error ends the cold start."""
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """Optimizer of the cold start."""
-    output: str = "${run.dir}/sft"
+    output: Annotated[str, Mark.OUTPUT] = "${run.dir}/sft"
     """HuggingFace folder to write the trained policy to."""

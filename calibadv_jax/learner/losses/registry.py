@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from calibadv_jax.config import LossConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.own_function import is_address, own_function
+from calibadv_jax.core.own_function import failure, is_address, own_function
 from calibadv_jax.learner.losses import looks, terms
 from calibadv_jax.learner.losses.tokens import Tokens
 
@@ -84,6 +85,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
+@functools.cache  # one object a loss: programs are compiled for it
 def find_loss(name: str) -> Loss:
     """The loss of `loss.name`, which is one of LOSSES or ``package.module:function``.
 
@@ -94,7 +96,16 @@ def find_loss(name: str) -> Loss:
         return LOSSES[name]
     parameters = ("tokens", "config")
     function = own_function(name, "loss.name", parameters, EXPECTED)
-    return Loss(function, f"your own: {name}", every_sample=True)
+
+    def terms_of(tokens: Tokens, config: LossConfig) -> terms.Terms:
+        try:
+            return function(tokens, config)
+        except Exception as error:  # a function of the user's own may raise anything
+            raise UserError(
+                f"loss.name is {name}, but calling it raised {failure(error)}; expected: {EXPECTED}"
+            ) from error
+
+    return Loss(terms_of, f"your own: {name}", every_sample=True)
 
 
 def check_loss(config: LossConfig) -> list[str]:
@@ -117,13 +128,7 @@ def _try(function: terms.TokenLoss, config: LossConfig) -> None:
     def tried(numbers: jax.Array, flags: jax.Array, ids: jax.Array) -> terms.Terms:
         return function(Tokens(numbers, numbers, numbers, numbers, flags, ids, None), config)
 
-    try:
-        found = jax.eval_shape(tried, numbers, flags, ids)
-    except Exception as error:  # a function of the user's own may raise anything
-        raise UserError(
-            f"loss.name is {config.name}, but calling it raised {type(error).__name__}:"
-            f" {' '.join(str(error).split())[:200]}; expected: {EXPECTED}"
-        ) from error
+    found = jax.eval_shape(tried, numbers, flags, ids)
     fits = isinstance(found, tuple) and [getattr(one, "shape", None) for one in found] == [shape, shape]
     if not fits or found[0].dtype != jnp.float32 or found[1].dtype != jnp.bool_:
         raise UserError(f"loss.name is {config.name}, but it must return {RETURNED}; expected: {EXPECTED}")

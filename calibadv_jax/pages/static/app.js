@@ -2,17 +2,27 @@
 import { showGroup, showNothing, focusTrajectory, legend } from "./detail.js";
 import { find, make } from "./dom.js";
 import { neighbour, scrollToChosen, setUpList, showList } from "./list.js";
-import { SHOWS, countShows, filter, readIndex, stepMeans } from "./records.js";
+import { SHOWS, SORTS, countShows, filter, readIndex, stepMeans } from "./records.js";
 import { readState, writeState } from "./state.js";
+import { termId, termList } from "./terms.js";
 import { setUpTip } from "./tip.js";
 
 let groups = [];
 let listed = []; // groups that pass the filters, each with its matching trajectories
 let state = readState();
 let advantage = {};
+let run = { name: "", planned: 0, newest: 0 }; // its last two folders; steps to train; newest kept step
+
+const FILTERS = ["text", "show", "source", "sort", "from", "to"];
+const NO_FILTERS = { text: "", show: "", source: "", sort: "", from: null, to: null, follow: "", run: "", unreadable: [] };
+
+const groupHere = () => groups.find((one) => one.step === state.step && one.group === state.group);
 
 async function load(address) {
-  const answer = await fetch(address);
+  const answer = await fetch(address).catch(() => {
+    throw new Error("The server does not answer. Is calibadv inspect still running?");
+  });
+  if (answer.status === 404) throw new Error(`${address}: not kept any more (log.rollouts_keep). Load the page again.`);
   if (!answer.ok) throw new Error(`${address}: ${(await answer.text()).slice(0, 500)}`);
   return answer.json();
 }
@@ -24,26 +34,29 @@ function fail(error) {
 function setUpFilters() {
   const sources = [...new Set(groups.map((group) => group.source))].sort();
   find("show").replaceChildren(...Object.entries(SHOWS).map(([value, [label]]) => make("option", { value }, label)));
+  find("sort").replaceChildren(...Object.entries(SORTS).map(([value, [label]]) => make("option", { value }, label)));
   find("source").replaceChildren(make("option", { value: "" }, "all"), ...sources.map((one) => make("option", { value: one }, one)));
-  for (const name of ["text", "show", "source", "from", "to"]) {
+  for (const name of FILTERS) {
     find(name).addEventListener("input", () => {
       const { value, type } = find(name);
       state[name] = type === "number" ? (value === "" ? null : Number(value)) : value;
+      if (type === "number") state.follow = "";
       writeState(state, false);
       refresh();
     });
   }
   find("filters").addEventListener("submit", (event) => event.preventDefault());
-  find("reset").addEventListener("click", () => {
-    Object.assign(state, { text: "", show: "", source: "", from: null, to: null });
-    writeState(state, false);
-    fillFilters();
-    refresh();
-  });
+  find("reset").addEventListener("click", clearFilters);
+}
+
+function clearFilters() {
+  Object.assign(state, NO_FILTERS, !groupHere() && { step: null, group: null, trajectory: null });
+  writeState(state, false);
+  showState();
 }
 
 function fillFilters() {
-  for (const name of ["text", "show", "source", "from", "to"]) find(name).value = state[name] ?? "";
+  for (const name of FILTERS) find(name).value = state[name] ?? "";
 }
 
 function setUpSteps() {
@@ -62,7 +75,7 @@ function setUpSteps() {
     if (!bar) return;
     const step = Number(bar.dataset.step);
     const isAlone = state.from === step && state.to === step;
-    Object.assign(state, isAlone ? { from: null, to: null } : { from: step, to: step });
+    Object.assign(state, isAlone ? { from: null, to: null } : { from: step, to: step }, { follow: "" });
     writeState(state, false);
     fillFilters();
     refresh();
@@ -74,7 +87,9 @@ function refresh() {
   listed = found;
   showList(found, state.step, state.group);
   const trajectories = number === 1 ? "1 trajectory" : `${number} trajectories`;
-  find("count").textContent = `${trajectories} in ${found.length === 1 ? "1 group" : `${found.length} groups`}`;
+  const newest = state.follow ? ` · step ${run.newest} of ${run.planned}` : "";
+  find("count").textContent = `${trajectories} in ${found.length === 1 ? "1 group" : `${found.length} groups`}${newest}`;
+  showTrouble(found.length === 0);
   for (const bar of find("steps").children) {
     const step = Number(bar.dataset.step);
     const isInside = step >= (state.from ?? 0) && step <= (state.to ?? Infinity);
@@ -82,18 +97,48 @@ function refresh() {
   }
 }
 
+// Why the list is empty, and what of the address leads nowhere.
+function showTrouble(isEmpty) {
+  const steps = groups.map((group) => group.step);
+  const kept = `the steps that are kept go from ${steps[0]} to ${steps.at(-1)}`;
+  const filters = [
+    state.text && `text “${state.text}”`,
+    state.show && `“${SHOWS[state.show]?.[0] ?? state.show}”`,
+    state.source && `source ${state.source}`,
+    (state.from !== null || state.to !== null) && `steps ${state.from ?? "first"} to ${state.to ?? "last"} (${kept})`,
+  ].filter(Boolean);
+  const button = make("button", { type: "button" }, "clear the filters");
+  button.addEventListener("click", clearFilters);
+  find("empty").hidden = !isEmpty;
+  find("empty").replaceChildren(`No trajectory passes the filters: ${filters.join(", ")}. `, button);
+  const here = groupHere();
+  const isMissing = state.step !== null && state.group !== null && !here;
+  const dead = [
+    state.run && state.run !== run.name && `This page shows the run ${run.name}; the link is for ${state.run}: calibadv inspect its folder.`,
+    isMissing && `The run keeps no group ${state.group} of step ${state.step}; ${kept}.`,
+    here && state.trajectory !== null && !here.rows.some((row) => row.index === state.trajectory)
+      && `The group has no trajectory ${state.trajectory}.`,
+    ...state.unreadable.map((text) => `The address holds ${text}, which is no number.`),
+    state.show && !SHOWS[state.show] && `There is no choice “${state.show}” under Show: all are shown.`,
+    state.sort && !SORTS[state.sort] && `There is no order “${state.sort}”.`,
+  ].filter(Boolean);
+  find("notice").hidden = dead.length === 0;
+  find("notice").textContent = dead.join(" ");
+}
+
 async function showState() {
+  if (state.follow) Object.assign(state, { from: run.newest, to: run.newest });
   fillFilters();
   refresh();
-  const isOpen = state.step !== null && state.group !== null;
+  const isOpen = groupHere() !== undefined;
   document.body.classList.toggle("open", isOpen);
-  if (!isOpen) return showNothing(advantage, countShows(groups), chooseShow);
+  if (!isOpen) return showNothing(advantage, countShows(groups), chooseShow, run);
   scrollToChosen();
   const { step, group } = state;
   try {
     const transcript = await load(`data/group_${step}_${group}.json`);
     if (state.step !== step || state.group !== group) return; // another one was chosen meanwhile
-    showGroup(transcript, groups.find((one) => one.step === step && one.group === group), advantage, chooseTrajectory);
+    showGroup(transcript, groupHere(), chooseTrajectory);
     focusTrajectory(state.trajectory);
   } catch (error) {
     fail(error);
@@ -108,7 +153,7 @@ function chooseGroup(group, trajectory = null) {
 }
 
 function chooseShow(show) {
-  state.show = show;
+  Object.assign(state, { show, from: null, to: null, follow: "" }); // its number is that of all steps
   writeState(state, false);
   fillFilters();
   refresh();
@@ -124,10 +169,11 @@ function leaveGroup() {
   Object.assign(state, { step: null, group: null, trajectory: null });
   writeState(state, true);
   showState();
+  find("list").focus({ preventScroll: true });
 }
 
 function moveTrajectory(by) {
-  const here = groups.find((one) => one.step === state.step && one.group === state.group);
+  const here = groupHere();
   if (!here) return;
   // Those that pass the filters; all of a group that the list does not have.
   const matching = listed.find((one) => one.group === here)?.matching;
@@ -149,6 +195,27 @@ const KEYS = {
   Escape: () => leaveGroup(),
 };
 
+// Where the list has the focus, or nothing has.
+const LIST_KEYS = {
+  ArrowDown: KEYS.j,
+  ArrowUp: KEYS.k,
+  PageDown: () => chooseGroup(neighbour(10)),
+  PageUp: () => chooseGroup(neighbour(-10)),
+  Home: () => chooseGroup(neighbour(-Infinity)),
+  End: () => chooseGroup(neighbour(Infinity)),
+  ArrowRight: KEYS.l,
+  ArrowLeft: KEYS.h,
+  Enter: () => {
+    if (!document.body.classList.contains("open")) chooseGroup(neighbour(0));
+    find("detail").focus({ preventScroll: true });
+  },
+};
+
+function showTerm(name) {
+  find("help").showModal();
+  find(termId(name)).scrollIntoView();
+}
+
 function setUpKeys() {
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || find("help").open) return; // a dialog closes itself
@@ -156,24 +223,35 @@ function setUpKeys() {
       if (event.key === "Escape") event.target.blur();
       return;
     }
-    const act = KEYS[event.key];
+    const isInList = event.target === find("list") || (event.target === document.body && !document.body.classList.contains("open"));
+    const act = KEYS[event.key] ?? (isInList ? LIST_KEYS[event.key] : undefined);
     if (!act) return;
+    if (isInList) find("list").focus({ preventScroll: true });
     event.preventDefault();
     act();
   });
   find("keys").addEventListener("click", KEYS["?"]);
   find("detail").addEventListener("click", (event) => {
+    const word = event.target.closest("[data-term]");
+    if (word) showTerm(word.dataset.term);
+    if (event.target.closest(".words")) KEYS["?"]();
     if (event.target.closest(".back")) leaveGroup();
     if (event.target.closest(".next")) KEYS.j();
     if (event.target.closest(".previous")) KEYS.k();
   });
   find("help").querySelector(".legend").append(legend());
+  find("help").querySelector(".terms").append(...termList());
 }
 
 async function start() {
   const index = await load("data/index.json");
   groups = readIndex(index);
   advantage = index.advantage;
+  run = { name: index.name, planned: index.planned, newest: groups.at(-1)?.step ?? 0 };
+  if (location.hash.length < 2 && run.newest < run.planned) {
+    state.follow = "newest"; // the address says so: the page, loaded again, follows the run
+    writeState(state, false);
+  }
   find("name").textContent = index.name;
   document.title = `${index.name} · trajectories`;
   setUpFilters();

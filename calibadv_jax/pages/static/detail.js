@@ -1,11 +1,14 @@
 // A group: its trajectories side by side, tokens shaded, and why each turn got its advantage.
 import { find, make, plain, signed } from "./dom.js";
 import { NO_ACTIONS, outcome } from "./records.js";
+import { term } from "./terms.js";
 import { tokenFacts } from "./tip.js";
 
 const STEPS = [0.25, 0.5, 1, 1.5]; // bounds of the five shades of |advantage|
 const SURPRISE = [0.1, 0.5, 1, 2]; // and of -log probability, in nats
 const MISMATCH = [0.01, 0.05, 0.1, 0.5]; // and of |log ratio| of learner and sampler
+
+const FLAWS = { invalid: "Invalid", unfinished: "Unfinished" }; // by kind; other turns were executed all the same
 
 let shading = "advantage";
 
@@ -33,7 +36,7 @@ function scale() {
 }
 
 // What there is to look at, where no group is chosen.
-export function showNothing(advantage, counts, onShow) {
+export function showNothing(advantage, counts, onShow, run) {
   const name = advantage.name ?? "unknown";
   const rows = counts.map(([value, label, number]) => {
     const button = make("button", { type: "button", disabled: number === 0 }, `${label}: ${number}`);
@@ -41,7 +44,9 @@ export function showNothing(advantage, counts, onShow) {
     return make("li", {}, button);
   });
   find("detail").replaceChildren(make("div", { id: "message" },
-    make("p", {}, "Choose a group from the list, or press j. ? shows all keys."),
+    make("p", {}, "Choose a group from the list, or press j. ? explains the words and the keys."),
+    run.newest < run.planned && make("p", {}, `The run is at step ${run.newest} of ${run.planned}: still running, or stopped early. `
+      + "Without other filters the page shows its newest step; Clear shows all."),
     make("ul", {}, rows),
     make("p", {}, `Advantages by ${name}; `, legend()),
     name === "grpo" && make("p", {}, "GRPO judges no single turn: there are no softened turns and no silver documents."),
@@ -49,16 +54,16 @@ export function showNothing(advantage, counts, onShow) {
   find("detail").dataset.ready = "nothing";
 }
 
-export function showGroup(data, entry, advantage, onChoose) {
+export function showGroup(data, entry, onChoose) {
   if (shading === "mismatch" && !hasLearner(data)) shading = "advantage";
   const flags = new Map((entry?.rows ?? []).map((row) => [row.index, row.flags]));
-  const cards = data.trajectories.map((one) => trajectory(one, flags.get(one.index) ?? 0));
+  const cards = data.trajectories.map((one) => trajectory(one, flags.get(one.index) ?? 0, data.is_judged));
   const columns = make("div", { class: "columns" }, cards);
   columns.addEventListener("click", (event) => {
     const head = event.target.closest(".card > header");
     if (head) onChoose(Number(head.parentElement.dataset.index));
   });
-  find("detail").replaceChildren(heading(data, advantage), columns);
+  find("detail").replaceChildren(heading(data), columns);
   find("detail").dataset.ready = `${data.step}/${data.group}`;
   find("detail").scrollTop = 0;
 }
@@ -80,7 +85,7 @@ function scrollSideways(card) {
   if (here.left < seen.left || here.right > seen.right) scroller.scrollLeft += here.left - seen.left - 14;
 }
 
-function heading(data, advantage) {
+function heading(data) {
   const silver = Object.entries(data.silver);
   return make(
     "header",
@@ -91,25 +96,24 @@ function heading(data, advantage) {
       make("button", { type: "button", class: "previous", title: "previous group (k)", "aria-label": "previous group" }, "↑"),
       make("button", { type: "button", class: "next", title: "next group (j)", "aria-label": "next group" }, "↓"),
       shadeChoice(data),
+      make("button", { type: "button", class: "words", title: "words and keys (?)", "aria-label": "words and keys" }, "?"),
     ),
     make("h2", {}, data.question),
     make("p", { class: "golden" }, "accepted: ", make("b", {}, data.golden_answers.join(" | "))),
-    make("p", { class: "muted" }, silverWords(silver, data, advantage)),
+    silver.length > 0 && make("p", { class: "muted" }, term("silver document", "silver documents"), silverWords(silver, data)),
+    make("ul", { class: "why" }, data.why.map((text) => make("li", {}, text))),
     make("p", { class: "muted scales" }, scale()),
     make("details", { class: "prompt" }, make("summary", {}, "prompt"), make("pre", {}, data.prompt)),
   );
 }
 
-function silverWords(silver, data, advantage) {
-  if (!silver.length) {
-    return advantage.name === "grpo" ? "GRPO: no silver documents" : "no silver documents in this group";
-  }
+function silverWords(silver, data) {
   const titles = new Map();
   for (const one of data.trajectories) {
     for (const turn of one.turns) for (const document of turn.documents) titles.set(document.id, document.title);
   }
   const named = silver.map(([id, weight]) => `★ ${titles.get(id) ?? id} (${plain(weight, 2)})`);
-  return `silver documents: ${named.join(", ")}`;
+  return `: ${named.join(", ")}`;
 }
 
 function hasLearner(data) {
@@ -129,9 +133,9 @@ function shadeChoice(data) {
   return make("label", { class: "shading" }, "shade ", select);
 }
 
-function trajectory(one, flags) {
+function trajectory(one, flags, isJudged) {
   const { sign, word, name } = outcome(flags, one.answer_score);
-  const parts = Object.entries(one.metrics).map(([key, value]) => `${key} ${plain(value)}`);
+  const facts = Object.entries(one.metrics).map(([key, value]) => [term(key), ` ${plain(value)} · `]);
   return make(
     "article",
     { class: `card ${name}`, "data-index": one.index },
@@ -139,18 +143,18 @@ function trajectory(one, flags) {
       make("span", { class: `chip ${name}` }, sign),
       make("b", {}, `${one.index}`),
       make("span", { class: "word" }, word),
-      make("span", { class: "score" }, `score ${plain(one.answer_score)}`),
-      make("span", { class: "number" }, signed(one.advantage_raw)),
+      make("span", { class: "score" }, term("score"), ` ${plain(one.answer_score)}`),
+      make("span", { class: "number" }, term("advantage", signed(one.advantage_raw))),
     ),
     one.error && make("p", { class: "error" }, one.error),
     make("p", { class: "answer" }, one.answer === null ? "no answer" : make("span", {}, "answer: ", make("b", {}, one.answer))),
-    make("p", { class: "muted" }, [...parts, `policy ${one.policy_versions.join(", ") || "–"}`, `${plain(one.seconds, 1)} s`].join(" · ")),
-    make("p", { class: "why" }, one.why),
-    one.turns.map((turn, place) => turnBlock(turn, place)),
+    make("p", { class: "muted" }, facts.flat(), term("policy"), ` ${one.policy_versions.join(", ") || "–"} · ${plain(one.seconds, 1)} s`),
+    one.why && make("p", { class: "why" }, one.why),
+    one.turns.map((turn, place) => turnBlock(turn, place, isJudged)),
   );
 }
 
-function turnBlock(turn, place) {
+function turnBlock(turn, place, isJudged) {
   const marks = [
     turn.softened && ["softened", turn.advantage === 0 ? "softened to 0" : "softened"],
     turn.repeated && ["repeated", `repeats ${turn.repeated}`],
@@ -163,12 +167,13 @@ function turnBlock(turn, place) {
     "section",
     { class: `turn ${NO_ACTIONS.includes(turn.kind) ? turn.kind : "action"}` },
     make("div", { class: "bar" },
-      make("span", { class: "kind" }, `${place + 1} ${turn.kind}`),
-      !NO_ACTIONS.includes(turn.kind) && turn.advantage_raw !== null && make("span", { class: "correctness" }, `correctness ${plain(turn.correctness, 2)}`),
-      marks.map(([kind, text]) => make("span", { class: `mark ${kind}` }, text)),
+      make("span", { class: "kind" }, `${place + 1} `, term(turn.kind)),
+      isJudged && !NO_ACTIONS.includes(turn.kind) && turn.advantage_raw !== null && make("span", { class: "correctness" }, term("correctness"), ` ${plain(turn.correctness, 2)}`),
+      marks.map(([kind, text]) => make("span", { class: `mark ${kind}` }, term(kind, text))),
       make("span", { class: "number" }, change),
     ),
-    make("p", { class: "why" }, turn.why),
+    turn.flaw && make("p", { class: "flaw" }, `${FLAWS[turn.kind] ?? "Format"}: ${turn.flaw}.`),
+    turn.why && make("p", { class: "why" }, turn.why),
     make("div", { class: "tokens" }, tokens(turn)),
     turn.observation.length > 0 && make("div", { class: "observation" }, turn.observation.map((part) => observed(part, turn))),
   );
@@ -212,7 +217,7 @@ function observed(part, turn) {
     make("summary", {},
       make("span", { class: "title" }, document.title || document.id),
       isSilver && make("span", { class: "mark star" }, `★ silver ${plain(document.weight, 2)}${said}`),
-      document.is_supporting && make("span", { class: "mark support" }, "supports the answer"),
+      document.is_supporting && make("span", { class: "mark support" }, term("supports the answer")),
       make("span", { class: "excerpt" }, document.text),
     ),
     make("pre", {}, part.text.trim()),

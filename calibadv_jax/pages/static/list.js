@@ -29,10 +29,10 @@ export function showList(entries, step, group) {
   draw();
 }
 
-// The entry `by` places further; the first one where none is chosen.
+// The entry `by` places further (Infinity: the last one); the first one where none is chosen.
 export function neighbour(by) {
   if (!found.length) return null;
-  const place = chosen < 0 ? 0 : Math.min(Math.max(chosen + by, 0), found.length - 1);
+  const place = Math.min(Math.max(chosen + by, 0), found.length - 1);
   return found[place].group;
 }
 
@@ -53,19 +53,20 @@ function draw() {
   const entries = [];
   for (let place = first; place < last; place++) entries.push(entry(place));
   find("spacer").replaceChildren(...entries);
+  list.setAttribute("aria-activedescendant", chosen >= first && chosen < last ? `entry${chosen}` : "");
 }
 
 function entry(place) {
-  const { group, matching } = found[place];
+  const { group, matching, sorted } = found[place];
   const isChosen = place === chosen;
   const element = make(
     "div",
-    { class: isChosen ? "entry chosen" : "entry", role: "option", "aria-selected": isChosen, "data-place": place },
+    { class: isChosen ? "entry chosen" : "entry", role: "option", id: `entry${place}`, "aria-selected": isChosen, "data-place": place },
     make("div", { class: "question", title: group.question }, group.question),
     make(
       "div",
       { class: "facts" },
-      make("span", { class: "where" }, `step ${group.step} · ${group.source}`),
+      make("span", { class: "where" }, [`step ${group.step}`, sorted, group.source].filter(Boolean).join(" · ")),
       make("span", { class: "chips" }, group.rows.slice(0, MOST_CHIPS).map((row) => chip(row, matching.has(row.index))),
         group.rows.length > MOST_CHIPS && `+${group.rows.length - MOST_CHIPS}`),
     ),

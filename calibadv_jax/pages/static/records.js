@@ -1,5 +1,7 @@
 // The index of all trajectories, and its filters.
 
+import { plain } from "./dom.js";
+
 // As calibadv_jax/pages/index.py writes them.
 export const FLAGS = {
   failed: 1, formatInvalid: 2, invalid: 4, unfinished: 8, wrong: 16, goodSearch: 32, softened: 64, repeated: 128,
@@ -22,6 +24,17 @@ export const SHOWS = {
   failed: ["failed", (flags) => has(flags, FLAGS.failed)],
 };
 
+// Label, and what the mean over a group's trajectories is taken of; a sign for the order.
+export const SORTS = {
+  "": ["order of the run"],
+  "reward-high": ["highest reward", "score", -1],
+  "reward-low": ["lowest reward", "score", 1],
+  long: ["longest", "length", -1],
+  short: ["shortest", "length", 1],
+  "searches-many": ["most searches", "searches", -1],
+  "searches-few": ["fewest searches", "searches", 1],
+};
+
 // Groups in the order of the run; each holds its trajectories.
 export function readIndex(index) {
   const groups = [];
@@ -37,7 +50,7 @@ export function readIndex(index) {
       const text = `${rows.answer[row] ?? ""}\n${rows.queries[row]}`.toLowerCase();
       groups[first + place].rows.push({
         index: rows.index[row], score: rows.score[row], flags: rows.flags[row], advantage: rows.advantage[row],
-        searches: rows.searches[row], answer: rows.answer[row], text,
+        searches: rows.searches[row], length: rows.length[row], answer: rows.answer[row], text,
       });
     });
   }
@@ -60,11 +73,25 @@ export function filter(groups, state) {
       if (passes(row.flags) && open.every((word) => row.text.includes(word))) matching.add(row.index);
     }
     if (matching.size) {
-      found.push({ group, matching });
+      found.push({ group, matching, sorted: null });
       number += matching.size;
     }
   }
+  sort(found, state.sort);
   return { found, number };
+}
+
+// By the mean over the trajectories that pass; `sorted` of an entry says it.
+function sort(found, name) {
+  const [, field, sign] = SORTS[name] ?? SORTS[""];
+  if (!field) return;
+  const means = new Map(found.map((entry) => {
+    const values = entry.group.rows.filter((row) => entry.matching.has(row.index)).map((row) => row[field]);
+    return [entry, values.reduce((sum, value) => sum + value, 0) / values.length];
+  }));
+  found.sort((a, b) => sign * (means.get(a) - means.get(b)));
+  const unit = { score: "score", length: "tokens", searches: "searches" }[field];
+  for (const [entry, mean] of means) entry.sorted = `${unit} ${plain(mean, 2)}`;
 }
 
 // How many trajectories each choice of "Show" has: [value, label, number].

@@ -41,9 +41,10 @@ class Bm25:
             raise RetrieverError(f"{folder}: not a whole BM25 index (places out of range); build it again")
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [Q, k] and int64 [Q, k], best first, ties in corpus order."""
+        """float32 [Q, k] and int64 [Q, k], -1 without a word in common; best first, ties in corpus order."""
         found = [top_k(self._scores(query), k) for query in queries]
-        return np.stack([scores for scores, _ in found]), np.stack([ids for _, ids in found])
+        scores, ids = (np.stack(parts) for parts in zip(*found, strict=True))
+        return scores, np.where(scores > 0, ids, -1)
 
     def _scores(self, query: str) -> np.ndarray:
         known = [word for word in words(query) if word in self._index.vocab_dict]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -163,12 +164,55 @@ def _read(faiss: Any, path: Path, mmap: bool) -> Any:
     if not mmap:
         require_memory(path.stat().st_size, str(path), LESS)
     try:
-        return faiss.read_index(str(path), _map_flag(faiss, read_header(path).kind) if mmap else 0)
+        index = faiss.read_index(str(path), _map_flag(faiss, read_header(path).kind) if mmap else 0)
     except RuntimeError as error:
         raise RetrieverError(
             f"{path}: FAISS cannot read it ({faiss_reason(error)}); it was cut off or comes from a newer"
             " FAISS: download or build it again, or upgrade FAISS"
         ) from error
+    _check_ids(faiss, index, path)
+    return index
+
+
+def _check_ids(faiss: Any, index: Any, path: Path) -> None:
+    """Raise RetrieverError unless the ids that an index keeps are row numbers 0 … n - 1, in any order.
+
+    Of a file of codes it reads the 8 bytes of each id only. An index in a wrapper is checked too.
+    """
+    index = faiss.downcast_index(index)
+    seen, count = np.zeros(index.ntotal, bool), 0
+    for ids in _kept_ids(faiss, index):
+        if outside := ids[(ids < 0) | (ids >= len(seen))].tolist():
+            break
+        seen[ids], count = True, count + len(ids)
+    else:
+        outside = []
+    if outside or seen.sum() != count:
+        example = f"there is id {outside[0]}" if outside else "some occur twice"
+        raise RetrieverError(
+            f"{path}: its ids are not the row numbers 0 … {len(seen) - 1} of the corpus ({example}); add the"
+            " vectors with index.add, in the order of the corpus, or build it with python -m"
+            " retriever.build_index"
+        )
+    for name in (
+        "index",
+        "index_ivf",
+        "base_index",
+    ):  # of an id map or a transform, a quantizer, a refinement
+        if hasattr(index, name):
+            _check_ids(faiss, getattr(index, name), path)
+
+
+def _kept_ids(faiss: Any, index: Any) -> Iterator[np.ndarray]:
+    """Yield int64 [n] of an id map, or of each inverted list; nothing where ids follow from the order."""
+    if hasattr(index, "id_map"):
+        yield faiss.vector_to_array(index.id_map)
+    lists: Any = getattr(index, "invlists", None)
+    for number in range(lists.nlist if lists else 0):
+        if size := lists.list_size(number):
+            ids = lists.get_ids(number)
+            yield faiss.rev_swig_ptr(ids, size)
+            lists.release_ids(number, ids)
 
 
 def faiss_reason(error: RuntimeError) -> str:

@@ -8,6 +8,7 @@ import resource
 import select
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SPARE_FILES = 128  # descriptors left for the index, the store and the log
@@ -24,11 +25,31 @@ def allowed_connections(asked: int) -> int:
     return asked if hard == resource.RLIM_INFINITY else max(1, min(asked, hard - SPARE_FILES))
 
 
+class _BoundedHeads(h11.Connection):
+    """Refuses heads and trailers above `MAX_HEAD` bytes; h11 by itself takes any that come in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, max_incomplete_event_size=MAX_HEAD)
+        self._received = self._read = 0  # bytes that came, and those that events were made of
+
+    def receive_data(self, data: bytes) -> None:
+        self._received += len(data)
+        super().receive_data(data)
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Event):
+            before, self._read = self._read, self._received - len(self.trailing_data[0])
+            if not isinstance(event, h11.Data) and self._read - before > MAX_HEAD:
+                raise h11.RemoteProtocolError("the head is too large")
+        return event
+
+
 class Bounded(H11Protocol):
     """uvicorn's HTTP protocol over h11, with limits; `bounded_protocol` sets them.
 
-    h11 bounds heads (`h11_max_incomplete_event_size`, to be set to `MAX_HEAD`); httptools, which uvicorn
-    would take if it is installed, keeps heads and trailers however long they are.
+    h11 bounds heads; httptools, which uvicorn would take if it is installed, keeps heads and trailers however
+    long they are.
 
     Beyond `max_connections` a new connection takes the place of the one that has waited longest without a
     request; if all have one, it gets 503.
@@ -37,6 +58,10 @@ class Bounded(H11Protocol):
     max_connections: int
     seconds: float
     _turns = itertools.count()  # not the time: connections of one round of the loop may have the same
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn = _BoundedHeads()
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

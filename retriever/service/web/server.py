@@ -16,7 +16,7 @@ from retriever.files import replacing
 from retriever.options import read_token
 from retriever.service.assembly import load
 from retriever.service.loading import Loading
-from retriever.service.web.connections import MAX_HEAD, allowed_connections, bounded_protocol
+from retriever.service.web.connections import allowed_connections, bounded_protocol
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -46,7 +46,6 @@ def make_config(app: Any, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
         app,
         http=protocol,
         ws="none",
-        h11_max_incomplete_event_size=MAX_HEAD,
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -8,6 +8,8 @@ import os
 import random
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -153,6 +155,63 @@ def test_gzip_and_plain_corpora_are_the_same(tmp_path):
     packed.write_bytes(packed.read_bytes()[:-20])
     with pytest.raises(RetrieverError, match="broken file"):
         load_corpus(packed)
+
+
+TABLES = {
+    "psgs_w100.tsv": b'id\ttext\ttitle\n1\t"It ""is"" so."\tA\n2\t"Two.\nLines"\t"B ""b"""\n',
+    "beir.jsonl": b'{"_id": 1, "title": "A", "text": "It \\"is\\" so."}\n'
+    b'{"_id": 2, "title": "B \\"b\\"", "text": "Two.\\nLines"}\n',
+    "c.csv": b'id,title,text\n1,A,"It ""is"" so."\n2,"B ""b""","Two.\nLines"\n',
+    "ours.csv": b'id,contents\n1,"""A""\nIt ""is"" so."\n2,"""B ""b""""\nTwo.\nLines"\n',
+}
+
+
+def table_of(folder, name, content, packed):
+    path = folder / (name + ".gz" * packed)
+    path.write_bytes(gzip.compress(content) if packed else content)
+    return path
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", TABLES)
+def test_table_is_the_same_corpus_as_its_rows(tmp_path, name, packed):
+    rows = [{"id": "1", "contents": '"A"\nIt "is" so.'}, {"id": "2", "contents": '"B "b""\nTwo.\nLines'}]
+    corpus = load_corpus(table_of(tmp_path, name, TABLES[name], packed), progress=False)
+    assert list(corpus) == rows and corpus[-1] == rows[1]
+    assert corpus == load_corpus(write(tmp_path / "c.jsonl", rows))  # so that one index fits both
+    assert not list(tmp_path.glob("*.offsets"))
+
+
+def test_parquet_and_tsv_without_header_are_corpora(tmp_path):
+    pq.write_table(pa.Table.from_pylist([{"_id": 1, "title": "A", "text": "x", "url": "u"}]), tmp_path / "p")
+    assert list(load_corpus(tmp_path / "p")) == [{"id": "1", "contents": '"A"\nx', "url": "u"}]
+    (tmp_path / "t").write_bytes(b"0\tIt is.\n1\tSo.\n")
+    assert [row["contents"] for row in load_corpus(tmp_path / "t")] == ["\nIt is.", "\nSo."]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'id,text\n1,"a\nb"\n1,c\n', r"c.csv(.gz)?:4: id '1' was used before, at .*c.csv(.gz)?:3"),
+        (b"id,text\n1,a\n2,\n", r"c.csv(.gz)?:3: no text; python -m retriever.prepare_corpus .* drops it"),
+        (b"title,text\na,b\n", r"c.csv(.gz)?:2: no id; python -m retriever.prepare_corpus .* --number_ids"),
+        (b"id,text\n", "no passages in it"),
+        (b"id,text\n1\n", r"c.csv(.gz)?:2: 1 columns, but the first row has 2"),
+    ],
+)
+def test_malformed_table_names_its_place(tmp_path, content, message, packed):
+    with pytest.raises(RetrieverError, match=message):
+        load_corpus(table_of(tmp_path, "c.csv", content, packed))
+
+
+def test_large_table_is_refused_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "GZIP_LIMIT", 60)
+    (tmp_path / "c.tsv").write_bytes(TABLES["psgs_w100.tsv"])
+    with pytest.raises(
+        RetrieverError, match=r"c.tsv: more than 60 bytes.*retriever.prepare_corpus .*c.tsv --output"
+    ):
+        load_corpus(tmp_path / "c.tsv")
 
 
 def test_a_large_gz_is_refused(tmp_path, monkeypatch):

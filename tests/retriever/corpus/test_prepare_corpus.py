@@ -53,6 +53,12 @@ def parquet(path, *rows):
         (b'0\tIt "is so.\n', ("0", '\nIt "is so.')),  # MS MARCO passages
         (b"D1\thttp://x\tA\tIt is.\n", ("D1", '"A"\nIt is.')),  # MS MARCO documents
         (gzip.compress(b"0\tIt is.\n", mtime=0), ("0", "\nIt is.")),
+        (b'id,title,text\n1,A,"It ""is"", so.\nYes."\n', ("1", '"A"\nIt "is", so.\nYes.')),
+        (b'\xef\xbb\xbf"Title",TEXT , Id\r\nA,It is.,7\r\n', ("7", '"A"\nIt is.')),
+        (b'id,contents\n1,"""A""\nIt is."\n', ("1", '"A"\nIt is.')),
+        (b'id\tcontents\n1\t"""A""\nIt is."\n', ("1", '"A"\nIt is.')),
+        (b"title\ttext\tdocid\nA\tIt is.\t1\n", ("1", '"A"\nIt is.')),
+        (gzip.compress(b"id,text\n1,It is.\n"), ("1", "\nIt is.")),
         (b"\xef\xbb\xbf" + lines({"id": 1, "title": "A", "text": "x"}), ("1", '"A"\nx')),
     ],
 )
@@ -128,7 +134,12 @@ def test_what_was_found_is_kept_for_the_service(tmp_path, monkeypatch):
         (b"id\ttext\ttitle\n1\tx\n", "input:2: 2 columns, but the first row has 3"),
         (b"0\tx\n1\tx\ty\n", "input:2: 3 columns, but the first row has 2"),
         (b"a\tb\tc\n", "input:1: 3 columns; a tsv has a header"),
-        (b"plain words\n", "input: neither JSON Lines nor a tsv nor parquet"),
+        (b"plain words\n", "input: neither JSON Lines nor a tsv, a csv with a header or parquet"),
+        (b"name,body of it\n1,x\n", "input: neither JSON Lines"),
+        (b"id,text\n1,x,y\n", "input:2: 3 columns, but the first row has 2"),
+        (b'id,text\n1,"x\n2,y\n', "input: not a csv or tsv .unexpected end of data"),
+        (b'id\ttext\n1\t"x\n2\ty\n3\t"z" z\n', "input: not a csv or tsv .line 4: a cell holds rows"),
+        (b"id,text\n,x\n", "input:2: no id; --number_ids"),
         (b'{"id": 1, "text": "\xff"}\n', "input: not valid UTF-8"),
         (b"\x1f\x8bnope", "input: broken file"),
         (b"PAR1nope", "input: broken file"),

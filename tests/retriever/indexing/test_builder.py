@@ -115,7 +115,7 @@ def test_other_folders_are_left_alone(tmp_path, corpus):
 
 def test_a_full_disk_is_refused_before_encoding(tmp_path, corpus, stop_after, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(embeddings_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with pytest.raises(RetrieverError, match=r"need 491,520 bytes and the disk has 1,000 free"):
         build_index(corpus, tmp_path / "i", progress=False)
     assert stop_after["encoded"] == 0

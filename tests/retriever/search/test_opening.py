@@ -77,7 +77,10 @@ def test_every_engine_gives_the_rows_of_a_brute_force_search(hashed, corpus, opt
     assert index.manifest["kind"] == options.get("engine", "faiss")
     json.dumps(index.manifest)
     assert index.search([], 3) == []
-    assert len(index.search(["x"], 1000)[0]) == 40
+    assert len(index.search(["cirel"], 1000)[0]) == 10
+    assert index.search(["zzzz", "", "!!!"], 3) == [[]] * 3
+    (ranked,) = brute_force(HashedEncoder.load(hashed), corpus, ["zzzz cirel"], 40)
+    assert ids(index.search(["zzzz cirel"], 40)) == [[name for name in ranked if int(name[1:]) % 4 == 2]]
 
 
 def test_qdrant_gives_the_rows_of_a_brute_force_search(tmp_path, corpus):
@@ -131,7 +134,8 @@ def test_bm25_is_its_definition(bm25, corpus, mmap):
     order = np.argsort(-expected.round(5), kind="stable")[:10]
     assert [row["id"] for row, _ in found] == [f"p{i}" for i in order]
     np.testing.assert_allclose([score for _, score in found], expected[order], rtol=1e-4)
-    assert ids(index.search(["zzz", ""], 3)) == [["p0", "p1", "p2"]] * 2  # all tie at 0
+    assert index.search(["zzzz", "", "!!!"], 3) == [[]] * 3
+    assert ids(index.search(["zzzz 39", "town"], 3)) == [["p39"], ["p0", "p1", "p2"]]
 
 
 def test_damaged_bm25(bm25, tmp_path, corpus):
@@ -161,11 +165,20 @@ def test_missing_files(copy, corpus):
         open_index(copy, corpus)
 
 
-def test_an_index_of_the_first_version_still_loads(copy, corpus):
+def test_index_of_the_first_version_still_loads(copy, corpus):
     manifest = json.loads((copy / MANIFEST).read_text())
-    old = {key: manifest[key] for key in ("corpus_sha256", "documents", "encoder", "factory")}
+    old = {key: manifest[key] for key in ("corpus_sha256", "documents", "encoder", "factory", "words")}
     (copy / MANIFEST).write_text(json.dumps(old))
     assert ids(open_index(copy, corpus).search(["cirel domson 2"], 1)) == [["p2"]]
+
+
+@pytest.mark.parametrize("version", [None, 1, 3])
+def test_index_of_another_word_splitter_is_refused(copy, corpus, version):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    assert manifest.pop("words") == 2
+    (copy / MANIFEST).write_text(json.dumps(manifest | ({"words": version} if version else {})))
+    with pytest.raises(RetrieverError, match="split into words by another version .*build it again with"):
+        open_index(copy, corpus)
 
 
 @pytest.mark.parametrize("mmap", [False, True])

@@ -185,6 +185,43 @@ def test_other_damaged_files_are_refused(tmp_path, embeddings):
         read_header(path)
 
 
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize(
+    ("factory", "ids", "example"),
+    [
+        ("IDMap,Flat", [1, 2, 3, 4], "there is id 4"),
+        ("IDMap2,Flat", [0, 1, -1, 3], "there is id -1"),
+        ("IDMap,HNSW8", [0, 1, 1, 3], "some occur twice"),
+        ("IVF2,Flat", [5, 6, 7, 8], "there is id [5678]"),
+        ("IVF2,Flat", [3, 2, 2, 0], "some occur twice"),
+        ("PCA8,IVF2,Flat", [0, 1, 2, 2**40], f"there is id {2**40}"),
+        ("PCA8,IDMap,Flat", [0, 0, 1, 2], "some occur twice"),
+        ("IDMap,IVF2,Flat", [0, 1, 2, 4], "there is id 4"),
+        ("IDMap,Flat", [2, 0, 3, 1], None),
+        ("IVF2,Flat", [2, 0, 3, 1], None),
+        ("PCA8,IVF2,Flat", [0, 1, 2, 3], None),
+    ],
+)
+def test_ids_must_be_row_numbers(tmp_path, factory, ids, example, mmap):
+    """In any order: each passage is then found under its own row number."""
+    vectors = whole(np.random.default_rng(0), 4, DIMENSION)
+    index = faiss.index_factory(DIMENSION, factory, faiss.METRIC_INNER_PRODUCT)
+    index.train(whole(np.random.default_rng(1), 500, DIMENSION))
+    index.add_with_ids(vectors, np.array(ids))
+    path = tmp_path / "x.index"
+    faiss.write_index(index, str(path))
+    if example:
+        with pytest.raises(
+            RetrieverError, match=rf"x.index: its ids are not the row numbers 0 … 3 .*{example}"
+        ):
+            FaissVectors(path, mmap)
+    elif factory == "IDMap,Flat":
+        order = np.argsort(-(vectors @ vectors[0]), kind="stable")
+        assert FaissVectors(path, mmap).nearest(vectors[:1], 4)[1][0].tolist() == [ids[i] for i in order]
+    else:
+        assert FaissVectors(path, mmap).documents == 4
+
+
 def test_gpu_shards_need_a_gpu(tmp_path, embeddings):
     if hasattr(faiss, "GpuMultipleClonerOptions") and faiss.get_num_gpus():
         pytest.skip("a GPU is there")

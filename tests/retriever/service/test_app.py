@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 from retriever_rig import town_rows
 
 from retriever.errors import RetrieverError, Unavailable
+from retriever.service.cache import ResultCache
 from retriever.service.engine import Depths
 from retriever.service.web.app import make_app
 
@@ -51,6 +52,39 @@ def test_calibadv_contract(client):
     assert documents[0]["score"] > documents[1]["score"] >= documents[2]["score"]
     without = client.post("/retrieve", json=body | {"return_scores": False}).json()["result"]
     assert without[0] == [item["document"] for item in documents]
+
+
+class Backwards:
+    """A reranker that scores all below zero, the last first."""
+
+    model = "m"
+
+    def rerank(self, queries, found, k):
+        return [[(row, -1.0 - n) for n, (row, _) in enumerate(one[::-1])][:k] for one in found]
+
+
+@pytest.mark.parametrize("return_scores", [True, False])
+@pytest.mark.parametrize(
+    "depths",
+    [
+        {"topk": 3},
+        {},
+        {"topk_retrieval": 3},
+        {"topk_retrieval": 3, "topk_rerank": 2},
+        {"topk_retrieval": 3, "topk_rerank": 2, "not_sort": True},
+    ],
+    ids=str,
+)
+def test_query_without_results_gets_an_empty_list(towns, tmp_path, depths, return_scores):
+    """In every contract, alone and among others, from the index and from the store."""
+    cache = ResultCache(tmp_path / "store", towns.manifest, "use")
+    app = make_app(towns, Depths(2), reranker=Backwards(), cache=cache)
+    body = depths | {"queries": ["zzzz", "Limmat", "", "!!!"], "return_scores": return_scores}
+    with TestClient(app) as client:
+        for _ in range(2):
+            first, (hit,), *others = client.post("/retrieve", json=body).json()["result"]
+            assert [first, *others] == [[]] * 3 and "Limmat" in str(hit)
+        assert client.post("/retrieve", json=body | {"queries": ["zzzz"]}).json() == {"result": [[]]}
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def test_options_reach_the_service(files, capsys):
     arguments = ["--corpus_path", str(files[0]), "--index_path", str(files[1]), "--host", "0.0.0.0"]
     arguments += ["--retrieval_topk", "5", "--reranking_topk", "2", "--max_queries", "4", "--engine", "jax"]
     with TestClient(load(parse(arguments))) as client:
-        (five,) = client.post("/retrieve", json={"queries": ["ada"]}).json()["result"]
-        body = {"queries": ["ada"], "topk_retrieval": 5, "not_sort": True}
+        (five,) = client.post("/retrieve", json={"queries": ["ada dorn"]}).json()["result"]
+        body = {"queries": ["ada dorn"], "topk_retrieval": 5, "not_sort": True}
         (two,) = client.post("/retrieve", json=body).json()["result"]
         assert (len(five), len(two)) == (5, 2)
         assert client.post("/retrieve", json={"queries": ["ada"] * 5}).status_code == 422

@@ -44,13 +44,13 @@ def search_r1(url, queries):
     """One request for all that search in a turn; the first line of the contents is the title."""
     result = post(url, "/retrieve", {"queries": queries, "topk": 3, "return_scores": True})
     titles = []
-    for one in result:
+    for one in filter(None, result):
         for item in one:
             title, _, text = item["document"]["contents"].partition("\n")
             assert text and isinstance(item["score"], float)
         titles.append(one[0]["document"]["contents"].split("\n")[0].strip('"'))
         assert len(one) == 3
-    return titles
+    return titles + [None] * result.count([])
 
 
 def calibadv(url, queries):
@@ -63,8 +63,10 @@ def calibadv(url, queries):
         "not_sort": True,
     }
     result = post(url, "/retrieve", body)
-    assert all(len(one) == 3 and all(isinstance(item["document"], str) for item in one) for one in result)
-    return [one[0]["document"].split("\n")[0].strip('"') for one in result]
+    assert all(
+        len(one) in (0, 3) and all(isinstance(item["document"], str) for item in one) for one in result
+    )
+    return [one[0]["document"].split("\n")[0].strip('"') if one else None for one in result]
 
 
 @pytest.mark.medium
@@ -80,7 +82,7 @@ def test_nobody_searches_in_a_turn(url, client):
 
 @pytest.mark.parametrize("client", [search_r1, calibadv])
 def test_one_long_query_costs_no_other_its_documents(url, client):
-    assert client(url, ["bo dorn", LONG, "cy dorn", ""])[:3] == ["bo dorn", "ada almson", "cy dorn"]
+    assert client(url, ["bo dorn", LONG, "cy dorn", ""]) == ["bo dorn", "ada almson", "cy dorn", None]
 
 
 @pytest.mark.medium

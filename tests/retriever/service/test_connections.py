@@ -274,6 +274,49 @@ def test_a_refused_head_says_its_limit(index):
         assert (
             refused.startswith(b"HTTP/1.1 400 ") and b'{"error": "' in refused and b"65536 bytes" in refused
         )
-        with socket.create_connection(address) as other:  # half of it is taken
-            other.sendall(b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"x" * (MAX_HEAD // 2) + b"\r\n\r\n")
-            assert b" 200 OK" in read(other)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize(
+    ("start", "fill", "end"),
+    [
+        (b"GET /health HTTP/1.1\r\nhost: h\r\nx: ", b"x", b"\r\n\r\n"),
+        (b"GET /health HTTP/1.1\r\nhost: h\r\nx:", b" ", b"x\r\n\r\n"),
+        (b"GET /health?", b"x", b" HTTP/1.1\r\nhost: h\r\n\r\n"),
+        (b"GET /health HTTP/1.1\r\nhost: h\r\n", b"x: y\r\n", b"\r\n"),
+    ],
+)
+def test_head_of_64_kib_is_the_largest(index, start, fill, end, in_parts):
+    """Also one that comes whole, and as a second request of its connection."""
+    taken = (MAX_HEAD - len(start + end)) // len(fill)
+    with served(make_app(index, Depths(1))) as address:
+        for before in (b"", request() + BODY):
+            for count, status in ((taken, b" 200 OK"), (taken + 1, b" 400 ")):
+                with socket.create_connection(address) as connection:
+                    if before:
+                        connection.sendall(before)
+                        assert b" 200 OK" in read(connection)
+                    head = start + fill * count + end
+                    for part in (head[:40_000], head[40_000:]) if in_parts else (head,):
+                        connection.sendall(part)
+                        time.sleep(0.02 * in_parts)
+                    assert status in read(connection), (before, count)
+
+
+def test_trailers_and_a_waiting_head_are_bounded(index):
+    """What follows a body in chunks, and a head that comes with the request before it."""
+    chunked = HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked") + b"\r\n"
+    body = b"%x\r\n%s\r\n0\r\n" % (LENGTH, BODY)
+    second = b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"x" * MAX_HEAD + b"\r\n\r\n"
+    with served(make_app(index, Depths(1))) as address:
+        for sent, statuses in (
+            (chunked + body + b"x: y\r\n\r\n", [b"200"]),
+            (chunked + body + b"x: " + b"y" * MAX_HEAD + b"\r\n\r\n", [b"400"]),
+            (request() + BODY + second, [b"200", b"400"]),
+        ):
+            with socket.create_connection(address) as connection:
+                connection.sendall(sent)
+                replies = read(connection)
+                while replies.count(b"HTTP/1.1 ") < len(statuses):
+                    replies += read(connection)
+            assert [part[:3] for part in replies.split(b"HTTP/1.1 ")[1:]] == statuses

@@ -1,0 +1,301 @@
+"""PEFT folders: which options are accepted, and what the messages say."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from trainer_rig import HF_CONFIG
+
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.policy.adapters import Adapters, joined
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.weights import flatten, hf_shapes
+from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
+from calibadv_jax.snapshots.peft import load_adapters, save_adapters
+
+ADAPTERS = Adapters(2, 4.0, ("q", "v"), "bfloat16")
+POLICY = Policy(architecture_from_hf(HF_CONFIG), Numerics(), ADAPTERS)
+# As PEFT 0.21.2 writes it.
+CONFIG = {
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "auto_mapping": {"base_model_class": "Qwen2ForCausalLM", "parent_library": "transformers"},
+    "base_model_name_or_path": "base",
+    "bias": "none",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "exclude_modules": ["lm_head"],
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_alpha": 4,
+    "lora_bias": False,
+    "lora_dropout": 0.05,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "peft_type": "LORA",
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "r": 2,
+    "rank_pattern": {},
+    "revision": None,
+    "target_modules": "all-linear",
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_rslora": False,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    shapes = hf_shapes(POLICY.abstract_trained)
+    save_file(
+        {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()},
+        tmp_path / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def load(folder, **options):
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | options))
+    return load_adapters(folder, POLICY, None)
+
+
+def refusal(folder, **options):
+    with pytest.raises(UserError) as caught:
+        load(folder, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": "eva", "eva_config": {"rho": 1.0}},
+        {"init_lora_weights": False},
+        {"corda_config": {"corda_method": "ipm"}},  # saved converted
+        {"task_type": None, "modules_to_save": [], "bias": None},
+        {"option_of_tomorrow": None, "another": False, "third": {}, "fourth": []},
+    ],
+)
+def test_plain_adapters_are_accepted(folder, options):
+    params = load(folder, **options)
+    expected = load_file(folder / "adapter_model.safetensors")
+    first = expected["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
+    np.testing.assert_array_equal(flatten(params)["layers.attn.q.lora_a"][0], first.T)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "tomorrow"])
+def test_initialisation_that_changes_the_base_is_refused(folder, init):
+    message = refusal(folder, init_lora_weights=init)
+    assert f"adapter_config.json: init_lora_weights is '{init}', which is not supported" in message
+    assert "path_initial_model_for_weight_conversion" in message and "policy.path" in message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alora_invocation_tokens": [1, 2]},
+        {"use_dora": True},
+        {"use_rslora": True},
+        {"use_qalora": True},
+        {"use_bdlora": {"nblocks": 2}},
+        {"rank_pattern": {"q_proj": 1}},
+        {"alpha_pattern": {"q_proj": 8}},
+        {"bias": "lora_only"},
+        {"lora_bias": True},
+        {"modules_to_save": ["lm_head"]},
+        {"layers_to_transform": 0},
+        {"layers_to_transform": [0]},
+        {"layer_replication": [[0, 1]]},
+        {"target_parameters": ["mlp.experts.down_proj"]},
+        {"trainable_token_indices": [0]},
+        {"kasa_config": {"beta": 1e-4}},
+        {"fan_in_fan_out": True},
+        {"task_type": "SEQ_CLS"},
+        {"peft_type": "IA3"},
+        {"option_of_tomorrow": 0.5},
+        {"option_of_tomorrow": 0},
+    ],
+)
+def test_other_options_are_refused_by_name(folder, options):
+    ((name, value),) = options.items()
+    message = refusal(folder, **options)
+    assert f"adapter_config.json: {name} is {value!r}, which is not supported" in message
+    assert "merge_and_unload" in message
+
+
+@pytest.mark.parametrize("alpha", [0, None, -1, "16", True, float("nan")])
+def test_alpha_that_no_config_accepts_is_explained(folder, alpha):
+    message = refusal(folder, lora_alpha=alpha)
+    assert f"lora_alpha is {alpha!r}, but must be a number above 0" in message
+    assert "verl" in message and f"policy.lora.alpha={alpha}" not in message
+
+
+@pytest.mark.parametrize("rank", [0, None, 2.5])
+def test_rank_that_no_config_accepts_is_explained(folder, rank):
+    message = refusal(folder, r=rank)
+    assert f"r is {rank!r}, but must be" in message and "policy.lora.rank=" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("base_model.model.model.embed_tokens.weight", "save_embedding_layers=False"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", "merge_and_unload"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "merge_and_unload"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "merge_and_unload"),
+        ("base_model.model.lm_head.lora_A.weight", "has adapters on lm_head, which is not supported"),
+    ],
+)
+def test_tensor_outside_the_adapters_is_named(folder, name, words):
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path) | {name: np.ones((2, 2), np.float32)}, path)
+    message = refusal(folder)
+    assert (name in message or "lm_head" in name) and words in message
+
+
+def test_file_without_tensors_is_refused(folder):
+    save_file({}, folder / "adapter_model.safetensors")
+    assert "adapter_model.safetensors: holds no adapters; " in refusal(folder)
+
+
+def test_base_of_another_precision_is_refused(folder):
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path), path, metadata={"base_dtype": "float32"})
+    assert "set policy.lora.base_dtype=float32" in refusal(folder)
+
+
+TOKENS = np.arange(1, 25)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """PEFT beside a small base in float32, which bfloat16 rounds."""
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2Config(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    base = tmp_path_factory.mktemp("library") / "base"
+    model.save_pretrained(base)
+    return SimpleNamespace(**locals())
+
+
+def peft_logits(library, model):
+    with library.torch.no_grad():
+        return model(library.torch.from_numpy(TOKENS[None])).logits[0].float().numpy()
+
+
+def policy_with(library, rank, alpha, base_dtype="float32"):
+    architecture = architecture_from_hf(read_hf_config(library.base))
+    return Policy(architecture, Numerics(), Adapters(rank, alpha, ("q", "v"), base_dtype))
+
+
+def our_logits(library, policy, adapters):
+    decoder = policy.merge(joined(load_params(library.base, policy, None), adapters))
+    row = jnp.asarray(TOKENS[None])
+    return np.asarray(decoder.logits(decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))[0])
+
+
+def peft_model(library, init):
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    config = library.peft.LoraConfig(init_lora_weights=init, **options)
+    return library.peft.get_peft_model(copy.deepcopy(library.model), config)
+
+
+def move(library, model):
+    """Stand in for training."""
+    torch = library.torch
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "eva", "mica"])
+def test_accepted_initialisations_equal_peft(library, init, tmp_path):
+    model = peft_model(library, init)
+    move(library, model)
+    model.save_pretrained(tmp_path)
+    policy = policy_with(library, 4, 8.0)
+    ours = our_logits(library, policy, load_adapters(tmp_path, policy, None))
+    np.testing.assert_allclose(ours, peft_logits(library, model), atol=2e-5)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_changed_base_is_accepted_once_converted(library, init, tmp_path):
+    """PEFT doubles rank and alpha when it converts."""
+    model = peft_model(library, init)
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(tmp_path / "initial")
+    model.peft_config["default"].init_lora_weights = init
+    move(library, model)
+    model.save_pretrained(tmp_path / "unconverted")
+    with pytest.raises(UserError, match=f"init_lora_weights is '{init}'"):
+        load_adapters(tmp_path / "unconverted", policy_with(library, 4, 8.0), None)
+    expected = peft_logits(library, model)
+    model.save_pretrained(
+        tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "initial")
+    )
+    policy = policy_with(library, 8, 16.0)
+    ours = our_logits(library, policy, load_adapters(tmp_path / "converted", policy, None))
+    np.testing.assert_allclose(ours, expected, atol=2e-5)
+    assert np.abs(ours - peft_logits(library, library.model)).max() > 0.05
+
+
+@pytest.mark.medium
+def test_exported_adapters_belong_to_the_rounded_base(library, tmp_path):
+    """PEFT on the base in its precision computes the policy; on a float32 base it does not."""
+    policy = policy_with(library, 4, 8.0, "bfloat16")
+    adapters = jax.tree.map(
+        lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape, leaf.dtype) / 10,
+        policy.abstract_trained,
+    )
+    expected = our_logits(library, policy, adapters)
+    save_adapters(adapters, policy.adapters, str(library.base), tmp_path / "adapter", None)
+
+    def difference(dtype):
+        load = library.transformers.AutoModelForCausalLM.from_pretrained
+        base = load(library.base, torch_dtype=getattr(library.torch, dtype)).float()
+        return np.abs(
+            peft_logits(library, library.peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
+            - expected
+        ).max()
+
+    assert difference("bfloat16") < 1e-4 and difference("float32") > 1e-2
+    again = load_adapters(tmp_path / "adapter", policy, None)
+    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+    with pytest.raises(UserError, match="base in bfloat16, .* set policy.lora.base_dtype=bfloat16"):
+        load_adapters(tmp_path / "adapter", policy_with(library, 4, 8.0), None)
