@@ -1,4 +1,4 @@
-"""The arms of experiments/evidence.md: what each changes in the config, and the order of the runs.
+"""The arms of experiments/evidence.md: what each changes in the config, and the order of the runs."""
 
 from __future__ import annotations
 
