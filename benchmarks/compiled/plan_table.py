@@ -1,4 +1,4 @@
-"""`calibadv plan` of the paper's 7B run on 8, 64 and 256 devices: prints docs/scale.md's table.
+"""`calibadv plan` of the paper's 7B run on 8, 64 and 256 devices: prints benchmarks/scale.md's table.
 
     python -m benchmarks.compiled.plan_table --folder runs/plan  # all that is not there yet
     python -m benchmarks.compiled.plan_table --folder runs/plan --match v5p  # only commands with this text

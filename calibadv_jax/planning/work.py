@@ -1,6 +1,6 @@
 """What a step computes, reads and sends, and how long that takes at a stated efficiency.
 
-Everything is counted from shapes; `tests/planning` and docs/scale.md set it beside the compilers' counts. A
+Everything is counted from shapes; `tests/planning` and benchmarks/scale.md set it beside the compilers' counts. A
 part takes as long as the slowest of three: computing, memory, links. Each of them reaches `efficiency` of
 what the device can do at most.
 """

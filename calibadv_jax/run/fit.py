@@ -47,7 +47,7 @@ def memory_lines(estimate: Mapping[str, float], devices: int) -> list[str]:
         lines.append(f"failed: {peak / GIB:.1f} GiB a device do not fit: {has}; {remedy}")
     elif peak * gaps > limit:
         lines.append(
-            f"warning: {has}, and programs can need {gaps} times the estimate (docs/scale.md); {remedy}"
+            f"warning: {has}, and programs can need {gaps} times the estimate (benchmarks/scale.md); {remedy}"
         )
     return lines
 

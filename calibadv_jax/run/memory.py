@@ -1,7 +1,7 @@
 """Memory of one device: what the mesh really puts there, and what an update and the sampler add.
 
 Parameters, optimizer state and KV cache are counted from their shapes and shardings. What programs need
-besides is a formula; docs/scale.md sets it beside the plans of TPU's compiler and of XLA:GPU.
+besides is a formula; benchmarks/scale.md sets it beside the plans of TPU's compiler and of XLA:GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from calibadv_jax.policy.weights import flatten
 from calibadv_jax.sampler.tiles import TileShape
 
 GIB = 1024**3
-GAPS = {"tpu": 1.6}  # a program takes up to so many times what it has in use at once (docs/scale.md)
+GAPS = {"tpu": 1.6}  # a program takes up to so many times what it has in use at once (benchmarks/scale.md)
 UPDATE = ("gradients", "activations", "workspace")  # live while gradients are computed only
 STEP = ("moments",)  # with optimizer.offload: those at work, live beside the sum of the gradients
 SAMPLING = ("prefill", "decode")  # live while the embedded sampler works only; one of them at a time
