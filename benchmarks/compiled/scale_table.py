@@ -1,4 +1,4 @@
-"""Which slice or GPU for which model at 16,384 tokens: compiles every point and prints benchmarks/scale.md's table.
+"""Which slice or GPU for which model at 16,384 tokens: compiles every point, prints the table of scale.md.
 
     python -m benchmarks.compiled.scale_table --folder runs/scale  # all that is not there yet
     python -m benchmarks.compiled.scale_table --folder runs/scale --match v5p  # only commands with this text

@@ -1,4 +1,4 @@
-"""The pages of scale: their tables are of points that the script has, fits, and stands beside what the doctor says."""
+"""The pages of scale: their rows are the script's points, fit, and agree with what the doctor says."""
 
 import json
 import re
