@@ -1,8 +1,8 @@
 """What a step computes, reads and sends, and how long that takes at a stated efficiency.
 
-Everything is counted from shapes; `tests/planning` and benchmarks/scale.md set it beside the compilers' counts. A
-part takes as long as the slowest of three: computing, memory, links. Each of them reaches `efficiency` of
-what the device can do at most.
+Everything is counted from shapes; `tests/planning` and benchmarks/scale.md set it beside the compilers'
+counts. A part takes as long as the slowest of three: computing, memory, links. Each of them reaches
+`efficiency` of what the device can do at most.
 """
 
 from __future__ import annotations
