@@ -207,3 +207,32 @@ def test_a_kernel_that_cannot_share_is_named(policy):
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
     with pytest.raises(UserError, match="policy.attention is splash, .* set it to xla or cudnn"):
         Learner(splash, optax.sgd(1.0), mesh, 1, shares_prefixes=True)
+
+
+@pytest.mark.parametrize("widths", [[ROW], [ROW, ROW // 2]])
+def test_equal_trajectories_keep_every_trained_token(widths):
+    """Four of them are one path of eight nodes with 24 columns of the loss, beside another tree."""
+    rng = np.random.default_rng(0)
+    equal = sample(rng, range(1, 9), 2, trained=1.0)
+    other = sample(rng, range(11, 19), 2, trained=1.0)
+    samples = [equal] * 4 + [other]
+    weights = token_weights(samples, "token_mean")
+    batches = SharedRows(samples, [RowShape(width, 1) for width in widths], weights).batches()
+    assert sum(np.count_nonzero(batch.weights) for batch in batches) == 30
+    assert sum(batch.weights.sum(dtype=np.float64) for batch in batches) == pytest.approx(1.0, rel=1e-6)
+    targets = np.concatenate([batch.targets[batch.weights > 0] for batch in batches])
+    assert sorted(targets) == sorted([*range(3, 9)] * 4 + [*range(13, 19)])
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1, 2, 3]))
+@settings(max_examples=30, deadline=None)
+def test_shared_rows_keep_all_weights(seed, copies):
+    samples = groups(seed) * copies
+    weights = token_weights(samples, "sequence_mean")
+    rows = SharedRows(samples, [RowShape(ROW, 1), RowShape(ROW // 2, 1)], weights)
+    batches = rows.batches()
+    assert sum(np.count_nonzero(batch.weights) for batch in batches) == sum(
+        np.count_nonzero(one.mask[1:]) for one in samples
+    )
+    for kept, given_weights in zip(rows.taken([batch.weights for batch in batches]), weights, strict=True):
+        np.testing.assert_array_equal(kept, given_weights)
