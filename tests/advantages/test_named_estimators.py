@@ -146,3 +146,11 @@ def test_the_formula_follows_the_switches():
     assert "at least 0.4" in describe(plain)[1] and "std + 1e-6" in describe(plain)[1]
     assert "std of the step's scores" in describe(dataclasses.replace(plain, std_over="step"))[1]
     assert "std" not in describe(dataclasses.replace(plain, normalize_std=False))[1]
+
+
+def test_loser_exactly_at_the_threshold_is_nearly_right(of_scores):
+    group, settings = of_scores(1.0, 0.5, 0.75, 0.25), {"normalize_std": False, "score_threshold": 0.5}
+    assert raw("grpo_neutral", group, **settings) == [[0.375, -0.625, 0.125, -0.375]]
+    assert raw("grpo_acceptable", group, **settings) == [[0.375, 0.0, 0.125, -0.375]]
+    average = of_scores(1.0, 0.5, 0.25, 0.25)  # 0.5 is the mean: no loser
+    assert raw("grpo_neutral", average, **settings) == [[0.5, 0.0, -0.25, -0.25]]

@@ -94,6 +94,7 @@ def test_what_the_policy_has_no_room_for_is_left_out(config, capsys):
         ("sft", {"row_length": 60}),
         ("rollout", {"max_prompt_length": 5}),
         ("rollout", {"max_turn_length": 10}),
+        ("rollout", {"max_length": 60, "max_prompt_length": 50}),
     ]:
         short = replace(config, **{section: replace(getattr(config, section), **changes)})
         with pytest.raises(UserError, match=r"none of 5 questions gives a demonstration \(.*too long"):

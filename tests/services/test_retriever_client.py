@@ -12,7 +12,7 @@ from search_rig import search
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
-from calibadv_jax.services import waiting
+from calibadv_jax.services import retriever_client, waiting
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import RetrieverProcess
 
@@ -313,3 +313,46 @@ def test_a_child_that_can_not_start_says_why(tmp_path):
         UserError, match=r"the retriever ended with status 2: .*none.jsonl: no such corpus.*; see .*log.txt"
     ):
         RetrieverProcess(config, tmp_path / "log.txt").__enter__()
+
+
+def test_cancelled_search_leaves_the_request_to_others(server):
+    url, replies, requests = server
+    replies.append(ok)
+
+    async def run():
+        client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
+        first, second = (asyncio.create_task(client.search([query])) for query in "ab")
+        await asyncio.sleep(0)  # both have joined one request
+        first.cancel()
+        ((document,),) = await second
+        await client.close()
+        return document.id, first.cancelled()
+
+    assert asyncio.run(run()) == ("b", True)
+    assert [body["queries"] for body in requests] == [["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("searches", "sent"),
+    [
+        ([1, 1, 1, 1], [4]),
+        ([2, 2, 1], [4, 1]),
+        ([3, 2, 2], [3, 4]),
+        ([4, 1], [4, 1]),
+        ([5, 1], [5, 1]),  # one search is never divided
+    ],
+)
+def test_requests_hold_at_most_max_batch_queries(server, monkeypatch, searches, sent):
+    monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
+    url, replies, requests = server
+    replies.append(ok)
+    queries = [[f"{number} {n}" for n in range(count)] for number, count in enumerate(searches)]
+
+    async def run():
+        client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
+        found = await asyncio.gather(*map(client.search, queries))
+        await client.close()
+        return [[documents[0].id for documents in one] for one in found]
+
+    assert asyncio.run(run()) == queries
+    assert [len(body["queries"]) for body in requests] == sent

@@ -462,6 +462,8 @@ def test_mirror_keeps_the_newest_checkpoints(small_mirror):
         written_checkpoint(small_mirror.folder, step, str(step))
         small_mirror._copy(step)
     assert steps_at(small_mirror.url) == [4, 6]
-    assert sorted(path.name for path in (Path(small_mirror.url) / "checkpoints").rglob("data")) == ["data"] * 2
+    assert (
+        sorted(path.name for path in (Path(small_mirror.url) / "checkpoints").rglob("data")) == ["data"] * 2
+    )
     small_mirror._copy(4)  # the run went back: later checkpoints are no longer its own
     assert steps_at(small_mirror.url) == [4]
