@@ -181,3 +181,30 @@ def test_a_trajectorys_weight_counts_trained_tokens_only():
     rows = one_row([1.0, 1.0], [1.0, 1.0], mask=[1, 0], sampler=[-1.0, -9.0])
     config = LossConfig(importance_level="sequence", importance_cap=5.0)
     assert packed(rows, config)[0] == pytest.approx(-1)
+
+
+def test_a_trajectorys_weight_may_be_the_geometric_mean():
+    rows = random_rows()
+    shifts = (0.1, -0.2, 1.5)
+    sampler = [[o - shift for _, o, _ in row] for row, shift in zip(rows, shifts, strict=True)]
+    config = LossConfig(name="gpg", importance_level="sequence_geometric", importance_cap=1.2)
+    weights = [np.exp(0.1), np.exp(-0.2), 1.2]
+    total = sum(w * -a * n for w, row in zip(weights, rows, strict=True) for n, _, a in row)
+    assert packed(made_of(rows, sampler), config)[0] == pytest.approx(total / 12, rel=1e-5)
+
+
+@pytest.mark.parametrize(("over", "masked"), [("sequence_max", 0), ("sequence_mean", 0), ("sequence_sum", 4)])
+def test_distances_of_a_trajectory_are_joined_as_named(over, masked):
+    """Four tokens of 0.08 each: only their sum is above 0.15."""
+    rows = one_row([1.0] * 4, [1.0] * 4, sampler=[-1.4] * 4)
+    config = LossConfig(name="gpg", reject_by="k2", reject_over=over, reject_above=0.15)
+    assert packed(rows, config)[2]["actor/sampler_masked"] == masked
+
+
+def test_clip_cov_leaves_tokens_above_its_upper_limit():
+    """Covariances 1.45 (clipped), 1.45, 4.35 and -1.45: the second is dropped, the third is too large."""
+    rows = [sample([-0.1, -0.1, -3.0, -3.0], [-1.0, -0.1, -3.0, -3.0], [2, 2, -2, 2], [1, 1, 1, 1])]
+    config = LossConfig(name="clip_cov", cov_low=0.5, cov_high=4.0, cov_share=1.0)
+    loss, (gradient,), _ = packed(rows, config)
+    assert loss == pytest.approx(-(1.2 * 2 - 2 + 2) / 4)
+    np.testing.assert_allclose(gradient, [0, 0, 2 / 4, -2 / 4], rtol=1e-5)

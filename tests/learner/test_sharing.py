@@ -236,3 +236,24 @@ def test_shared_rows_keep_all_weights(seed, copies):
     )
     for kept, given_weights in zip(rows.taken([batch.weights for batch in batches]), weights, strict=True):
         np.testing.assert_array_equal(kept, given_weights)
+
+
+@pytest.mark.parametrize(("seed", "questions"), [(0, 4), (1, 4), (2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize("length", [ROW, 3 * ROW])
+def test_trained_tokens_see_their_own_beginning(seed, questions, length):
+    """Whatever lies beside them in the row, and where the first of them follows what all begin with."""
+    samples = groups(seed, questions)
+    rows = SharedRows(samples, [RowShape(length, 1)])
+    batches = rows.batches()
+    codes = [
+        (number * 1000 + np.arange(len(batch.sources))[:, None]) * 1000 + batch.sources
+        for number, batch in enumerate(batches)
+    ]
+    assert questions > 1 or rows.common == len(samples[0].prompt_ids)
+    for one, code in zip(samples, rows.taken(codes), strict=True):
+        for token in np.flatnonzero(one.mask):
+            place, column = divmod(int(code[token]), 1000)
+            batch, row = batches[place // 1000], place % 1000
+            seen = np.flatnonzero(batch.ends[row, : column + 1] > column)
+            np.testing.assert_array_equal(batch.tokens[row, seen], one.tokens[:token])
+            np.testing.assert_array_equal(batch.positions[row, seen], np.arange(token))
