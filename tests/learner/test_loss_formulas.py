@@ -82,7 +82,7 @@ CASES = {
     "gpg": (lambda rows: [[-a * n for n, _, a in row] for row in rows], {}),
     "kl_cov": (kl_cov, {"cov_share": 0.4, "cov_kl_coef": 0.7}),
     "lld": (lld, {"lld_coef": 0.5}),
-    "sapo": (sapo, {"tau_positive": 2.0, "tau_negative": 3.0}),
+    "sapo": (sapo, {"aggregation": "sequence_mean", "tau_positive": 2.0, "tau_negative": 3.0}),
     "dppo_tv": (dppo_tv, {"ratio_cap": 1.25}),
     "dro": (
         lambda rows: [[-a * n + 0.5 * 0.3 * (n - o) ** 2 for n, o, a in row] for row in rows],

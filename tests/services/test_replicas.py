@@ -16,6 +16,7 @@ from calibadv_jax.services import replicas, retriever_client, waiting
 from calibadv_jax.services.http_client import Unreachable
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import RetrieverProcess
+from calibadv_jax.services.retriever_replies import Away
 
 
 class Service:
@@ -344,3 +345,30 @@ def test_all_replicas_with_another_index_end_the_run(health):
             await several.take()
 
     asyncio.run(run())
+
+
+def test_only_an_outage_that_nobody_announced_is_warned_of(health):
+    async def run():
+        several = health.replicas(None)
+        first, second = several._all
+        several.leave_out(first, Away("status 503"))
+        for reason in ("gone", "still gone"):
+            several.leave_out(second, Unreachable(reason))
+        await several.close()
+
+    asyncio.run(run())
+    assert health.warnings == ["retriever http://b is left out until it answers: gone"]
+
+
+def test_single_service_is_never_left_out(health):
+    """Nobody else could answer: it is asked again, without a check of its health."""
+    several = replicas.Replicas(None, ["http://a"], None, set(), health.warnings.append)
+
+    async def run():
+        for _ in range(3):
+            replica = await several.take()
+            assert not several.leave_out(replica, Unreachable("gone")) and replica.is_well
+            several.give_back(replica)
+
+    asyncio.run(run())
+    assert not health.warnings and several._all[0].check is None

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import time
+from contextlib import suppress
 from email.utils import formatdate
 
 import pytest
@@ -356,3 +357,31 @@ def test_requests_hold_at_most_max_batch_queries(server, monkeypatch, searches, 
 
     assert asyncio.run(run()) == queries
     assert [len(body["queries"]) for body in requests] == sent
+
+
+def test_refusal_after_an_answer_asks_no_probe(server):
+    """The service has shown that it takes queries: only the first refusal may mean all of them."""
+    url, replies, requests = server
+    replies.append(lambda body: (422, {"error": "no"}) if "bad" in body["queries"] else ok(body))
+    client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
+
+    async def run(*queries):
+        for query in queries:
+            with suppress(QueryRefused):
+                await client.search([query])
+        await client.close()
+
+    asyncio.run(run("bad", "bad", "good", "bad"))
+    sent = [body["queries"][0] for body in requests]
+    assert sent == ["bad", retriever_client.PROBE, "bad", "good", "bad"]
+
+
+def test_service_that_names_no_reranker_has_none():
+    client = RetrieverClient(RetrieverConfig(), "http://h")
+    assert (
+        client.check_reranker({})
+        == client.check_reranker({"reranker": ""})
+        == ("not reranked: the best 3 documents")
+    )
+    with pytest.raises(UserError, match="its reranker m would be without effect"):
+        client.check_reranker({"reranker": "m"})
