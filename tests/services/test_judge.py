@@ -278,3 +278,33 @@ def test_verdict_is_the_whole_last_line(line, verdict):
         return
     with pytest.raises(judge._NoVerdict):
         judge.read_verdict(line, "k")
+
+
+@pytest.mark.parametrize("status", [429, 500, 502])
+def test_judge_that_is_away_is_waited_for(endpoint, status, monkeypatch):
+    """As long as the patience lasts, not for three replies."""
+    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.001)
+    handler, config = endpoint
+    handler.replies += [(status, b"")] * (waiting.BAD_REPLIES + 2)
+    assert scores(replace(config, patience=20), "Paris")[0]["judge"] == 1.0
+
+
+def test_judge_remembers_the_newest_verdicts(endpoint, monkeypatch):
+    monkeypatch.setattr(judge, "REMEMBERED", 2)
+    handler, config = endpoint
+
+    async def ask(client):
+        for answer, asked in (("a", 1), ("b", 2), ("c", 3), ("c", 3), ("b", 3), ("a", 4)):
+            await client.score(answered(answer))
+            assert len(handler.bodies) == asked
+
+    judged_with(handler, config, ask)
+
+
+@pytest.mark.parametrize(("verdict", "agreement"), [(0.5, 1.0), (0.49, 0.0), (1.0, 1.0), (0.0, 0.0)])
+def test_verdict_of_one_half_agrees_with_a_match(endpoint, verdict, agreement, monkeypatch):
+    async def always(self, data):
+        return verdict
+
+    monkeypatch.setattr(JudgeClient, "_request", always)
+    assert scores(endpoint[1], "Paris") == [{"judge": verdict, "judge_agreement": agreement}]

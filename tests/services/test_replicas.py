@@ -13,7 +13,7 @@ pytest.importorskip("aiohttp")
 from calibadv_jax.config import RetrieverConfig, load_config
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.services import replicas, retriever_client, waiting
-from calibadv_jax.services.http_client import Unreachable
+from calibadv_jax.services.http_client import Reply, Unreachable
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import RetrieverProcess
 from calibadv_jax.services.retriever_replies import Away
@@ -372,3 +372,35 @@ def test_single_service_is_never_left_out(health):
 
     asyncio.run(run())
     assert not health.warnings and several._all[0].check is None
+
+
+@pytest.mark.parametrize(("retry_after", "pause"), [(0.0, 0.5), (7.0, 7.0), (60.0, 10.0)])
+def test_check_waits_as_long_as_the_service_asks(health, retry_after, pause):
+    health.answers += [{}]
+
+    async def run():
+        several = health.replicas(None)
+        several.leave_out(several._all[0], Unreachable("gone", retry_after))
+        await several._all[0].check
+
+    asyncio.run(run())
+    assert health.pauses == [pause]
+
+
+def test_good_reply_ends_what_an_outage_began(health):
+    several = health.replicas(None)
+    replica = several._all[0]
+    replica.pause, replica.is_well = 8.0, False
+    asyncio.run(several.check(replica, Reply(200, b"")))
+    assert replica.is_well and replica.pause == replicas.FIRST_PAUSE
+
+
+def test_refusal_need_not_name_the_index(health):
+    """A proxy may refuse; an answer without the name is another service's."""
+    several = health.replicas({"identity": "x"})
+    replica = several._all[0]
+    several._named.add(replica.url)
+    replica.is_known = True
+    asyncio.run(several.check(replica, Reply(422, b"")))
+    with pytest.raises(Unreachable, match="serves another index: no X-Index-Identity instead of 'x'"):
+        asyncio.run(several.check(replica, Reply(200, b"")))
