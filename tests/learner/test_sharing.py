@@ -238,18 +238,13 @@ def test_shared_rows_keep_all_weights(seed, copies):
         np.testing.assert_array_equal(kept, given_weights)
 
 
-@pytest.mark.parametrize(("seed", "questions"), [(0, 4), (1, 4), (2, 1), (3, 1), (4, 2)])
-@pytest.mark.parametrize("length", [ROW, 3 * ROW])
-def test_trained_tokens_see_their_own_beginning(seed, questions, length):
-    """Whatever lies beside them in the row, and where the first of them follows what all begin with."""
-    samples = groups(seed, questions)
+def assert_each_sees_its_beginning(samples, length):
     rows = SharedRows(samples, [RowShape(length, 1)])
     batches = rows.batches()
     codes = [
         (number * 1000 + np.arange(len(batch.sources))[:, None]) * 1000 + batch.sources
         for number, batch in enumerate(batches)
     ]
-    assert questions > 1 or rows.common == len(samples[0].prompt_ids)
     for one, code in zip(samples, rows.taken(codes), strict=True):
         for token in np.flatnonzero(one.mask):
             place, column = divmod(int(code[token]), 1000)
@@ -257,3 +252,21 @@ def test_trained_tokens_see_their_own_beginning(seed, questions, length):
             seen = np.flatnonzero(batch.ends[row, : column + 1] > column)
             np.testing.assert_array_equal(batch.tokens[row, seen], one.tokens[:token])
             np.testing.assert_array_equal(batch.positions[row, seen], np.arange(token))
+    return rows
+
+
+@pytest.mark.parametrize(("seed", "questions"), [(0, 4), (1, 4), (2, 1), (4, 2)])
+@pytest.mark.parametrize("length", [ROW, 3 * ROW])
+def test_trained_tokens_see_their_own_beginning(seed, questions, length):
+    """Whatever lies beside them in the row."""
+    assert_each_sees_its_beginning(groups(seed, questions), length)
+
+
+def test_first_trained_token_follows_what_all_begin_with():
+    """Three trees of one prompt: the last one lies behind the first one in its row."""
+    rng = np.random.default_rng(0)
+    samples = [
+        sample(rng, [1, 2, *[branch] * count], 2, trained=1.0) for branch, count in ((3, 40), (4, 44), (5, 5))
+    ]
+    rows = assert_each_sees_its_beginning(samples, ROW)
+    assert rows.common == 2 and [at.start for at in rows.plan.placements] == [0, 0, 40]
