@@ -178,7 +178,7 @@ def test_aggressive_softening_forgives_all_from_one_third(build, documents, left
     np.testing.assert_allclose(turns, [[A, A], [left, -A]], rtol=1e-12, atol=1e-15)
 
 
-def test_upper_limit_is_the_best_advantage_of_the_group(build):
+def test_upper_limit_is_the_groups_best_advantage(build):
     """Wherever the best trajectory stands: half of the way from the loser's -A to A is 0."""
     group = build.group(
         (0.0, True, [build.turn(documents=["a", "x"]), build.turn("answer")]),
@@ -188,7 +188,7 @@ def test_upper_limit_is_the_best_advantage_of_the_group(build):
     np.testing.assert_allclose(turns, [[0, -A], [A, A]], rtol=1e-12, atol=1e-15)
 
 
-def test_invalid_trajectories_do_not_decide_what_all_get_right(build):
+def test_invalid_trajectories_do_not_count_for_reset(build):
     members = [
         (1.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
         (0.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
@@ -207,10 +207,10 @@ def test_invalid_trajectories_do_not_decide_what_all_get_right(build):
         (3, [1.5 * A, -A]),  # above it, the positive side is raised to half of the negative one
     ],
 )
-def test_rebalance_of_an_excess_leaves_what_is_within_the_target(build, tokens, answers):
+def test_rebalance_excess_leaves_groups_within_the_target(build, tokens, answers):
     group = build.group(
         (1.0, True, [build.turn(), build.turn("answer", num_tokens=1)]),
         (0.0, True, [build.turn(), build.turn("answer", num_tokens=tokens)]),
     )
     turns = by_turn(group, rebalance_excess=True, target_ratio=2.0)
-    np.testing.assert_allclose([one[1] for one in turns], answers, rtol=1e-12)
+    np.testing.assert_allclose([trajectory[1] for trajectory in turns], answers, rtol=1e-12)

@@ -130,7 +130,7 @@ def test_action_after_a_stray_closing_tag_is_read():
     assert read("</think><think>t</think></answer><answer>b</answer>") == ("answer", "t", "", "b")
 
 
-def test_empty_body_is_an_action_where_it_may_be():
+def test_empty_body_is_an_action_where_allowed():
     grammar = Grammar(("search", "list_all"), frozenset({"list_all"}))
     kinds = [
         parse_turn(f"<{name}> </{name}>", "stop", grammar).kind for name in ("search", "list_all", "answer")

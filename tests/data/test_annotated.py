@@ -218,6 +218,6 @@ def test_varied_first_query_depends_on_the_id_alone():
     queries = []
     for name in "012345":
         question = asked("Is Bo Dorn or Cy Emm a painter?", ["yes"], ["p3", "p4"], name=name)
-        found, _ = lookups_of(question, topk=2, searches=find_varied_support)
-        queries.append(found[0].query)
+        lookups, _ = lookups_of(question, topk=2, searches=find_varied_support)
+        queries.append(lookups[0].query)
     assert queries == ["Cy Emm", "Cy Emm", *["Bo Dorn"] * 4]

@@ -184,8 +184,8 @@ class Counted(Shelf):
 
 
 def drawn_ids(shelf, seed=0, questions=QUESTIONS):
-    (found,) = asyncio.run(RandomDocuments(shelf, questions, seed).search(["mine"]))
-    return [one.id for one in found]
+    (documents,) = asyncio.run(RandomDocuments(shelf, questions, seed).search(["mine"]))
+    return [document.id for document in documents]
 
 
 def test_random_documents_are_as_many_as_were_found():

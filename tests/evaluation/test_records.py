@@ -171,7 +171,7 @@ def test_what_decides_the_scores_is_part_of_an_evaluation(reward, judge, is_othe
     assert of(told="b") != of()
 
 
-def test_pool_of_random_documents_is_part_of_an_evaluation():
+def test_pool_of_random_documents_identifies_an_evaluation():
     def of(method, *texts):
         questions = [replace(QUESTION, text=text) for text in texts]
         return identity(Config(evaluate=EvaluateConfig(method=method)), {}, {}, questions, {})

@@ -314,7 +314,7 @@ def test_a_folder_that_is_not_one_for_all_is_refused(run_all, tmp_path, is_one):
 
 
 @pytest.mark.parametrize("lengths", [(5, 3 * exchange.INLINE), (3 * exchange.INLINE, 2 * exchange.INLINE, 1)])
-def test_long_values_come_whole_to_processes_with_shorter_ones(run_all, monkeypatch, lengths):
+def test_long_values_arrive_whole_beside_shorter_values(run_all, monkeypatch, lengths):
     rows, barrier = {}, threading.Barrier(len(lengths))
 
     def gather(padded):

@@ -90,18 +90,18 @@ def test_sums_are_divided_by_trajectories_that_are_trained():
     samples = [make(5, 1), make(5, 4), make(5, 0)]
     for aggregation, each in (("sequence_sum", 1 / 2), ("sequence_sum_norm", 1 / 20)):
         weights = token_weights(samples, aggregation, length_norm=10)
-        np.testing.assert_allclose([one.sum() for one in weights], [each, 4 * each, 0.0], rtol=1e-6)
+        np.testing.assert_allclose([values.sum() for values in weights], [each, 4 * each, 0.0], rtol=1e-6)
         assert weight_total(weights, aggregation) == pytest.approx(5 * each)
     for aggregation in ("token_mean", "sequence_mean"):
         weights = token_weights(samples, aggregation)
-        assert weight_total(weights, aggregation) == 1.0 == pytest.approx(sum(one.sum() for one in weights))
+        assert weight_total(weights, aggregation) == 1.0 == pytest.approx(sum(map(np.sum, weights)))
 
 
 def test_old_logprobs_are_the_samplers_unless_recomputed():
     plain = make(5, 2)
     recomputed = dataclasses.replace(plain, old_logprobs=plain.logprobs - 1)
-    for one, old in ((plain, plain.logprobs), (recomputed, plain.logprobs - 1)):
-        batch = pack([one], 5)
+    for given, old in ((plain, plain.logprobs), (recomputed, plain.logprobs - 1)):
+        batch = pack([given], 5)
         np.testing.assert_array_equal(batch.old_logprobs[0, :4], old[1:])
         np.testing.assert_array_equal(batch.sampler_logprobs[0, :4], plain.logprobs[1:])
 

@@ -162,6 +162,6 @@ def test_it_learns_what_trajectories_are_worth(policy):
 def test_value_loss_by_hand(clip, errors, clipped, gradient):
     """Values of 0.5, held within the clip of 0, for returns of 1 and 0: the larger error counts."""
     inputs = {"mask": [[1, 1]], "old_values": [[0, 0]], "returns": [[1, 0]], "values": [[0.5, 0.5]]}
-    loss, share, (found,) = value_case({"inputs": inputs, "settings": {"clip_value": clip}})
+    loss, share, (gradients,) = value_case({"inputs": inputs, "settings": {"clip_value": clip}})
     assert loss == pytest.approx(0.5 * sum(errors) / 2) and share == clipped
-    np.testing.assert_allclose(found[1:], gradient, rtol=1e-5)
+    np.testing.assert_allclose(gradients[1:], gradient, rtol=1e-5)

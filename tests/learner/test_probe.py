@@ -140,8 +140,8 @@ def test_rows_grow_where_probes_do_not_fit(monkeypatch, row_length, used):
     asked = []
 
     def noted(learner, params, samples, config):
-        asked.append((max(len(one.tokens) for one in samples), config.row_length))
-        return [np.zeros(len(one.tokens), np.float32) for one in samples]
+        asked.append((max(len(sample.tokens) for sample in samples), config.row_length))
+        return [np.zeros(len(sample.tokens), np.float32) for sample in samples]
 
     monkeypatch.setattr(probe, "sample_logprobs", noted)
     config = LearnerConfig(row_length=row_length)

@@ -232,7 +232,7 @@ def test_shared_rows_keep_all_weights(seed, copies):
     rows = SharedRows(samples, [RowShape(ROW, 1), RowShape(ROW // 2, 1)], weights)
     batches = rows.batches()
     assert sum(np.count_nonzero(batch.weights) for batch in batches) == sum(
-        np.count_nonzero(one.mask[1:]) for one in samples
+        np.count_nonzero(trained.mask[1:]) for trained in samples
     )
     for kept, given_weights in zip(rows.taken([batch.weights for batch in batches]), weights, strict=True):
         np.testing.assert_array_equal(kept, given_weights)
@@ -245,12 +245,12 @@ def assert_each_sees_its_beginning(samples, length):
         (number * 1000 + np.arange(len(batch.sources))[:, None]) * 1000 + batch.sources
         for number, batch in enumerate(batches)
     ]
-    for one, code in zip(samples, rows.taken(codes), strict=True):
-        for token in np.flatnonzero(one.mask):
+    for trained, code in zip(samples, rows.taken(codes), strict=True):
+        for token in np.flatnonzero(trained.mask):
             place, column = divmod(int(code[token]), 1000)
             batch, row = batches[place // 1000], place % 1000
             seen = np.flatnonzero(batch.ends[row, : column + 1] > column)
-            np.testing.assert_array_equal(batch.tokens[row, seen], one.tokens[:token])
+            np.testing.assert_array_equal(batch.tokens[row, seen], trained.tokens[:token])
             np.testing.assert_array_equal(batch.positions[row, seen], np.arange(token))
     return rows
 

@@ -152,7 +152,7 @@ def test_a_critic_that_diverges_ends_the_run_with_the_key_to_lower(tmp_path):
         run(critic_config(tmp_path, optimizer=rate), ScriptedRollouts(), tmp_path)
 
 
-def test_rate_of_the_critic_is_that_of_its_update(tmp_path, monkeypatch):
+def test_critic_rate_is_read_before_the_update(tmp_path, monkeypatch):
     """The schedule is asked before the update raises the count."""
     config = critic_config(tmp_path, optimizer=OptimizerConfig(lr=0.05, schedule="cosine", warmup_steps=1))
     trained = critic.RunCritic(config, MODEL, None)
@@ -163,7 +163,7 @@ def test_rate_of_the_critic_is_that_of_its_update(tmp_path, monkeypatch):
 
     monkeypatch.setattr(critic, "learn_values", learn)
     group = write_group(0, QUESTIONS[0])
-    for turn in (turn for one in group.trajectories for turn in one.turns):
+    for turn in (turn for trajectory in group.trajectories for turn in trajectory.turns):
         turn.values = np.zeros(len(turn.token_ids), np.float32)
     rates = [trained.update([group], np.random.default_rng(0))["critic/lr"] for _ in range(3)]
     assert rates == [float(trained.schedule(update)) for update in range(3)] and len(set(rates)) == 3

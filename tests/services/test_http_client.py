@@ -43,7 +43,7 @@ def test_status_says_whether_a_service_is_away(status):
     assert Reply(status, b"").is_away == (status in (408, 429, 500, 503))
 
 
-def test_pauses_double_and_patience_begins_anew_after_a_reply(monkeypatch):
+def test_pauses_double_and_a_reply_renews_patience(monkeypatch):
     clock = SimpleNamespace(now=100.0)
     pauses = []
 

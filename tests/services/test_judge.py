@@ -247,8 +247,8 @@ def test_judge_keeps_to_max_concurrency(endpoint, limit, monkeypatch):
         return 1.0
 
     monkeypatch.setattr(JudgeClient, "_request", slow)
-    found = scores(replace(config, max_concurrency=limit), *(f"answer {n}" for n in range(9)))
-    assert [one["judge"] for one in found] == [1.0] * 9 and most == limit
+    verdicts = scores(replace(config, max_concurrency=limit), *(f"answer {n}" for n in range(9)))
+    assert [verdict["judge"] for verdict in verdicts] == [1.0] * 9 and most == limit
 
 
 @pytest.mark.parametrize(

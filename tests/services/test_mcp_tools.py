@@ -47,7 +47,10 @@ def over_http():
 
 @pytest.fixture(
     scope="module",
-    params=["in process", *(pytest.param(one, marks=pytest.mark.slow) for one in ("pipes", "http"))],
+    params=[
+        "in process",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("pipes", "http")),
+    ],
 )
 def server(request):
     """A config of the server, and its actions by name."""
@@ -228,10 +231,10 @@ def mcp_error(code, message="it broke"):
     return mcp.MCPError(code, message)
 
 
-def test_tools_come_from_all_pages_in_the_order_asked(fake):
+def test_tools_come_from_all_pages_in_order(fake):
     fake.tools = [tool(name) for name in ("one", "two", "three")]
-    assert [one.name for one in fake_actions()] == ["one", "two", "three"]
-    assert [one.name for one in fake_actions(tools=["three", "one"])] == ["three", "one"]
+    assert [action.name for action in fake_actions()] == ["one", "two", "three"]
+    assert [action.name for action in fake_actions(tools=["three", "one"])] == ["three", "one"]
     assert fake.opened == 2
     with pytest.raises(UserError, match="MCP server fake has no tool 'four'; it has one, two, three"):
         fake_actions(tools=["one", "four"])
@@ -312,7 +315,7 @@ def test_reply_has_texts_documents_and_names(fake):
     (action,) = fake_actions()
     whole, structured, empty, refused = asked(action._server.config, action, "a", "b", "c", "d")
     assert whole.text == "first\n[resource]\nmore: shelf://more\n[image]"
-    assert [(one.id, one.title, one.text) for one in whole.documents] == [
+    assert [(document.id, document.title, document.text) for document in whole.documents] == [
         ("shelf://page", "shelf://page", "a page")
     ]
     assert (structured.text, structured.documents) == ('{"found": "Ü"}', ())
@@ -358,9 +361,9 @@ def test_server_that_stays_away_fails_the_trajectory(fake):
     assert 2 <= 10_000 - len(fake.opens) < 1_000 and not fake.calls
 
 
-def test_server_that_is_away_at_the_start_is_waited_for(fake, monkeypatch):
+def test_server_away_at_the_start_is_waited_for(fake, monkeypatch):
     fake.opens = [OSError("gone")] * 2
-    assert [one.name for one in fake_actions(patience=20)] == ["look_up"] and not fake.opens
+    assert [action.name for action in fake_actions(patience=20)] == ["look_up"] and not fake.opens
     fake.opens = [OSError("gone")] * 10_000
     with pytest.raises(UserError, match=r"OSError gone \(no module here\); correct tools\[\].mcp.command"):
         fake_actions()
@@ -380,7 +383,7 @@ def test_calls_at_once_share_one_connection(fake):
     async def calls():
         replies = await asyncio.gather(*(action.call({"word": str(number)}) for number in range(5)))
         await action.close()
-        return [one.text for one in replies]
+        return [reply.text for reply in replies]
 
     for number in (1, 2):  # a connection belongs to its event loop
         fake.replies = [result(block("text", text=str(n))) for n in range(5)]

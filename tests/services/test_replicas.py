@@ -347,7 +347,7 @@ def test_all_replicas_with_another_index_end_the_run(health):
     asyncio.run(run())
 
 
-def test_only_an_outage_that_nobody_announced_is_warned_of(health):
+def test_only_unannounced_outages_are_warned_of(health):
     async def run():
         several = health.replicas(None)
         first, second = several._all

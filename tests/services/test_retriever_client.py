@@ -351,9 +351,9 @@ def test_requests_hold_at_most_max_batch_queries(server, monkeypatch, searches, 
 
     async def run():
         client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
-        found = await asyncio.gather(*map(client.search, queries))
+        replies = await asyncio.gather(*map(client.search, queries))
         await client.close()
-        return [[documents[0].id for documents in one] for one in found]
+        return [[documents[0].id for documents in reply] for reply in replies]
 
     assert asyncio.run(run()) == queries
     assert [len(body["queries"]) for body in requests] == sent

@@ -439,7 +439,7 @@ def test_replaced_checkpoint_is_unnamed_before_its_files_go(small_mirror, monkey
     assert (Path(small_mirror.url) / "checkpoints/2/data").read_text() == "new"
 
 
-def test_owner_that_changes_during_a_copy_keeps_the_marker(small_mirror, monkeypatch):
+def test_new_owner_during_a_copy_keeps_the_marker(small_mirror, monkeypatch):
     other = Mirror(small_mirror.url, small_mirror.folder, 2, Console(progress=False))
     put = Mirror._put
 
