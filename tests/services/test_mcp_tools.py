@@ -362,17 +362,20 @@ def test_server_that_stays_away_fails_the_trajectory(fake):
 
 
 def test_server_away_at_the_start_is_waited_for(fake, monkeypatch):
+    def over_url(patience):
+        return mcp_tools.mcp_actions(McpConfig(url="http://h/mcp", timeout=5, patience=patience), 0)
+
     fake.opens = [OSError("gone")] * 2
-    assert [action.name for action in fake_actions(patience=20)] == ["look_up"] and not fake.opens
+    assert [action.name for action in over_url(20)] == ["look_up"] and not fake.opens
     fake.opens = [OSError("gone")] * 10_000
     with pytest.raises(UserError, match=r"OSError gone \(no module here\); correct tools\[\].mcp.command"):
         fake_actions()
     with pytest.raises(UserError, match=r"server http://h/mcp: OSError gone .*; start it, or correct tools"):
-        mcp_tools.mcp_actions(McpConfig(url="http://h/mcp", patience=0.01), 0)
+        over_url(0.01)
     fake.opens, patience = [], []
     monkeypatch.setattr(mcp_tools, "Waits", patience.append)
     for seconds in (5, 500):
-        fake_actions(patience=seconds)
+        over_url(seconds)
     assert patience == [5, mcp_tools.START_PATIENCE]
 
 
