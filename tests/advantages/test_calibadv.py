@@ -166,3 +166,51 @@ def test_a_step_may_be_balanced_as_a_whole(build):
 def test_describe_names_every_variant(switches, said):
     assert said in "\n".join(describe(AdvantageConfig(**switches)))
     assert said not in "\n".join(describe(AdvantageConfig()))
+
+
+@pytest.mark.parametrize(("documents", "left"), [("axy", 0.0), ("axyz", -0.75 * A)])
+def test_aggressive_softening_forgives_all_from_one_third(build, documents, left):
+    group = build.group(
+        (1.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
+        (0.0, True, [build.turn(documents=documents), build.turn("answer")]),
+    )
+    turns = by_turn(group, softening="aggressive", rebalance=False)
+    np.testing.assert_allclose(turns, [[A, A], [left, -A]], rtol=1e-12, atol=1e-15)
+
+
+def test_upper_limit_is_the_groups_best_advantage(build):
+    """Wherever the best trajectory stands: half of the way from the loser's -A to A is 0."""
+    group = build.group(
+        (0.0, True, [build.turn(documents=["a", "x"]), build.turn("answer")]),
+        (1.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
+    )
+    turns = by_turn(group, softening="upper_limit", rebalance=False)
+    np.testing.assert_allclose(turns, [[0, -A], [A, A]], rtol=1e-12, atol=1e-15)
+
+
+def test_invalid_trajectories_do_not_count_for_reset(build):
+    members = [
+        (1.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
+        (0.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
+        (0.0, False, [build.turn(documents=["x"]), build.turn("answer")]),
+    ]
+    turns = by_turn(build.group(*members), softening="reset", rebalance=False)
+    assert turns[0][0] == turns[1][0] == 0 and turns[2][0] == turns[2][1] < 0
+    assert by_turn(build.group(*members), softening="plain", rebalance=False)[0][0] > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "answers"),
+    [
+        (2, [A, -A]),  # the negative side is exactly the target
+        (1, [A, -A]),  # and below it
+        (3, [1.5 * A, -A]),  # above it, the positive side is raised to half of the negative one
+    ],
+)
+def test_rebalance_excess_leaves_groups_within_the_target(build, tokens, answers):
+    group = build.group(
+        (1.0, True, [build.turn(), build.turn("answer", num_tokens=1)]),
+        (0.0, True, [build.turn(), build.turn("answer", num_tokens=tokens)]),
+    )
+    turns = by_turn(group, rebalance_excess=True, target_ratio=2.0)
+    np.testing.assert_allclose([trajectory[1] for trajectory in turns], answers, rtol=1e-12)

@@ -154,3 +154,45 @@ def test_the_formula_follows_the_switches():
     assert "at least 0.4" in describe(plain)[1] and "std + 1e-6" in describe(plain)[1]
     assert "std of the step's scores" in describe(dataclasses.replace(plain, std_over="step"))[1]
     assert "std" not in describe(dataclasses.replace(plain, normalize_std=False))[1]
+
+
+def test_loser_exactly_at_the_threshold_is_nearly_right(of_scores):
+    group, settings = of_scores(1.0, 0.5, 0.75, 0.25), {"normalize_std": False, "score_threshold": 0.5}
+    assert raw("grpo_neutral", group, **settings) == [[0.375, -0.625, 0.125, -0.375]]
+    assert raw("grpo_acceptable", group, **settings) == [[0.375, 0.0, 0.125, -0.375]]
+    average = of_scores(1.0, 0.5, 0.25, 0.25)  # 0.5 is the mean: no loser
+    assert raw("grpo_neutral", average, **settings) == [[0.5, 0.0, -0.25, -0.25]]
+
+
+def test_querygroup_by_hand(build):
+    """0.7 × the standardised correctness of a judged search + 0.3 × its trajectory's advantage."""
+    group = build.group(
+        (1.0, True, [build.turn(documents=["a", "b"]), build.turn("answer")]),
+        (0.0, True, [build.turn(documents=["a", "x"]), build.turn("answer")]),
+        (0.0, True, [build.turn(documents=["x", "y"]), build.turn("answer")]),
+        (0.0, False, [build.turn(documents=["a", "b"]), build.turn("answer")]),  # not judged
+    )
+    (credit,) = compute_advantages([group], AdvantageConfig(name="querygroup")).credits
+    winner, loser = (np.array([0.75, -0.25]) / (0.5 + 1e-6)).tolist()
+    correctness = np.array([1.0, 0.5, 1e-6])  # a search that found nothing new counts as 1e-6
+    gains = (correctness - correctness.mean()) / (correctness.std(ddof=1) + 1e-6)
+    searches = 0.7 * gains + 0.3 * np.array([winner, loser, loser])
+    expected = [[searches[0], winner], [searches[1], loser], [searches[2], loser], [loser, loser]]
+    np.testing.assert_allclose(credit.turns, expected, rtol=1e-12)
+    assert gains[0] == pytest.approx(1.0, rel=1e-5) and gains[2] == pytest.approx(-1.0, rel=1e-5)
+
+
+def test_querygroup_searches_of_equal_correctness_gain_nothing(build):
+    group = build.group(
+        (1.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
+        (0.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
+    )
+    (credit,) = compute_advantages([group], AdvantageConfig(name="querygroup")).credits
+    whole = 0.5 / (np.sqrt(0.5) + 1e-6)
+    np.testing.assert_allclose(credit.turns, [[0.3 * whole, whole], [-0.3 * whole, -whole]], rtol=1e-12)
+
+
+def test_whitening_adds_1e_8_to_the_variance(of_scores):
+    """Two tokens 1e-4 apart: the variance is 5e-9, so that 1e-8 beside it decides."""
+    (values,) = raw("reinforce_plus_plus", of_scores(0.0, 1e-4))
+    np.testing.assert_allclose(values, [-0.5e-4 / np.sqrt(1.5e-8), 0.5e-4 / np.sqrt(1.5e-8)], rtol=1e-9)

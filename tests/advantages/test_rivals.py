@@ -171,3 +171,12 @@ def test_the_steps():
     values = [np.array([1.0, 5.0]), np.array([3.0])]
     config = AdvantageConfig(normalize_std=False)
     assert [one.tolist() for one in standardised(values, ["ab", "a"], config)] == [[-1, 0], [1]]
+
+
+def test_stepsearch_subtracts_the_share_of_documents_shown_before(searching):
+    """A second search of four documents, two of which the three of the first one held: 1/4 new less 2/4."""
+    group = searching((1.0, ["axy", "xyzb"]), (0.0, ["w", "v"]), supporting_ids=("a", "b", "c", "d"))
+    gains = [[1 / 4 - 1 / 4, 1 / 4 - 2 / 4], [0.0, 0.0]]  # of each turn and those after it, discount 1
+    expected = [[0.5 + (own - other) / 2 for own, other in zip(*gains, strict=True)] + [0.5]]
+    expected.append([-0.5 + (other - own) / 2 for own, other in zip(*gains, strict=True)] + [-0.5])
+    close(turns_of("stepsearch", group, discount=1.0), expected)

@@ -1,16 +1,17 @@
 """Which questions an index can answer: the measures, the files, and the doctor's line."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shelf_rig import row, shelf_service, write_corpus, write_rows
+from shelf_rig import BY_ID, row, shelf_service, write_corpus, write_rows
 
 from calibadv_jax.commands import coverage
 from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.questions import load_questions
+from calibadv_jax.data.questions import load_questions, parse_question
 
 QUESTIONS = [
     row("hop", "Where was the writer of Silent Garden born?", ["Oslo"], ["p0", "p1"], "two"),
@@ -92,3 +93,21 @@ def test_the_doctors_line(config):
         "5 questions of data.eval as queries, 1 documents each: answer 50%, a passage 75%, all passages 50%"
         " (calibadv coverage says more)"
     )
+
+
+def test_first_query_counts_among_any_query():
+    """The question finds one passage and the answer, a title the other passage."""
+    question = parse_question(row("1", "Who?", ["Oslo"], ["p1", "p2"]), "a row")
+    first, others = [BY_ID["p1"]], [BY_ID["p2"]]
+    covered = coverage._covered(question, first, [*first, *others])
+    assert covered == coverage.Covered(True, True, False, True, True)
+
+    def find_by_query(config, url, questions, look, show):
+        async def search(query):
+            return first if query == question.text else others
+
+        return [asyncio.run(look(question, search)) for question in questions]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coverage, "look_up_each", find_by_query)
+        assert coverage.measure(Config(), "", [question], BY_ID) == [covered]

@@ -346,3 +346,14 @@ def test_several_files_are_one_evaluation(run):
     report, _ = run()
     assert list(report.means["0"]) == ["all", "average", "a", "b"]
     assert [row["id"] for row in rows(run)] == [question.id for question in QUESTIONS]
+
+
+def test_weights_overwritten_in_place_are_asked_again(run):
+    """The folder keeps its time; that of the file alone tells."""
+    weights = run.folder / "policy/model.safetensors"
+    weights.write_text("1")
+    for seconds in (1, 2):
+        for path, time in ((weights, seconds), (weights.parent, 0)):
+            os.utime(path, ns=(time * 10**9, time * 10**9))
+        assert len(run()[1].asked) == 16
+    assert run()[1].asked == []

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from calibadv_jax.config import (
 )
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.word_tokenizer import build_word_tokenizer
+from calibadv_jax.metrics.console import Console
 from calibadv_jax.run import sft_state
 from calibadv_jax.run.folder import check_cold_start
 from calibadv_jax.snapshots.checkpoint import newest_step
@@ -398,3 +400,35 @@ def test_adapters_become_part_of_the_policy_that_is_written(started, tmp_path):
     assert other == {f"model.layers.0.{name}_proj.weight" for name in ("self_attn.q", "mlp.up")}
     for name in other:
         assert np.linalg.matrix_rank(found[name] - base[name], tol=1e-6) == 2
+
+
+class Kept:
+    """Checkpoints in memory; notes which updates are saved."""
+
+    def __init__(self, folder, keep):
+        self.folder, self.saved = folder, []
+
+    def save(self, step, state, extra):
+        self.saved.append(step)
+
+
+@pytest.mark.parametrize(
+    ("every", "saved"),
+    [
+        (0, []),
+        (4, [3, 4, 7, 8, 11, 12]),
+        (100, [3, 6, 9, 12]),
+    ],
+)
+def test_slow_updates_are_saved_every_ten_minutes(tmp_path, monkeypatch, every, saved):
+    """Each update takes four minutes: ten minutes after the last save the next one is due."""
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=0)
+    monkeypatch.setattr(sft_state, "time", clock)
+    monkeypatch.setattr(sft_state, "CheckpointStore", Kept)
+    config = replace(Config(), run=replace(Config().run, dir=str(tmp_path)))
+    config = replace(config, sft=replace(config.sft, checkpoint_every=every))
+    learner = SimpleNamespace(init=lambda params: params, policy=SimpleNamespace(adapters=None))
+    state = sft_state.SftState(config, {}, learner, dict, Console(progress=False))
+    for clock.now in range(240, 13 * 240, 240):
+        state.updated({})
+    assert state._store.saved == saved

@@ -213,3 +213,13 @@ def test_no_text_of_a_corpus_writes_the_tag_of_an_action_that_is_on():
     made = demonstrate(question, found, shown, grammar)
     assert [parse_turn(turn.text, "eos", grammar).kind for turn in made.turns] == ["search", "answer"]
     assert "<access>" not in "".join(turn.text for turn in made.turns)
+
+
+def test_varied_first_query_depends_on_the_id_alone():
+    """The same draws in every process, which Python's own hash would not give."""
+    queries = []
+    for name in "012345":
+        question = asked("Is Bo Dorn or Cy Emm a painter?", ["yes"], ["p3", "p4"], name=name)
+        lookups, _ = lookups_of(question, topk=2, searches=find_varied_support)
+        queries.append(lookups[0].query)
+    assert queries == ["Cy Emm", "Cy Emm", *["Bo Dorn"] * 4]

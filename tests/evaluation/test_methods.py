@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf
 
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.evaluation.methods import NO_RETRIEVER, method_config
+from calibadv_jax.evaluation.methods import MAX_DRAWS, NO_RETRIEVER, RandomDocuments, method_config
 
 
 @pytest.fixture
@@ -165,3 +166,39 @@ def test_a_question_that_the_retriever_refuses_makes_no_other_search_a_refused_o
         if "does not take this query" in row["trajectories"][0]["turns"][0]["observation"]
     ]
     assert refused == ["b 2"]
+
+
+class Counted(Shelf):
+    """Finds `related` documents for the query "mine", and `others` for every other one."""
+
+    def __init__(self, related, others):
+        super().__init__()
+        self.related, self.others = related, others
+
+    async def search(self, queries):
+        self.queries += queries
+        return [
+            [Document(name, "", "") for name in (self.related if query == "mine" else self.others(query))]
+            for query in queries
+        ]
+
+
+def drawn_ids(shelf, seed=0, questions=QUESTIONS):
+    (documents,) = asyncio.run(RandomDocuments(shelf, questions, seed).search(["mine"]))
+    return [document.id for document in documents]
+
+
+def test_random_documents_are_as_many_as_were_found():
+    shelf = Counted(["m", "n"], lambda query: [f"{query} {n}" for n in range(3)])
+    assert len(drawn_ids(shelf)) == 2 and len(shelf.queries) == 2
+
+
+def test_random_documents_try_few_other_questions():
+    shelf = Counted(["m", "n"], lambda query: ["m"])
+    questions = [replace(QUESTIONS[0], text=f"q{number}") for number in range(3 * MAX_DRAWS)]
+    assert drawn_ids(shelf, questions=questions) == [] and len(shelf.queries) == 1 + MAX_DRAWS
+
+
+def test_random_documents_depend_on_the_seed():
+    drawn = [tuple(drawn_ids(Counted(["m"], lambda query: [query]), seed)) for seed in (0, 0, 1, 2, 3, 4, 5)]
+    assert drawn[0] == drawn[1] and len(set(drawn)) > 1

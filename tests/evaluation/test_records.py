@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from calibadv_jax.config import (
     Config,
+    EvaluateConfig,
     JudgeConfig,
     LossConfig,
     PromptConfig,
@@ -176,3 +178,13 @@ def test_what_decides_the_scores_is_part_of_an_evaluation(reward, judge, is_othe
 
     assert (of(reward, judge) != of()) == is_other
     assert of(told="b") != of()
+
+
+def test_pool_of_random_documents_identifies_an_evaluation():
+    def of(method, *texts):
+        questions = [replace(QUESTION, text=text) for text in texts]
+        return identity(Config(evaluate=EvaluateConfig(method=method)), {}, {}, questions, {})
+
+    assert of("random_documents", "Who?") != of("random_documents", "Who?", "Where?")
+    assert of("random_documents", "Who?", "Where?") == of("random_documents", "Who?", "Where?")
+    assert of("agent", "Who?") == of("agent", "Who?", "Where?"), "each question is answered by itself"

@@ -1,10 +1,20 @@
 """Packing: every token at its place, weights that sum to one, few shapes."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
-from calibadv_jax.learner.batching import Rows, Sample, microbatches, pack, token_weights
+from calibadv_jax.learner.batching import (
+    Rows,
+    Sample,
+    content_of,
+    microbatches,
+    pack,
+    token_weights,
+    weight_total,
+)
 from calibadv_jax.learner.packing import RowShape, place
 
 
@@ -74,3 +84,32 @@ def test_nothing_is_one_empty_microbatch():
 def test_too_long_a_sample_is_refused():
     with pytest.raises(ValueError, match="sample 0 has 13 tokens, but a row holds 12"):
         pack([make(13, 1)], 12)
+
+
+def test_sums_are_divided_by_trajectories_that_are_trained():
+    samples = [make(5, 1), make(5, 4), make(5, 0)]
+    for aggregation, each in (("sequence_sum", 1 / 2), ("sequence_sum_norm", 1 / 20)):
+        weights = token_weights(samples, aggregation, length_norm=10)
+        np.testing.assert_allclose([values.sum() for values in weights], [each, 4 * each, 0.0], rtol=1e-6)
+        assert weight_total(weights, aggregation) == pytest.approx(5 * each)
+    for aggregation in ("token_mean", "sequence_mean"):
+        weights = token_weights(samples, aggregation)
+        assert weight_total(weights, aggregation) == 1.0 == pytest.approx(sum(map(np.sum, weights)))
+
+
+def test_old_logprobs_are_the_samplers_unless_recomputed():
+    plain = make(5, 2)
+    recomputed = dataclasses.replace(plain, old_logprobs=plain.logprobs - 1)
+    for given, old in ((plain, plain.logprobs), (recomputed, plain.logprobs - 1)):
+        batch = pack([given], 5)
+        np.testing.assert_array_equal(batch.old_logprobs[0, :4], old[1:])
+        np.testing.assert_array_equal(batch.sampler_logprobs[0, :4], plain.logprobs[1:])
+
+
+@pytest.mark.parametrize("name", ["tokens", "mask", "advantages", "logprobs"])
+def test_content_depends_on_every_array(name):
+    samples = [make(5, 2), make(3, 1)]
+    changed = getattr(samples[1], name).copy()
+    changed[-1] = not changed[-1] if name == "mask" else changed[-1] + 1
+    other = [samples[0], dataclasses.replace(samples[1], **{name: changed})]
+    assert content_of(samples) == content_of([make(5, 2), make(3, 1)]) != content_of(other)

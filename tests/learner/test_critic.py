@@ -153,3 +153,15 @@ def test_it_learns_what_trajectories_are_worth(policy):
         hidden = decoder(row, np.arange(row.shape[1])[None], np.ones_like(row))
         expected = np.asarray(decoder.values(hidden))[0]
         np.testing.assert_allclose(values[1:], expected[:-1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("clip", "errors", "clipped", "gradient"),
+    [(0.0, (0.25, 0.25), 0.0, (-0.25, 0.25)), (0.2, (0.64, 0.25), 0.5, (0.0, 0.25))],
+)
+def test_value_loss_by_hand(clip, errors, clipped, gradient):
+    """Values of 0.5, held within the clip of 0, for returns of 1 and 0: the larger error counts."""
+    inputs = {"mask": [[1, 1]], "old_values": [[0, 0]], "returns": [[1, 0]], "values": [[0.5, 0.5]]}
+    loss, share, (gradients,) = value_case({"inputs": inputs, "settings": {"clip_value": clip}})
+    assert loss == pytest.approx(0.5 * sum(errors) / 2) and share == clipped
+    np.testing.assert_allclose(gradients[1:], gradient, rtol=1e-5)

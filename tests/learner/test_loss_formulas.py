@@ -7,6 +7,7 @@ import pytest
 from loss_cases import packed, sample
 
 from calibadv_jax.config import LossConfig
+from calibadv_jax.learner.losses import policy_gradient
 
 LOW, HIGH = 0.2, 0.3
 
@@ -55,6 +56,24 @@ def lld(rows):
     return terms
 
 
+def sapo(rows):
+    def gate(ratio, tau):
+        return 4 / tau / (1 + np.exp(-tau * (ratio - 1)))
+
+    return [[-a * gate(np.exp(n - o), 2.0 if a > 0 else 3.0) for n, o, a in row] for row in rows]
+
+
+def dppo_tv(rows):
+    """REINFORCE weighted by the capped ratio, without tokens that have moved too far where pushed."""
+
+    def term(n, o, a):
+        moved = np.exp(n) - np.exp(o)
+        beyond = moved > HIGH if a > 0 else -moved > LOW
+        return 0.0 if beyond else -a * min(np.exp(n - o), 1.25) * n
+
+    return [[term(*one) for one in row] for row in rows]
+
+
 CASES = {
     "vanilla": (dual, {"dual_clip": 1.5}),
     "cispo": (cispo, {}),
@@ -63,6 +82,12 @@ CASES = {
     "gpg": (lambda rows: [[-a * n for n, _, a in row] for row in rows], {}),
     "kl_cov": (kl_cov, {"cov_share": 0.4, "cov_kl_coef": 0.7}),
     "lld": (lld, {"lld_coef": 0.5}),
+    "sapo": (sapo, {"aggregation": "sequence_mean", "tau_positive": 2.0, "tau_negative": 3.0}),
+    "dppo_tv": (dppo_tv, {"ratio_cap": 1.25}),
+    "dro": (
+        lambda rows: [[-a * n + 0.5 * 0.3 * (n - o) ** 2 for n, o, a in row] for row in rows],
+        {"dro_beta": 0.3},
+    ),
 }
 
 
@@ -83,7 +108,7 @@ def made_of(rows, sampler=None):
 @pytest.mark.parametrize("name", CASES)
 def test_a_loss_is_its_formula(name):
     formula, keys = CASES[name]
-    widths = {} if name in ("gpg", "kl_cov") else {"clip_low": LOW, "clip_high": HIGH}
+    widths = {} if name in ("gpg", "kl_cov", "sapo", "dro") else {"clip_low": LOW, "clip_high": HIGH}
     rows = random_rows()
     found, _, _ = packed(made_of(rows), LossConfig(name=name, **widths, **keys))
     means = [np.mean(row) for row in formula(rows)]
@@ -181,3 +206,70 @@ def test_a_trajectorys_weight_counts_trained_tokens_only():
     rows = one_row([1.0, 1.0], [1.0, 1.0], mask=[1, 0], sampler=[-1.0, -9.0])
     config = LossConfig(importance_level="sequence", importance_cap=5.0)
     assert packed(rows, config)[0] == pytest.approx(-1)
+
+
+def test_a_trajectorys_weight_may_be_the_geometric_mean():
+    rows = random_rows()
+    shifts = (0.1, -0.2, 1.5)
+    sampler = [[o - shift for _, o, _ in row] for row, shift in zip(rows, shifts, strict=True)]
+    config = LossConfig(name="gpg", importance_level="sequence_geometric", importance_cap=1.2)
+    weights = [np.exp(0.1), np.exp(-0.2), 1.2]
+    total = sum(w * -a * n for w, row in zip(weights, rows, strict=True) for n, _, a in row)
+    assert packed(made_of(rows, sampler), config)[0] == pytest.approx(total / 12, rel=1e-5)
+
+
+@pytest.mark.parametrize(("over", "masked"), [("sequence_max", 0), ("sequence_mean", 0), ("sequence_sum", 4)])
+def test_distances_of_a_trajectory_are_joined_as_named(over, masked):
+    """Four tokens of 0.08 each: only their sum is above 0.15."""
+    rows = one_row([1.0] * 4, [1.0] * 4, sampler=[-1.4] * 4)
+    config = LossConfig(name="gpg", reject_by="k2", reject_over=over, reject_above=0.15)
+    assert packed(rows, config)[2]["actor/sampler_masked"] == masked
+
+
+def test_clip_cov_leaves_tokens_above_its_upper_limit():
+    """Covariances 1.45 (clipped), 1.45, 4.35 and -1.45: the second is dropped, the third is too large."""
+    rows = [sample([-0.1, -0.1, -3.0, -3.0], [-1.0, -0.1, -3.0, -3.0], [2, 2, -2, 2], [1, 1, 1, 1])]
+    config = LossConfig(name="clip_cov", cov_low=0.5, cov_high=4.0, cov_share=1.0)
+    loss, (gradient,), _ = packed(rows, config)
+    assert loss == pytest.approx(-(1.2 * 2 - 2 + 2) / 4)
+    np.testing.assert_allclose(gradient, [0, 0, 2 / 4, -2 / 4], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "clips", "kept"),
+    [
+        ("dppo_tv", {"clip_low": 0.1, "clip_high": 0.25}, [True, False, False, True]),
+        ("dppo_tv", {"clip_low": 0.25, "clip_high": 0.15}, [False, False, True, True]),
+        # old × log(old / new) + (1 - old) × log((1 - old) / (1 - new)): 0.087, 0.382, 0.087, 0.049
+        ("dppo_kl", {"clip_low": 0.06, "clip_high": 0.2}, [True, False, False, True]),
+        ("dppo_kl", {"clip_low": 0.2, "clip_high": 0.06}, [False, False, True, True]),
+    ],
+)
+def test_dppo_bounds_each_side_by_its_own_key(name, clips, kept):
+    """Probabilities of 0.5 that are 0.7, 0.9, 0.3 and (against its advantage) 0.35 now."""
+    new, advantages = np.log([0.7, 0.9, 0.3, 0.35]), [1.0, 1.0, -1.0, 1.0]
+    rows = [sample(new, [np.log(0.5)] * 4, advantages, [1] * 4)]
+    _, (gradient,), _ = packed(rows, LossConfig(name=name, **clips))
+    np.testing.assert_array_equal(gradient != 0, kept)
+
+
+def test_lld_gating_heeds_praised_tokens_alone():
+    """The second token fell, but it is blamed: nothing that is praised did, and so there is no penalty."""
+    rows = one_row([1.0, 0.9], [1.0, -1.0])
+    gated, plain = (LossConfig(name="lld", lld_coef=0.5, lld_gating=gating) for gating in (True, False))
+    np.testing.assert_allclose(packed(rows, gated)[1][0], [-1 / 2, 0.9 / 2], rtol=1e-5)
+    np.testing.assert_allclose(packed(rows, plain)[1][0], [-1 / 2 - 0.5, 0.9 / 2], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "moves"),
+    [({}, False), ({"kl_coef": 0.1}, True), ({"entropy_coef": 0.1}, True), ({"name": "dro"}, True)],
+)
+def test_samples_without_advantages_move_other_terms(settings, moves):
+    loss = policy_gradient(LossConfig(**settings), False)
+    (nothing, _), (advantaged, _), (untrained, _) = (
+        sample([-1.0, -1.0], [-1.0, -1.0], advantages, mask)
+        for advantages, mask in (([0, 0], [1, 1]), ([0, 1], [1, 1]), ([0, 1], [0, 0]))
+    )
+    assert loss.is_moved_by(nothing) == moves
+    assert loss.is_moved_by(advantaged) and not loss.is_moved_by(untrained)

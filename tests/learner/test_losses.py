@@ -108,3 +108,9 @@ def test_kl_estimators(estimator, expected):
     loss, metrics = policy_gradient(config, True)(new, columns([2.0]), batch_of([0.0], [-1.0]), reference)
     assert float(loss) == pytest.approx(0.1 * expected - 0.01 * 2.0, abs=1e-6)
     assert float(metrics["actor/kl_loss"]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_low_variance_kl_ends_at_10():
+    differences = columns([2.0, 5.0, -30.0])
+    values = np.asarray(KL_ESTIMATORS["low_var_kl"](differences))[0]
+    np.testing.assert_allclose(values[:3], [np.exp(2.0) - 3, 10.0, 10.0], rtol=1e-5)

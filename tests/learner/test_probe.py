@@ -12,6 +12,7 @@ from tiny_policy import GROUPED, Letters
 from calibadv_jax.config import LearnerConfig, MeshConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
+from calibadv_jax.learner import probe
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.probe import BEGINNING, PROBE_TOKENS, prefixes, with_golden_logprobs
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -147,3 +148,18 @@ def test_a_step_of_which_nothing_was_sampled(learner, policies):
     config = LearnerConfig(row_length=80)
     (found,), metrics = with_golden_logprobs(learner, policies, [group], config, Letters())
     assert found.trajectories[0].turns == [] and metrics == {"advantage/golden/tokens": 0}
+
+
+@pytest.mark.parametrize(("row_length", "used"), [(128, 128), (47, 47), (46, 46 + PROBE_TOKENS)])
+def test_rows_grow_where_probes_do_not_fit(monkeypatch, row_length, used):
+    """The longest probe has 47 tokens: 19 before the last turn, 24 of the beginning, and " Ann"."""
+    asked = []
+
+    def noted(learner, params, samples, config):
+        asked.append((max(len(sample.tokens) for sample in samples), config.row_length))
+        return [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+
+    monkeypatch.setattr(probe, "sample_logprobs", noted)
+    config = LearnerConfig(row_length=row_length)
+    probe.with_golden_logprobs(None, {"a": {}}, [make_group(0)], config, Letters())
+    assert asked == [(47, used)]

@@ -207,3 +207,66 @@ def test_a_kernel_that_cannot_share_is_named(policy):
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
     with pytest.raises(UserError, match="policy.attention is splash, .* set it to xla or cudnn"):
         Learner(splash, optax.sgd(1.0), mesh, 1, shares_prefixes=True)
+
+
+@pytest.mark.parametrize("widths", [[ROW], [ROW, ROW // 2]])
+def test_equal_trajectories_keep_every_trained_token(widths):
+    """Four of them are one path of eight nodes with 24 columns of the loss, beside another tree."""
+    rng = np.random.default_rng(0)
+    equal = sample(rng, range(1, 9), 2, trained=1.0)
+    other = sample(rng, range(11, 19), 2, trained=1.0)
+    samples = [equal] * 4 + [other]
+    weights = token_weights(samples, "token_mean")
+    batches = SharedRows(samples, [RowShape(width, 1) for width in widths], weights).batches()
+    assert sum(np.count_nonzero(batch.weights) for batch in batches) == 30
+    assert sum(batch.weights.sum(dtype=np.float64) for batch in batches) == pytest.approx(1.0, rel=1e-6)
+    targets = np.concatenate([batch.targets[batch.weights > 0] for batch in batches])
+    assert sorted(targets) == sorted([*range(3, 9)] * 4 + [*range(13, 19)])
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1, 2, 3]))
+@settings(max_examples=30, deadline=None)
+def test_shared_rows_keep_all_weights(seed, copies):
+    samples = groups(seed) * copies
+    weights = token_weights(samples, "sequence_mean")
+    rows = SharedRows(samples, [RowShape(ROW, 1), RowShape(ROW // 2, 1)], weights)
+    batches = rows.batches()
+    assert sum(np.count_nonzero(batch.weights) for batch in batches) == sum(
+        np.count_nonzero(trained.mask[1:]) for trained in samples
+    )
+    for kept, given_weights in zip(rows.taken([batch.weights for batch in batches]), weights, strict=True):
+        np.testing.assert_array_equal(kept, given_weights)
+
+
+def assert_each_sees_its_beginning(samples, length):
+    rows = SharedRows(samples, [RowShape(length, 1)])
+    batches = rows.batches()
+    codes = [
+        (number * 1000 + np.arange(len(batch.sources))[:, None]) * 1000 + batch.sources
+        for number, batch in enumerate(batches)
+    ]
+    for trained, code in zip(samples, rows.taken(codes), strict=True):
+        for token in np.flatnonzero(trained.mask):
+            place, column = divmod(int(code[token]), 1000)
+            batch, row = batches[place // 1000], place % 1000
+            seen = np.flatnonzero(batch.ends[row, : column + 1] > column)
+            np.testing.assert_array_equal(batch.tokens[row, seen], trained.tokens[:token])
+            np.testing.assert_array_equal(batch.positions[row, seen], np.arange(token))
+    return rows
+
+
+@pytest.mark.parametrize(("seed", "questions"), [(0, 4), (1, 4), (2, 1), (4, 2)])
+@pytest.mark.parametrize("length", [ROW, 3 * ROW])
+def test_trained_tokens_see_their_own_beginning(seed, questions, length):
+    """Whatever lies beside them in the row."""
+    assert_each_sees_its_beginning(groups(seed, questions), length)
+
+
+def test_first_trained_token_follows_what_all_begin_with():
+    """Three trees of one prompt: the last one lies behind the first one in its row."""
+    rng = np.random.default_rng(0)
+    samples = [
+        sample(rng, [1, 2, *[branch] * count], 2, trained=1.0) for branch, count in ((3, 40), (4, 44), (5, 5))
+    ]
+    rows = assert_each_sees_its_beginning(samples, ROW)
+    assert rows.common == 2 and [at.start for at in rows.plan.placements] == [0, 0, 40]

@@ -12,7 +12,7 @@ from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Completion
 from calibadv_jax.core.tags import QUERY_REFUSED, neutralise
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
-from calibadv_jax.rollout.agent import RolloutContext
+from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
 from calibadv_jax.rollout.collect import collect_groups
 from calibadv_jax.rollout.failures import FailureCount
 from calibadv_jax.rollout.runner import Rollouts
@@ -206,3 +206,39 @@ def test_a_question_that_comes_twice_in_a_step_gets_other_trajectories(byte_toke
     assert len(set(drawn)) == 8
     assert answers(seed=0) == drawn  # a resumed run draws the same
     assert not set(answers(seed=1)) & set(drawn)
+
+
+class Judge:
+    """Gives its verdict, an exception or metrics; notes which answers it was asked about."""
+
+    def __init__(self, verdict):
+        self.verdict, self.asked = verdict, []
+
+    async def score(self, trajectory):
+        self.asked.append(trajectory.answer)
+        if isinstance(self.verdict, Exception):
+            raise self.verdict
+        return self.verdict
+
+
+@pytest.mark.parametrize("text", ["<answer> Ann </answer>", "<answer></answer>", "no action"])
+def test_judge_is_asked_about_answers_alone(byte_tokenizer, text):
+    """An empty answer is an answer."""
+    for verdict in ({"judge": 0.5}, RequestFailed("judge", "it is\naway")):
+        judge = Judge(verdict)
+        sampler = ScriptedSampler(byte_tokenizer, lambda *_: text)
+        context = RolloutContext(
+            sampler,
+            DictRetriever({}),
+            byte_tokenizer,
+            RolloutConfig(),
+            PromptConfig(template="short"),
+            judge=judge,
+        )
+        trajectory = asyncio.run(run_trajectory(context, QUESTIONS[0], 0, 0, session="s"))
+        is_answer = "<answer>" in text
+        assert judge.asked == ([trajectory.answer] if is_answer else []) and len(trajectory.turns) == 1
+        failed = is_answer and isinstance(verdict, Exception)
+        assert trajectory.error == ("judge: it is away" if failed else None)
+        assert trajectory.metrics == (verdict if is_answer and not failed else {})
+        assert sampler.released == ["s"]

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 from trainer_rig import (
+    MODEL,
+    QUESTIONS,
     ScriptedRollouts,
     checkpoints,
     make_config,
@@ -17,6 +19,7 @@ from trainer_rig import (
     rows,
     run,
     shared_programs,  # noqa: F401
+    write_group,
 )
 
 from calibadv_jax.advantages.gae import estimate, values_of
@@ -147,3 +150,20 @@ def test_a_critic_that_diverges_ends_the_run_with_the_key_to_lower(tmp_path):
     rate = OptimizerConfig(lr=1e38, schedule="constant")
     with pytest.raises(UserError, match="step 1 diverged"):
         run(critic_config(tmp_path, optimizer=rate), ScriptedRollouts(), tmp_path)
+
+
+def test_critic_rate_is_read_before_the_update(tmp_path, monkeypatch):
+    """The schedule is asked before the update raises the count."""
+    config = critic_config(tmp_path, optimizer=OptimizerConfig(lr=0.05, schedule="cosine", warmup_steps=1))
+    trained = critic.RunCritic(config, MODEL, None)
+    trained.state = {"updates": 0, "params": {"w": np.ones(1, np.float32)}}
+
+    def learn(learner, state, *_):
+        return state | {"updates": state["updates"] + 1}, {"critic/loss": 0.5}
+
+    monkeypatch.setattr(critic, "learn_values", learn)
+    group = write_group(0, QUESTIONS[0])
+    for turn in (turn for trajectory in group.trajectories for turn in trajectory.turns):
+        turn.values = np.zeros(len(turn.token_ids), np.float32)
+    rates = [trained.update([group], np.random.default_rng(0))["critic/lr"] for _ in range(3)]
+    assert rates == [float(trained.schedule(update)) for update in range(3)] and len(set(rates)) == 3

@@ -226,3 +226,18 @@ def test_a_section_that_is_no_more_is_refused_by_its_name(run):
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"pipeline": {"size": 3}}))
     with pytest.raises(UserError, match="holds another experiment: pipeline changed"):
         run()
+
+
+def test_allowed_change_accepts_no_other_change(run):
+    with_checkpoint(run)
+    changes = ("learner.epochs=2", "rollout.group_size=7")
+    before = contents(run.folder)
+    for allowed, refused in (
+        ("checkpoint.every", "rollout.group_size, learner.epochs"),
+        ("learner.epochs", "rollout.group_size"),
+        ("rollout.group_size", "learner.epochs"),
+    ):
+        with pytest.raises(UserError, match=rf"another experiment: {refused} changed"):
+            run(*changes, f"checkpoint.allow_change=[{allowed}]")
+        assert contents(run.folder) == before
+    assert "refused" not in run(*changes, "checkpoint.allow_change=[learner.epochs, rollout.group_size]")

@@ -21,6 +21,7 @@ from trainer_rig import (
     shared_programs,  # noqa: F401
 )
 
+from calibadv_jax.commands import train
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.reader import read_metadata
@@ -219,3 +220,19 @@ def test_without_a_good_checkpoint_a_rollback_says_so(tmp_path):
     config = make_config(tmp_path, checkpoint={"every": 5}, guards=guards)
     with pytest.raises(UserError, match="no checkpoint is as old as the last good step 3"):
         run(config, Collapsing(), tmp_path)
+
+
+def test_rollback_draws_other_reward_permutations(tmp_path, monkeypatch):
+    """Rewards are scored with the numbers of the way back, as trajectories are."""
+    drawn, random_state = [], train.random_state
+
+    def noted(seed, step, purpose):
+        drawn.append((seed, step, purpose))
+        return random_state(seed, step, purpose)
+
+    monkeypatch.setattr(train, "random_state", noted)
+    config = make_config(tmp_path, learner={"steps": 4}, guards=GUARDED | {"action": "rollback"})
+    rollouts = run(config, Collapsing(), tmp_path)
+    assert drawn == [(0, step, "reward") for step in range(4)] + [
+        (rollouts.seed, step, "reward") for step in (2, 3)
+    ]

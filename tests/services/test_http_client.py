@@ -1,10 +1,13 @@
-"""How long a service asks to wait, in every form of the header."""
+"""Whether a service is away, how long it asks to wait, and how long that is borne."""
 
+import asyncio
 import time
 from email.utils import formatdate
+from types import SimpleNamespace
 
 import pytest
 
+from calibadv_jax.services import waiting
 from calibadv_jax.services.http_client import Reply
 
 HOUR = 3600
@@ -33,3 +36,41 @@ def test_seconds_or_a_date(header, hours):
 
 def test_a_reply_that_does_not_say():
     assert Reply(503, b"", {}).retry_after == 0
+
+
+@pytest.mark.parametrize("status", [200, 404, 408, 422, 429, 500, 501, 503])
+def test_status_says_whether_a_service_is_away(status):
+    assert Reply(status, b"").is_away == (status in (408, 429, 500, 503))
+
+
+def test_pauses_double_and_a_reply_renews_patience(monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+        clock.now += seconds
+
+    monkeypatch.setattr(waiting.asyncio, "sleep", sleep)
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(waiting, "random", SimpleNamespace(uniform=lambda low, high: high))
+
+    async def run():
+        waits = waiting.Waits(patience=2.0)
+        assert await waits.for_a_service(0) and await waits.for_a_service(0)
+        assert pauses == [0.4, pytest.approx(0.6)]
+        assert await waits.for_a_good_reply() and pauses[-1] == 0.8
+        clock.now += 5  # the service was there meanwhile
+        assert await waits.for_a_service(0) and pauses[-1] == pytest.approx(1.8)
+        assert await waits.for_a_service(9) and pauses[-1] == pytest.approx(0.2)  # what is left
+        assert not await waits.for_a_service(0)
+        assert await waits.for_a_good_reply() and not await waits.for_a_good_reply()
+        return waiting.Waits(patience=99.0)
+
+    waits = asyncio.run(run())
+    pauses.clear()
+    for _ in range(9):
+        asyncio.run(waits.for_a_service(0))
+    assert pauses[-1] == pytest.approx(waiting.LONGEST_PAUSE + waiting.FIRST_PAUSE)
+    asyncio.run(waiting.Waits(patience=99.0).for_a_service(30))
+    assert pauses[-1] == 30

@@ -223,3 +223,120 @@ def test_a_reward_of_ones_own_must_give_a_number(answer, message):
     with pytest.raises(UserError, match=message):
         check_reward(RewardConfig(answer=answer))
         score_trajectory(answered("Paris"), RewardConfig(answer=answer))
+
+
+def judged_with(handler, config, work):
+    """What `work(client)` returns."""
+
+    async def ask():
+        client = JudgeClient(config)
+        try:
+            return await work(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def test_failed_verdict_is_asked_again(endpoint, monkeypatch):
+    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+    handler, config = endpoint
+    handler.replies += [(200, {"choices": []})] * waiting.BAD_REPLIES
+
+    async def twice(client):
+        with pytest.raises(RequestFailed, match="no verdict in 3"):
+            await client.score(answered("Paris"))
+        return await client.score(answered("Paris"))
+
+    assert judged_with(handler, config, twice) == {"judge": 1.0, "judge_agreement": 1.0}
+    assert len(handler.bodies) == waiting.BAD_REPLIES + 1
+
+
+def test_cancelled_waiter_leaves_the_verdict_to_others(endpoint):
+    handler, config = endpoint
+
+    async def cancel_first(client):
+        first, second = (asyncio.create_task(client.score(answered("Paris"))) for _ in range(2))
+        await asyncio.sleep(0)  # both wait for one request
+        first.cancel()
+        return await second, first.cancelled()
+
+    assert judged_with(handler, config, cancel_first) == ({"judge": 1.0, "judge_agreement": 1.0}, True)
+    assert len(handler.bodies) == 1
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_judge_keeps_to_max_concurrency(endpoint, limit, monkeypatch):
+    _, config = endpoint
+    under_way, most = 0, 0
+
+    async def slow(self, data):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.001)
+        under_way -= 1
+        return 1.0
+
+    monkeypatch.setattr(JudgeClient, "_request", slow)
+    verdicts = scores(replace(config, max_concurrency=limit), *(f"answer {n}" for n in range(9)))
+    assert [verdict["judge"] for verdict in verdicts] == [1.0] * 9 and most == limit
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [
+        ("k yes", 1.0),
+        ("K No.", 0.0),
+        ("k 0.25", 0.25),
+        ("k 0", 0.0),
+        ("k 1.0", 1.0),
+        ("because\nk 1\n", 1.0),
+        ("k 10", None),
+        ("k 1.5", None),
+        ("k yes and no", None),
+        ("k 0.5x", None),
+        ("k -1", None),
+        ("k yes\nk", None),
+        ("my k yes", None),
+        ("kyes", None),
+        ("yes", None),
+        ("", None),
+    ],
+)
+def test_verdict_is_the_whole_last_line(line, verdict):
+    if verdict is not None:
+        assert judge.read_verdict(line, "k") == verdict
+        return
+    with pytest.raises(judge._NoVerdict):
+        judge.read_verdict(line, "k")
+
+
+@pytest.mark.parametrize("status", [429, 500, 502])
+def test_judge_that_is_away_is_waited_for(endpoint, status, monkeypatch):
+    """As long as the patience lasts, not for three replies."""
+    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.001)
+    handler, config = endpoint
+    handler.replies += [(status, b"")] * (waiting.BAD_REPLIES + 2)
+    assert scores(replace(config, patience=20), "Paris")[0]["judge"] == 1.0
+
+
+def test_judge_remembers_the_newest_verdicts(endpoint, monkeypatch):
+    monkeypatch.setattr(judge, "REMEMBERED", 2)
+    handler, config = endpoint
+
+    async def ask(client):
+        for answer, asked in (("a", 1), ("b", 2), ("c", 3), ("c", 3), ("b", 3), ("a", 4)):
+            await client.score(answered(answer))
+            assert len(handler.bodies) == asked
+
+    judged_with(handler, config, ask)
+
+
+@pytest.mark.parametrize(("verdict", "agreement"), [(0.5, 1.0), (0.49, 0.0), (1.0, 1.0), (0.0, 0.0)])
+def test_verdict_of_one_half_agrees_with_a_match(endpoint, verdict, agreement, monkeypatch):
+    async def always(self, data):
+        return verdict
+
+    monkeypatch.setattr(JudgeClient, "_request", always)
+    assert scores(endpoint[1], "Paris") == [{"judge": verdict, "judge_agreement": agreement}]

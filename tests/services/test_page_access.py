@@ -97,3 +97,17 @@ def test_other_pages_than_at_the_start_are_never_taken(service):
     with pytest.raises(UserError, match="serves another index than at the start") as error:
         read("ann", between=exchange)
     assert type(error.value) is UserError
+
+
+def test_page_waits_as_long_as_the_service_asks(service, monkeypatch):
+    read, handler = service
+    handler.replies += [(503, b"", {"Retry-After": "7"}), (429, b"")]
+    waits = []
+
+    async def note(self, retry_after):
+        waits.append(retry_after)
+        return True
+
+    monkeypatch.setattr(waiting.Waits, "for_a_service", note)
+    assert read("ann") == [Document("page ann", "Ann", "Ann paints.")]
+    assert waits == [7.0, 0.0]

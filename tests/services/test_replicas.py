@@ -13,8 +13,10 @@ pytest.importorskip("aiohttp")
 from calibadv_jax.config import RetrieverConfig, load_config
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.services import replicas, retriever_client, waiting
+from calibadv_jax.services.http_client import Reply, Unreachable
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import RetrieverProcess
+from calibadv_jax.services.retriever_replies import Away
 
 
 class Service:
@@ -259,3 +261,146 @@ def test_real_services_one_of_them_killed(tmp_path):
             return found
 
         assert asyncio.run(run()) == [str(number) for number in range(200)]
+
+
+@pytest.fixture
+def health(monkeypatch):
+    """Replicas of two services whose health is what each call of `health.answers` returns; notes pauses."""
+
+    class Health:
+        def __init__(self):
+            self.answers, self.pauses, self.warnings = [], [], []
+
+        def replicas(self, agreed):
+            urls = ["http://a", "http://b"]
+            return replicas.Replicas(None, urls, agreed, set(), self.warnings.append)
+
+    health, sleep = Health(), asyncio.sleep
+
+    async def pause(seconds):
+        health.pauses.append(seconds)
+        await sleep(0)
+
+    async def ask(http, url):
+        answer = health.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(replicas.asyncio, "sleep", pause)
+    monkeypatch.setattr(replicas, "ask_health", ask)
+    return health
+
+
+async def taken_out(several):
+    """The first service, once the check that follows its outage has ended."""
+    replica = await several.take()
+    assert several.leave_out(replica, Unreachable("gone"))
+    several.give_back(replica)
+    await replica.check
+    return replica
+
+
+def test_pause_between_checks_grows_to_its_limit(health):
+    health.answers += [Unreachable("gone")] * 6 + [{}]
+    replica = asyncio.run(taken_out(health.replicas(None)))
+    assert replica.is_well and health.pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("returned", [{"identity": "y"}, {"corpus_sha256": "2"}, {}])
+def test_replica_with_another_index_gets_no_request(health, returned):
+    """It returns with another index: the other one answers all; after some checks it has its own again."""
+    agreed = {"identity": "x", "corpus_sha256": "1"}
+    health.answers += [returned, returned, agreed]
+
+    async def run():
+        several = health.replicas(agreed)
+        check = several._wait_for
+        replica = several._all[0]
+        replica.is_well, seen = False, []
+        compare = several._compare
+
+        def noted(replica, other):
+            compare(replica, other)
+            seen.append((bool(replica.other), replica.is_well))
+
+        several._compare = noted
+        await check(replica, 0.0)
+        assert seen == [(True, False), (True, False), (False, False)] and replica.is_well
+        assert len(health.warnings) == 1 and "http://a serves another index" in health.warnings[0]
+
+    asyncio.run(run())
+
+
+def test_all_replicas_with_another_index_end_the_run(health):
+    health.answers += [{"corpus_sha256": "2"}] * 9
+
+    async def run():
+        several = health.replicas({"corpus_sha256": "1"})
+        for replica in several._all:
+            several._compare(replica, several._differs(replica, {"corpus_sha256": "2"}))
+            assert replica.other == "corpus_sha256 '2' instead of '1'"
+        with pytest.raises(UserError, match="serves another index than at the start of this run"):
+            await several.take()
+
+    asyncio.run(run())
+
+
+def test_only_unannounced_outages_are_warned_of(health):
+    async def run():
+        several = health.replicas(None)
+        first, second = several._all
+        several.leave_out(first, Away("status 503"))
+        for reason in ("gone", "still gone"):
+            several.leave_out(second, Unreachable(reason))
+        await several.close()
+
+    asyncio.run(run())
+    assert health.warnings == ["retriever http://b is left out until it answers: gone"]
+
+
+def test_single_service_is_never_left_out(health):
+    """Nobody else could answer: it is asked again, without a check of its health."""
+    several = replicas.Replicas(None, ["http://a"], None, set(), health.warnings.append)
+
+    async def run():
+        for _ in range(3):
+            replica = await several.take()
+            assert not several.leave_out(replica, Unreachable("gone")) and replica.is_well
+            several.give_back(replica)
+
+    asyncio.run(run())
+    assert not health.warnings and several._all[0].check is None
+
+
+@pytest.mark.parametrize(("retry_after", "pause"), [(0.0, 0.5), (7.0, 7.0), (60.0, 10.0)])
+def test_check_waits_as_long_as_the_service_asks(health, retry_after, pause):
+    health.answers += [{}]
+
+    async def run():
+        several = health.replicas(None)
+        several.leave_out(several._all[0], Unreachable("gone", retry_after))
+        await several._all[0].check
+
+    asyncio.run(run())
+    assert health.pauses == [pause]
+
+
+def test_good_reply_ends_what_an_outage_began(health):
+    several = health.replicas(None)
+    replica = several._all[0]
+    replica.pause, replica.is_well = 8.0, False
+    asyncio.run(several.check(replica, Reply(200, b"")))
+    assert replica.is_well and replica.pause == replicas.FIRST_PAUSE
+
+
+def test_refusal_need_not_name_the_index(health):
+    """A proxy may refuse; an answer without the name is another service's."""
+    several = health.replicas({"identity": "x"})
+    replica = several._all[0]
+    several._named.add(replica.url)
+    replica.is_known = True
+    asyncio.run(several.check(replica, Reply(422, b"")))
+    with pytest.raises(Unreachable, match="serves another index: no X-Index-Identity instead of 'x'"):
+        asyncio.run(several.check(replica, Reply(200, b"")))

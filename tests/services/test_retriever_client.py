@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import time
+from contextlib import suppress
 from email.utils import formatdate
 
 import pytest
@@ -12,7 +13,7 @@ from search_rig import search
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
-from calibadv_jax.services import waiting
+from calibadv_jax.services import retriever_client, waiting
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import RetrieverProcess
 
@@ -313,3 +314,74 @@ def test_a_child_that_can_not_start_says_why(tmp_path):
         UserError, match=r"the retriever ended with status 2: .*none.jsonl: no such corpus.*; see .*log.txt"
     ):
         RetrieverProcess(config, tmp_path / "log.txt").__enter__()
+
+
+def test_cancelled_search_leaves_the_request_to_others(server):
+    url, replies, requests = server
+    replies.append(ok)
+
+    async def run():
+        client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
+        first, second = (asyncio.create_task(client.search([query])) for query in "ab")
+        await asyncio.sleep(0)  # both have joined one request
+        first.cancel()
+        ((document,),) = await second
+        await client.close()
+        return document.id, first.cancelled()
+
+    assert asyncio.run(run()) == ("b", True)
+    assert [body["queries"] for body in requests] == [["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("searches", "sent"),
+    [
+        ([1, 1, 1, 1], [4]),
+        ([2, 2, 1], [4, 1]),
+        ([3, 2, 2], [3, 4]),
+        ([4, 1], [4, 1]),
+        ([5, 1], [5, 1]),  # one search is never divided
+    ],
+)
+def test_requests_hold_at_most_max_batch_queries(server, monkeypatch, searches, sent):
+    monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
+    url, replies, requests = server
+    replies.append(ok)
+    queries = [[f"{number} {n}" for n in range(count)] for number, count in enumerate(searches)]
+
+    async def run():
+        client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
+        replies = await asyncio.gather(*map(client.search, queries))
+        await client.close()
+        return [[documents[0].id for documents in reply] for reply in replies]
+
+    assert asyncio.run(run()) == queries
+    assert [len(body["queries"]) for body in requests] == sent
+
+
+def test_refusal_after_an_answer_asks_no_probe(server):
+    """The service has shown that it takes queries: only the first refusal may mean all of them."""
+    url, replies, requests = server
+    replies.append(lambda body: (422, {"error": "no"}) if "bad" in body["queries"] else ok(body))
+    client = RetrieverClient(RetrieverConfig(timeout=2.0), url)
+
+    async def run(*queries):
+        for query in queries:
+            with suppress(QueryRefused):
+                await client.search([query])
+        await client.close()
+
+    asyncio.run(run("bad", "bad", "good", "bad"))
+    sent = [body["queries"][0] for body in requests]
+    assert sent == ["bad", retriever_client.PROBE, "bad", "good", "bad"]
+
+
+def test_service_that_names_no_reranker_has_none():
+    client = RetrieverClient(RetrieverConfig(), "http://h")
+    assert (
+        client.check_reranker({})
+        == client.check_reranker({"reranker": ""})
+        == ("not reranked: the best 3 documents")
+    )
+    with pytest.raises(UserError, match="its reranker m would be without effect"):
+        client.check_reranker({"reranker": "m"})

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from orbax.checkpoint.checkpoint_manager import CheckpointManager
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
@@ -232,3 +233,26 @@ def test_all_that_numerics_leave_out(tiny):
     """The same checkpoint serves any way of computing: a policy's tree does not depend on Numerics."""
     other = Policy(tiny.policy.architecture, Numerics(jnp.bfloat16, jnp.bfloat16, "full", "xla", 8))
     assert jax.tree.structure(other.abstract_params) == jax.tree.structure(tiny.policy.abstract_params)
+
+
+def test_failed_save_leaves_the_older_checkpoints(tiny, state, tmp_path, monkeypatch):
+    """Orbax forgets them: without a reload the next save would keep too many, and none would be restored."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2, asynchronous=True)
+    for step in (1, 2):
+        store.save(step, state, {"step": step})
+    assert store.wait() == 2
+
+    def fail(manager, *arguments):
+        manager._save_progress_tracker.set(False)
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointManager, "_finalize", fail)
+        store.save(3, state, {"step": 3})
+        with pytest.raises(UserError, match="step 3 cannot be saved; the older .* are whole.*no room"):
+            store.wait()
+    assert store.steps() == [1, 2] and store.latest_step() == 2
+    assert store.restore(2, abstract(tiny.policy))[1] == {"step": 2}
+    store.save(4, state, {"step": 4})
+    assert store.wait() == 4 and store.steps() == [2, 4]
+    store.close()

@@ -397,3 +397,73 @@ def test_a_bucket_that_is_not_there_is_one_line_before_the_run_begins(tmp_path, 
 def test_a_store_as_run_dir_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"s3://a/b is no folder.*set run\.mirror to it"):
         make_config(tmp_path, run={"dir": "s3://a/b"})
+
+
+def written_checkpoint(folder, step, content):
+    """As much of a checkpoint as the mirror reads."""
+    place = folder / "checkpoints" / str(step)
+    place.mkdir(parents=True, exist_ok=True)
+    for name in (mirror_module.METADATA, "data"):
+        (place / name).write_text(content)
+
+
+@pytest.fixture
+def small_mirror(tmp_path):
+    """A mirror whose store has the checkpoint of step 2; it copies when `_copy` is called."""
+    (tmp_path / "a").mkdir()
+    written_checkpoint(tmp_path / "a", 2, "old")
+    mirror = Mirror(str(tmp_path / "store"), tmp_path / "a", 2, Console(progress=False))
+    mirror._write_marker({})
+    mirror._copy(2)
+    assert steps_at(mirror.url) == [2]
+    return mirror
+
+
+def test_replaced_checkpoint_is_unnamed_before_its_files_go(small_mirror, monkeypatch):
+    removed = []
+    remove = Mirror._remove
+
+    def watched(self, paths):
+        paths = list(paths)
+        if paths:
+            removed.append((paths, steps_at(self.url)))
+        remove(self, paths)
+
+    monkeypatch.setattr(Mirror, "_remove", watched)
+    written_checkpoint(small_mirror.folder, 2, "new")
+    small_mirror._copy(2)
+    assert [(sorted(paths), named) for paths, named in removed] == [
+        ([f"checkpoints/2/{mirror_module.METADATA}", "checkpoints/2/data"], [])
+    ]
+    assert steps_at(small_mirror.url) == [2]
+    assert (Path(small_mirror.url) / "checkpoints/2/data").read_text() == "new"
+
+
+def test_new_owner_during_a_copy_keeps_the_marker(small_mirror, monkeypatch):
+    other = Mirror(small_mirror.url, small_mirror.folder, 2, Console(progress=False))
+    put = Mirror._put
+
+    def taken_over(self, paths):
+        paths = list(paths)
+        put(self, paths)
+        if any(path.startswith("checkpoints/4/") for path in paths):
+            other._write_marker({})
+
+    monkeypatch.setattr(Mirror, "_put", taken_over)
+    written_checkpoint(small_mirror.folder, 4, "newer")
+    with pytest.raises(mirror_module._Taken):
+        small_mirror._copy(4)
+    assert marker(small_mirror.url) == {"format": 1, "owner": other._owner, "checkpoints": {}}
+    assert (Path(small_mirror.url) / "checkpoints/2/data").is_file()  # nothing of the other's is removed
+
+
+def test_mirror_keeps_the_newest_checkpoints(small_mirror):
+    for step in (4, 6):
+        written_checkpoint(small_mirror.folder, step, str(step))
+        small_mirror._copy(step)
+    assert steps_at(small_mirror.url) == [4, 6]
+    assert (
+        sorted(path.name for path in (Path(small_mirror.url) / "checkpoints").rglob("data")) == ["data"] * 2
+    )
+    small_mirror._copy(4)  # the run went back: later checkpoints are no longer its own
+    assert steps_at(small_mirror.url) == [4]

@@ -15,6 +15,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import unflatten
+from calibadv_jax.snapshots import publish as publish_module
 from calibadv_jax.snapshots.layout import tensor_shapes
 from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest, read_tensors
 
@@ -198,3 +199,14 @@ def test_workers_that_share_the_hashes_find_what_one_finds(tiny, store):
         assert len(found) == 1 and f"{file.parent.name} differs" in found[0], file
         file.write_bytes(published)
     assert tiny.same(unflatten(read_tensors(folder)), tiny.params)
+
+
+def test_half_removed_snapshot_is_not_complete(tiny, store, monkeypatch):
+    """As a kill leaves it in the middle of the removal: nobody may load it."""
+    old = publish(store, tiny, 0)
+    for version in (1, 2):
+        monkeypatch.setattr(publish_module.shutil, "rmtree", lambda folder: None)
+        publish(store, tiny, version)
+    assert old.is_dir()
+    with pytest.raises(UserError, match="not a complete snapshot"):
+        read_manifest(old)

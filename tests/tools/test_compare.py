@@ -207,3 +207,16 @@ def test_other_retrievers_are_told(pair, capsys, tmp_path, first, second, words)
     shown = " ".join(error.split())
     assert ("other retrievers searched for" in shown) == bool(words) and words in shown
     assert json.loads((tmp_path / "c.json").read_text())["other_retrievers"] == bool(words)
+
+
+def test_extra_questions_of_either_side_are_refused(pair, capsys):
+    first, second, evaluate = pair
+    fewer = evaluate("C", None, questions=QUESTIONS[:-1])
+    for sides in (
+        (first, fewer),
+        (fewer, second),
+        (f"{first},{fewer}", second),
+        (first, f"{fewer},{second}"),
+    ):
+        status, _, error = call(*sides, capsys=capsys)
+        assert status == 2 and "1 differ, such as 'b3' of 'b'" in error

@@ -7,6 +7,7 @@ from retriever_rig import people_corpus
 pytest.importorskip("faiss")
 
 from retriever.encoders.hashed import HashedEncoder
+from retriever.errors import RetrieverError
 from retriever.indexing import qdrant
 from retriever.indexing.builder import build_index
 from retriever.indexing.embeddings import embed
@@ -62,3 +63,32 @@ def test_the_mean_length_counts_every_word():
     """A word that stands twice in a passage makes it longer by two."""
     rows = [{"id": "0", "contents": '"a"\nb b b c'}, {"id": "1", "contents": '"d"\ne'}]
     assert HashedEncoder.fit(rows, dimension=8)._mean_length == (2 + 4 + 2 + 1) / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embedding_dtype": "float32"}, "dtype was 'float16' and is 'float32'"),
+        ({"shard_rows": 6}, "shard_rows was 5 and is 6"),
+        ({"retriever_name": "bm25"}, "encoder was 'hashed' and is 'bm25'"),
+        ({"retriever_model": "other"}, "model was .* and is 'other'"),
+    ],
+)
+def test_shards_of_other_settings_are_refused(tmp_path, corpus, changes, message):
+    begun = {"shard_rows": 5, "embedding_dtype": "float16"}
+    embed(corpus, tmp_path, BuildOptions(**begun), progress=False)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(RetrieverError, match=message):
+        embed(corpus, tmp_path, BuildOptions(**begun | changes), progress=False)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_missing_shard_is_encoded_again(tmp_path, corpus):
+    options = BuildOptions(shard_rows=5, embedding_dtype="float16")
+    embed(corpus, tmp_path, options, progress=False)
+    shards = sorted(tmp_path.glob("*.npy"))
+    before = [path.read_bytes() for path in shards]
+    shards[2].unlink()
+    again = embed(corpus, tmp_path, options, progress=False)
+    assert [path.read_bytes() for path in shards] == before
+    assert {shard.dtype for shard in again.shards()} == {np.dtype(np.float16)}
