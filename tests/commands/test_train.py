@@ -174,14 +174,14 @@ def test_sigterm_saves_the_last_step_and_the_next_start_continues(tmp_path):
     assert len(list((tmp_path / "parts/rollouts").iterdir())) == 14
 
 
-def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
+def test_bad_start_is_one_line_with_its_status(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
 
-    def run(*overrides):
+    def run(*overrides, status=2):
         arguments = ["--config", "configs/quickstart.yaml", f"run.dir={tmp_path}/run", *overrides]
         with pytest.raises(SystemExit) as stop:
             cli.main("train", train.run, arguments)
-        assert stop.value.code == 2
+        assert stop.value.code == status
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1
         return errors[0]
@@ -192,7 +192,8 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
     )
     data = f"data.train={tmp_path}/questions.jsonl"
     assert "sft/config.json: no such file; give a HuggingFace folder" in run(data)
-    assert "cannot be reached" in run(data, "retriever.url=http://127.0.0.1:9", "retriever.patience=0.2")
+    away = ("retriever.url=http://127.0.0.1:9", "retriever.patience=0.2")
+    assert "cannot be reached" in run(data, *away, status=75)
     assert "did you mean 'rollout.group_size'" in run("rollout.group_sise=3")
     assert "no such tokenizer folder" in run(data, "policy.path=")
     assert "learner.row_length is 10" in run("learner.row_length=10")
