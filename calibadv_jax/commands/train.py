@@ -63,7 +63,8 @@ def run(config: Config, kept: Config | None = None) -> None:
 def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
     hosts.share("run.dir", Path(config.run.dir))
     mirror = open_mirror(config, console) if hosts.is_first else None
-    hosts.first("run.mirror", lambda: bool(mirror and mirror.fetch()))
+    inputs = (config.policy.path, config.policy.tokenizer, config.policy.lora.init_from)
+    hosts.first("run.mirror", lambda: mirror.fetch_inputs(*inputs) if mirror else 0)
     for line in describe_choices(config):
         console.say(line)
     questions = load_questions(config.data.train, config.data.columns)
@@ -75,7 +76,7 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
         model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
         questions, left_out = fitting_questions(config, questions, model.tokenizer, console)
     check_same(config, model, questions, hosts)
-    hosts.first("run folder", lambda: bool(enter_run_folder(kept, model, questions, console.say)))
+    hosts.first("run folder", lambda: bool(enter_run_folder(kept, model, questions, console.say, mirror)))
     folder = Path(config.run.dir)
     with Stop() as stop, ExitStack() as stack:
         if mirror:
