@@ -46,9 +46,9 @@ def make_run(tmp_path):
         said = []
         config = load_config(path, [f"run.dir={folder}", *overrides])
         model = StandInModel(tmp_path / "tokenizer", **hf_config)
-        if mirror := open_mirror(config, Console(progress=False)):
-            mirror.fetch_inputs(config.policy.path)
-        enter_run_folder(config, model, questions, said.append, mirror)
+        mirror = open_mirror(config, Console(progress=False))
+        with mirror.inputs(config.policy.path) if mirror else nullcontext():
+            enter_run_folder(config, model, questions, said.append, mirror)
         with mirror or nullcontext():
             pass
         return "\n".join(said)

@@ -69,12 +69,7 @@ def enter_run_folder(
     identity = _identity(config, model, questions)
     is_newer = bool(mirror and mirror.has_newer())
     if is_newer or holds_training(folder):
-        try:
-            _check_resume(config, identity, say, is_newer)
-        except UserError:
-            if mirror:
-                mirror.remove_inputs()
-            raise
+        _check_resume(config, identity, say, is_newer)
     if mirror:
         mirror.fetch(claim=True)
     if holds_training(folder):

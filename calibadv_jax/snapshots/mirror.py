@@ -7,7 +7,6 @@ So the older of two starts can neither name its objects nor delete any.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -15,8 +14,8 @@ import shutil
 import socket
 import threading
 import uuid
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,28 +25,23 @@ from pydantic import TypeAdapter, ValidationError
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.starts import FOLDER as CONFIGS
+from calibadv_jax.config.starts import run_hash
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.files import read_json, replacing, replacing_folder
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.weights import summary
-from calibadv_jax.snapshots.checkpoint import newest_step
+from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
 from calibadv_jax.snapshots.object_store import ObjectStore, one_line
+from calibadv_jax.snapshots.pins import CHECKPOINTS, FILE, PINS, Pin, state_of, step_of
 
 MARKER, OBJECTS, OLD_MARKER = "marker", "objects", "mirror.json"  # in the store; the last of an older format
-PINS, ROLLBACK, CHECKPOINTS = ".mirror", "rollback.json", "checkpoints"  # in the run's folder
+ROLLBACK = "rollback.json"  # in the run's folder: the last one
 SLOWEST = 60.0  # seconds between two tries to upload
 PATIENCE, HURRY = 600.0, 120.0  # seconds for which an orderly end, and any other, waits for the last copy
 TRIES = 5  # to start while other starts write
 OBJECT = re.compile("[0-9a-f]{32}[.][0-9]+")  # pin and number
-# A path in a run's folder: relative, without "..", no lock or other hidden file.
-FILE = re.compile(
-    r"checkpoints/(0|[1-9]\d*)(/(?!\.\.?(/|\Z))[^/]+)+"
-    r"|(?!(checkpoints|snapshots|sft_checkpoints)(/|\Z))(?!\.)[^/]+(/(?!\.)[^/]+)*",
-    re.ASCII,
-)
-
 Entry = tuple[str, int, int]  # object, size in bytes, time of change in ns
 
 
@@ -81,23 +75,14 @@ class _Version:
     files: Mapping[str, Entry] = field(default_factory=dict)  # by path in the run's folder
 
     @property
-    def name(self) -> str:
-        return f"{self.number:08}.json"
+    def text(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
 
     def after(self, step: int) -> _Version:
         """Return the next version, without the checkpoints of later steps."""
         steps = tuple(one for one in self.steps if one <= step)
-        files = {path: entry for path, entry in self.files.items() if _step_of(path) in (None, *steps)}
+        files = {path: entry for path, entry in self.files.items() if step_of(path) in (None, *steps)}
         return replace(self, number=self.number + 1, steps=steps, files=files)
-
-
-@dataclass
-class _Pin:
-    """A checkpoint and the files beside it, linked so that they last until they are uploaded."""
-
-    step: int
-    name: str
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)  # size and time of change
 
 
 class Mirror:
@@ -124,7 +109,7 @@ class Mirror:
         self._owner = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
         self._version = _Version()  # that was read or written last
         self._inputs: dict[str, Path] = {}
-        self._pins: list[_Pin] = []  # that is being uploaded, and the newest
+        self._pins: list[Pin] = []  # that is being uploaded, and the newest
         self._failure: str | None = None  # why the last try failed
         self._warned: str | None = None
         self._taken: _Taken | None = None
@@ -141,14 +126,15 @@ class Mirror:
             UserError: the store cannot be read, or holds another run.
         """
         version, here = self._read(), newest_step(self.folder / CHECKPOINTS)
-        there = (version.rollbacks, max(version.steps, default=-1))
-        return bool(version.steps) and (here is None or there > (_rollbacks(self.folder), here))
+        if not version.steps or here is None:
+            return bool(version.steps)
+        return (version.rollbacks, version.steps[-1]) > (_rollbacks(self.folder), here)
 
-    def fetch_inputs(self, *paths: str) -> int:
-        """Fetch missing configs and files of `paths`, which a start compares before it fetches the run.
+    @contextmanager
+    def inputs(self, *paths: str) -> Iterator[int]:
+        """Fetch missing configs and files of `paths`, by which a start finds out whether this is its run.
 
-        Returns:
-            The number of files.
+        Yields their number. They are removed if the block fails before `fetch`.
         """
         version = self._read()
         home = self.folder.absolute()
@@ -159,13 +145,13 @@ class Mirror:
             for path, place in places.items()
             if not place.exists() and any(map(place.is_relative_to, tops))
         }
-        self._get(version, self._inputs)
-        return len(self._inputs)
-
-    def remove_inputs(self) -> None:
-        """Remove what `fetch_inputs` fetched: it belongs to another run."""
-        for place in self._inputs.values():
-            place.unlink(missing_ok=True)
+        try:
+            self._get(version, self._inputs)
+            yield len(self._inputs)
+        except BaseException:
+            for place in self._inputs.values():
+                place.unlink(missing_ok=True)
+            raise
 
     def fetch(self, claim: bool = False) -> bool:
         """Fetch the run if the store's newest checkpoint is newer than the folder's; return whether it was.
@@ -183,6 +169,7 @@ class Mirror:
                     last = version.steps[-1] if is_newer else newest_step(self.folder / CHECKPOINTS) or 0
                     version = replace(version.after(last), owner=self._owner)
                     self._store.call("taking it over", partial(self._claim, version))
+                self._inputs = {}
                 if is_newer:
                     self._bring(version)
                 break
@@ -194,7 +181,7 @@ class Mirror:
 
     def _claim(self, version: _Version) -> None:
         self._commit(version)
-        if self._create(version):
+        if self._store.add(MARKER, version.number, version.text):
             raise UserError(
                 f"run.mirror={self.url}: the store replaces objects in spite of a condition (If-None-Match),"
                 " so two starts could mix; use a store with conditional puts, or a folder"
@@ -202,8 +189,9 @@ class Mirror:
 
     def _read(self) -> _Version:
         version = self._version = self._store.call("reading its marker", self._newest)
-        run = _run_hash(self.folder)
-        if run and version.steps and run != version.run:
+        run = run_hash(self.folder)
+        is_used = bool(run) or has_checkpoint(self.folder / CHECKPOINTS)
+        if version.steps and is_used and run != version.run:
             raise UserError(
                 f"run.mirror={self.url} holds another run than run.dir={self.folder}; choose another of the"
                 " two"
@@ -212,17 +200,17 @@ class Mirror:
 
     def _bring(self, version: _Version) -> None:
         """Fetch what differs, the newest checkpoint last; then delete checkpoints that the store lacks."""
-        new = [path for path, entry in version.files.items() if _state(self.folder / path) != entry[1:]]
+        new = [path for path, entry in version.files.items() if state_of(self.folder / path) != entry[1:]]
         gib = sum(version.files[path][1] for path in new) / 2**30
         self.console.note(f"fetching step {version.steps[-1]} from {self.url} ({gib:.2f} GiB)")
         with ExitStack() as stack:
-            places = {path: self.folder / path for path in new if _step_of(path) is None}
+            places = {path: self.folder / path for path in new if step_of(path) is None}
             for place in places.values():
                 place.parent.mkdir(parents=True, exist_ok=True)
             self._get(version, {path: stack.enter_context(replacing(at)) for path, at in places.items()})
-        for step in [step for step in version.steps if step in map(_step_of, new)]:
+        for step in [step for step in version.steps if step in map(step_of, new)]:
             with replacing_folder(self.folder / CHECKPOINTS / str(step)) as at:
-                paths = [path for path in version.files if _step_of(path) == step]
+                paths = [path for path in version.files if step_of(path) == step]
                 self._get(version, {path: at.joinpath(*path.split("/")[2:]) for path in paths})
         for path in (self.folder / CHECKPOINTS).iterdir():
             if path.name.isdecimal() and int(path.name) not in version.steps:
@@ -232,12 +220,7 @@ class Mirror:
     def _get(self, version: _Version, places: Mapping[str, Path]) -> None:
         for place in places.values():
             place.parent.mkdir(parents=True, exist_ok=True)
-        objects = {f"{OBJECTS}/{version.files[path][0]}": place for path, place in places.items()}
-        self._store.call(
-            "fetching",
-            partial(self._store.get, objects),
-            lambda: sum((_state(place) or (0,))[0] for place in places.values()),
-        )
+        self._store.get({f"{OBJECTS}/{version.files[path][0]}": place for path, place in places.items()})
         cut = [path for path, place in places.items() if place.stat().st_size != version.files[path][1]]
         if cut:
             raise UserError(f"{self.url}: {summary(cut)} not as long as its marker says; remove the copy")
@@ -249,22 +232,13 @@ class Mirror:
 
         An upload that is under way goes on; of those that wait for it only the newest stays.
         """
-        pin, known = _Pin(step, uuid.uuid4().hex), self._version.files
-        for path in _files(self.folder, step):
-            with suppress(FileNotFoundError):  # removed meanwhile
-                state = _state(self.folder / path)
-                if state and known.get(path, ("",))[1:] != state:
-                    _link(self.folder / path, self.folder / PINS / pin.name / path)
-                if state:
-                    pin.files[path] = state
+        pin = Pin(self.folder, step)
+        pin.add({path: entry[1:] for path, entry in self._version.files.items()})
         with self._changed:
             late, self._pins[1:] = self._pins[1:], [pin]
             self._changed.notify_all()
-        self._unpin(late)
-
-    def _unpin(self, pins: list[_Pin]) -> None:
-        for pin in pins:
-            shutil.rmtree(self.folder / PINS / pin.name, ignore_errors=True)
+        for older in late:
+            older.remove()
 
     def drop_after(self, step: int) -> None:
         """Delete the copies of later checkpoints, before a rollback deletes the checkpoints themselves."""
@@ -310,15 +284,14 @@ class Mirror:
         seconds = PATIENCE if kind is None else HURRY
         with self._changed:
             try:
-                if self._is_behind():
-                    self.console.note(
-                        f"copying step {self._pins[-1].step} to {self.url}, for at most {seconds:g} s"
-                    )
-                self._changed.wait_for(lambda: not self._is_behind(), seconds)
+                if self._pins:
+                    step = self._pins[-1].step
+                    self.console.note(f"copying step {step} to {self.url}, for at most {seconds:g} s")
+                self._changed.wait_for(lambda: self._taken or not self._pins, seconds)
             finally:  # a signal may end the wait
                 self._is_over = True
                 self._changed.notify_all()
-                if self._is_behind():
+                if self._pins and not self._taken:
                     self.console.warn(
                         f"run.mirror={self.url} lacks the checkpoint of step {self._pins[-1].step}"
                         f" ({self._failure or 'copying takes too long'});"
@@ -327,9 +300,6 @@ class Mirror:
                 shutil.rmtree(self.folder / PINS, ignore_errors=True)
         if kind is None and self._taken is not None:
             raise self._taken
-
-    def _is_behind(self) -> bool:
-        return self._taken is None and bool(self._pins)
 
     def _work(self) -> None:
         seconds = 1.0
@@ -353,37 +323,33 @@ class Mirror:
                 seconds = min(2 * seconds, SLOWEST) if failure else 1.0
                 if not failure or self._pins[-1:] != [pin]:  # a newer one takes the place of one that failed
                     self._pins = [one for one in self._pins if one is not pin]
-                    self._unpin([pin])
+                    pin.remove()
                 self._changed.notify_all()
                 if self._taken is not None:
                     return
 
-    def _upload(self, pin: _Pin) -> None:
+    def _upload(self, pin: Pin) -> None:
         """Upload what changed, then name it in the marker."""
         known = self._owned().files
         new = [path for path, state in pin.files.items() if known.get(path, ("",))[1:] != state]
         names = {path: f"{pin.name}.{number}" for number, path in enumerate(new)}
-        links = {f"{OBJECTS}/{names[path]}": self.folder / PINS / pin.name / path for path in new}
+        links = {f"{OBJECTS}/{names[path]}": pin.link(path) for path in new}
         # Files that are appended to may have grown since they were pinned; those of a checkpoint have not.
         sizes = dict(zip(new, self._store.put(links), strict=True))
-        if cut := [path for path in new if _step_of(path) is not None and sizes[path] != pin.files[path][0]]:
+        if cut := [path for path in new if step_of(path) is not None and sizes[path] != pin.files[path][0]]:
             raise OSError(f"{summary(cut)} not as long in the store as here")
         with self._committing:
             if pin in self._pins:  # not dropped by a rollback
                 after = self._owned().after(pin.step)
                 steps = tuple(sorted({*after.steps, pin.step})[-self.keep :])
-                stay = [path for path in after.files if path in pin.files or _step_of(path) in steps[:-1]]
+                stay = [path for path in after.files if path in pin.files or step_of(path) in steps[:-1]]
                 files = {path: after.files[path] for path in stay}
                 files |= {path: (names[path], sizes[path], pin.files[path][1]) for path in new}
-                run, rollbacks = _run_hash(self.folder), _rollbacks(self.folder)
+                run, rollbacks = run_hash(self.folder), _rollbacks(self.folder)
                 self._commit(replace(after, run=run, rollbacks=rollbacks, steps=steps, files=files))
 
     def _owned(self) -> _Version:
-        """Return the newest version.
-
-        Raises:
-            _Taken: this start may write none.
-        """
+        """Return the newest version; raise _Taken if it is of another start."""
         version = self._newest()
         if version.owner.get("token") != self._owner["token"]:
             raise _Taken(
@@ -394,20 +360,15 @@ class Mirror:
         return version
 
     def _newest(self) -> _Version:
-        names = self._store.names(MARKER)
-        if not names and self._store.has(OLD_MARKER):
+        number, text = self._store.newest(MARKER)
+        if not number and self._store.has(OLD_MARKER):
             raise UserError(
                 f"run.mirror={self.url} holds a copy in an older format ({OLD_MARKER}); choose another place:"
                 " all of run.dir is copied there"
             )
-        if not names:
-            return _Version()
         try:
-            version = TypeAdapter(_Version).validate_json(self._store.read(f"{MARKER}/{names[-1]}"))
-        except FileNotFoundError:
-            if self._store.names(MARKER) == names:
-                raise
-            return self._newest()  # a newer one has replaced it
+            version = TypeAdapter(_Version).validate_json(text) if number else _Version()
+            version = replace(version, number=number)
         except ValidationError as error:
             raise UserError(f"{self.url}/{MARKER}: not a run's copy; choose another run.mirror") from error
         for path, (name, _, _) in version.files.items():
@@ -418,59 +379,13 @@ class Mirror:
     def _commit(self, version: _Version) -> None:
         """Create a version unless another start has; then delete the objects that it does not name."""
         names = self._store.names(OBJECTS)  # before, so that no upload of a newer start is among them
-        is_created = self._create(version)
-        versions = self._store.names(MARKER)
-        if not is_created or versions[-1] != version.name:
-            self._owned()
-            raise OSError("the answer to an earlier write was lost")  # the next try knows what was written
+        if not self._store.add(MARKER, version.number, version.text) and self._owned() != version:
+            raise OSError("the answer to an earlier write was lost")  # the next try knows of it
         self._version = version
         used = {name for name, _, _ in version.files.values()}
         busy = {pin.name for pin in self._pins}
         gone = [f"{OBJECTS}/{one}" for one in names if one not in used and one.partition(".")[0] not in busy]
-        self._store.remove(gone + [f"{MARKER}/{one}" for one in versions[:-1]])
-
-    def _create(self, version: _Version) -> bool:
-        return self._store.create(f"{MARKER}/{version.name}", json.dumps(asdict(version), indent=1).encode())
-
-
-def _step_of(path: str) -> int | None:
-    """Return the step of a checkpoint's file; None for other files."""
-    top, _, rest = path.partition("/")
-    return int(rest.partition("/")[0]) if top == CHECKPOINTS else None
-
-
-def _files(folder: Path, step: int) -> list[str]:
-    """Return the paths in a run's folder that are copied with the checkpoint of a step."""
-    paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return [path for path in paths if FILE.fullmatch(path) and _step_of(path) in (None, step)]
-
-
-def _state(path: Path) -> tuple[int, int] | None:
-    """Return a file's size and time of change in ns, which change with it; None if it is missing."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_size, status.st_mtime_ns
-
-
-def _link(source: Path, link: Path) -> None:
-    """Give a file a second name, or copy it where the file system has no links."""
-    link.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, link)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copy2(source, link)
-
-
-def _run_hash(folder: Path) -> str:
-    """Return the hash of a run's first start: config, questions, model, vocabulary; empty before it."""
-    files = [folder / CONFIGS / name for name in ("0.yaml", "0.json")]
-    if not files[0].is_file():
-        return ""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
+        self._store.remove(gone)
 
 
 def _rollbacks(folder: Path) -> int:

@@ -19,6 +19,8 @@ from calibadv_jax.metrics.console import Console
 
 STALLED = 60  # seconds without progress after which a store is given up
 NOTED = 15  # seconds between two lines about a wait
+# At most 64 MiB are on their way before they are written: progress within STALLED seconds at 1 MiB/s.
+SMALL, PARALLEL = {"default_block_size": 4 * 2**20, "max_concurrency": 4}, {"batch_size": 4}
 STORES = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "file": "", "local": ""}  # and their extras
 
 T = TypeVar("T")
@@ -42,7 +44,7 @@ class ObjectStore:
         try:
             if extra is None:
                 raise ValueError(f"no conditional put is known for {kind}://")
-            self._files, root = fsspec.core.url_to_fs(url)
+            self._files, root = fsspec.core.url_to_fs(url, **(SMALL if extra == "s3" else {}))
         except (ImportError, ValueError) as error:
             way_out = f"pip install 'calibadv-jax[{extra}]'" if extra else "use s3://, gs:// or a folder"
             raise UserError(f"{self._name}: {one_line(error)}; {way_out}") from error
@@ -107,6 +109,27 @@ class ObjectStore:
             if self.folder:
                 link.unlink(missing_ok=True)
 
+    def add(self, folder: str, number: int, data: bytes) -> bool:
+        """Create a version in a folder, delete the older ones; return False if it or a newer one exists."""
+        is_created = self.create(f"{folder}/{number:08}", data)
+        names = self.names(folder)
+        if not is_created or names[-1] != f"{number:08}":  # a version that was deleted may be created again
+            return False
+        self.remove([f"{folder}/{name}" for name in names[:-1]])
+        return True
+
+    def newest(self, folder: str) -> tuple[int, bytes]:
+        """Return the number and content of the newest version in a folder; 0 if there is none."""
+        names = self.names(folder)
+        if not names:
+            return 0, b""
+        try:
+            return int(names[-1]), self.read(f"{folder}/{names[-1]}")
+        except FileNotFoundError:
+            if self.names(folder) == names:
+                raise
+            return self.newest(folder)  # a newer one has replaced it
+
     def names(self, folder: str) -> list[str]:
         """Return the names within a folder, sorted."""
         self._files.invalidate_cache()
@@ -126,7 +149,7 @@ class ObjectStore:
         """Upload files, by the names of their objects; return the sizes of the objects."""
         paths = [f"{self._root}/{name}" for name in files]
         if paths:
-            self._files.put([str(file) for file in files.values()], paths)
+            self._files.put([str(file) for file in files.values()], paths, **PARALLEL)
         self._files.invalidate_cache()
         return list(self._files.sizes(paths))
 

@@ -174,12 +174,12 @@ def test_what_process_0_alone_learns_ends_both_at_one_step(settings):
     running = hosts_rig.start(arguments(settings, "overtaken", *more), 2, 4)
     owner = {"token": "another", "host": "elsewhere", "process": 7}
     while running[0].poll() is None:
-        for path in sorted((store / mirror.MARKER).glob("*.json"))[-1:]:
+        for path in sorted((store / mirror.MARKER).glob("*"))[-1:]:
             with suppress(FileNotFoundError, FileExistsError):  # the run has written meanwhile
                 version = json.loads(path.read_text())
                 if version["steps"] and version["owner"] != owner:
                     version |= {"number": version["number"] + 1, "owner": owner}
-                    with path.with_name(f"{version['number']:08}.json").open("x") as file:
+                    with path.with_name(f"{version['number']:08}").open("x") as file:
                         json.dump(version, file)
         time.sleep(0.1)
     (first, status), (second, other_status) = hosts_rig.ends(running)

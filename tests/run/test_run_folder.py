@@ -206,8 +206,9 @@ def test_policy_in_the_run_folder_comes_from_the_mirror_first(run, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     overrides = [f"run.mirror={tmp_path}/store", f"run.dir={elsewhere}"]
     mirror = open_mirror(load_config([], overrides), Console(progress=False))
-    assert mirror.fetch_inputs(f"{elsewhere}/sft", "") == 5  # two starts' configs and hashes beside it
-    assert (elsewhere / "sft/config.json").is_file() and not (elsewhere / "checkpoints").exists()
+    with mirror.inputs(f"{elsewhere}/sft", "") as count:
+        assert count == 5  # two starts' configs and hashes beside it
+        assert (elsewhere / "sft/config.json").is_file() and not (elsewhere / "checkpoints").exists()
 
 
 def test_a_misspelt_key_in_allow_change_is_named(run):

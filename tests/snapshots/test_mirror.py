@@ -203,6 +203,44 @@ def test_older_start_ends_after_a_takeover(tmp_path):
     assert checkpoints(tmp_path / "a")[-1] < 20
 
 
+def test_lost_answer_is_no_takeover(tmp_path, monkeypatch):
+    """The store has created the marker's version, but the connection broke before it said so."""
+    store, lost = tmp_path / "store", []
+    create = ObjectStore.create
+
+    def create_and_fail(self, name, data):
+        is_created = create(self, name, data)
+        if json.loads(data)["steps"] and len(lost) < 2:
+            lost.append(name)
+            raise ConnectionError("broken pipe")
+        return is_created
+
+    monkeypatch.setattr(ObjectStore, "create", create_and_fail)
+    start(config_at(tmp_path / "a", store, learner={"steps": 4}))
+    assert len(lost) == 2 and steps_at(store) == [2, 4] and is_whole(store)
+
+
+def test_store_without_conditional_puts_is_refused(tmp_path, monkeypatch):
+    def replace_object(self, name, data):
+        (tmp_path / "store" / name).parent.mkdir(parents=True, exist_ok=True)
+        return bool((tmp_path / "store" / name).write_bytes(data))
+
+    monkeypatch.setattr(ObjectStore, "create", replace_object)
+    mirror = open_mirror(config_at(tmp_path / "a", tmp_path / "store"), Console(progress=False))
+    with pytest.raises(UserError, match="replaces objects in spite of a condition .If-None-Match."):
+        mirror.fetch(claim=True)
+
+
+def test_checkpoints_without_a_config_are_not_replaced(tmp_path):
+    """Whose they are is not known."""
+    store = tmp_path / "store"
+    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
+    save_step(config_at(tmp_path / "b", ""), 1)
+    with pytest.raises(UserError, match=r"holds another run than run\.dir=.*b;"):
+        open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
+    assert checkpoints(tmp_path / "b") == [1]
+
+
 @pytest.mark.parametrize("kind", ["folder", "s3"])
 def test_older_start_cannot_write_its_marker(tmp_path, monkeypatch, s3, kind):
     """It is taken over between its check and its write: the store stays with the newer start."""
@@ -359,7 +397,7 @@ def test_interrupted_fetch_is_no_other_run(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "get", cut)
-        with pytest.raises(EnvironmentFailure, match="killed"):
+        with pytest.raises(OSError, match="killed"):
             mirror.fetch()
     assert not (tmp_path / "b/configs/0.yaml").exists()
     assert mirror.has_newer() and mirror.fetch() and not mirror.has_newer()
@@ -449,7 +487,7 @@ def test_run_on_other_data_is_refused(tmp_path, steps):
 def test_place_that_is_no_copy_is_refused(tmp_path, text):
     place = tmp_path / "store" / MARKER
     place.mkdir(parents=True)
-    (place / "00000001.json").write_text(text)
+    (place / "00000001").write_text(text)
     with pytest.raises(UserError, match="marker: not a run's copy; choose another run.mirror"):
         open_mirror(config_at(tmp_path / "a", tmp_path / "store"), Console(progress=False)).fetch()
 

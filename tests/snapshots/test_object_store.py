@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 
-import fsspec
 import pytest
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
@@ -78,7 +77,7 @@ def test_unusable_kind_of_store_is_refused(url, message):
 
 def test_precondition_without_its_name_is_understood(tmp_path, s3, monkeypatch):
     """As of services that do not say which condition failed."""
-    store, filesystem = open_store(f"{s3}/a"), fsspec.filesystem("s3")
+    store = open_store(f"{s3}/a")
 
     def refuse(*_, **__):
         error = OSError("At least one of the pre-conditions you specified did not hold")
@@ -87,5 +86,5 @@ def test_precondition_without_its_name_is_understood(tmp_path, s3, monkeypatch):
         )()
         raise error
 
-    monkeypatch.setattr(filesystem, "pipe_file", refuse)
+    monkeypatch.setattr(store._files, "pipe_file", refuse)
     assert store.create("marker/1", b"x") is False
