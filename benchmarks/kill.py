@@ -9,9 +9,9 @@ SIGKILL, SIGTERM, or SIGSTOP for `--pause` seconds. At the end every step must s
 its file of trajectories must be there, and with the embedded sampler the parameters must be those of an
 undisturbed run, bit for bit. Exit status 1 if not.
 
-With --store the machines change instead: the run is copied to an S3 service (moto) that takes so many bytes a
-second. A disturbance is either SIGKILL and the loss of run.dir, or SIGSTOP until a second trainer has taken the
-run over in an empty run.dir: the first one then goes on, and must end with status 2.
+With --store the machines change instead: the run is copied to an S3 service (moto) that takes so many bytes
+a second. A disturbance is either SIGKILL and the loss of run.dir, or SIGSTOP until a second trainer has taken
+the run over in an empty run.dir: the first one then goes on, and must end with status 2.
 
 The run is the quickstart's training on a small world, from a short cold start, with a checkpoint every step.
 """

@@ -316,6 +316,37 @@ def test_rollback_deletes_checkpoints_from_the_store_first(tmp_path):
     assert marker(store)["rollbacks"] == 1
 
 
+def test_upload_under_way_is_dropped_by_a_rollback(tmp_path, monkeypatch):
+    store, uploading, rolled_back = tmp_path / "store", threading.Event(), threading.Event()
+    put, ended = ObjectStore.put, threading.Event()
+
+    def put_late(self, files):
+        is_bad = any("/checkpoints/4/" in str(link) for link in files.values()) and not uploading.is_set()
+        if is_bad:
+            uploading.set()
+            rolled_back.wait()
+        sizes = put(self, files)
+        if is_bad:
+            ended.set()
+        return sizes
+
+    class Back(Collapsing):
+        def load(self, version, params):
+            super().load(version, params)
+            if version == 5:
+                uploading.wait()
+            if version == 3 and self.seed:
+                assert steps_at(store) == [1, 2, 3]
+                rolled_back.set()
+                ended.wait()
+                until(lambda: is_whole(store))  # the next copy removes its objects
+                assert steps_at(store) == [1, 2, 3]
+
+    monkeypatch.setattr(ObjectStore, "put", put_late)
+    start(rollback_config(tmp_path / "a", store), Back())
+    assert ended.is_set() and steps_at(store) == [1, 2, 3, 4, 5, 6] and is_whole(store)
+
+
 def rollback_config(folder, store):
     guards = GUARDED | {"action": "rollback", "patience": 2}
     checkpoint = {"every": 1, "keep": 9, "asynchronous": False}
