@@ -1,12 +1,17 @@
 """Trains while parts of the run are killed at random, and compares the result with an undisturbed run.
 
     python -m benchmarks.kill --output FOLDER [--kills 20] [--steps 60] [--seed 0] [--pause 30] [--vllm]
+    python -m benchmarks.kill --output FOLDER --store 200000 [--kills 4] [--steps 30]
 
 A supervisor, as a cluster's scheduler would, starts the trainer, the retrieval service and, with --vllm, a
 rollout worker, and starts each again when it has ended. Meanwhile it picks a part and a way to disturb it:
 SIGKILL, SIGTERM, or SIGSTOP for `--pause` seconds. At the end every step must stand once in metrics.jsonl,
 its file of trajectories must be there, and with the embedded sampler the parameters must be those of an
 undisturbed run, bit for bit. Exit status 1 if not.
+
+With --store the machines change instead: the run is copied to an S3 service (moto) that takes so many bytes
+a second. A disturbance is either SIGKILL and the loss of run.dir, or SIGSTOP until a second trainer has taken
+the run over in an empty run.dir: the first one then goes on, and must end with status 2.
 
 The run is the quickstart's training on a small world, from a short cold start, with a checkpoint every step.
 """
@@ -17,16 +22,22 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -35,6 +46,7 @@ from calibadv_jax.data.world import write_world
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.record.reader import read_columns
 from calibadv_jax.record.schema import FOLDER, kept_steps
+from calibadv_jax.snapshots.mirror import MARKER
 
 CONFIG = "configs/quickstart.yaml"
 SMALL_WORLD = [
@@ -83,17 +95,22 @@ class Part:
             )
         self.starts += 1
 
-    def send(self, number: signal.Signals, pause: float) -> None:
+    @property
+    def started(self) -> subprocess.Popen[bytes]:
         assert self.process is not None
+        return self.process
+
+    def send(self, number: signal.Signals, pause: float) -> None:
         with suppress(ProcessLookupError):
-            self.process.send_signal(number)
+            self.started.send_signal(number)
             if number == signal.SIGSTOP:
                 time.sleep(pause)
-                self.process.send_signal(signal.SIGCONT)
+                self.started.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
+            self.process.send_signal(signal.SIGCONT)  # it may be stopped
             self.process.wait(60)
 
 
@@ -172,6 +189,119 @@ def supervise(
         time.sleep(0.05)
 
 
+@contextmanager
+def slow_store(rate: int) -> Iterator[str]:
+    """An S3 service that takes `rate` bytes a second in all; yields a URL in its bucket."""
+    from moto.server import ThreadedMotoServer
+
+    service, turn = ThreadedMotoServer(port=0, verbose=False), threading.Lock()
+    service.start()
+
+    def forward(source: socket.socket, target: socket.socket, is_upload: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(16384):
+                with turn if is_upload else nullcontext():
+                    time.sleep(len(data) / rate if is_upload else 0)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def accept() -> None:
+        with suppress(OSError):  # closed
+            while True:
+                near, _ = proxy.accept()
+                far = socket.create_connection(service.get_host_and_port())
+                for pair in ((near, far, True), (far, near, False)):
+                    threading.Thread(target=forward, args=pair, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        threading.Thread(target=accept, daemon=True).start()
+        os.environ["AWS_ENDPOINT_URL"] = "http://{}:{}".format(*proxy.getsockname())
+        os.environ |= dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "testing")
+        fsspec.filesystem("s3").mkdir("runs")
+        yield "s3://runs/kill"
+    service.stop()
+
+
+def change_machines(
+    output: Path, world: Path, arguments: argparse.Namespace, url: str
+) -> tuple[Path, Counter[str]]:
+    """Trains while machines are lost or taken over; returns the last run.dir, and how often either happened.
+
+    Raises:
+        RuntimeError: a trainer ended otherwise than it must, or not within `arguments.deadline` seconds.
+    """
+    done: Counter[str] = Counter()
+    rng, deadline = random.Random(arguments.seed), time.monotonic() + arguments.deadline
+    folder = output / "machine-0"
+    parts = make_parts(folder, world, arguments.steps, with_vllm=False)
+    command, environment = parts["trainer"].command, parts["trainer"].environment
+    command += [f"run.mirror={url}", "checkpoint.keep=2"]
+
+    def wait_for(condition: Callable[[], bool], trainer: Part) -> None:
+        while True:
+            has_ended = trainer.started.poll() is not None
+            if condition():
+                return
+            if has_ended or time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the trainer ended, or is not done within the deadline; see {trainer.log}"
+                )
+            time.sleep(0.05)
+
+    def wait_for_end(trainer: Part, status: int) -> None:
+        wait_for(lambda: trainer.started.poll() is not None, trainer)
+        if trainer.started.poll() != status:
+            raise RuntimeError(f"status {trainer.started.poll()} instead of {status}; see {trainer.log}")
+
+    processes = list(parts.values())
+    for process in processes:
+        process.keep_running()
+    try:
+        for number in range(1, arguments.kills + 1):
+            before, steps = processes[-1], number * arguments.steps * 2 / 3 / arguments.kills
+            wait_for(partial(has_trained, folder, steps), before)
+            way = rng.choice(["lost", "taken over"])
+            before.started.send_signal(signal.SIGKILL if way == "lost" else signal.SIGSTOP)
+            if way == "lost":
+                wait_for_end(before, -signal.SIGKILL)
+                shutil.rmtree(folder)
+            folder = output / f"machine-{number}"
+            folder.mkdir()
+            trainer = Part([*command, f"run.dir={folder}"], folder / "trainer.log", environment)
+            processes.append(trainer)
+            trainer.keep_running()
+            wait_for(partial(is_owner, trainer, url), trainer)
+            if way == "taken over":
+                before.started.send_signal(signal.SIGCONT)
+                wait_for_end(before, 2)
+            done[way] += 1
+        wait_for_end(processes[-1], 0)
+    finally:
+        for process in processes:
+            process.stop()
+    return folder, done
+
+
+def has_trained(folder: Path, steps: float) -> bool:
+    return len(trained_steps(folder)) >= steps
+
+
+def is_owner(trainer: Part, url: str) -> bool:
+    return bool(read_marker(url)["owner"]["process"] == trainer.started.pid)
+
+
+def read_marker(url: str) -> dict[str, Any]:
+    """The newest version of a store's marker."""
+    files = fsspec.filesystem("s3")
+    while True:
+        files.invalidate_cache()
+        with suppress(FileNotFoundError):  # replaced meanwhile
+            marker: dict[str, Any] = json.loads(
+                files.cat_file(max(files.ls(f"{url}/{MARKER}", detail=False)))
+            )
+            return marker
+
+
 def run(folder: Path, world: Path, arguments: argparse.Namespace, kills: int) -> Counter[str]:
     """One run to its end; all its processes are gone afterwards."""
     parts = make_parts(folder, world, arguments.steps, arguments.vllm)
@@ -202,33 +332,43 @@ def main(argv: list[str] | None = None) -> int:
         "--deadline", type=float, default=3600.0, help="seconds that the disturbed run may take"
     )
     parser.add_argument("--vllm", action="store_true", help="run with a rollout worker on the CPU")
+    parser.add_argument(
+        "--store", type=int, metavar="RATE", help="change machines; bytes a second to the store"
+    )
     arguments = parser.parse_args(argv)
     output = arguments.output.absolute()
     start = [*SMALL, f"run.dir={output}"]
     world = write_world(load_config(CONFIG, start).world)
     subprocess.run([sys.executable, "-m", "calibadv_jax", "sft", "--config", CONFIG, *start], check=True)
+    out = sys.stdout.write
     begun = time.monotonic()
     run(output / "undisturbed", world, arguments, 0)
     quiet = time.monotonic() - begun
     begun = time.monotonic()
-    disturbances = run(output / "disturbed", world, arguments, arguments.kills)
+    folder = output / "disturbed"
+    if arguments.store:
+        with slow_store(arguments.store) as url:
+            folder, disturbances = change_machines(output, world, arguments, url)
+            out(f"checkpoints in the store: {read_marker(url)['steps']}\n")
+    else:
+        disturbances = run(folder, world, arguments, arguments.kills)
     seconds = time.monotonic() - begun
-    out = sys.stdout.write
     for name, count in sorted(disturbances.items()):
         out(f"{name:20} {count}\n")
     out(f"{disturbances.total()} disturbances in {seconds:.0f} s; undisturbed {quiet:.0f} s\n")
     wanted = list(range(1, arguments.steps + 1))
-    found = {name: trained_steps(output / name) for name in ("undisturbed", "disturbed")}
+    folders = {"undisturbed": output / "undisturbed", "disturbed": folder}
+    found = {name: trained_steps(path) for name, path in folders.items()}
     ok = disturbances.total() >= arguments.kills and all(steps == wanted for steps in found.values())
     out(f"steps: {found['disturbed']}\n")
-    kept = sorted(path.name for path in (output / "disturbed" / FOLDER).iterdir())
+    kept = sorted(path.name for path in (folder / FOLDER).iterdir())
     whole = kept == sorted(f"step_{step}.parquet" for step in wanted)
-    for path in kept_steps(output / "disturbed").values():
+    for path in kept_steps(folder).values():
         read_columns(path)  # raises where a file is damaged
     out(f"files of trajectories: those of the steps: {whole}\n")
     ok = ok and whole
     if not arguments.vllm:  # vLLM's numbers depend on what it batches together
-        left, right = (final_params(output / name, arguments.steps) for name in found)
+        left, right = (final_params(path, arguments.steps) for path in folders.values())
         same = left.keys() == right.keys() and all(np.array_equal(left[path], right[path]) for path in left)
         out(f"parameters equal bit for bit: {same}\n")
         ok = ok and same

@@ -2,11 +2,14 @@
 
 import functools
 import json
+from contextlib import nullcontext
 
 from calibadv_jax.config import load_config
 from calibadv_jax.core.trajectory import Question
+from calibadv_jax.metrics.console import Console
 from calibadv_jax.run import actions
 from calibadv_jax.run.folder import enter_run_folder
+from calibadv_jax.snapshots.mirror import open_mirror
 from examples.own_tool import Calculator
 
 QUESTIONS = [Question("1", "Who?", ("Ann",), "test"), Question("2", "Where?", ("Here",), "test")]
@@ -34,7 +37,7 @@ def another_calculator(monkeypatch, purpose):
 
 
 def make_run(tmp_path):
-    """Enters the folder of one run; returns what was said."""
+    """Enters the folder of one run, copied to run.mirror if that is set; returns what was said."""
     path = tmp_path / "config.yaml"
     path.write_text("learner: {steps: 10, optimizer: {schedule: cosine}}\n")
     folder = tmp_path / "run"
@@ -42,7 +45,12 @@ def make_run(tmp_path):
     def enter(*overrides, questions=QUESTIONS, **hf_config):
         said = []
         config = load_config(path, [f"run.dir={folder}", *overrides])
-        enter_run_folder(config, StandInModel(tmp_path / "tokenizer", **hf_config), questions, said.append)
+        model = StandInModel(tmp_path / "tokenizer", **hf_config)
+        mirror = open_mirror(config, Console(progress=False))
+        with mirror.inputs(config.policy.path) if mirror else nullcontext():
+            enter_run_folder(config, model, questions, said.append, mirror)
+        with mirror or nullcontext():
+            pass
         return "\n".join(said)
 
     enter.folder = folder

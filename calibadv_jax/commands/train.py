@@ -43,7 +43,7 @@ from calibadv_jax.run.service import check_service
 from calibadv_jax.run.trainer import Trainer
 from calibadv_jax.run.wiring import open_rollouts
 from calibadv_jax.snapshots.checkpoint import newest_step
-from calibadv_jax.snapshots.mirror import open_mirror
+from calibadv_jax.snapshots.mirror import Mirror, open_mirror
 from calibadv_jax.snapshots.peft import adapters_hash
 
 
@@ -63,19 +63,10 @@ def run(config: Config, kept: Config | None = None) -> None:
 def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
     hosts.share("run.dir", Path(config.run.dir))
     mirror = open_mirror(config, console) if hosts.is_first else None
-    hosts.first("run.mirror", lambda: bool(mirror and mirror.fetch()))
-    for line in describe_choices(config):
-        console.say(line)
-    questions = load_questions(config.data.train, config.data.columns)
-    for line in answer_warnings(questions, "data.train"):
-        console.warn(line)
-    check_questions(questions, config.data.weights, config.prompt.template)
-    check_inputs(config, console.warn)
-    with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
-        model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
-        questions, left_out = fitting_questions(config, questions, model.tokenizer, console)
-    check_same(config, model, questions, hosts)
-    hosts.first("run folder", lambda: bool(enter_run_folder(kept, model, questions, console.say)))
+    inputs = (config.policy.path, config.policy.tokenizer, config.policy.lora.init_from)
+    with ExitStack() as fetched:
+        hosts.first("run.mirror", lambda: fetched.enter_context(mirror.inputs(*inputs)) if mirror else 0)
+        model, questions, left_out = _prepare(config, kept, console, hosts, mirror)
     folder = Path(config.run.dir)
     resume = "" if config.checkpoint.resume else "with checkpoint.resume=true "
     stop = Stop(
@@ -99,6 +90,29 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
             trainer.mirror = mirror
         with hosts.steps(stop), trainer:  # all save the last step together, signal or not
             train(config, trainer, rollouts, folder, console, stop, left_out)
+
+
+def _prepare(
+    config: Config, kept: Config, console: Console, hosts: Hosts, mirror: Mirror | None
+) -> tuple[Model, list[Question], int]:
+    """Check all inputs, then enter the run's folder.
+
+    Returns:
+        The model, the questions that fit, and how many do not.
+    """
+    for line in describe_choices(config):
+        console.say(line)
+    questions = load_questions(config.data.train, config.data.columns)
+    for line in answer_warnings(questions, "data.train"):
+        console.warn(line)
+    check_questions(questions, config.data.weights, config.prompt.template)
+    check_inputs(config, console.warn)
+    with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
+        model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
+        fitting, left_out = fitting_questions(config, questions, model.tokenizer, console)
+    check_same(config, model, fitting, hosts)
+    hosts.first("run folder", lambda: bool(enter_run_folder(kept, model, fitting, console.say, mirror)))
+    return model, fitting, left_out
 
 
 def check_same(config: Config, model: Model, questions: Sequence[Question], hosts: Hosts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,6 +59,14 @@ def newest_start(run: Path) -> Start | None:
             " run.dir"
         )
     return without_hashes
+
+
+def run_hash(run: Path) -> str:
+    """Return the hash of a run's first start: config, questions, model, vocabulary; empty before it."""
+    files = [run / FOLDER / name for name in ("0.yaml", "0.json")]
+    if not files[0].is_file():
+        return ""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 
 def add_start(run: Path, config: str, identity: Mapping[str, str]) -> None:

@@ -30,6 +30,7 @@ from calibadv_jax.run.model import Model, base_of, find_folder
 from calibadv_jax.services.judge import read_prompt
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
 from calibadv_jax.snapshots.huggingface import copy_tokenizer, weights_hash
+from calibadv_jax.snapshots.mirror import Mirror
 from calibadv_jax.snapshots.peft import adapters_hash
 
 UNLEARNED, LEARNED, TUNED = marked(Mark.UNLEARNED), marked(Mark.LEARNED), marked(Mark.TUNED)
@@ -45,16 +46,21 @@ IDENTITY = ("data.content", "policy.config", "policy.vocabulary", *SOME_STARTS)
 
 
 def enter_run_folder(
-    config: Config, model: Model, questions: Sequence[Question], say: Callable[[str], None]
+    config: Config,
+    model: Model,
+    questions: Sequence[Question],
+    say: Callable[[str], None],
+    mirror: Mirror | None = None,
 ) -> Path:
     """The run's folder, with this start's config as ``configs/N.yaml`` and the policy's config and tokenizer.
 
-    Everything is checked before anything is written.
+    Everything is checked before anything is written, or fetched from the mirror.
 
     Args:
         config: as it is to be kept: without the addresses of services that this start itself began.
         questions: of data.train.
         say: prints how this start differs from the last start, and which steps are trained again.
+        mirror: that this start takes over; its configs and inputs are here already.
 
     Raises:
         UserError: the folder holds steps of another experiment, or of a run that is not to be resumed, or
@@ -62,8 +68,12 @@ def enter_run_folder(
     """
     folder = Path(config.run.dir)
     identity = _identity(config, model, questions)
+    is_newer = bool(mirror and mirror.has_newer())
+    if is_newer or holds_training(folder):
+        _check_resume(config, identity, say, is_newer)
+    if mirror:
+        mirror.fetch(claim=True)
     if holds_training(folder):
-        _check_resume(config, identity, say)
         _say_history(folder, say)
     try:
         add_start(folder, dump_config(config), identity)
@@ -191,7 +201,9 @@ def write_policy_folder(folder: Path, model: Model, base: Base | None = None) ->
     copy_tokenizer(model.tokenizer_folder, folder)
 
 
-def _check_resume(config: Config, identity: Mapping[str, str], say: Callable[[str], None]) -> None:
+def _check_resume(
+    config: Config, identity: Mapping[str, str], say: Callable[[str], None], is_newer: bool
+) -> None:
     folder, allowed = Path(config.run.dir), config.checkpoint.allow_change
     keys = known_keys().keys() | {*IDENTITY, SERVICE}
     unknown = [name for name in allowed if name not in keys]
@@ -199,10 +211,10 @@ def _check_resume(config: Config, identity: Mapping[str, str], say: Callable[[st
         raise UserError(
             f"checkpoint.allow_change names {unknown[0]!r}, which is no key; see docs/configuration.md"
         )
-    if has_checkpoint(folder / "checkpoints") and not config.checkpoint.resume:
+    if (is_newer or has_checkpoint(folder / "checkpoints")) and not config.checkpoint.resume:
+        place = f"run.mirror={config.run.mirror}" if is_newer else f"run.dir={folder}"
         raise UserError(
-            f"run.dir={folder} holds checkpoints, and checkpoint.resume is false; choose another run.dir, or"
-            " remove the folder"
+            f"{place} holds checkpoints, and checkpoint.resume is false; choose another place, or remove it"
         )
     start = newest_start(folder)
     if start is None:
@@ -269,9 +281,11 @@ def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
     if lost:
         why += f": {start.path.with_suffix('.json')} is lost, so that they cannot be compared"
     hint = f"choose another folder, such as run.dir={folder}-{number}"
+    hint += ", and another run.mirror" if config.run.mirror else ""
     if lost == list(refused) or all(among(TUNED, name) for name in refused):
         hint += f", or go on with this run all the same: checkpoint.allow_change=[{', '.join(refused)}]"
-    raise UserError(f"run.dir={folder} holds another experiment: {why}; {hint}")
+    place = f"run.dir={folder}" + (f" or run.mirror={config.run.mirror}" if config.run.mirror else "")
+    raise UserError(f"{place} holds another experiment: {why}; {hint}")
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,10 +35,9 @@ from calibadv_jax.rollout.stream import RolloutStream, any_done
 from calibadv_jax.run.critic import RunCritic
 from calibadv_jax.run.model import Model, base_of, initial_params
 from calibadv_jax.snapshots.checkpoint import EXTRA, CheckpointStore
-from calibadv_jax.snapshots.mirror import Mirror
+from calibadv_jax.snapshots.mirror import ROLLBACK, Mirror
 
 CRITIC = "critic"  # its part of a checkpoint's state
-ROLLBACK = "rollback.json"  # in the run's folder: the last one, which no checkpoint knows of at first
 
 
 @dataclass(frozen=True)
@@ -154,15 +153,17 @@ class Trainer:
                 f" {last_good}; raise checkpoint.keep or lower checkpoint.every"
             )
         self.stream.close()
-        self.checkpoints.delete_after(good[-1])
         self.guards.rolled_back(good[-1])
-        if self.hosts.is_first:
+        if self.hosts.is_first:  # before anything is deleted: a kill brings no deleted checkpoint back
             write_json(self.folder / ROLLBACK, {"step": good[-1], "rollbacks": self.guards.rollbacks})
+        if self.mirror:
+            self.mirror.drop_after(good[-1])
+        self.checkpoints.delete_after(good[-1])
         self.stream = self._make_stream()
         self._restore(good[-1])
         self.rollouts.seed = self.seed
         if self.mirror:
-            self.mirror.put(self.step)  # a checkpoint that is deleted here must not come back from there
+            self.mirror.put(self.step)
         self.console.note(f"rolled back from step {collapsed} to step {self.step}")
 
     def _count_last_rollback(self) -> None:

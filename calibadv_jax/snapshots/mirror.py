@@ -1,394 +1,393 @@
-"""A copy of a run's folder in an object store: another machine goes on from it.
+"""Copy a run's folder to an object store, from which another machine continues the run.
 
-The folder itself stays local, where files are replaced as a whole and locked. What a start needs is copied
-after every complete checkpoint, by a thread. `mirror.json` is written last: it names the checkpoints that are
-complete there, and the start that writes there.
+Objects never change. The marker says which of them are the run's files. Each of its versions is a new object,
+``marker/N.json``, which the store creates only if no other start has created this number (a conditional put).
+So the older of two starts can neither name its objects nor delete any.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import re
+import shutil
 import socket
 import threading
-import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fsspec
+from pydantic import TypeAdapter, ValidationError
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.starts import FOLDER as CONFIGS
-from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import replacing, replacing_folder, write_json
+from calibadv_jax.config.starts import run_hash
+from calibadv_jax.core import hub
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
+from calibadv_jax.core.files import read_json, replacing, replacing_folder
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.weights import summary
-from calibadv_jax.snapshots.checkpoint import newest_step
+from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
+from calibadv_jax.snapshots.object_store import ObjectStore, one_line
+from calibadv_jax.snapshots.pins import CHECKPOINTS, FILE, PINS, Pin, state_of, step_of
 
-MARKER = "mirror.json"
-FORMAT = 1
-CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"
-METADATA = "_CHECKPOINT_METADATA"  # Orbax': when the checkpoint was written, to the nanosecond
-LEFT_OUT = (CHECKPOINTS, "snapshots", "sft_checkpoints")  # top folders; checkpoints are copied one by one
-SLOWEST = 60.0  # seconds between two tries to reach the store
-GONE_FOR_GOOD = 4  # tries in a row in which a file was missing, or the bucket
-PATIENCE = 600.0  # seconds for which the end of a run waits for the last copy
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+MARKER, OBJECTS, OLD_MARKER = "marker", "objects", "mirror.json"  # in the store; the last of an older format
+ROLLBACK = "rollback.json"  # in the run's folder: the last one
+SLOWEST = 60.0  # seconds between two tries to upload
+PATIENCE, HURRY = 600.0, 120.0  # seconds for which an orderly end, and any other, waits for the last copy
+TRIES = 5  # to start while other starts write
+OBJECT = re.compile("[0-9a-f]{32}[.][0-9]+")  # pin and number
+Entry = tuple[str, int, int]  # object, size in bytes, time of change in ns
 
 
 def open_mirror(config: Config, console: Console) -> Mirror | None:
-    """That of run.mirror, if it is set."""
+    """Return the mirror of run.mirror, if it is set."""
     run = config.run
     return Mirror(run.mirror, Path(run.dir), config.checkpoint.keep, console) if run.mirror else None
 
 
 def bring_newest(config: Config, console: Console) -> None:
-    """The run from run.mirror, if it is set, for a command that reads the newest checkpoint of run.dir."""
+    """Fetch the run from run.mirror, if it is set, for a command that reads the newest checkpoint."""
     mirror = open_mirror(config, console)
     if mirror and mirror.has_newer():
         with locked_run(mirror.folder, console.warn):
             mirror.fetch()
 
 
-class _Taken(Exception):
-    """Another start of the run writes to the store; says which."""
+class _Taken(UserError):
+    """Another start of the run owns the marker."""
+
+
+@dataclass(frozen=True)
+class _Version:
+    """A version of the marker."""
+
+    number: int = 0
+    owner: Mapping[str, Any] = field(default_factory=dict)
+    run: str = ""  # hash of the run's first start: its config, questions, model and vocabulary
+    rollbacks: int = 0
+    steps: tuple[int, ...] = ()  # of complete checkpoints, ascending
+    files: Mapping[str, Entry] = field(default_factory=dict)  # by path in the run's folder
+
+    @property
+    def text(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    def after(self, step: int) -> _Version:
+        """Return the next version, without the checkpoints of later steps."""
+        steps = tuple(one for one in self.steps if one <= step)
+        files = {path: entry for path, entry in self.files.items() if step_of(path) in (None, *steps)}
+        return replace(self, number=self.number + 1, steps=steps, files=files)
 
 
 class Mirror:
     """The store's side of a run's folder.
 
     Args:
-        url: what fsspec knows: ``s3://bucket/path``, ``gs://bucket/path``, a folder.
+        url: ``s3://bucket/path``, ``gs://bucket/path`` or a folder.
         folder: of the run.
         keep: newest checkpoints that stay in the store.
 
     Raises:
-        UserError: the package that speaks to this kind of store is missing, or the one lies in the other.
+        UserError: see `ObjectStore`; or one folder lies in the other.
     """
 
     def __init__(self, url: str, folder: Path, keep: int, console: Console):
         self.url, self.folder, self.keep, self.console = url, folder, keep, console
-        try:
-            self._store, self._root = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            extra = EXTRAS.get(url.partition("://")[0])
-            way_out = f"pip install 'calibadv-jax[{extra}]'" if extra else "use s3://, gs:// or a folder"
-            raise UserError(f"run.mirror={url}: {_line(error)}; {way_out}") from error
-        self._is_folder = "file" in self._store.protocol
-        if self._is_folder:
-            self._store.auto_mkdir = True
-            there, here = Path(self._root).resolve(), folder.resolve()
+        self._store = ObjectStore(url, "run.mirror", console)
+        if self._store.folder:
+            there, here = self._store.folder.resolve(), folder.resolve()
             if there.is_relative_to(here) or here.is_relative_to(there):
                 raise UserError(
                     f"run.mirror={url} and run.dir={folder} lie in one another; choose a folder elsewhere"
                 )
-        self._token = uuid.uuid4().hex
-        self._owner = {"token": self._token, "host": socket.gethostname(), "process": os.getpid()}
-        self._copied: dict[str, tuple[int, int]] = {}  # file -> size and time of change when it was copied
-        self._step = -1  # whose checkpoint is to be copied
-        self._asked = self._done = 0  # how often that was asked for; the last time that it was done
+        self._owner = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
+        self._version = _Version()  # that was read or written last
+        self._inputs: dict[str, Path] = {}
+        self._pins: list[Pin] = []  # that is being uploaded, and the newest
         self._failure: str | None = None  # why the last try failed
-        self._taken: str | None = None  # which other start writes there now
-        self._told: str | None = None
-        self._changed = threading.Condition()
-        self._over = False
+        self._warned: str | None = None
+        self._taken: _Taken | None = None
+        self._changed, self._committing = threading.Condition(), threading.Lock()
+        self._is_over = False
         self._thread = threading.Thread(target=self._work, name="copy to run.mirror", daemon=True)
 
     def has_newer(self) -> bool:
-        """Whether the store's newest checkpoint is newer than the folder's.
+        """Return whether the store's newest checkpoint is newer than the folder's.
+
+        Each rollback makes all that follows newer than what was before it.
 
         Raises:
-            UserError: the store cannot be read.
+            UserError: the store cannot be read, or holds another run.
         """
-        with self._read():
-            return bool(self._newer())
+        version, here = self._read(), newest_step(self.folder / CHECKPOINTS)
+        if not version.steps or here is None:
+            return bool(version.steps)
+        return (version.rollbacks, version.steps[-1]) > (_rollbacks(self.folder), here)
 
-    def fetch(self) -> bool:
-        """Brings the run here if the store's newest checkpoint is newer than the folder's; whether it did.
+    @contextmanager
+    def inputs(self, *paths: str) -> Iterator[int]:
+        """Fetch missing configs and files of `paths`, by which a start finds out whether this is its run.
+
+        Yields their number. They are removed if the block fails before `fetch`.
+        """
+        version = self._read()
+        home = self.folder.absolute()
+        tops = [home / CONFIGS, home / hub.PINS, *(Path(path).absolute() for path in paths if path)]
+        places = {path: home / path for path in version.files}
+        self._inputs = {
+            path: place
+            for path, place in places.items()
+            if not place.exists() and any(map(place.is_relative_to, tops))
+        }
+        try:
+            self._get(version, self._inputs)
+            yield len(self._inputs)
+        except BaseException:
+            for place in self._inputs.values():
+                place.unlink(missing_ok=True)
+            raise
+
+    def fetch(self, claim: bool = False) -> bool:
+        """Fetch the run if the store's newest checkpoint is newer than the folder's; return whether it was.
+
+        Args:
+            claim: first make this start the only one that writes there.
 
         Raises:
-            UserError: the store cannot be read, or holds another run, or a copy that is not whole.
+            UserError: the store cannot be used, has no conditional put, or holds another run or a cut copy.
         """
-        with self._read():
-            if self._marker()["checkpoints"]:  # newer or not: the copy of another run is not written over
-                self._check_same_run()
-            checkpoints = self._newer()
-            if not checkpoints:
-                return False
-            files = [path for path in self._names() if path.partition("/")[0] not in (*LEFT_OUT, MARKER)]
-            self._get({path: self.folder / path for path in files})
-            for step, sizes in checkpoints.items():
-                self._get_checkpoint(step, sizes)
-        self.console.note(
-            f"the run was brought from {self.url}, with the checkpoint of step {max(checkpoints)}"
-        )
-        return True
+        for tries_left in reversed(range(TRIES)):
+            is_newer, version = self.has_newer(), self._version
+            try:
+                if claim:
+                    last = version.steps[-1] if is_newer else newest_step(self.folder / CHECKPOINTS) or 0
+                    version = replace(version.after(last), owner=self._owner)
+                    self._store.call("taking it over", partial(self._claim, version))
+                self._inputs = {}
+                if is_newer:
+                    self._bring(version)
+                break
+            except UserError as error:  # another start has written meanwhile
+                is_late = isinstance(error, _Taken) or isinstance(error.__cause__, FileNotFoundError)
+                if not tries_left or not is_late:
+                    raise
+        return is_newer
 
-    def _newer(self) -> dict[int, dict[str, int]]:
-        """The store's checkpoints with the sizes of their files, if the newest is newer than the folder's."""
-        found = {int(step): one["files"] for step, one in self._marker()["checkpoints"].items()}
-        ours = newest_step(self.folder / CHECKPOINTS)
-        is_newer = found and (ours is None or max(found) > ours)
-        return dict(sorted(found.items())) if is_newer else {}
+    def _claim(self, version: _Version) -> None:
+        self._commit(version)
+        if self._store.add(MARKER, version.number, version.text):
+            raise UserError(
+                f"run.mirror={self.url}: the store replaces objects in spite of a condition (If-None-Match),"
+                " so two starts could mix; use a store with conditional puts, or a folder"
+            )
 
-    def begin(self) -> None:
-        """This start writes there from now on; other starts of the run are told so by the marker.
+    def _read(self) -> _Version:
+        version = self._version = self._store.call("reading its marker", self._newest)
+        run = run_hash(self.folder)
+        is_used = bool(run) or has_checkpoint(self.folder / CHECKPOINTS)
+        if version.steps and is_used and run != version.run:
+            raise UserError(
+                f"run.mirror={self.url} holds another run than run.dir={self.folder}; choose another of the"
+                " two"
+            )
+        return version
 
-        Raises:
-            UserError: the store cannot be written.
-        """
-        with self._read():
-            self._write_marker(self._marker()["checkpoints"])
-        self._thread.start()
-        newest = newest_step(self.folder / CHECKPOINTS)
-        if newest is not None:
-            self.put(newest)
+    def _bring(self, version: _Version) -> None:
+        """Fetch what differs, the newest checkpoint last; then delete checkpoints that the store lacks."""
+        new = [path for path, entry in version.files.items() if state_of(self.folder / path) != entry[1:]]
+        gib = sum(version.files[path][1] for path in new) / 2**30
+        self.console.note(f"fetching step {version.steps[-1]} from {self.url} ({gib:.2f} GiB)")
+        with ExitStack() as stack:
+            places = {path: self.folder / path for path in new if step_of(path) is None}
+            for place in places.values():
+                place.parent.mkdir(parents=True, exist_ok=True)
+            self._get(version, {path: stack.enter_context(replacing(at)) for path, at in places.items()})
+        for step in [step for step in version.steps if step in map(step_of, new)]:
+            with replacing_folder(self.folder / CHECKPOINTS / str(step)) as at:
+                paths = [path for path in version.files if step_of(path) == step]
+                self._get(version, {path: at.joinpath(*path.split("/")[2:]) for path in paths})
+        for path in (self.folder / CHECKPOINTS).iterdir():
+            if path.name.isdecimal() and int(path.name) not in version.steps:
+                shutil.rmtree(path)
+        self.console.note(f"the run was brought from {self.url}")
+
+    def _get(self, version: _Version, places: Mapping[str, Path]) -> None:
+        for place in places.values():
+            place.parent.mkdir(parents=True, exist_ok=True)
+        self._store.get({f"{OBJECTS}/{version.files[path][0]}": place for path, place in places.items()})
+        cut = [path for path, place in places.items() if place.stat().st_size != version.files[path][1]]
+        if cut:
+            raise UserError(f"{self.url}: {summary(cut)} not as long as its marker says; remove the copy")
+        for path, place in places.items():
+            os.utime(place, ns=(version.files[path][2],) * 2)
 
     def put(self, step: int) -> None:
-        """Begins to copy the run's folder with this checkpoint, which is complete."""
+        """Begin to copy the run's folder with this checkpoint, which is complete.
+
+        An upload that is under way goes on; of those that wait for it only the newest stays.
+        """
+        pin = Pin(self.folder, step)
+        pin.add({path: entry[1:] for path, entry in self._version.files.items()})
         with self._changed:
-            self._step = step
-            self._asked += 1
+            late, self._pins[1:] = self._pins[1:], [pin]
             self._changed.notify_all()
+        for older in late:
+            older.remove()
+
+    def drop_after(self, step: int) -> None:
+        """Delete the copies of later checkpoints, before a rollback deletes the checkpoints themselves."""
+        with self._changed:
+            self._pins = [pin for pin in self._pins if pin.step <= step]
+        try:
+            self._store.call("deleting checkpoints", partial(self._drop_after, step))
+        except _Taken as error:
+            self._taken = error  # for `check`
+        except EnvironmentFailure as error:
+            self.console.warn(f"{error}; the next copy deletes the checkpoints after step {step}")
+
+    def _drop_after(self, step: int) -> None:
+        with self._committing:
+            self._commit(replace(self._owned().after(step), rollbacks=_rollbacks(self.folder)))
 
     def check(self) -> None:
-        """Tells the terminal how the copying goes; called between the steps.
+        """Report how the copying goes; called between the steps.
 
         Raises:
             UserError: another start of this run writes there.
         """
         if self._taken is not None:
-            raise UserError(
-                f"run.mirror={self.url} was taken over by another start of this run ({self._taken}); this one"
-                " ends, so that the two do not mix"
-            )
-        failure = self._failure
-        if failure is not None and self._told is None:
+            raise self._taken
+        failure, warned, self._warned = self._failure, self._warned, self._failure
+        if failure is not None and warned is None:
             self.console.warn(
                 f"run.mirror={self.url} cannot be written ({failure}); tried again until it can"
             )
-        elif failure is None and self._told is not None:
+        elif failure is None and warned is not None:
             self.console.note(f"{self.url} can be written again")
-        self._told = failure
 
     def __enter__(self) -> Mirror:
-        self.begin()
+        shutil.rmtree(self.folder / PINS, ignore_errors=True)  # of a start that was killed
+        self._thread.start()
+        newest = newest_step(self.folder / CHECKPOINTS)
+        if newest is not None:
+            self.put(newest)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits until the last checkpoint is copied, but not for ever."""
-        until = time.monotonic() + PATIENCE
+        """Wait until the last checkpoint is copied, but not for ever."""
+        seconds = PATIENCE if kind is None else HURRY
         with self._changed:
-            if self._is_behind():
-                self.console.note(f"copying step {self._step} to {self.url}")
-            while self._is_behind() and time.monotonic() < until:
-                self._changed.wait(1.0)
-            self._over = True
-            self._changed.notify_all()
-        self._thread.join(timeout=5.0)
-        if self._is_behind():
-            self.console.warn(
-                f"run.mirror={self.url} lacks the checkpoint of step {self._step}"
-                f" ({self._failure or 'copying takes too long'});"
-                f" the next start with run.dir={self.folder} copies it"
-            )
-        elif kind is None:
-            self.check()
-
-    def _is_behind(self) -> bool:
-        return self._taken is None and self._done != self._asked
+            try:
+                if self._pins:
+                    step = self._pins[-1].step
+                    self.console.note(f"copying step {step} to {self.url}, for at most {seconds:g} s")
+                self._changed.wait_for(lambda: self._taken or not self._pins, seconds)
+            finally:  # a signal may end the wait
+                self._is_over = True
+                self._changed.notify_all()
+                if self._pins and not self._taken:
+                    self.console.warn(
+                        f"run.mirror={self.url} lacks the checkpoint of step {self._pins[-1].step}"
+                        f" ({self._failure or 'copying takes too long'});"
+                        f" the next start with run.dir={self.folder} copies it"
+                    )
+                shutil.rmtree(self.folder / PINS, ignore_errors=True)
+        if kind is None and self._taken is not None:
+            raise self._taken
 
     def _work(self) -> None:
-        wait, gone = 1.0, 0
+        seconds = 1.0
         while True:
             with self._changed:
-                while not self._over and not self._is_behind():
-                    self._changed.wait()
-                if self._over:
+                self._changed.wait_for(lambda: self._is_over or self._pins)
+                if self._is_over:
                     return
-                step, asked = self._step, self._asked
+                pin = self._pins[0]
+            failure = None
             try:
-                self._copy(step)
-            except _Taken as other:
-                self._taken = str(other)
-                with self._changed:
-                    self._changed.notify_all()
-                return
-            except FileNotFoundError as error:
-                # Trajectories that are no longer kept, or a replaced checkpoint: the next try knows it.
-                gone += 1
-                if gone >= GONE_FOR_GOOD:
-                    self._failure = _line(error)
+                self._upload(pin)
+            except _Taken as error:
+                self._taken = error
             except Exception as error:  # every store has errors of its own; none of them ends a run
-                self._failure = _line(error)
-            else:
-                self._failure, wait, gone = None, 1.0, 0
-                with self._changed:
-                    self._done = asked
-                    self._changed.notify_all()
-                continue
+                failure = one_line(error)
             with self._changed:
-                self._changed.wait_for(lambda: self._over, wait)
-            wait = min(2 * wait, SLOWEST)
+                self._failure = failure
+                if failure:
+                    self._changed.wait_for(lambda: self._is_over, seconds)
+                seconds = min(2 * seconds, SLOWEST) if failure else 1.0
+                if not failure or self._pins[-1:] != [pin]:  # a newer one takes the place of one that failed
+                    self._pins = [one for one in self._pins if one is not pin]
+                    pin.remove()
+                self._changed.notify_all()
+                if self._taken is not None:
+                    return
 
-    def _copy(self, step: int) -> None:
-        """Everything that changed, then the checkpoint, then the marker; then what nobody needs goes."""
-        complete = self._own_checkpoints()
-        self._put_changed(_files(self.folder))
-        if complete.get(str(step), {}).get("made") != self._made(step):
-            under = f"{CHECKPOINTS}/{step}"
-            if str(step) in complete:  # of before a rollback: it must not be named while it is replaced
-                del complete[str(step)]
-                self._write_marker(complete)
-            self._remove(self._names(under))
-            sizes = {path: (self.folder / path).stat().st_size for path in _files(self.folder, under)}
-            self._put(sizes)
-            self._own_checkpoints()  # copying took its time
-            complete[str(step)] = {"made": self._made(step), "files": sizes}
-        newest = sorted(one for one in map(int, complete) if one <= step)[-self.keep :]
-        kept = {str(one): complete[str(one)] for one in newest}
-        self._write_marker(kept)
-        self._remove(path for path in self._names(CHECKPOINTS) if path.split("/")[1] not in kept)
-        rollouts = set(_files(self.folder, ROLLOUTS))
-        self._remove(path for path in self._names(ROLLOUTS) if path not in rollouts)
+    def _upload(self, pin: Pin) -> None:
+        """Upload what changed, then name it in the marker."""
+        known = self._owned().files
+        new = [path for path, state in pin.files.items() if known.get(path, ("",))[1:] != state]
+        names = {path: f"{pin.name}.{number}" for number, path in enumerate(new)}
+        links = {f"{OBJECTS}/{names[path]}": pin.link(path) for path in new}
+        # Files that are appended to may have grown since they were pinned; those of a checkpoint have not.
+        sizes = dict(zip(new, self._store.put(links), strict=True))
+        if cut := [path for path in new if step_of(path) is not None and sizes[path] != pin.files[path][0]]:
+            raise OSError(f"{summary(cut)} not as long in the store as here")
+        with self._committing:
+            if pin in self._pins:  # not dropped by a rollback
+                after = self._owned().after(pin.step)
+                steps = tuple(sorted({*after.steps, pin.step})[-self.keep :])
+                stay = [path for path in after.files if path in pin.files or step_of(path) in steps[:-1]]
+                files = {path: after.files[path] for path in stay}
+                files |= {path: (names[path], sizes[path], pin.files[path][1]) for path in new}
+                run, rollbacks = run_hash(self.folder), _rollbacks(self.folder)
+                self._commit(replace(after, run=run, rollbacks=rollbacks, steps=steps, files=files))
 
-    def _made(self, step: int) -> str:
-        """What no other checkpoint of this step has."""
-        return hashlib.sha256((self.folder / CHECKPOINTS / str(step) / METADATA).read_bytes()).hexdigest()
-
-    def _own_checkpoints(self) -> dict[str, dict[str, Any]]:
-        """What the marker names, if this start may still write there.
-
-        Raises:
-            _Taken: it may not.
-        """
-        marker = self._marker()
-        owner = marker.get("owner", {})
-        if owner.get("token") != self._token:
-            raise _Taken(f"process {owner.get('process')} on {owner.get('host')}")
-        found: dict[str, dict[str, Any]] = marker["checkpoints"]
-        return found
-
-    def _marker(self) -> dict[str, Any]:
-        try:
-            text = self._store.cat_file(f"{self._root}/{MARKER}")
-        except FileNotFoundError:
-            return {"format": FORMAT, "checkpoints": {}}
-        try:
-            marker = json.loads(text)
-            known = marker["format"] == FORMAT and isinstance(marker["checkpoints"], dict)
-        except (ValueError, KeyError, TypeError):
-            known = False
-        if not known:
-            raise UserError(
-                f"{self.url}/{MARKER}: not a run's mirror of format {FORMAT}; choose another run.mirror"
+    def _owned(self) -> _Version:
+        """Return the newest version; raise _Taken if it is of another start."""
+        version = self._newest()
+        if version.owner.get("token") != self._owner["token"]:
+            raise _Taken(
+                f"run.mirror={self.url} was taken over by another start of this run (process"
+                f" {version.owner.get('process')} on {version.owner.get('host')}); this one ends, so that the"
+                " two do not mix"
             )
-        return marker
+        return version
 
-    def _write_marker(self, checkpoints: Mapping[str, Mapping[str, Any]]) -> None:
-        """In one replacement, as object stores write: a cut marker would hide every checkpoint."""
-        marker = {"format": FORMAT, "owner": self._owner, "checkpoints": checkpoints}
-        if self._is_folder:
-            Path(self._root).mkdir(parents=True, exist_ok=True)
-            write_json(Path(self._root) / MARKER, marker)
-            return
-        self._store.pipe_file(f"{self._root}/{MARKER}", json.dumps(marker, indent=2).encode())
-
-    def _check_same_run(self) -> None:
-        first = self.folder / CONFIGS / "0.yaml"
-        if first.is_file():
-            theirs = self._store.cat_file(f"{self._root}/{CONFIGS}/0.yaml")
-            if theirs != first.read_bytes():
-                raise UserError(
-                    f"run.mirror={self.url} holds another run than run.dir={self.folder}; choose another of"
-                    " the two"
-                )
-
-    def _get_checkpoint(self, step: int, sizes: Mapping[str, int]) -> None:
-        place = self.folder / CHECKPOINTS / str(step)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with replacing_folder(place) as partial:
-            here = {path: partial / Path(path).relative_to(f"{CHECKPOINTS}/{step}") for path in sizes}
-            self._get(here)
-            cut = [path for path, file in here.items() if file.stat().st_size != sizes[path]]
-            if cut:
-                raise UserError(f"{self.url}: {summary(cut)} not as long as {MARKER} says; remove the copy")
-
-    def _names(self, under: str = "") -> list[str]:
-        """Files in the store, relative to its root."""
-        root = f"{self._root}/{under}".rstrip("/")
-        self._store.invalidate_cache()
-        try:
-            found = self._store.find(root)
-        except FileNotFoundError:
-            return []
-        return [path.removeprefix(f"{self._root}/") for path in found]
-
-    def _put_changed(self, paths: Iterable[str]) -> None:
-        state = {}
-        for path in paths:
-            stat = (self.folder / path).stat()
-            state[path] = stat.st_size, stat.st_mtime_ns
-        self._put(path for path, now in state.items() if self._copied.get(path) != now)
-        self._copied = state
-
-    def _put(self, paths: Iterable[str]) -> None:
-        chosen = list(paths)
-        if chosen:
-            here = [str(self.folder / path) for path in chosen]
-            self._store.put(here, [f"{self._root}/{path}" for path in chosen])
-
-    def _get(self, paths: Mapping[str, Path]) -> None:
-        """All of them, each whole or not at all.
-
-        Raises:
-            UserError: one would lie outside of the run's folder.
-        """
-        with ExitStack() as stack:
-            partial = []
-            for path, place in paths.items():
-                if ".." in path.split("/"):
-                    raise UserError(f"{self.url}: {path} is no path inside of a run; remove it from there")
-                place.parent.mkdir(parents=True, exist_ok=True)
-                partial.append(str(stack.enter_context(replacing(place))))
-            if paths:
-                self._store.get([f"{self._root}/{path}" for path in paths], partial)
-
-    def _remove(self, paths: Iterable[str]) -> None:
-        chosen = [f"{self._root}/{path}" for path in paths]
-        if chosen:
-            self._store.rm(chosen)
-
-    @contextmanager
-    def _read(self) -> Iterator[None]:
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:  # every store has errors of its own
+    def _newest(self) -> _Version:
+        number, text = self._store.newest(MARKER)
+        if not number and self._store.has(OLD_MARKER):
             raise UserError(
-                f"run.mirror={self.url} cannot be used ({_line(error)}); check the address and the"
-                " credentials"
-            ) from error
+                f"run.mirror={self.url} holds a copy in an older format ({OLD_MARKER}); choose another place:"
+                " all of run.dir is copied there"
+            )
+        try:
+            version = TypeAdapter(_Version).validate_json(text) if number else _Version()
+            version = replace(version, number=number)
+        except ValidationError as error:
+            raise UserError(f"{self.url}/{MARKER}: not a run's copy; choose another run.mirror") from error
+        for path, (name, _, _) in version.files.items():
+            if not FILE.fullmatch(path) or not OBJECT.fullmatch(name):
+                raise UserError(f"{self.url}: {path!r} is no file of a run; choose another run.mirror")
+        return version
+
+    def _commit(self, version: _Version) -> None:
+        """Create a version unless another start has; then delete the objects that it does not name."""
+        names = self._store.names(OBJECTS)  # before, so that no upload of a newer start is among them
+        if not self._store.add(MARKER, version.number, version.text) and self._owned() != version:
+            raise OSError("the answer to an earlier write was lost")  # the next try knows of it
+        self._version = version
+        used = {name for name, _, _ in version.files.values()}
+        busy = {pin.name for pin in self._pins}
+        gone = [f"{OBJECTS}/{one}" for one in names if one not in used and one.partition(".")[0] not in busy]
+        self._store.remove(gone)
 
 
-def _files(folder: Path, under: str = "") -> list[str]:
-    """Files relative to `folder`, with slashes: all `under` a folder in it, or all outside of checkpoints."""
-    found = sorted(path.relative_to(folder) for path in (folder / under).rglob("*") if path.is_file())
-    if not under:
-        found = [path for path in found if path.parts[0] not in LEFT_OUT and not _is_hidden(path)]
-    return [path.as_posix() for path in found]
-
-
-def _is_hidden(path: Path) -> bool:
-    """A lock, or a file that is being written."""
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def _rollbacks(folder: Path) -> int:
+    path = folder / ROLLBACK
+    return int(read_json(path, "remove it")["rollbacks"]) if path.is_file() else 0

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from contextlib import suppress
 from functools import partial
 
 import hosts_rig
@@ -171,11 +172,15 @@ def test_what_process_0_alone_learns_ends_both_at_one_step(settings):
     store = settings[0] / "store"
     more = ["checkpoint.every=1", "learner.steps=200", "evaluate.every=0", f"run.mirror={store}"]
     running = hosts_rig.start(arguments(settings, "overtaken", *more), 2, 4)
-    marker = store / mirror.MARKER
+    owner = {"token": "another", "host": "elsewhere", "process": 7}
     while running[0].poll() is None:
-        if marker.is_file() and (found := json.loads(marker.read_text() or "{}")).get("checkpoints"):
-            other = {"token": "another", "host": "elsewhere", "process": 7}
-            marker.write_text(json.dumps(found | {"owner": other}))
+        for path in sorted((store / mirror.MARKER).glob("*"))[-1:]:
+            with suppress(FileNotFoundError, FileExistsError):  # the run has written meanwhile
+                version = json.loads(path.read_text())
+                if version["steps"] and version["owner"] != owner:
+                    version |= {"number": version["number"] + 1, "owner": owner}
+                    with path.with_name(f"{version['number']:08}").open("x") as file:
+                        json.dump(version, file)
         time.sleep(0.1)
     (first, status), (second, other_status) = hosts_rig.ends(running)
     assert (status, other_status) == (2, 2), (first, second)

@@ -7,12 +7,11 @@ import pytest
 import yaml
 from run_folder_rig import QUESTIONS, StandInModel, contents, make_run, trained, with_checkpoint
 
-from calibadv_jax.config import Config, dump_config
+from calibadv_jax.config import Config, dump_config, load_config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.run.folder import (
-    check_cold_start,
-    write_policy_folder,
-)
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.run.folder import check_cold_start, write_policy_folder
+from calibadv_jax.snapshots.mirror import open_mirror
 
 
 @pytest.fixture
@@ -169,6 +168,47 @@ def test_a_used_folder_is_refused_at_once_where_nothing_is_to_be_resumed(run):
     with pytest.raises(UserError, match="holds checkpoints, and checkpoint.resume is false"):
         run("checkpoint.resume=false")
     assert contents(run.folder) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "message"),
+    [
+        ([], {"questions": QUESTIONS[:1]}, "holds another experiment: data.content changed"),
+        ([], {"hidden_size": 8}, "holds another experiment: policy.config changed"),
+        (["run.seed=1"], {}, "holds another experiment: run.seed changed"),
+        (["checkpoint.resume=false"], {}, "holds checkpoints, and checkpoint.resume is false"),
+    ],
+)
+def test_other_experiment_in_the_mirror_is_not_fetched(run, tmp_path, overrides, changes, message):
+    """The second start has an empty folder: what it compares goes again."""
+    with_checkpoint(run)
+    (run.folder / "checkpoints/3/state").write_text("weights")
+    (run.folder / "hub.json").write_text("[]")
+    mirror, elsewhere = f"run.mirror={tmp_path}/store", tmp_path / "elsewhere"
+    run(mirror)
+    copied = contents(tmp_path / "store")
+    with pytest.raises(UserError, match=message) as refused:
+        run(mirror, f"run.dir={elsewhere}", *overrides, **changes)
+    assert mirror in str(refused.value)
+    assert contents(elsewhere) == {} and contents(tmp_path / "store") == copied
+    run(mirror, f"run.dir={elsewhere}")
+    assert (elsewhere / "checkpoints/3/state").read_text() == "weights"
+    assert (elsewhere / "hub.json").read_text() == "[]"
+
+
+def test_policy_in_the_run_folder_comes_from_the_mirror_first(run, tmp_path):
+    """The model is built before the run is fetched."""
+    with_checkpoint(run)
+    (run.folder / "checkpoints/3/state").write_text("weights")
+    (run.folder / "sft").mkdir()
+    (run.folder / "sft/config.json").write_text("{}")
+    run(f"run.mirror={tmp_path}/store", "policy.path=${run.dir}/sft")
+    elsewhere = tmp_path / "elsewhere"
+    overrides = [f"run.mirror={tmp_path}/store", f"run.dir={elsewhere}"]
+    mirror = open_mirror(load_config([], overrides), Console(progress=False))
+    with mirror.inputs(f"{elsewhere}/sft", "") as count:
+        assert count == 5  # two starts' configs and hashes beside it
+        assert (elsewhere / "sft/config.json").is_file() and not (elsewhere / "checkpoints").exists()
 
 
 def test_a_misspelt_key_in_allow_change_is_named(run):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import fsspec
@@ -28,11 +28,12 @@ from trainer_rig import (
 
 from calibadv_jax.commands.train import train
 from calibadv_jax.config.starts import add_start
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.snapshots import mirror as mirror_module
-from calibadv_jax.snapshots.mirror import MARKER, Mirror, bring_newest, open_mirror
+from calibadv_jax.snapshots.mirror import MARKER, OBJECTS, bring_newest, open_mirror
+from calibadv_jax.snapshots.object_store import ObjectStore
 
 pytestmark = pytest.mark.medium
 HOLD = """
@@ -49,12 +50,12 @@ def config_at(folder, url, **sections):
     return make_config(folder, **sections | {"run": {"dir": str(folder), "mirror": str(url)}})
 
 
-def start(config, rollouts=None, console=None):
+def start(config, rollouts=None, console=None, identity=None):
     """What `calibadv train` does with run.mirror, on scripted rollouts."""
     folder, console = Path(config.run.dir), console or Console(progress=False)
     mirror = open_mirror(config, console)
-    mirror.fetch()
-    add_start(folder, "seed: 0\n", {})
+    mirror.fetch(claim=True)
+    add_start(folder, "run: {seed: 0}\n", identity or {})
     trainer = make_trainer(config, folder, rollouts or ScriptedRollouts(), console)
     with Stop() as stop, mirror:
         trainer.mirror = mirror
@@ -64,7 +65,13 @@ def start(config, rollouts=None, console=None):
 
 
 def marker(url):
-    return json.loads(fsspec.core.url_to_fs(str(url))[0].cat_file(f"{url}/{MARKER}"))
+    """The newest version of the marker; an empty one where there is none."""
+    for _ in range(5):
+        with suppress(FileNotFoundError):  # replaced meanwhile
+            store, root = fsspec.core.url_to_fs(str(url))
+            store.invalidate_cache()
+            return json.loads(store.cat_file(max(store.ls(f"{root}/{MARKER}", detail=False))))
+    return {"steps": [], "files": {}}
 
 
 def until(condition):
@@ -76,7 +83,28 @@ def until(condition):
 
 
 def steps_at(url):
-    return sorted(map(int, marker(url)["checkpoints"]))
+    return marker(url)["steps"]
+
+
+def stored(store, path):
+    """The object of a run's file in a folder that serves as store."""
+    return store / OBJECTS / marker(store)["files"][path][0]
+
+
+def save_step(config, step):
+    """A checkpoint of another attempt in the run's folder, without a copy."""
+    folder = Path(config.run.dir)
+    trainer = make_trainer(config, folder)
+    trainer.step = step
+    trainer.save()
+    trainer.checkpoints.wait()
+    trainer.checkpoints.close()
+
+
+def is_whole(store):
+    """Whether the store holds all objects that the marker names, and no others."""
+    names = {name for name, _, _ in marker(store)["files"].values()}
+    return names == {path.name for path in (store / OBJECTS).iterdir()}
 
 
 def test_another_machine_goes_on_as_if_nothing_had_happened(tmp_path, s3):
@@ -95,54 +123,43 @@ def test_another_machine_goes_on_as_if_nothing_had_happened(tmp_path, s3):
     assert there.step == 6 and steps_at(url) == [6]
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(there.state), jax.device_get(expected.state))
     assert rows(tmp_path / "b") == rows(tmp_path / "whole")
-    names = {path.relative_to(tmp_path / "b") for path in (tmp_path / "b").rglob("*") if path.is_file()}
-    store, root = fsspec.core.url_to_fs(url)
-    copied = {path.removeprefix(f"{root}/") for path in store.find(root)} - {MARKER}
-    assert copied == {path.as_posix() for path in names}
+    paths = {path for path in (tmp_path / "b").rglob("*") if path.is_file()}
+    assert marker(url)["files"].keys() == {path.relative_to(tmp_path / "b").as_posix() for path in paths}
+    assert len(fsspec.filesystem("s3").find(f"{url}/{OBJECTS}")) == len(paths)
 
 
-def test_a_copy_that_was_broken_off_is_not_seen(tmp_path, monkeypatch):
-    """The checkpoint is there but for its last file; the marker still names the one before."""
+def test_interrupted_upload_leaves_the_older_checkpoint(tmp_path, monkeypatch):
+    """The objects are there but for the last one; the next start uploads them anew and removes the others."""
     store = tmp_path / "store"
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    put, ask, tried = Mirror._put, Mirror.put, threading.Event()
+    put = ObjectStore.put
 
-    def broken_off(self, paths):
-        paths = list(paths)
-        if any(path.startswith("checkpoints/") for path in paths):
-            put(self, paths[:-1])
-            tried.set()
-            raise OSError("the network is away")
-        put(self, paths)
+    def interrupted(self, files):
+        put(self, dict(list(files.items())[:-1]))
+        raise OSError("the network is away")
 
-    def ask_and_wait(self, step):
-        ask(self, step)
-        if step == 4:
-            tried.wait()
-
-    monkeypatch.setattr(Mirror, "_put", broken_off)
-    monkeypatch.setattr(Mirror, "put", ask_and_wait)
-    monkeypatch.setattr(mirror_module, "PATIENCE", 0.0)
-    start(config_at(tmp_path / "a", store, learner={"steps": 4}))
-    assert steps_at(store) == [2] and (store / "checkpoints/4").is_dir()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "put", interrupted)
+        patch.setattr(mirror_module, "PATIENCE", 0.5)
+        start(config_at(tmp_path / "a", store, learner={"steps": 4}))
+    assert steps_at(store) == [2]
     there = config_at(tmp_path / "b", store, learner={"steps": 2})
     assert open_mirror(there, Console(progress=False)).fetch()
     assert checkpoints(tmp_path / "b") == [2]
     # The first machine comes back: it has the newer step, and copies it.
     start(config_at(tmp_path / "a", store, learner={"steps": 4}))
-    assert steps_at(store) == [2, 4]
+    assert steps_at(store) == [2, 4] and is_whole(store)
 
 
-def test_a_store_that_is_away_holds_nothing_up(tmp_path, monkeypatch, capsys):
-    """Told once when it goes and once when it is back; what was missed is copied then."""
+def test_store_that_is_away_stops_nothing(tmp_path, monkeypatch, capsys):
+    """Reported once when it goes and once when it is back; what was missed is copied then."""
     store, away = tmp_path / "store", threading.Event()
-    pipe = Mirror._write_marker
+    create = ObjectStore.create
 
-    def write(self, complete):
+    def create_or_fail(self, name, data):
         if away.is_set():
             raise ConnectionError("no route to host")
-        pipe(self, complete)
+        return create(self, name, data)
 
     class Watching(ScriptedRollouts):
         def load(self, version, params):
@@ -155,19 +172,18 @@ def test_a_store_that_is_away_holds_nothing_up(tmp_path, monkeypatch, capsys):
                 away.clear()
                 until(lambda: not copier._failure)
 
-    monkeypatch.setattr(Mirror, "_write_marker", write)
+    monkeypatch.setattr(ObjectStore, "create", create_or_fail)
     monkeypatch.setattr(mirror_module, "SLOWEST", 0.1)
     config = config_at(tmp_path / "a", store, learner={"steps": 8}, checkpoint={"every": 1})
     copier = open_mirror(config, Console())
     monkeypatch.setattr(mirror_module, "Mirror", lambda *_: copier)
     start(config, Watching(), Console())
-    told = capsys.readouterr().err
-    assert told.count("no route to host") == 1 and told.count("can be written again") == 1
-    assert steps_at(store)[-1] == 8
+    lines = capsys.readouterr().err
+    assert lines.count("no route to host") == 1 and lines.count("can be written again") == 1
+    assert steps_at(store)[-1] == 8 and is_whole(store)
 
 
-def test_two_starts_do_not_mix(tmp_path):
-    """The older one ends as soon as it would write; what the newer one wrote stays."""
+def test_older_start_ends_after_a_takeover(tmp_path):
     store = tmp_path / "store"
     config = config_at(tmp_path / "a", store, learner={"steps": 20}, checkpoint={"every": 1})
 
@@ -179,40 +195,111 @@ def test_two_starts_do_not_mix(tmp_path):
             elif version > 3:
                 threading.Event().wait(0.2)  # the copying thread needs a moment to find it out
 
-    with pytest.raises(UserError, match="was taken over by another start of this run \\(process [0-9]+ on "):
+    match = "was taken over by another start of this run \\(process [0-9]+ on "
+    with pytest.raises(UserError, match=match) as ended:
         start(config, Overtaken())
-    assert steps_at(store)[-1] == 5
+    assert exit_status(ended.value) == 2  # a restart would take it from the newer one
+    assert steps_at(store)[-1] == 5 and is_whole(store)
     assert checkpoints(tmp_path / "a")[-1] < 20
 
 
-def test_a_step_that_was_trained_again_replaces_the_older_one(tmp_path):
+def test_lost_answer_is_no_takeover(tmp_path, monkeypatch):
+    """The store has created the marker's version, but the connection broke before it said so."""
+    store, lost = tmp_path / "store", []
+    create = ObjectStore.create
+
+    def create_and_fail(self, name, data):
+        is_created = create(self, name, data)
+        if json.loads(data)["steps"] and len(lost) < 2:
+            lost.append(name)
+            raise ConnectionError("broken pipe")
+        return is_created
+
+    monkeypatch.setattr(ObjectStore, "create", create_and_fail)
+    start(config_at(tmp_path / "a", store, learner={"steps": 4}))
+    assert len(lost) == 2 and steps_at(store) == [2, 4] and is_whole(store)
+
+
+def test_store_without_conditional_puts_is_refused(tmp_path, monkeypatch):
+    def replace_object(self, name, data):
+        (tmp_path / "store" / name).parent.mkdir(parents=True, exist_ok=True)
+        return bool((tmp_path / "store" / name).write_bytes(data))
+
+    monkeypatch.setattr(ObjectStore, "create", replace_object)
+    mirror = open_mirror(config_at(tmp_path / "a", tmp_path / "store"), Console(progress=False))
+    with pytest.raises(UserError, match="replaces objects in spite of a condition .If-None-Match."):
+        mirror.fetch(claim=True)
+
+
+def test_checkpoints_without_a_config_are_not_replaced(tmp_path):
+    """Whose they are is not known."""
+    store = tmp_path / "store"
+    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
+    save_step(config_at(tmp_path / "b", ""), 1)
+    with pytest.raises(UserError, match=r"holds another run than run\.dir=.*b;"):
+        open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
+    assert checkpoints(tmp_path / "b") == [1]
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_older_start_cannot_write_its_marker(tmp_path, monkeypatch, s3, kind):
+    """It is taken over between its check and its write: the store stays with the newer start."""
+    url = tmp_path / "store" if kind == "folder" else f"{s3}/run"
+    older = config_at(tmp_path / "a", url, learner={"steps": 4})
+    create, mirrors = ObjectStore.create, []
+
+    def create_late(self, name, data):
+        if mirrors and self is mirrors[0]._store and json.loads(data)["steps"] == [2, 4]:
+            start(config_at(tmp_path / "b", url, learner={"steps": 3}, checkpoint={"every": 3}))
+        return create(self, name, data)
+
+    with pytest.raises(UserError, match="was taken over"), monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "create", create_late)
+        mirror_of = mirror_module.Mirror
+        patch.setattr(mirror_module, "Mirror", lambda *rest: mirrors.append(mirror_of(*rest)) or mirrors[-1])
+        start(older)
+    assert steps_at(url) == [2, 3]
+    assert open_mirror(config_at(tmp_path / "c", url), Console(progress=False)).fetch()
+    assert checkpoints(tmp_path / "c") == [2, 3]
+
+
+def test_slow_store_gets_the_newest_checkpoint(tmp_path, monkeypatch):
+    """Each upload takes longer than a checkpoint is kept in the run's folder."""
+    store, folder, uploads = tmp_path / "store", tmp_path / "a", []
+    put = ObjectStore.put
+
+    def put_slowly(self, files):
+        step = max(checkpoints(folder))
+        until(lambda: max(checkpoints(folder)) in (8, step + 3))
+        uploads.append(step)
+        return put(self, files)
+
+    monkeypatch.setattr(ObjectStore, "put", put_slowly)
+    start(config_at(folder, store, learner={"steps": 8}, checkpoint={"every": 1, "keep": 1}))
+    assert steps_at(store) == [8] and len(uploads) < 8 and is_whole(store)
+    assert open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
+    files = [path for path in (folder / "checkpoints/8").rglob("*") if path.is_file()]
+    for path in files:
+        assert (tmp_path / "b" / path.relative_to(folder)).read_bytes() == path.read_bytes()
+    assert files and not (folder / ".mirror").exists()
+
+
+def test_step_that_was_trained_again_replaces_the_older_one(tmp_path):
     """As after a rollback: the number is the same, the checkpoint is not."""
     store, folder = tmp_path / "store", tmp_path / "a"
     config = config_at(folder, store, learner={"steps": 2})
     start(config)
-    before = marker(store)["checkpoints"]["2"]["made"]
-    shutil.rmtree(folder / "checkpoints")
-    shutil.copytree(store, tmp_path / "kept")
-    other = config_at(folder, store, learner={"steps": 2}, run={"seed": 1})
-    trainer = make_trainer(replace(other, run=replace(other.run, mirror="")), folder)
-    trainer.step = 2
-    trainer.save()
-    trainer.checkpoints.wait()
-    with open_mirror(config, Console(progress=False)) as mirror:  # which copies it at once
-        until(lambda: marker(store)["checkpoints"]["2"]["made"] != before)
-        again = marker(store)["checkpoints"]["2"]["made"]
-        shutil.rmtree(folder / "checkpoints/2")
-        trainer.checkpoints._manager.reload()
-        trainer.save()
-        trainer.checkpoints.wait()
-        mirror.put(2)
-    found = marker(store)["checkpoints"]["2"]
-    assert found["made"] not in (before, again)
-    for path, size in found["files"].items():
-        assert (store / path).read_bytes() == (folder / path).read_bytes() and size > 0
+    before = {name for name, _, _ in marker(store)["files"].values()}
+    shutil.rmtree(folder / "checkpoints/2")
+    save_step(config_at(folder, ""), 2)
+    start(config)
+    assert steps_at(store) == [2] and is_whole(store)
+    for path, (name, _, _) in marker(store)["files"].items():
+        assert (store / OBJECTS / name).read_bytes() == (folder / path).read_bytes()
+        assert not path.startswith("checkpoints/") or name not in before
 
 
-def test_a_checkpoint_that_a_rollback_deletes_goes_from_the_store_at_once(tmp_path):
+def test_rollback_deletes_checkpoints_from_the_store_first(tmp_path):
     """Else a machine that is lost before the next checkpoint would go on from the bad one."""
     store, seen = tmp_path / "store", []
 
@@ -222,18 +309,84 @@ def test_a_checkpoint_that_a_rollback_deletes_goes_from_the_store_at_once(tmp_pa
             if version == 5:
                 until(lambda: steps_at(store)[-1] == 4)  # bad, as step 5 will show
             if version == 3 and self.seed:
-                until(lambda: steps_at(store) == [1, 2, 3])
-                seen.append(version)
+                seen.append(steps_at(store))
 
+    start(rollback_config(tmp_path / "a", store), Back())
+    assert seen == [[1, 2, 3]] and steps_at(store) == [1, 2, 3, 4, 5, 6]
+    assert marker(store)["rollbacks"] == 1
+
+
+def test_upload_under_way_is_dropped_by_a_rollback(tmp_path, monkeypatch):
+    store, uploading, rolled_back = tmp_path / "store", threading.Event(), threading.Event()
+    put, ended = ObjectStore.put, threading.Event()
+
+    def put_late(self, files):
+        is_bad = any("/checkpoints/4/" in str(link) for link in files.values()) and not uploading.is_set()
+        if is_bad:
+            uploading.set()
+            rolled_back.wait()
+        sizes = put(self, files)
+        if is_bad:
+            ended.set()
+        return sizes
+
+    class Back(Collapsing):
+        def load(self, version, params):
+            super().load(version, params)
+            if version == 5:
+                uploading.wait()
+            if version == 3 and self.seed:
+                assert steps_at(store) == [1, 2, 3]
+                rolled_back.set()
+                ended.wait()
+                until(lambda: is_whole(store))  # the next copy removes its objects
+                assert steps_at(store) == [1, 2, 3]
+
+    monkeypatch.setattr(ObjectStore, "put", put_late)
+    start(rollback_config(tmp_path / "a", store), Back())
+    assert ended.is_set() and steps_at(store) == [1, 2, 3, 4, 5, 6] and is_whole(store)
+
+
+def rollback_config(folder, store):
     guards = GUARDED | {"action": "rollback", "patience": 2}
     checkpoint = {"every": 1, "keep": 9, "asynchronous": False}
-    start(
-        config_at(tmp_path / "a", store, learner={"steps": 6}, checkpoint=checkpoint, guards=guards), Back()
-    )
-    assert seen == [3] and steps_at(store) == [1, 2, 3, 4, 5, 6]
+    return config_at(folder, store, learner={"steps": 6}, checkpoint=checkpoint, guards=guards)
 
 
-def test_a_full_disk_leaves_what_is_there_and_the_copy_goes_on_when_there_is_room(tmp_path, small_disk):
+def test_deleted_checkpoint_stays_away_after_a_kill(tmp_path, monkeypatch):
+    """The store is away at the rollback, and the run is killed after it; an older machine comes back too."""
+    store, folder = tmp_path / "store", tmp_path / "a"
+    create = ObjectStore.create
+
+    class Killed(Collapsing):
+        def load(self, version, params):
+            super().load(version, params)
+            if version == 5:
+                until(lambda: steps_at(store)[-1] == 4)
+                shutil.copytree(folder, tmp_path / "older", ignore=shutil.ignore_patterns(".*"))
+                monkeypatch.setattr(ObjectStore, "create", fail)
+            if version == 3 and self.seed:
+                raise RuntimeError("killed")
+
+    def fail(self, name, data):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(mirror_module, "HURRY", 0.0)
+    with pytest.raises(RuntimeError, match="killed"):
+        start(rollback_config(folder, store), Killed())
+    monkeypatch.setattr(ObjectStore, "create", create)
+    assert steps_at(store)[-1] == 4 and checkpoints(folder) == [1, 2, 3]
+    mirror = open_mirror(rollback_config(folder, store), Console(progress=False))
+    assert not mirror.fetch(claim=True)
+    assert checkpoints(folder) == steps_at(store) == [1, 2, 3]
+    with mirror:
+        pass
+    older = open_mirror(rollback_config(tmp_path / "older", store), Console(progress=False))
+    assert checkpoints(tmp_path / "older")[-1] == 4
+    assert older.fetch() and checkpoints(tmp_path / "older") == [1, 2, 3]
+
+
+def test_full_disk_leaves_the_copy_whole(tmp_path, small_disk):
     """The marker above all: cut off, it would hide every checkpoint, and refuse every start."""
     store, folder = small_disk / "store", tmp_path / "a"
     start(config_at(folder, store, learner={"steps": 2}))
@@ -243,44 +396,46 @@ def test_a_full_disk_leaves_what_is_there_and_the_copy_goes_on_when_there_is_roo
             file.write(b"x" * 4096)
     config = config_at(folder, store, learner={"steps": 2})
     mirror = open_mirror(config, Console(progress=False))
-    with pytest.raises(UserError, match=r"run\.mirror=.* cannot be used \(.*No space left"), mirror:
-        pass
+    with pytest.raises(
+        EnvironmentFailure, match=r"run\.mirror=.* cannot be used \(.*No space left.*make room"
+    ):
+        mirror.fetch(claim=True)
     assert steps_at(store) == [2]
     ballast.unlink()
-    with (mirror := open_mirror(config, Console(progress=False))):
+    mirror.fetch(claim=True)
+    with mirror:
         ballast.write_bytes(b"x" * max(0, shutil.disk_usage(small_disk).free - 8192))
         (folder / "larger").write_bytes(b"y" * 65536)
         mirror.put(2)
         until(lambda: mirror._failure)
         assert "No space left" in mirror._failure and steps_at(store) == [2]
         ballast.unlink()
-    assert (store / "larger").read_bytes() == b"y" * 65536
+    assert stored(store, "larger").read_bytes() == b"y" * 65536
 
 
-def test_what_a_kill_leaves_of_a_fetch_is_no_other_run(tmp_path, monkeypatch):
+def test_interrupted_fetch_is_no_other_run(tmp_path, monkeypatch):
     """No file has its name before it is whole, the first config neither, by which runs are told apart."""
     store = tmp_path / "store"
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    config = config_at(tmp_path / "b", store)
-    mirror = open_mirror(config, Console(progress=False))
-    get = mirror._store.get
+    mirror = open_mirror(config_at(tmp_path / "b", store), Console(progress=False))
+    get = ObjectStore.get
 
-    def cut(theirs, ours):
-        get(theirs, ours)
-        for path in map(Path, ours):
+    def cut(self, files):
+        get(self, files)
+        for path in files.values():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         raise OSError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(mirror._store, "get", cut)
-        with pytest.raises(UserError, match="killed"):
+        patch.setattr(ObjectStore, "get", cut)
+        with pytest.raises(OSError, match="killed"):
             mirror.fetch()
     assert not (tmp_path / "b/configs/0.yaml").exists()
     assert mirror.has_newer() and mirror.fetch() and not mirror.has_newer()
     assert checkpoints(tmp_path / "b") == [2]
 
 
-def test_a_command_that_reads_waits_for_no_lock_where_nothing_is_newer(tmp_path):
+def test_reading_command_takes_the_lock_only_to_fetch(tmp_path):
     store, console = tmp_path / "store", Console(progress=False)
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
     here, there = (config_at(tmp_path / name, store) for name in "ab")
@@ -296,105 +451,124 @@ def test_a_command_that_reads_waits_for_no_lock_where_nothing_is_newer(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["", "copy", ".."])
-def test_a_folder_within_the_other_is_refused(tmp_path, name):
+def test_folder_within_the_other_is_refused(tmp_path, name):
     """The copy would hold copies of itself."""
     config = config_at(tmp_path / "a", tmp_path / "a" / name)
     with pytest.raises(UserError, match="lie in one another; choose a folder elsewhere"):
         open_mirror(config, Console(progress=False))
 
 
-def test_no_file_of_a_store_lands_outside_of_the_run(tmp_path, s3):
-    url = f"{s3}/deep/run"
-    store = fsspec.filesystem("s3")
-    entry = {"made": "x", "files": {"checkpoints/2/../../../stolen": 1}}
-    store.pipe_file(f"{url}/{MARKER}", json.dumps({"format": 1, "checkpoints": {"2": entry}}).encode())
-    with pytest.raises(UserError, match=r"checkpoints/2/\.\./\.\./\.\./stolen is no path inside of a run"):
-        open_mirror(config_at(tmp_path / "a", url), Console(progress=False)).fetch()
-    assert not list(tmp_path.rglob("stolen")) and checkpoints(tmp_path / "a") == []
-
-
-def test_a_rewound_run_leaves_no_trajectories_of_dropped_steps(tmp_path):
-    store, folder = tmp_path / "store", tmp_path / "a"
-    start(config_at(folder, store, learner={"steps": 2}))
-    stray = store / "rollouts/step_9.parquet"
-    stray.write_bytes(b"x")
-    start(config_at(folder, store, learner={"steps": 3}))
-    assert not stray.exists() and (store / "rollouts/step_3.parquet").is_file()
-
-
-def test_another_run_at_the_place_is_refused_and_nothing_is_changed(tmp_path):
-    store = tmp_path / "store"
-    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    config = config_at(tmp_path / "b", store)
-    (tmp_path / "b/configs").mkdir(parents=True)
-    (tmp_path / "b/configs/0.yaml").write_text("seed: 7\n")
-    with pytest.raises(UserError, match=r"run\.mirror=.*store holds another run than run\.dir=.*b;"):
-        open_mirror(config, Console(progress=False)).fetch()
-    assert not (tmp_path / "b/checkpoints").exists()
-
-
-def test_an_older_copy_of_another_run_is_not_written_over(tmp_path):
-    store, folder = tmp_path / "store", tmp_path / "b"
-    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
-    add_start(folder, "seed: 7\n", {})
-    trainer = make_trainer(config_at(folder, ""), folder)
-    trainer.step = 4  # further than the other run
-    trainer.save()
-    trainer.checkpoints.wait()
-    with pytest.raises(UserError, match=r"store holds another run than run\.dir=.*b;"):
-        start(config_at(folder, store))
-    assert {path: path.read_bytes() for path in store.rglob("*") if path.is_file()} == before
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "path",
     [
-        ("{", "not a run's mirror of format 1"),
-        ('{"format": 2, "checkpoints": {}}', "not a run's mirror of format 1"),
-        ("[]", "not a run's mirror of format 1"),
+        "{absolute}",
+        "../stolen",
+        "a//b",
+        "a/../../stolen",
+        ".lock",
+        "rollouts/.lock",
+        "checkpoints/2/{absolute}",
+        "checkpoints/2/../../../stolen",
+        "checkpoints/02/x",
+        "checkpoints/other",
+        "snapshots/v1/config.json",
     ],
 )
-def test_a_place_that_is_no_mirror_is_refused(tmp_path, text, message):
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / MARKER).write_text(text)
-    with pytest.raises(UserError, match=message):
+def test_path_outside_of_the_run_is_refused(tmp_path, path):
+    store, stolen = tmp_path / "store", tmp_path / "elsewhere" / "stolen"
+    start(config_at(tmp_path / "a", store, learner={"steps": 2}))
+    [file] = (store / MARKER).iterdir()
+    text = json.loads(file.read_text())
+    path = path.format(absolute=stolen)
+    text["files"][path] = text["files"]["metrics.jsonl"]
+    file.write_text(json.dumps(text))
+    with pytest.raises(UserError, match=re.escape(f"{path!r} is no file of a run")):
+        open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
+    assert not list(tmp_path.rglob("stolen")) and not list((tmp_path / "b").rglob(".lock"))
+    assert checkpoints(tmp_path / "b") == []
+
+
+def test_rewound_run_leaves_no_trajectories_of_dropped_steps(tmp_path):
+    store, folder = tmp_path / "store", tmp_path / "a"
+    stray = folder / "rollouts/step_9.parquet"
+    stray.parent.mkdir(parents=True)
+    stray.write_bytes(b"x")
+    start(config_at(folder, store, learner={"steps": 2}))
+    stray.unlink(missing_ok=True)
+    start(config_at(folder, store, learner={"steps": 3}))
+    assert "rollouts/step_9.parquet" not in marker(store)["files"] and is_whole(store)
+    assert stored(store, "rollouts/step_3.parquet").is_file()
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_run_on_other_data_is_refused(tmp_path, steps):
+    """Its config has the same text; it may be behind the run in the store, or further."""
+    store, folder = tmp_path / "store", tmp_path / "b"
+    start(config_at(tmp_path / "a", store, learner={"steps": 2}), identity={"data.content": "a"})
+    config = config_at(folder, "")
+    save_step(config, steps)
+    add_start(folder, "run: {seed: 0}\n", {"data.content": "b"})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"run\.mirror=.*store holds another run than run\.dir=.*b;"):
+        open_mirror(config_at(folder, store), Console(progress=False)).fetch(claim=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("text", ["{", '{"files": {"a": 1}}', "[]"])
+def test_place_that_is_no_copy_is_refused(tmp_path, text):
+    place = tmp_path / "store" / MARKER
+    place.mkdir(parents=True)
+    (place / "00000001").write_text(text)
+    with pytest.raises(UserError, match="marker: not a run's copy; choose another run.mirror"):
         open_mirror(config_at(tmp_path / "a", tmp_path / "store"), Console(progress=False)).fetch()
 
 
-def test_a_copy_with_a_cut_file_is_refused_and_leaves_no_checkpoint(tmp_path):
+def test_copy_in_the_older_format_is_refused(tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/mirror.json").write_text('{"format": 1, "checkpoints": {}}')
+    with pytest.raises(UserError, match="older format .mirror.json.; choose another place"):
+        open_mirror(config_at(tmp_path / "a", tmp_path / "store"), Console(progress=False)).fetch()
+
+
+def test_copy_with_a_cut_file_is_refused(tmp_path):
     store = tmp_path / "store"
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
-    largest = max((store / "checkpoints/2").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
-    largest.write_bytes(largest.read_bytes()[:-1])
-    with pytest.raises(UserError, match=rf"{largest.name}.* not as long as mirror.json says"):
+    files = marker(store)["files"]
+    path = max((path for path in files if path.startswith("checkpoints/")), key=lambda path: files[path][1])
+    stored(store, path).write_bytes(stored(store, path).read_bytes()[:-1])
+    with pytest.raises(UserError, match=rf"{path}.* not as long as its marker says"):
         open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
     assert checkpoints(tmp_path / "b") == []
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("gs://bucket/run", r"gcsfs.*; pip install 'calibadv-jax\[gcs\]'"),
-        ("floppy://a/run", "Protocol not known: floppy; use s3://, gs:// or a folder"),
-    ],
-)
-def test_a_store_without_its_package_says_what_to_install(tmp_path, url, message):
-    with pytest.raises(UserError, match=message):
-        open_mirror(config_at(tmp_path, url), Console(progress=False))
+def test_end_of_a_run_names_the_missing_step(tmp_path, monkeypatch, capsys):
+    """A store that hangs holds up neither an orderly end nor one by a signal."""
+    hanging = threading.Event()
+    monkeypatch.setattr(ObjectStore, "put", lambda self, files: hanging.wait() and [])
+    monkeypatch.setattr(mirror_module, "PATIENCE", 0.2)
+    monkeypatch.setattr(mirror_module, "HURRY", 0.1)
+    config = config_at(tmp_path / "a", tmp_path / "store", learner={"steps": 2})
+    for seconds, ending in (("0.2", nullcontext()), ("0.1", pytest.raises(SystemExit))):
+        mirror = open_mirror(config, Console())
+        mirror.fetch(claim=True)
+        save_step(config, 2) if not checkpoints(tmp_path / "a") else None
+        with ending, mirror:
+            if seconds == "0.1":
+                raise SystemExit(143)
+        lines = capsys.readouterr().err
+        assert f"for at most {seconds} s" in lines
+        assert re.search(r"lacks the checkpoint of step 2\s+\(copying takes too long\)", lines), lines
+    hanging.set()
 
 
-def test_a_bucket_that_is_not_there_is_one_line_before_the_run_begins(tmp_path, s3):
+def test_missing_bucket_is_one_line(tmp_path, s3):
     mirror = open_mirror(config_at(tmp_path, "s3://other/run"), Console(progress=False))
     assert not mirror.fetch()
-    with (
-        pytest.raises(UserError, match=r"^run\.mirror=s3://other/run cannot be used \(.*bucket.*\); check"),
-        mirror,
-    ):
-        pass
+    with pytest.raises(UserError, match=r"^run\.mirror=s3://other/run cannot be used \(.*bucket.*\); check"):
+        mirror.fetch(claim=True)
 
 
-def test_a_store_as_run_dir_is_refused(tmp_path):
+def test_store_as_run_dir_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"s3://a/b is no folder.*set run\.mirror to it"):
         make_config(tmp_path, run={"dir": "s3://a/b"})
 

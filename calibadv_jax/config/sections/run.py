@@ -19,7 +19,7 @@ class RunConfig:
     """Folder of everything the run writes, on a disk or a mounted file system."""
     mirror: Annotated[str, Mark.UNLEARNED] = ""
     """Where the run's folder is copied to after every full checkpoint: s3://bucket/path, gs://bucket/path or
-    a folder. A start whose run.dir lacks the newest checkpoint takes the run from there. Empty: nowhere."""
+    a folder. A start whose run.dir lacks the newest checkpoint fetches the run. Empty: nowhere."""
     seed: Annotated[NonNegativeInt, Mark.COLD_START] = 0
     """Seed of initial parameters, order of questions and sampling."""
 

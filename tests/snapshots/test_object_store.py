@@ -1,0 +1,90 @@
+"""Stores: objects that only one of two writers creates, and waits that end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
+from calibadv_jax.metrics.console import Console
+from calibadv_jax.snapshots import object_store
+from calibadv_jax.snapshots.object_store import ObjectStore
+
+
+def open_store(url, console=None):
+    return ObjectStore(str(url), "run.mirror", console or Console(progress=False))
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_object_is_created_once(tmp_path, s3, kind):
+    url = tmp_path / "store" if kind == "folder" else f"{s3}/a"
+    results, threads = [], []
+    for number in range(8):
+        data = bytes([number]) * 1000
+        create = lambda data=data: results.append((open_store(url).create("marker/1", data), data))  # noqa: E731
+        threads.append(threading.Thread(target=create))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [winner] = [data for is_created, data in results if is_created]
+    store = open_store(url)
+    assert len(results) == 8 and store.read("marker/1") == winner and store.names("marker") == ["1"]
+
+
+def test_hanging_store_is_an_environment_failure(monkeypatch, capsys):
+    """A service that takes connections and never answers."""
+    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.getsockname()))
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "testing")
+        monkeypatch.setattr(object_store, "STALLED", 2)
+        monkeypatch.setattr(object_store, "NOTED", 1)
+        store = open_store("s3://runs/a", Console())
+        with pytest.raises(
+            EnvironmentFailure, match="has not answered for 2 s .listing.; start again"
+        ) as ended:
+            store.call("listing", lambda: store.names("marker"))
+    assert (
+        exit_status(ended.value) == 75
+        and "waiting for run.mirror=s3://runs/a (listing)" in capsys.readouterr().err
+    )
+
+
+def test_slow_transfer_is_awaited(monkeypatch):
+    monkeypatch.setattr(object_store, "STALLED", 2)
+    done = iter(range(100))
+    work = threading.Event()
+    threading.Timer(4, work.set).start()
+    assert open_store("/tmp/none").call("fetching", lambda: work.wait(), lambda: next(done))
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("gs://bucket/run", r"gcsfs.*; pip install 'calibadv-jax\[gcs\]'"),
+        ("floppy://a/run", "no conditional put is known for floppy://; use s3://, gs:// or a folder"),
+        ("memory://a/run", "no conditional put is known for memory://; use s3://, gs:// or a folder"),
+    ],
+)
+def test_unusable_kind_of_store_is_refused(url, message):
+    with pytest.raises(UserError, match=message):
+        open_store(url)
+
+
+def test_precondition_without_its_name_is_understood(tmp_path, s3, monkeypatch):
+    """As of services that do not say which condition failed."""
+    store = open_store(f"{s3}/a")
+
+    def refuse(*_, **__):
+        error = OSError("At least one of the pre-conditions you specified did not hold")
+        error.__cause__ = type(
+            "ClientError", (Exception,), {"response": {"Error": {"Code": "PreconditionFailed"}}}
+        )()
+        raise error
+
+    monkeypatch.setattr(store._files, "pipe_file", refuse)
+    assert store.create("marker/1", b"x") is False
