@@ -17,7 +17,7 @@ import jax
 from jax._src import distributed  # the only place where JAX gives its client of the coordination service
 
 from calibadv_jax.config import Config, DistributedConfig
-from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status, storage_errno
 from calibadv_jax.hosts.exchange import Hosts, Joined
 from calibadv_jax.hosts.workers import check_workers
 
@@ -179,7 +179,7 @@ def _end_alone(hosts: Joined, error: BaseException, timeout: float) -> None:
         # A program that another process has left fails here too: `Watch` knows why, and ends this one.
         time.sleep(timeout + MARGIN if isinstance(error, jax.errors.JaxRuntimeError) else 0.0)
     status = error.code if isinstance(error, SystemExit) else 1
-    if isinstance(error, UserError):
+    if isinstance(error, UserError) or storage_errno(error) is not None:
         status = exit_status(error)
     hosts.watch.last_words(" ".join(f"{type(error).__name__} {error}".split()))
     atexit.register(_leave_now, status)  # runs before JAX' own end, which waits for the others
