@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,10 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
 from calibadv_jax.config import counterpart, dump_config, load_config
-from calibadv_jax.core.errors import INPUT_STATUS, PASSING, UserError, exit_status
+from calibadv_jax.core.errors import INPUT_STATUS, UserError, exit_status, storage_errno, storage_path
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.stopping import leave
 
-UNWRITABLE = (*PASSING, errno.EROFS, errno.EACCES, errno.EPERM)
 SILENCE = 2.0  # seconds of loading after which a command says what it does
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -243,15 +242,18 @@ def end(work: Callable[[], object]) -> NoReturn:
     except UserError as error:
         sys.stderr.write(f"error: {redact(str(error))}\n")
         leave(exit_status(error))
-    except OSError as error:
-        if error.errno not in UNWRITABLE:
-            raise
-        place = error.filename or "the run's folder (run.dir)"
-        sys.stderr.write(f"error: {place}: {error.strerror}; fix that, then give the same command again\n")
-        leave(exit_status(error))
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         leave(INTERRUPTED)
+    except Exception as error:  # a full disk is an error of each library's own
+        number = storage_errno(error)
+        if number is None:
+            raise
+        place = storage_path(error) or "a file"
+        sys.stderr.write(
+            f"error: {place}: {os.strerror(number)}; fix that, then give the same command again\n"
+        )
+        leave(exit_status(error))
     leave(0)
 
 

@@ -41,6 +41,16 @@ def free_port():
         return held.getsockname()[1]
 
 
+def environment(devices):
+    """The environment of a process with so many simulated devices."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "PYTHONPATH": str(ROOT / "tests"),
+    }
+
+
 def start(arguments, processes, devices, signals=None):
     """Starts `calibadv train` in processes of so many simulated devices each.
 
@@ -50,14 +60,10 @@ def start(arguments, processes, devices, signals=None):
     address = f"127.0.0.1:{free_port()}"
     running = []
     for index in range(processes):
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(devices),
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        variables = environment(devices) | {
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_NUM_PROCESSES": str(processes),
             "JAX_PROCESS_ID": str(index),
-            "PYTHONPATH": str(ROOT / "tests"),
             "HOSTS_RIG": (signals or {}).get(index, "0:0"),
         }
         command = [sys.executable, "-m", "calibadv_jax.train", "--config", "configs/quickstart.yaml"]
@@ -65,7 +71,7 @@ def start(arguments, processes, devices, signals=None):
             subprocess.Popen(
                 [*command, *arguments],
                 cwd=ROOT,
-                env=environment,
+                env=variables,
                 text=True,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

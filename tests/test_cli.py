@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 import threading
@@ -139,13 +140,13 @@ def test_an_interruption_is_status_130(config_file, capsys):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_disk_that_takes_nothing_more_is_one_line(config_file, capsys, number):
     def run(config: Config) -> None:
-        raise OSError(number, "No room", "runs/a/metrics.jsonl")
+        raise OSError(number, os.strerror(number), "runs/a/metrics.jsonl")
 
     expected = 75 if number == errno.ENOSPC else 2
     assert end(run, ["--config", str(config_file), "run.dir=runs/a"]) == expected
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert message.startswith("error: runs/a/metrics.jsonl: No room; fix that")
+    assert message.startswith(f"error: runs/a/metrics.jsonl: {os.strerror(number)}; fix that")
 
 
 @pytest.mark.parametrize(

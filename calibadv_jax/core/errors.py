@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
+from collections.abc import Iterator
 
 INPUT_STATUS = 2  # a mistake in config, data or arguments: a restart fails again
 ENVIRONMENT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed later
 # Errors of the system that end without a change of the input.
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
+UNWRITABLE = (*PASSING, errno.EROFS, errno.EACCES, errno.EPERM)
 REFUSAL = "refused by calibadv_jax: "  # start of every refusal by our engine inside a vLLM worker
 
 
@@ -27,12 +31,47 @@ def exit_status(error: BaseException) -> int:
 
     The disk may be full below an error that only names the file: the causes count too.
     """
+    if any(isinstance(cause, EnvironmentFailure) for cause in _causes(error)):
+        return ENVIRONMENT_STATUS
+    return ENVIRONMENT_STATUS if storage_errno(error) in PASSING else INPUT_STATUS
+
+
+def storage_errno(error: BaseException) -> int | None:
+    """Return the errno of a disk that cannot be written; None for other errors.
+
+    Libraries raise errors of their own that only quote the system's words (Orbax, safetensors, tokenizers).
+    """
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause.errno if cause.errno in UNWRITABLE else None
+        quoted = (number for number in UNWRITABLE if os.strerror(number) in str(cause))
+        if (number := next(quoted, None)) is not None:
+            return number
+    return None
+
+
+def storage_path(error: BaseException) -> str | None:
+    """Return the path that an error of `storage_errno` names, if it names one."""
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.filename is not None:
+            return str(cause.filename)
+        if quoted := re.search(r"""["'](/[^"']+)["']""", str(cause)):
+            return quoted[1]
+    return None
+
+
+def cause_text(error: BaseException) -> str:
+    """Return the cause of a library's error as one short line: the system's words if it is the disk."""
+    number = storage_errno(error)
+    text = str(error.__cause__ or error) if number is None else os.strerror(number)
+    return " ".join(text.split())[:300]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, EnvironmentFailure) or (isinstance(cause, OSError) and cause.errno in PASSING):
-            return ENVIRONMENT_STATUS
+        yield cause
         cause = cause.__cause__
-    return INPUT_STATUS
 
 
 class RequestFailed(EnvironmentFailure):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import UserError, storage_errno
 
 PARTIAL, PREVIOUS = ".partial", ".previous"  # ends of the names of what is being written, and exchanged
 
@@ -31,6 +31,25 @@ def check_literal(folder: Path) -> None:
 
 
 @contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Make errors of a disk that cannot be written name `path`, those that libraries word themselves too.
+
+    Errors that name a file outside of `path` and of its partial names are left as they are.
+
+    Raises:
+        OSError: the disk is full, or does not take the file for another reason.
+    """
+    try:
+        yield
+    except Exception as error:  # each library has errors of its own
+        number = None if isinstance(error, UserError) else storage_errno(error)
+        files = [getattr(error, "filename", None), getattr(error, "filename2", None)]
+        if number is None or (any(files) and not any(path.name in str(file) for file in files)):
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield another name beside `path` to write to: it becomes `path` if the block ends well, else it goes.
 
@@ -44,9 +63,10 @@ def replacing(path: Path) -> Iterator[Path]:
         leftover.unlink(missing_ok=True)
     partial = _own_name(path, PARTIAL)
     try:
-        yield partial
-        _to_disk(partial)
-        os.replace(partial, path)
+        with written(path):
+            yield partial
+            _to_disk(partial)
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -67,15 +87,16 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     for leftover in (*_leftovers(path, PARTIAL), *_leftovers(path, PREVIOUS)):
         shutil.rmtree(leftover, ignore_errors=True)
     partial, previous = _own_name(path, PARTIAL), _own_name(path, PREVIOUS)
-    partial.mkdir(parents=True)
     try:
-        yield partial
-        for file in partial.rglob("*"):
-            if file.is_file():
-                _to_disk(file)
-        if path.exists():
-            path.rename(previous)
-        partial.rename(path)
+        with written(path):
+            partial.mkdir(parents=True)
+            yield partial
+            for file in partial.rglob("*"):
+                if file.is_file():
+                    _to_disk(file)
+            if path.exists():
+                path.rename(previous)
+            partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(previous, ignore_errors=True)

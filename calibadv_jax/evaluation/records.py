@@ -16,7 +16,7 @@ from calibadv_jax.config import Config, RewardConfig
 from calibadv_jax.config.keys import marked
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import replacing
+from calibadv_jax.core.files import replacing, written
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.evaluation.intervals import pass_at_k
 from calibadv_jax.evaluation.methods import METHODS
@@ -189,7 +189,7 @@ class RowFile:
 
     def add(self, row: Row) -> None:
         """Appends a row; it survives the end of this process."""
-        with self.path.open("ab") as file:
+        with written(self.path), self.path.open("ab") as file:
             self._note(row, file.tell())
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,13 +32,13 @@ from calibadv_jax.core.errors import (
     exit_status,
 )
 from calibadv_jax.core.stopping import CALLED, Stop
+from calibadv_jax.hosts.save_barrier import WAIT, SaveBarrier
 from calibadv_jax.hosts.watch import STOPPING, Watch
 from calibadv_jax.hosts.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
 
 INLINE = 2**14  # bytes; what is longer goes from device to device: the coordination service is slow
-WAIT = 2000  # milliseconds; between two waits a signal's handler may run
 _ROOT = "calibadv_exchange"
 
 
@@ -75,6 +76,10 @@ class Hosts:
 
     def out_of_step(self) -> None:
         """What all processes began together has failed in this one."""
+
+    def save_barrier(self) -> SaveBarrier | None:
+        """Return a new barrier for the threads that save checkpoints; None where nobody waits there."""
+        return None
 
     @contextmanager
     def steps(self, stop: Stop) -> Iterator[None]:
@@ -165,6 +170,9 @@ class Joined(Hosts):
 
     def out_of_step(self) -> None:
         self.in_step = False
+
+    def save_barrier(self) -> SaveBarrier:
+        return SaveBarrier(self._client, self.index, self.count, self.named)
 
     @contextmanager
     def steps(self, stop: Stop) -> Iterator[None]:
@@ -273,8 +281,11 @@ class Joined(Hosts):
         raise error
 
     def _called(self) -> None:
-        """Another process stops. Its note may come late: after the meeting it breaks off nothing."""
-        if self._agreed is None:
+        """Another process stops. Its note may come late: after the meeting it breaks off nothing.
+
+        Nor does it take the place of an error with which this process ends already.
+        """
+        if self._agreed is None and sys.exc_info()[1] is None:
             self._stop.call()
 
     def _own_status(self) -> int | None:

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -17,9 +17,12 @@ import jax
 from jax._src import distributed  # the only place where JAX gives its client of the coordination service
 
 from calibadv_jax.config import Config, DistributedConfig
-from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status, storage_errno
+from calibadv_jax.core.stopping import Stop
 from calibadv_jax.hosts.exchange import Hosts, Joined
+from calibadv_jax.hosts.rendezvous import meet
 from calibadv_jax.hosts.workers import check_workers
+from calibadv_jax.metrics.console import Console
 
 AUTO = "auto"
 KEYS = {
@@ -42,7 +45,7 @@ def joined(config: Config) -> Iterator[Hosts]:
     if asked is None:
         yield Hosts()
         return
-    hosts = _join(asked, config.distributed.timeout)
+    hosts = _join(asked, config.distributed.timeout, Console(config.log.progress).warn)
     if hosts is None:
         yield Hosts()
         return
@@ -126,9 +129,16 @@ def _number(variable: str) -> int:
     return int(text)
 
 
-def _join(asked: dict[str, Any], timeout: float) -> Joined | None:
+def _join(asked: dict[str, Any], timeout: float, warn: Callable[[str], object]) -> Joined | None:
     """Meets the others; None if there is only one process."""
     found = asked["coordinator_address"] == AUTO
+    address, count, index = asked.values()
+    if found:  # as JAX does below
+        detect = distributed.clusters.ClusterEnv.auto_detect_unset_distributed_params
+        address, count, index, _ = detect(None, count, index, None, None, math.ceil(timeout))
+    if address and (count or 1) > 1 and index is not None:  # else JAX says what is missing
+        with Stop():  # a signal ends the wait at once
+            meet(address, count, index, timeout, warn)
     # JAX would take SIGTERM for itself; and it ends a process in its own way where another is lost, later.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -179,7 +189,7 @@ def _end_alone(hosts: Joined, error: BaseException, timeout: float) -> None:
         # A program that another process has left fails here too: `Watch` knows why, and ends this one.
         time.sleep(timeout + MARGIN if isinstance(error, jax.errors.JaxRuntimeError) else 0.0)
     status = error.code if isinstance(error, SystemExit) else 1
-    if isinstance(error, UserError):
+    if isinstance(error, UserError) or storage_errno(error) is not None:
         status = exit_status(error)
     hosts.watch.last_words(" ".join(f"{type(error).__name__} {error}".split()))
     atexit.register(_leave_now, status)  # runs before JAX' own end, which waits for the others

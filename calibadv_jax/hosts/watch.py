@@ -70,6 +70,7 @@ class Watch:
 
     def last_words(self, text: str) -> None:
         """Says why this process ends by itself, which ends the others, and waits until they have read it."""
+        self._over.set()  # this process has an error line of its own
         with suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and the notes with it
             self.note(ENDED, text)
         if self._index == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 
 from calibadv_jax.config import LogConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import write_text
+from calibadv_jax.core.files import write_text, written
 from calibadv_jax.metrics.catalogue import find
 
 MLFLOW_BATCH = 1000  # values that it takes at once
@@ -47,30 +48,49 @@ def open_backends(
 
 
 class TensorBoard:
-    """Event files in ``<directory>/tensorboard``."""
+    """Event files in ``<directory>/tensorboard``.
+
+    They are written by the caller: the thread of tensorboardX' SummaryWriter dies on a full disk, and the
+    queue before it blocks the run.
+    """
 
     def __init__(self, log: LogConfig, directory: Path, start_step: int | None) -> None:
-        self._folder, self._opened = str(directory / "tensorboard"), 0
-        self._events = self._open(start_step)
+        # It imports torch where there is one, which takes seconds.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
+
+        self._writer, self._event, self._scalar = EventsWriter, Event, scalar
+        self._begin = SessionLog(status=SessionLog.START)
+        self._folder, self._opened = directory / "tensorboard", 0
+        self._open(start_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step)
-        self._events.flush()
+        with written(self._folder):
+            for name, value in values.items():
+                self._add(step, summary=self._scalar(name, value))
+            self._events.flush()
 
     def rewind(self, step: int) -> None:
-        self._events.close()
-        self._events = self._open(step)
+        self.close()
+        self._open(step)
 
     def close(self) -> None:
-        self._events.close()
+        with written(self._folder):
+            self._events.close()
 
-    def _open(self, purge_step: int | None) -> Any:
-        from tensorboardX import SummaryWriter  # imports torch where there is one, which takes seconds
-
+    def _open(self, purge_step: int | None) -> None:
         # A file's name says the second; without the count a second file of that second would replace it.
         self._opened += 1
-        return SummaryWriter(self._folder, purge_step=purge_step, filename_suffix=f".{self._opened}")
+        with written(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._events = self._writer(str(self._folder / "events"), filename_suffix=f".{self._opened}")
+            if purge_step is not None:
+                self._add(purge_step, session_log=self._begin)
+            self._events.flush()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._events.write_event(self._event(wall_time=time.time(), step=step, **content))
 
 
 class WeightsAndBiases:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import write_text
+from calibadv_jax.core.files import write_text, written
 
 if TYPE_CHECKING:  # who reads metrics need not wait for tensorboardX, which imports torch
     from calibadv_jax.metrics.backends import Backend
@@ -59,8 +59,9 @@ class MetricsWriter:
         row: dict[str, object] = {"step": step, **values, **dict.fromkeys(nonfinite)}
         if nonfinite:
             row["nonfinite"] = nonfinite
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        with written(self.path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         for backend in self._backends:
             backend.write(step, finite)
@@ -74,7 +75,8 @@ class MetricsWriter:
             backend.rewind(step)
 
     def close(self) -> None:
-        self._file.close()
+        with written(self.path):
+            self._file.close()
         for backend in self._backends:
             backend.close()
 

@@ -92,7 +92,10 @@ class Trainer:
         self.loss = policy_loss(config)
         self.base = base_of(config, model, config.policy.path)
         self.checkpoints = CheckpointStore(
-            folder / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous
+            folder / "checkpoints",
+            config.checkpoint.keep,
+            config.checkpoint.asynchronous,
+            hosts.save_barrier(),
         )
         self.mirror: Mirror | None = None  # is told of every checkpoint that is complete
         self.state: State = {}

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orbax.checkpoint as ocp
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.files import check_literal
 from calibadv_jax.policy.weights import shape_problems, summary
-from calibadv_jax.snapshots.layout import damage_as_user_error, tensor_shapes
+from calibadv_jax.snapshots.layout import damage_as_user_error, hide_save_tracebacks, tensor_shapes
 
 STATE, EXTRA, PARAMS = "state", "extra", "params"
+
+
+class SaveBarrier(Protocol):
+    """Where the saving threads of several processes wait for each other."""
+
+    is_broken: bool  # one of them could not write its part, so that this save has failed in all
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None: ...
+
+    def reset(self) -> None: ...
 
 
 class CheckpointStore:
@@ -22,20 +32,28 @@ class CheckpointStore:
     Args:
         keep: newest checkpoints that are kept; an older one goes when a newer one is complete.
         asynchronous: a checkpoint is written while the caller goes on; `wait` ends when it is complete.
+        barrier: where the threads of several processes wait for each other; None for one process.
 
     Raises:
         ValueError: the path has a character that Orbax reads as a pattern.
     """
 
-    def __init__(self, folder: Path, keep: int, asynchronous: bool = False):
+    def __init__(
+        self, folder: Path, keep: int, asynchronous: bool = False, barrier: SaveBarrier | None = None
+    ):
         check_literal(folder)
-        self.folder = folder.absolute()
+        hide_save_tracebacks()
+        self.folder, self._barrier = folder.absolute(), barrier
         self._manager = _open(
             self.folder,
             max_to_keep=keep,
             create=True,
             cleanup_tmp_directories=True,
             enable_async_checkpointing=asynchronous,
+            # A folder that process 0 creates in a thread is waited for without a look at its errors.
+            async_options=ocp.AsyncOptions(
+                barrier_sync_fn=barrier, create_directories_asynchronously=not barrier
+            ),
         )
         self._writing: int | None = None
 
@@ -73,13 +91,16 @@ class CheckpointStore:
             )
         json.dumps(extra)  # a value that is not JSON must fail before anything is written
         arguments = ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(state), EXTRA: ocp.args.JsonSave(extra)})
+        if self._barrier:
+            self._barrier.reset()
         with damage_as_user_error(self._failed(step), EnvironmentFailure):
             self._manager.save(step, args=arguments, force=True)
         self._writing = step
 
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written; once it is not, `wait` says at once how that ended."""
-        return self._writing is not None and self._manager.is_saving_in_progress()
+        has_failed = self._barrier is not None and self._barrier.is_broken
+        return self._writing is not None and not has_failed and self._manager.is_saving_in_progress()
 
     def wait(self) -> int | None:
         """Wait for the checkpoint that was begun last and verify it; return its step, once.

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import UserError, cause_text, storage_errno
 
 
 def tensor_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
@@ -25,24 +25,42 @@ def tensor_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 def damage_as_user_error(advice: str, kind: type[UserError] = UserError) -> Iterator[None]:
     """Turn errors of Orbax on damaged, missing or unwritable files into one that begins with `advice`."""
     before = sys.unraisablehook
-    if before is not _unraisable:
-        _unraisable.before, sys.unraisablehook = before, _unraisable
+    _hide_unraisable()
     try:
         yield
         sys.unraisablehook = before
     except Exception as error:
         # What TensorStore finds wrong with the data comes as a bare Exception around the cause.
-        if type(error) is not Exception and not isinstance(error, ValueError | KeyError | OSError):
+        is_damage = type(error) is Exception or isinstance(error, ValueError | KeyError | OSError)
+        if not is_damage and storage_errno(error) is None:
             raise
-        # Orbax reads tensors side by side. Of those that fail after the first one asyncio says that nobody
-        # asked how they ended, or Python that the event loop is closed: on the terminal, at any later time.
         logging.getLogger("asyncio").addFilter(_is_retrieved)
-        cause = " ".join(str(error.__cause__ or error).split())
-        raise kind(f"{advice} ({cause[:300]})") from error
+        raise kind(f"{advice} ({cause_text(error)})") from error
+
+
+def hide_save_tracebacks() -> None:
+    """Hide what Orbax' threads print of a save that fails; the one who waits for the save gets the error."""
+    _hide_unraisable()
+    logging.getLogger("asyncio").addFilter(_is_retrieved)
+    logging.getLogger("absl").addFilter(_is_no_orbax_traceback)
+
+
+def _is_no_orbax_traceback(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
+def _hide_unraisable() -> None:
+    # Orbax handles tensors side by side. Of those that fail after the first one asyncio says that nobody
+    # asked how they ended, or Python that the event loop is closed: on the terminal, at any later time.
+    if sys.unraisablehook is not _unraisable:
+        _unraisable.before, sys.unraisablehook = sys.unraisablehook, _unraisable
 
 
 def _is_retrieved(record: logging.LogRecord) -> bool:
-    return "exception was never retrieved" not in record.getMessage()
+    message = record.getMessage()
+    return not any(
+        text in message for text in ("exception was never retrieved", "destroyed but it is pending")
+    )
 
 
 # How Orbax' reads of the other tensors end if they are thrown away half done: some at the closed event loop,

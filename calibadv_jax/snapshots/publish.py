@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import check_literal, read_json, write_json
+from calibadv_jax.core.files import check_literal, read_json, write_json, written
 from calibadv_jax.policy.sharding import placed_params, replicated
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import WEIGHTS, flatten, shape_problems, summary, unflatten
@@ -83,8 +83,8 @@ class SnapshotStore:
         for stale in self.folder.glob("v*"):
             if _version(stale) >= version:
                 _remove(stale)
-        folder.mkdir(parents=True)
-        with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+        with written(folder), ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+            folder.mkdir(parents=True)
             digests = pool.map(_digest, arrays.values())  # they are hashed while they are written
             self._checkpointer.save(folder / TREE, unflatten(arrays))
             tensors = {

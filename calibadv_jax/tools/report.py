@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import write_text
+from calibadv_jax.core.files import replacing, write_text
 from calibadv_jax.core.locking import locked_output
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.report.draw import draw
@@ -78,5 +78,6 @@ def write_pngs(folder: Path, series: Sequence[Series], gathered: Gathered) -> in
     charts = [chart for section in gathered.sections for chart in section.charts]
     for chart in charts:
         figure, _ = draw(chart, [one.name for one in series])
-        figure.savefig(folder / f"{chart.figure.key}.png", dpi=PNG_DPI)
+        with replacing(folder / f"{chart.figure.key}.png") as partial:
+            figure.savefig(partial, dpi=PNG_DPI, format="png")
     return len(charts)

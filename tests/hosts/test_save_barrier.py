@@ -1,0 +1,116 @@
+"""The barrier of the threads that save checkpoints: an error in one process ends the waits of all."""
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import hosts_rig
+import pytest
+from test_exchange import Notes
+
+from calibadv_jax.hosts.save_barrier import SaveBarrier
+
+# Two processes that only save: the disk is full from the second checkpoint on.
+PROGRAM = """
+import sys
+import jax, numpy as np
+from pathlib import Path
+from calibadv_jax.cli import end
+from calibadv_jax.config import Config, DistributedConfig
+from calibadv_jax.hosts.joining import joined
+from calibadv_jax.snapshots.checkpoint import CheckpointStore
+
+def work():
+    address, index, folder, asynchronous = sys.argv[1:]
+    place = {"coordinator_address": address, "num_processes": 2, "process_id": int(index)}
+    section = DistributedConfig(**place, timeout=20)
+    with joined(Config(distributed=section)) as hosts:
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        whole = np.random.default_rng(0).random((2, 80_000), np.float32)
+        state = {"params": jax.make_array_from_callback(whole.shape, sharding, lambda at: whole[at])}
+        store = CheckpointStore(Path(folder) / "checkpoints", 9, asynchronous == "True", hosts.save_barrier())
+        for step in range(1, 9):
+            store.save(step, state, {"step": step})
+            with hosts.together("checkpoint"):
+                store.wait()
+        store.close()
+
+end(work)
+"""
+
+
+def in_threads(work):
+    notes = Notes()
+
+    def outcome(index):
+        barrier = SaveBarrier(notes, index, 2, lambda index: f"process {index}")
+        try:
+            return work(barrier, index)
+        except OSError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(outcome, range(2)))
+
+
+def test_barrier_waits_for_all_processes():
+    entered = []
+
+    def work(barrier, index):
+        for key in "abc":
+            time.sleep(0.02 * index)
+            entered.append(key)
+            barrier(key=key, timeout_ms=1000)
+            assert entered.count(key) == 2
+        return barrier.is_broken
+
+    assert in_threads(work) == [False, False]
+
+
+def test_error_of_one_save_ends_all_until_reset():
+    """Process 1 comes to the last barrier with its error, as Orbax does; the other waits at the first one."""
+
+    def work(barrier, index):
+        with pytest.raises(OSError) as caught:
+            if index:
+                try:
+                    raise OSError(28, "No space left on device")
+                finally:
+                    barrier(key="last", timeout_ms=1000)
+            barrier(key="first", timeout_ms=1000)
+        with pytest.raises(OSError):
+            barrier(key="last", timeout_ms=1000)
+        assert barrier.is_broken
+        barrier.reset()
+        barrier(key="first", timeout_ms=1000)
+        return caught.value
+
+    first, second = in_threads(work)
+    assert str(first) == "process 1: No space left on device" and second.errno == 28
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_full_disk_ends_both_processes(small_disk, asynchronous):
+    """With one line each and status 75; the checkpoints before are whole."""
+    address = f"127.0.0.1:{hosts_rig.free_port()}"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, address, str(index), str(small_disk), str(asynchronous)],
+            cwd=hosts_rig.ROOT,
+            env=hosts_rig.environment(1),
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        for index in range(2)
+    ]
+    for errors, status in hosts_rig.ends(running, 120):
+        lines = errors.splitlines()
+        assert status == 75 and len(lines) == 1 and lines[0].startswith("error: "), errors
+        assert "No space left on device" in lines[0] or "has ended" in lines[0], errors
+    steps = [path.name for path in (small_disk / "checkpoints").iterdir() if path.name.isdigit()]
+    assert sorted(steps) == [str(step) for step in range(1, len(steps) + 1)] and 0 < len(steps) < 8
