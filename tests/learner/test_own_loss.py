@@ -12,9 +12,9 @@ from loss_cases import packed, sample
 from test_losses import batch_of, columns
 
 from calibadv_jax.config import LossConfig
-from calibadv_jax.config.sections.learner import BY_SEQUENCE, LOSS_NAMES, READ_BY
+from calibadv_jax.config.sections.learner import BY_SEQUENCE, LOSS_KEYS
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner.losses import LOSSES, check_loss, find_loss, policy_gradient
+from calibadv_jax.learner.losses import LOSSES, Tokens, TrainedTokens, check_loss, find_loss, policy_gradient
 
 SOURCE = """
 import jax.numpy as jnp
@@ -93,14 +93,33 @@ def test_the_documented_loss_runs(tmp_path, monkeypatch):
 
 
 def test_names_of_config_and_registry_are_the_same():
-    assert set(LOSS_NAMES) == set(LOSSES)
-    assert set().union(*READ_BY.values(), BY_SEQUENCE) <= set(LOSSES)
+    assert set(LOSS_KEYS) == set(LOSSES)
+    assert set(BY_SEQUENCE) <= set(LOSSES)
+
+
+@pytest.mark.parametrize("name", LOSS_KEYS)
+def test_loss_reads_its_keys_and_no_other_loss_keys(name):
+    """Except `dual_clip`, which the losses that scale vanilla read at its default of 0."""
+    config, read = LossConfig(name=name, aggregation="sequence_mean"), set()
+
+    class Recorder:
+        def __getattr__(self, key):
+            read.add(key)
+            return getattr(config, key)
+
+    loss, row = LOSSES[name], columns([-1.0, -2.0])
+    factors = None
+    if loss.batch_factor:
+        trained = TrainedTokens(*np.array([[1.0, -1.0], [0.5, 0.5], [-1.0, -2.0], [-1.0, -2.0]]))
+        factors = columns(loss.batch_factor(trained, Recorder(), np.random.default_rng(0)))
+    loss.terms(Tokens(row, row, row, row, row < 0, (row < 0).astype(int), factors), Recorder())
+    assert set(LOSS_KEYS[name]) <= read <= {*LOSS_KEYS[name], "dual_clip"}
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_a_loss_does_is_said(name):
     config = LossConfig(name=name, aggregation="sequence_mean")
-    assert check_loss(config) == ([] if name == "vanilla" else [f"loss {name}: {LOSSES[name].says}"])
+    assert check_loss(config) == ([] if name == "vanilla" else [f"loss {name}: {LOSSES[name].summary}"])
 
 
 @pytest.mark.parametrize(
