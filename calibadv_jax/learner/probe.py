@@ -66,7 +66,7 @@ def with_golden_logprobs(
         ]
         for policy, params in policies.items()
     }
-    return [
+    probed_groups = [
         replace(
             group,
             trajectories=[
@@ -75,9 +75,9 @@ def with_golden_logprobs(
             ],
         )
         for group, of_group in zip(groups, places, strict=True)
-    ], _metrics(places, means) | {
-        "advantage/golden/tokens": float(sum(len(sample.tokens) for sample in samples))
-    }
+    ]
+    num_tokens = sum(len(sample.tokens) for sample in samples)
+    return probed_groups, _metrics(places, means) | {"advantage/golden/tokens": float(num_tokens)}
 
 
 def prefixes(trajectory: Trajectory) -> list[np.ndarray]:

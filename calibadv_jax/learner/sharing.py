@@ -2,8 +2,8 @@
 
 The trajectories of a group begin with one prompt, and often with one search and its documents. Their tokens
 are a tree: each node is computed once, in depth-first order, and sees its ancestors. The trained tokens of a
-sample stand in columns of its own beside the tree, each with the node whose state predicts it. Loss and gradient
-are those of the samples laid end to end; only the order of sums differs.
+sample stand in columns of its own beside the tree, each with the node whose state predicts it. Loss and
+gradient are those of the samples laid end to end; only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Tree:
 class SharedRows(Rows):
     """As `Rows`, but the columns that are computed are not those of the loss.
 
-    The common prefix of all samples stands once at the beginning of every row. The trees, without it, are packed.
+    The common prefix of all samples stands once at the beginning of every row. The rest of the trees is
+    packed.
     """
 
     def _planned(self, shapes: Sequence[RowShape]) -> Plan:
@@ -42,10 +43,8 @@ class SharedRows(Rows):
         self.trees = list(trees(self.samples, shapes[0].length, self.common))
         needed = [max(len(tree.tokens) - self.common, tree.num_trained) for tree in self.trees]
         own = [_longer(shape, -self.common) for shape in shapes if shape.length > self.common]
-        without_common = plan(needed, own)
-        return replace(
-            without_common, shapes=[_longer(shape, self.common) for shape in without_common.shapes]
-        )
+        packing = plan(needed, own)
+        return replace(packing, shapes=[_longer(shape, self.common) for shape in packing.shapes])
 
     @property
     def computed(self) -> int:

@@ -74,10 +74,10 @@ def test_an_own_loss_is_minimised(own):
 def test_an_own_loss_that_cannot_be_used_is_refused_at_the_start(own, name, message):
     with pytest.raises(UserError) as caught:
         check_loss(LossConfig(name=name))
-    told = str(caught.value)
-    assert message in told and told.startswith("loss.name is ") and "\n" not in told
-    if "importing" not in told:
-        assert "expected: def my_loss(tokens: Tokens, config: LossConfig)" in told
+    error = str(caught.value)
+    assert message in error and error.startswith("loss.name is ") and "\n" not in error
+    if "importing" not in error:
+        assert "expected: def my_loss(tokens: Tokens, config: LossConfig)" in error
 
 
 def test_the_documented_loss_runs(tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ def test_the_samplers_logprobs_correct_nothing_where_there_is_no_ratio(name, cor
     assert not LossConfig(name=name).corrects_for_sampler
 
 
-def test_a_batch_without_the_look_is_refused_and_not_taken_for_zeros():
+def test_batch_without_required_factors_is_refused():
     loss = policy_gradient(LossConfig(name="lld"), on_policy=True)
     with pytest.raises(ValueError, match="needs batch.factors"):
         loss(columns([-1.0]), columns([0.0]), batch_of([1.0], [-1.0]), None)
