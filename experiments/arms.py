@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from calibadv_jax.config.sections.credit import ESTIMATORS
-from calibadv_jax.config.sections.learner import BY_SEQUENCE, LOSS_NAMES
+from calibadv_jax.config.sections.learner import BY_SEQUENCE, LOSS_KEYS
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a method changes. Every key that any of them sets is set by all, so that a config of either advantage
@@ -52,7 +52,7 @@ METHODS: dict[str, dict[str, str]] = {
             **({"loss.aggregation": "sequence_mean"} if name in BY_SEQUENCE else {}),
             **_WIDTHS.get(name, {}),
         }
-        for name in LOSS_NAMES
+        for name in LOSS_KEYS
         if name != "vanilla"
     },
 }

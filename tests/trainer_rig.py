@@ -18,7 +18,7 @@ from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.data.questions import write_questions
-from calibadv_jax.learner import configured
+from calibadv_jax.learner import learner, losses, optimizer
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
@@ -49,15 +49,15 @@ def make_model(num_devices=1):
 @pytest.fixture(scope="module", autouse=True)
 def shared_programs():
     """Trainers of equal settings have one learner, whose programs are compiled once; import it to use it."""
-    make_schedule = functools.cache(configured.make_schedule)
+    make_schedule = functools.cache(optimizer.make_schedule)
 
     def schedule_of(config, total):
         return make_schedule(config, 0 if config.schedule == "constant" else total)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configured, "make_schedule", schedule_of)
-        for name in ("make_optimizer", "policy_gradient", "Learner"):
-            patch.setattr(configured, name, functools.cache(getattr(configured, name)))
+        patch.setattr(optimizer, "make_schedule", schedule_of)
+        for module, name in ((learner, "make_optimizer"), (losses, "policy_gradient"), (learner, "Learner")):
+            patch.setattr(module, name, functools.cache(getattr(module, name)))
         yield
 
 

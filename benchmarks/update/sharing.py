@@ -26,7 +26,8 @@ import numpy as np
 from calibadv_jax.config import Config
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.learner.batching import Sample
-from calibadv_jax.learner.configured import policy_learner, policy_loss
+from calibadv_jax.learner.learner import policy_learner
+from calibadv_jax.learner.losses import policy_loss
 from calibadv_jax.learner.optimizer import make_schedule
 from calibadv_jax.learner.step import learn, mini_batches, packed
 from calibadv_jax.record.reader import find_step, read_step

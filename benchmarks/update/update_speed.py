@@ -118,7 +118,8 @@ def step_arm(config: Config, model: Model, samples: list[Sample], name: str) -> 
     learner = Learner(model.policy, optimizer, model.mesh, rows, logprob_chunk=config.policy.logprob_chunk)
     holder = [learner.init(init_params(model.policy, model.mesh, 0))]
     loss = policy_gradient(dataclasses.replace(config.loss, entropy_coef=0.0), on_policy=False)
-    loss = dataclasses.replace(loss, named=dataclasses.replace(loss.named, every_sample=":all" in name))
+    definition = dataclasses.replace(loss.definition, every_sample=":all" in name)
+    loss = dataclasses.replace(loss, definition=definition)
     settings: LearnerConfig = dataclasses.replace(config.learner, row_length=row_length)
 
     def call() -> None:

@@ -27,7 +27,7 @@ class Sample:
 
     @property
     def prompt_ids(self) -> np.ndarray:
-        """int32 [P]: what all samples of its question begin with."""
+        """int32 [P]: the tokens that all samples of its question begin with."""
         if self.prompt is not None:
             return self.tokens[: self.prompt]
         return self.tokens[: int(np.argmax(self.mask))] if self.mask.any() else self.tokens
@@ -50,7 +50,7 @@ class Batch:
     advantages: Any  # float32
     sampler_logprobs: Any  # float32, of the targets
     old_logprobs: Any  # float32, of the targets; the ratio's denominator
-    factors: Any = None  # float32, of the targets, from the loss's look at the mini-batch; None: it has none
+    factors: Any = None  # float32, of the targets, of the loss's `BatchFactor`; None: it has none
     ends: Any = None  # int32, the first column that does not see this one; None: the end of its segment
     sources: Any = None  # int32, the computed column that predicts the target; None: the same one
 
@@ -58,7 +58,7 @@ class Batch:
 def token_weights(
     samples: Sequence[Sample], aggregation: Aggregation, length_norm: int = 1
 ) -> list[np.ndarray]:
-    """float32 [T] for each sample: what a token's term is multiplied with.
+    """Return the weight of each token's term, float32 [T] for each sample.
 
     Samples without a trained token count nowhere. The weights of a mean sum to 1.
 
@@ -80,19 +80,19 @@ def token_weights(
 
 
 def weight_total(weights: Sequence[np.ndarray], aggregation: Aggregation) -> float:
-    """What `token_weights` come to: 1 for the means."""
+    """Return the sum of `token_weights`: 1 for the means."""
     if aggregation in ("token_mean", "sequence_mean"):
         return 1.0
-    return float(sum(one.sum() for one in weights))
+    return float(sum(values.sum() for values in weights))
 
 
 def content_of(samples: Sequence[Sample]) -> str:
-    """A hash of all that they hold."""
-    found = hashlib.sha256()
+    """Return a hash of the samples' arrays."""
+    content = hashlib.sha256()
     for sample in samples:
         for array in (sample.tokens, sample.mask, sample.advantages, sample.logprobs):
-            found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()
+            content.update(np.ascontiguousarray(array).tobytes())
+    return content.hexdigest()
 
 
 class Rows:
@@ -138,7 +138,7 @@ class Rows:
         """The rows [R, L], a batch for each width L that is used.
 
         Args:
-            factors: float32 [T] of each sample, for a loss that has a look at the mini-batch.
+            factors: float32 [T] of each sample, for a loss with a `BatchFactor`.
         """
         batches = self._empty(factors)
         for index, (sample, at) in enumerate(zip(self.samples, self.plan.placements, strict=True)):
@@ -165,7 +165,7 @@ class Rows:
         tokens: slice | np.ndarray,
         factors: Sequence[np.ndarray] | None,
     ) -> None:
-        """Writes what the loss needs of these tokens of a sample into these columns."""
+        """Writes the loss's inputs of these tokens of a sample into these columns."""
         sample = self.samples[index]
         old = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
         batch.targets[row, columns] = sample.tokens[tokens]

@@ -1,4 +1,4 @@
-"""The critic of PPO: what a trajectory will be worth, told at every token, and how that is learned."""
+"""The critic of PPO: a value at every token of a trajectory, and how it is learned."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
-from calibadv_jax.config import LearnerConfig
+from calibadv_jax.config import Config, LearnerConfig
 from calibadv_jax.core.trajectory import Trajectory
 from calibadv_jax.learner.batching import Batch, Sample, token_weights
 from calibadv_jax.learner.learner import Learner, State, states
 from calibadv_jax.learner.losses import Metrics
+from calibadv_jax.learner.optimizer import make_optimizer
 from calibadv_jax.learner.step import make_sample, mini_batches, packed
 from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.sharding import param_shardings
@@ -29,11 +31,11 @@ class CriticLearner(Learner):
     metrics_of = "critic"
 
     def _values(
-        self, base: Params, params: Params, one: Batch, wanted: jax.Array | None = None
+        self, base: Params, params: Params, microbatch: Batch, used: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         critic = self.policy.merge(joined(base, params))
         assert isinstance(critic, Critic)
-        values = critic.values(states(critic, one))
+        values = critic.values(states(critic, microbatch))
         return values, jnp.zeros_like(values)
 
 
@@ -43,8 +45,26 @@ def critic_of(policy: Policy) -> Policy:
     return Policy(architecture, policy.numerics, policy.adapters, Critic)
 
 
+def critic_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.Schedule) -> CriticLearner:
+    """Return the learner of the critic that belongs to a policy.
+
+    Raises:
+        UserError: as `learner.policy_learner`.
+    """
+    settings, optimizer = config.learner, config.critic.optimizer
+    return CriticLearner(
+        critic_of(policy),
+        make_optimizer(optimizer, schedule),
+        mesh,
+        settings.microbatch_rows,
+        row_length=settings.row_length,
+        offload=optimizer.offload == "host",
+        shares_prefixes=settings.share_prefixes,
+    )
+
+
 def critic_params(critic: Policy, params: Params, mesh: Mesh) -> Params:
-    """Those of a policy with the head of a critic, in their shardings. What both have is not copied."""
+    """A policy's parameters with the head of a critic, in their shardings. Shared arrays are not copied."""
     placed = param_shardings(critic.abstract_params, mesh)
     head = jax.tree.map(
         lambda leaf, at: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), at),
@@ -81,7 +101,7 @@ class ValueLoss:
 
 
 def value_sample(trajectory: Trajectory, values: np.ndarray, returns: np.ndarray) -> Sample:
-    """What a critic learns of a trajectory.
+    """The sample of a trajectory that a critic learns from.
 
     Args:
         values: float32 [n], of its sampled tokens before the step.
@@ -116,5 +136,5 @@ def learn_values(
         history.append(metrics)
     if not history:
         return state, {}
-    means = {name: math.fsum(one[name] for one in history) / len(history) for name in history[0]}
+    means = {name: math.fsum(metrics[name] for metrics in history) / len(history) for name in history[0]}
     return state, means | {"critic/updates": float(len(history))}

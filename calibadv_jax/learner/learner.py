@@ -12,11 +12,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from calibadv_jax.config import LossConfig
+from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches
 from calibadv_jax.learner.losses import LossFunction, Metrics
-from calibadv_jax.learner.offload import SplitStep
+from calibadv_jax.learner.optimizer import SplitStep, make_optimizer
 from calibadv_jax.learner.packing import rows_at
 from calibadv_jax.policy import attention
 from calibadv_jax.policy.adapters import joined
@@ -25,7 +25,7 @@ from calibadv_jax.policy.sharding import batch_sharding, param_shardings, placed
 from calibadv_jax.policy.transformer import Decoder, Params, Policy
 from calibadv_jax.policy.weights import flatten, unflatten
 
-State = dict[str, Any]  # {"params", "opt_state", "updates": int32 []}; what a checkpoint holds
+State = dict[str, Any]  # {"params", "opt_state", "updates": int32 []}; as in a checkpoint
 HOST = "pinned_host"  # JAX's name of host memory from which devices copy
 
 
@@ -52,7 +52,7 @@ class Learner:
         UserError: the devices cannot share the rows, or attention's kernel no tokens.
     """
 
-    metrics_of = "actor"  # what its metrics are named after
+    metrics_of = "actor"  # prefix of its metrics
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class Learner:
         placed = param_shardings(policy.abstract_trained, mesh)
         self._nothing = jax.jit(self._zeros, out_shardings=placed)
         self._is_shared = jax.process_count() > 1  # not the mesh's: it may be a topology's
-        # What a process reads it must have.
+        # Every process holds all of the values that it reads.
         read: dict[str, Any] = {"out_shardings": replicated(mesh)} if self._is_shared else {}
-        self._logprobs = jax.jit(lambda base, params, one: self._values(base, params, one)[0], **read)
+        self._logprobs = jax.jit(lambda base, params, batch: self._values(base, params, batch)[0], **read)
         self._norm = jax.jit(optax.tree.norm)
 
     def abstract_state(self) -> State:
@@ -130,8 +130,10 @@ class Learner:
         parts = []
         with jax.set_mesh(self.mesh):
             gradients = self._nothing()
-            for one in self._placed(batches):
-                gradients, metrics = self._accumulate[loss](self.base, state, gradients, one, reference)
+            for microbatch in self._placed(batches):
+                gradients, metrics = self._accumulate[loss](
+                    self.base, state, gradients, microbatch, reference
+                )
                 parts.append(metrics)
             state, applied = self._apply(state, gradients)
         sums, applied = jax.device_get((parts, applied))
@@ -146,7 +148,8 @@ class Learner:
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
         """Log-probabilities of the targets of packed rows: float32 [R, L]."""
         with jax.set_mesh(self.mesh):
-            parts = [self._logprobs(self.base, params, one) for one in self._placed([batch])]
+            placed = self._placed([batch])
+            parts = [self._logprobs(self.base, params, microbatch) for microbatch in placed]
         return np.concatenate(jax.device_get(parts))[: batch.tokens.shape[0]]
 
     def position_cost(self, length: int) -> float:
@@ -163,8 +166,8 @@ class Learner:
         """
         with jax.set_mesh(self.mesh):
             base, state, gradients = self._abstract_base(), self.abstract_state(), self._abstract_gradients()
-            one = self._abstract_microbatch(length)
-            return self._compile(loss).lower(base, state, gradients, one, None)
+            microbatch = self._abstract_microbatch(length)
+            return self._compile(loss).lower(base, state, gradients, microbatch, None)
 
     def lower_apply(self) -> jax.stages.Lowered:
         """The optimizer's step with a sum of gradients, as `lower_update`."""
@@ -176,39 +179,42 @@ class Learner:
     def lower_logprobs(self, length: int) -> jax.stages.Lowered:
         """The log-probabilities of one microbatch, as `lower_update`."""
         with jax.set_mesh(self.mesh):
-            params, one = self.abstract_state()["params"], self._abstract_microbatch(length)
-            return self._logprobs.lower(self._abstract_base(), params, one)
+            params, microbatch = self.abstract_state()["params"], self._abstract_microbatch(length)
+            return self._logprobs.lower(self._abstract_base(), params, microbatch)
 
     def _placed(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """Every microbatch, on the devices."""
         for batch in batches:
             rows = rows_at(batch.tokens.shape[1], self.rows, self.row_length)
-            for one in microbatches(batch, rows):
-                yield self._put(one)
+            for microbatch in microbatches(batch, rows):
+                yield self._put(microbatch)
 
-    def _put(self, one: Batch) -> Batch:
+    def _put(self, microbatch: Batch) -> Batch:
         """A microbatch in its sharding; every process has all of it, and puts its own rows."""
         at = batch_sharding(self.mesh)
         if not self._is_shared:
-            return jax.device_put(one, at)
-        return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(at, rows, rows.shape), one)
+            return jax.device_put(microbatch, at)
+        return jax.tree.map(
+            lambda rows: jax.make_array_from_process_local_data(at, rows, rows.shape), microbatch
+        )
 
     def _compile(self, loss: LossFunction) -> jax.stages.Wrapped:
         def objective(
-            params: Params, base: Params, one: Batch, reference: Params | None
+            params: Params, base: Params, microbatch: Batch, reference: Params | None
         ) -> tuple[jax.Array, Metrics]:
-            trained = one.weights != 0
-            logprobs, entropies = self._values(base, params, one, trained)
-            known = None
+            trained = microbatch.weights != 0
+            logprobs, entropies = self._values(base, params, microbatch, trained)
+            reference_logprobs = None
             if reference is not None:
-                known = jax.lax.stop_gradient(self._values(base, reference, one, trained)[0])
-            total, metrics = loss(logprobs, entropies, one, known)
+                values, _ = self._values(base, reference, microbatch, trained)
+                reference_logprobs = jax.lax.stop_gradient(values)
+            total, metrics = loss(logprobs, entropies, microbatch, reference_logprobs)
             return total, metrics | {f"{self.metrics_of}/loss": total}
 
         def accumulate(
-            base: Params, state: State, gradients: Params, one: Batch, reference: Params | None
+            base: Params, state: State, gradients: Params, microbatch: Batch, reference: Params | None
         ) -> tuple[Params, Metrics]:
-            more, metrics = jax.grad(objective, has_aux=True)(state["params"], base, one, reference)
+            more, metrics = jax.grad(objective, has_aux=True)(state["params"], base, microbatch, reference)
             return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more), metrics
 
         placed = param_shardings(self.policy.abstract_trained, self.mesh)
@@ -249,19 +255,20 @@ class Learner:
         return abstract_batch(shape, batch_sharding(self.mesh), self.shares_prefixes)
 
     def _values(
-        self, base: Params, params: Params, one: Batch, wanted: jax.Array | None = None
+        self, base: Params, params: Params, microbatch: Batch, used: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities of the targets and entropies, both float32 [R, L].
 
         Args:
-            wanted: bool [R, L], the columns whose values are used; None: all. Most columns of a search
+            used: bool [R, L], the columns whose values are used; None: all. Most columns of a search
                 agent's rows hold documents, and the head is a large part of a small model.
         """
         decoder = self.policy.merge(joined(base, params))
-        hidden = states(decoder, one)
-        chunk = max(1, self.logprob_chunk * self.rows // len(one.tokens))  # more rows: as many logits at once
+        hidden = states(decoder, microbatch)
+        # More rows: as many logits at once.
+        chunk = max(1, self.logprob_chunk * self.rows // len(microbatch.tokens))
         return token_logprobs(
-            decoder, hidden, one.targets, self.temperature, chunk, self.entropy_gradient, wanted
+            decoder, hidden, microbatch.targets, self.temperature, chunk, self.entropy_gradient, used
         )
 
     def _state_of(self, params: Params) -> State:
@@ -283,7 +290,7 @@ class Learner:
         }
 
     def _owners(self, state: State) -> State:
-        """Of each leaf of the state the parameter that it belongs to; "" for what all parameters share."""
+        """Return the parameter that each leaf of the state belongs to; "" for leaves that all share."""
         names = unflatten({name: name for name in flatten(self.policy.abstract_trained)})
         moments = optax.tree.map_params(
             self.optimizer,
@@ -296,10 +303,10 @@ class Learner:
         return {"params": names, "opt_state": moments, "updates": ""}
 
 
-def states(decoder: Decoder, one: Batch) -> jax.Array:
+def states(decoder: Decoder, batch: Batch) -> jax.Array:
     """[R, L, D]: the state that predicts the target of each column."""
-    hidden = decoder(one.tokens, one.positions, one.segment_ids, one.ends)
-    return hidden if one.sources is None else jnp.take_along_axis(hidden, one.sources[..., None], axis=1)
+    hidden = decoder(batch.tokens, batch.positions, batch.segment_ids, batch.ends)
+    return hidden if batch.sources is None else jnp.take_along_axis(hidden, batch.sources[..., None], axis=1)
 
 
 def _is_masked(leaf: Any) -> bool:
@@ -322,6 +329,22 @@ def _initializer(policy: Policy, mesh: Mesh, only_trained: bool) -> Callable[[ja
     return jax.jit(policy.init, out_shardings=param_shardings(policy.abstract_params, mesh))
 
 
-def on_policy_only(loss: LossConfig, minibatch_size: int, epochs: int) -> bool:
-    """True where every rollout gets exactly one update, so that old and current policy are the same."""
-    return loss.old_logprobs == "recompute" and minibatch_size == 0 and epochs == 1
+def policy_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.Schedule) -> Learner:
+    """Return the learner of a run's training steps.
+
+    Raises:
+        UserError: rows that do not divide over the mesh, or prefixes that the attention kernel cannot share.
+    """
+    settings = config.learner
+    return Learner(
+        policy,
+        make_optimizer(settings.optimizer, schedule),
+        mesh,
+        settings.microbatch_rows,
+        config.rollout.temperature or 1.0,
+        config.policy.logprob_chunk,
+        entropy_gradient=config.loss.entropy_coef != 0,
+        row_length=settings.row_length,
+        offload=settings.optimizer.offload == "host",
+        shares_prefixes=settings.share_prefixes,
+    )

@@ -1,22 +1,30 @@
-"""Optimizers and learning-rate schedules, all optax."""
+"""Optimizers and learning-rate schedules, all optax, and the step with moments in host memory."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from optax.contrib import MuonDimensionNumbers, muon
 
-from calibadv_jax.config import LearnerConfig, OptimizerConfig
+from calibadv_jax.config import Config, LearnerConfig, OptimizerConfig
+from calibadv_jax.learner.losses import Metrics
 from calibadv_jax.policy.adapters import LORA_A, LORA_B
 from calibadv_jax.policy.sharding import constrain
+from calibadv_jax.policy.transformer import Params
 
+State = dict[str, Any]
+Step = Callable[[State, Params], tuple[State, Metrics]]
 STACKED_MATRICES = ("kernel", LORA_A, LORA_B)  # last names of the layers' matrices
 
 
 def total_updates(learner: LearnerConfig, trajectories: int) -> int:
-    """Optimizer updates of a run.
+    """Return the number of optimizer updates of a run.
 
     Args:
         trajectories: of a step.
@@ -36,6 +44,12 @@ def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule
         return main
     warmup = optax.linear_schedule(0.0, config.lr, config.warmup_steps)
     return optax.join_schedules([warmup, main], [config.warmup_steps])
+
+
+def schedule_of(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:
+    """Return the learning rate by update over a whole run, of the policy's optimizer or of the critic's."""
+    trajectories = config.rollout.questions_per_step * config.rollout.group_size
+    return make_schedule(optimizer, total_updates(config.learner, trajectories))
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -96,3 +110,85 @@ def _decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key in (*STACKED_MATRICES, "embedding"), params
     )
+
+
+class SplitStep:
+    """Applies a sum of gradients by several programs, each with the moments of some parameters.
+
+    Within one program TPU's compiler brings all moments at once, whatever order the program asks for. Every
+    part traces the whole step, and the compiler drops all that belongs to other parameters.
+
+    Args:
+        step: the whole step, of a state on the devices.
+        abstract: ShapeDtypeStructs of the state, with the shardings that it is kept in.
+        placed: the shardings of its leaves in the step.
+        owners: of each leaf the parameter that it belongs to; "" for leaves that all parameters share.
+    """
+
+    def __init__(
+        self, step: Step, abstract: State, placed: Sequence[NamedSharding], owners: Sequence[str]
+    ) -> None:
+        self._step, self._placed, self._owners = step, placed, owners
+        self._abstract, self._tree = jax.tree.flatten(abstract)
+        sizes = {
+            name: math.prod(leaf.shape) for name, leaf in zip(owners, self._abstract, strict=True) if name
+        }
+        groups = parts(sizes)
+        groups[-1].append("")  # shared leaves are read by every part, and changed by the last
+        self._parts = [(names, self._compiled(names)) for names in groups]
+
+    def __call__(self, state: State, gradients: Params) -> tuple[State, Metrics]:
+        """The new state, and the metrics. The state is donated."""
+        leaves, metrics = jax.tree.leaves(state), {}
+        for names, part in self._parts:
+            new, metrics = part(*self._divided(leaves, names), gradients)
+            leaves = [new.get(index, leaf) for index, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(self._tree, leaves), metrics
+
+    def lower(self, gradients: Params) -> jax.stages.Lowered:
+        """The largest part, to compile ahead of time, with all that lies on the devices meanwhile."""
+        names, part = self._parts[0]
+        return part.lower(*self._divided(self._abstract, names), gradients)
+
+    def _divided(self, leaves: Sequence[Any], names: Sequence[str]) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Leaves of these parameters, and leaves of others that lie on the devices; by index."""
+        mine = {index: leaf for index, leaf in enumerate(leaves) if self._owners[index] in names}
+        near = (index for index, leaf in enumerate(self._abstract) if leaf.sharding == self._placed[index])
+        return mine, {index: leaves[index] for index in near if index not in mine}
+
+    def _compiled(self, names: Sequence[str]) -> jax.stages.Wrapped:
+        kept = {index: leaf.sharding for index, leaf in self._divided(self._abstract, names)[0].items()}
+        # Unused arguments stay, so that the compiler's plan of the memory counts all parameters.
+        return jax.jit(self._part, donate_argnums=0, keep_unused=True, out_shardings=(kept, None))
+
+    def _part(
+        self, mine: dict[int, Any], others: dict[int, Any], gradients: Params
+    ) -> tuple[dict[int, Any], Metrics]:
+        moved = {index: jax.device_put(leaf, self._placed[index]) for index, leaf in mine.items()}
+        near = others | moved
+        leaves = [
+            near[index] if index in near else jnp.zeros(leaf.shape, leaf.dtype)
+            for index, leaf in enumerate(self._abstract)
+        ]
+        state, metrics = self._step(jax.tree.unflatten(self._tree, leaves), gradients)
+        new = jax.tree.leaves(state)
+        return {index: new[index] for index in mine}, metrics
+
+
+def most_at_once(sizes: Collection[int]) -> float:
+    """Peak number of elements on the devices, given the parameter sizes: the largest, or a quarter."""
+    return max(max(sizes), sum(sizes) / 4)
+
+
+def parts(sizes: dict[str, int]) -> list[list[str]]:
+    """Names in groups, the largest first: each has at most `most_at_once`."""
+    most = most_at_once(sizes.values())
+    groups: list[list[str]] = []
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        room = (group for group in groups if sum(sizes[other] for other in group) + sizes[name] <= most)
+        group = next(room, None)
+        if group is None:
+            groups.append([name])
+        else:
+            group.append(name)
+    return sorted(groups, key=lambda group: -sum(sizes[name] for name in group))

@@ -91,14 +91,14 @@ def place(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int
     Raises:
         ValueError: a sample is longer than a row.
     """
-    found = plan(lengths, [RowShape(row_length, 1)])
-    return found.placements, sum(found.num_rows)
+    packing = plan(lengths, [RowShape(row_length, 1)])
+    return packing.placements, sum(packing.num_rows)
 
 
 def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
     """The cheapest way found to lay samples into rows of some of these widths, by first-fit decreasing.
 
-    Long samples open rows of the narrowest of the chosen widths that holds them; what is left free there, and
+    Long samples open rows of the narrowest of the chosen widths that holds them; the space left there, and
     in the empty rows of the last microbatch, is offered to the shorter ones. Several numbers of microbatches
     of the widest rows are tried, and other orders of few samples: what remains may fit into narrower ones.
 
@@ -124,7 +124,7 @@ def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
         for chosen in choices
         for more in _offers(lengths, chosen)
     )
-    return min(plans, key=lambda found: found.cost * (1.0 + WORTH * len(found.shapes)))
+    return min(plans, key=lambda candidate: candidate.cost * (1.0 + WORTH * len(candidate.shapes)))
 
 
 def _offers(lengths: Sequence[int], shapes: Sequence[RowShape]) -> list[int]:
@@ -160,11 +160,11 @@ def _laid(lengths: Sequence[int], order: list[int], shapes: Sequence[RowShape], 
         if not needed and not offered and (limit or used):
             continue
         rows = _Rows(shape.length, len(left) + offered)
-        found = {index: rows.put(lengths[index], opens=True) for index in needed}
+        placed = {index: rows.put(lengths[index], opens=True) for index in needed}
         rows.count = -(-rows.count // shape.rows) * shape.rows + offered
-        found |= {index: rows.put(lengths[index], opens=False) for index in left if index not in found}
+        placed |= {index: rows.put(lengths[index], opens=False) for index in left if index not in placed}
         batch = len(used)
-        placements |= {index: replace(at, batch=batch) for index, at in found.items() if at is not None}
+        placements |= {index: replace(at, batch=batch) for index, at in placed.items() if at is not None}
         used.append(shape)
         num_rows.append(rows.filled)
     return Plan([placements[index] for index in range(len(lengths))], used, num_rows)

@@ -1,7 +1,7 @@
 """How likely a policy finds the golden answer after every turn: one packed forward pass.
 
 A trajectory up to a turn, an answer's beginning and the golden answer are a sample of their own, so that
-nothing leaks from one into another. What several trajectories share, such as the prompt, is computed once.
+nothing leaks from one into another. Tokens that several trajectories share are computed once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def with_golden_logprobs(
         if group.trajectories:  # all of them are asked the same, in later turns what they are in the second
             asked = [_asked(group.trajectories[0], number, tokenizer) for number in (0, 1)]
         for trajectory in group.trajectories:
-            found = []
+            probed = []
             for number, prefix in enumerate(prefixes(trajectory)):
                 beginning, answer = asked[min(number, 1)]
                 tokens = np.concatenate([prefix, beginning, answer])
@@ -55,8 +55,8 @@ def with_golden_logprobs(
                 if key not in probes:
                     probes[key] = len(samples)
                     samples.append(_sample(tokens, len(answer), len(trajectory.prompt_ids)))
-                found.append(probes[key])
-            places[-1].append(found)
+                probed.append(probes[key])
+            places[-1].append(probed)
     if any(len(sample.tokens) > config.row_length for sample in samples):
         config = replace(config, row_length=config.row_length + PROBE_TOKENS)
     means = {
@@ -66,25 +66,27 @@ def with_golden_logprobs(
         ]
         for policy, params in policies.items()
     }
-    return [
+    probed_groups = [
         replace(
             group,
             trajectories=[
-                _with(one, [{policy: values[at] for policy, values in means.items()} for at in chosen])
-                for one, chosen in zip(group.trajectories, of_group, strict=True)
+                _with(trajectory, [{policy: values[at] for policy, values in means.items()} for at in chosen])
+                for trajectory, chosen in zip(group.trajectories, of_group, strict=True)
             ],
         )
         for group, of_group in zip(groups, places, strict=True)
-    ], _metrics(places, means) | {"advantage/golden/tokens": float(sum(len(one.tokens) for one in samples))}
+    ]
+    num_tokens = sum(len(sample.tokens) for sample in samples)
+    return probed_groups, _metrics(places, means) | {"advantage/golden/tokens": float(num_tokens)}
 
 
 def prefixes(trajectory: Trajectory) -> list[np.ndarray]:
-    """What stands before each turn up to the last sampled one, int32 [P + …]: the prompt, then more."""
-    found, parts = [], [trajectory.prompt_ids]
+    """Return the tokens before each turn up to the last sampled one, int32 [P + …]."""
+    before, parts = [], [trajectory.prompt_ids]
     for turn in sampled_turns(trajectory):
-        found.append(np.concatenate(parts).astype(np.int32))
+        before.append(np.concatenate(parts).astype(np.int32))
         parts += [turn.token_ids, turn.observation_ids]
-    return found
+    return before
 
 
 def _asked(trajectory: Trajectory, number: int, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -105,9 +107,11 @@ def _sample(tokens: np.ndarray, count: int, prompt: int) -> Sample:
     return Sample(tokens, np.arange(len(tokens)) >= len(tokens) - count, nothing, nothing, prompt=prompt)
 
 
-def _with(trajectory: Trajectory, known: Sequence[dict[str, float]]) -> Trajectory:
-    changed = [replace(turn, golden_logprobs=one) for turn, one in zip(trajectory.turns, known, strict=False)]
-    return replace(trajectory, turns=[*changed, *trajectory.turns[len(known) :]])
+def _with(trajectory: Trajectory, logprobs: Sequence[dict[str, float]]) -> Trajectory:
+    """Return a copy whose first turns have these log-probabilities by policy."""
+    pairs = zip(trajectory.turns, logprobs, strict=False)
+    probed = [replace(turn, golden_logprobs=by_policy) for turn, by_policy in pairs]
+    return replace(trajectory, turns=[*probed, *trajectory.turns[len(logprobs) :]])
 
 
 def _metrics(

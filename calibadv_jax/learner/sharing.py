@@ -1,9 +1,9 @@
 """Packed rows in which tokens that several samples begin with are computed once.
 
 The trajectories of a group begin with one prompt, and often with one search and its documents. Their tokens
-are a tree: each node is computed once, in depth-first order, and sees its ancestors. What a sample is trained
-on stands in columns of its own beside the tree, each with the node whose state predicts it. Loss and gradient
-are those of the samples laid end to end; only the order of sums differs.
+are a tree: each node is computed once, in depth-first order, and sees its ancestors. The trained tokens of a
+sample stand in columns of its own beside the tree, each with the node whose state predicts it. Loss and
+gradient are those of the samples laid end to end; only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Tree:
 class SharedRows(Rows):
     """As `Rows`, but the columns that are computed are not those of the loss.
 
-    What all samples begin with stands once at the beginning of every row. The trees, without it, are packed.
+    The common prefix of all samples stands once at the beginning of every row. The rest of the trees is
+    packed.
     """
 
     def _planned(self, shapes: Sequence[RowShape]) -> Plan:
@@ -41,8 +42,9 @@ class SharedRows(Rows):
         self.common = _shared_by_all(self.samples)
         self.trees = list(trees(self.samples, shapes[0].length, self.common))
         needed = [max(len(tree.tokens) - self.common, tree.num_trained) for tree in self.trees]
-        found = plan(needed, [_longer(one, -self.common) for one in shapes if one.length > self.common])
-        return replace(found, shapes=[_longer(one, self.common) for one in found.shapes])
+        own = [_longer(shape, -self.common) for shape in shapes if shape.length > self.common]
+        packing = plan(needed, own)
+        return replace(packing, shapes=[_longer(shape, self.common) for shape in packing.shapes])
 
     @property
     def computed(self) -> int:
@@ -70,10 +72,10 @@ class SharedRows(Rows):
 
     def taken(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """As `Rows.taken`, of the trained tokens. Entries of others are 0."""
-        found = [np.zeros(len(sample.tokens), values[0].dtype) for sample in self.samples]
+        taken = [np.zeros(len(sample.tokens), values[0].dtype) for sample in self.samples]
         for index, _, trained, at, here in self._columns():
-            found[index][trained] = values[at.batch][at.row, here]
-        return found
+            taken[index][trained] = values[at.batch][at.row, here]
+        return taken
 
     def _columns(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, Placement, slice]]:
         """Of each sample: its number; the nodes before its trained tokens, and these tokens; where its tree
@@ -89,7 +91,7 @@ class SharedRows(Rows):
 
 
 def trees(samples: Sequence[Sample], most: int, common: int) -> Iterator[Tree]:
-    """Samples by what they begin with: those of one prompt are one tree, or several of up to `most` nodes.
+    """Group samples by prefix: those of one prompt are one tree, or several of up to `most` nodes.
 
     Args:
         common: tokens that all samples begin with. A tree's trained tokens and these are `most` at most, too.
@@ -99,17 +101,17 @@ def trees(samples: Sequence[Sample], most: int, common: int) -> Iterator[Tree]:
     begins: list[int] = []
     nodes = trained = 0
     for index in order:
-        one, more, same = samples[index], len(_trained(samples[index])), 0
+        sample, more, same = samples[index], len(_trained(samples[index])), 0
         if chosen:
             last = samples[chosen[-1]]
-            same = _shared(last.tokens, one.tokens)
-            is_other = same < min(len(last.prompt_ids), len(one.prompt_ids))
-            if is_other or nodes + len(one.tokens) - same > most or trained + more > most - common:
+            same = _shared(last.tokens, sample.tokens)
+            is_other = same < min(len(last.prompt_ids), len(sample.prompt_ids))
+            if is_other or nodes + len(sample.tokens) - same > most or trained + more > most - common:
                 yield _tree(samples, chosen, begins, trained)
                 chosen, begins, nodes, trained, same = [], [], 0, 0, 0
         chosen.append(index)
         begins.append(same)
-        nodes += len(one.tokens) - same
+        nodes += len(sample.tokens) - same
         trained += more
     if chosen:
         yield _tree(samples, chosen, begins, trained)
@@ -141,10 +143,10 @@ def _trained(sample: Sample) -> np.ndarray:
     return np.flatnonzero(sample.mask[1:]) + 1
 
 
-def _shared(one: np.ndarray, other: np.ndarray) -> int:
-    """Tokens that both begin with."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
+def _shared(first: np.ndarray, second: np.ndarray) -> int:
+    """Return the length of the common prefix."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
     return int(np.argmax(differs)) if differs.any() else length
 
 

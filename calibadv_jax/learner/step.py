@@ -19,6 +19,7 @@ from calibadv_jax.learner.packing import row_shapes
 from calibadv_jax.learner.sharing import SharedRows
 from calibadv_jax.policy.transformer import Params
 
+FIXED_TOKENS = 256
 LOSS_TERMS = frozenset({"actor/loss", "actor/pg_loss", "actor/kl_loss"})
 
 
@@ -36,7 +37,7 @@ def make_sample(trajectory: Trajectory, advantages: np.ndarray) -> Sample:
 
 
 class Updater(Protocol):
-    """What `learn` needs of a `Learner`."""
+    """The methods of a `Learner` that `learn` calls."""
 
     def update(
         self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
@@ -49,12 +50,12 @@ class Updater(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """What a step of the learner came to.
+    """The result of a step of the learner.
 
     ``actor/entropy`` and the other TOKEN_METRICS are means over the trained tokens that were computed, whose
     share of the weights is ``actor/computed_share``. The other metrics are means over the updates; the loss
-    and its terms are those of all samples. Where nothing was computed, neither the loss nor what is a mean
-    over tokens is there. ``actor/row_fill`` is the share of the packed rows that holds tokens,
+    and its terms are those of all samples. Where nothing was computed, the loss and the token means are
+    omitted. ``actor/row_fill`` is the share of the packed rows that holds tokens,
     ``perf/packing`` the positions computed for each token of the samples: below 1 where they share many.
     """
 
@@ -79,10 +80,10 @@ def learn(
     """
     aggregation = loss.config.aggregation
     samples, moving = list(samples), [loss.is_moved_by(sample) for sample in samples]
-    moved = np.flatnonzero(moving)  # what changes nothing is left out of every pass
+    moved = np.flatnonzero(moving)  # samples that change nothing are left out of every pass
     if loss.recomputes and len(moved):
-        found = sample_logprobs(learner, state["params"], [samples[index] for index in moved], config)
-        for index, values in zip(moved, found, strict=True):
+        recomputed = sample_logprobs(learner, state["params"], [samples[index] for index in moved], config)
+        for index, values in zip(moved, recomputed, strict=True):
             old = np.where(samples[index].mask, values, 0.0).astype(np.float32)
             samples[index] = dataclasses.replace(samples[index], old_logprobs=old)
     history: list[dict[str, float]] = []
@@ -92,7 +93,8 @@ def learn(
         kept = [at for at, index in enumerate(chosen) if moving[index]]
         computed = [samples[chosen[at]] for at in kept]
         rows = packed(learner, computed, config, [weights[at] for at in kept])
-        current = _computed(learner, state["params"], rows) if loss.named.asks_logprobs and kept else None
+        needs_logprobs = loss.definition.needs_logprobs and kept
+        current = _computed(learner, state["params"], rows) if needs_logprobs else None
         batches = rows.batches(loss.factors(rows.samples, rows.weights, current, rng))
         state, metrics = learner.update(state, batches, loss, reference)
         share = float(sum(batch.weights.sum() for batch in batches)) / weight_total(weights, aggregation)
@@ -115,6 +117,39 @@ def sample_logprobs(
         ValueError: a sample is longer than `config.row_length`.
     """
     return _computed(learner, params, packed(learner, samples, config))
+
+
+def fixed_text(vocab_size: int, max_length: int) -> np.ndarray:
+    """Random tokens int32 [T], always the same ones; room is left for one that a worker samples."""
+    length = min(FIXED_TOKENS, max_length - 1)
+    return np.random.default_rng(0).integers(0, vocab_size, length).astype(np.int32)
+
+
+def agreement(
+    learner: Updater,
+    params: Params,
+    config: LearnerConfig,
+    tokens: np.ndarray,
+    worker_logprobs: Sequence[np.ndarray],
+) -> dict[str, float]:
+    """Compare the log-probabilities of a text under each worker's weights with the learner's, after a swap.
+
+    Args:
+        tokens: int32 [T].
+        worker_logprobs: float32 [T - 1] of each worker, of tokens 1 … T - 1. Without a worker there are no
+            metrics.
+    """
+    if not worker_logprobs:
+        return {}
+    nothing = np.zeros(len(tokens), np.float32)
+    sample = Sample(tokens, nothing == 0, nothing, nothing)
+    (logprobs,) = sample_logprobs(learner, params, [sample], dataclasses.replace(config, row_widths=1))
+    gaps = [np.abs(values - logprobs[1:]) for values in worker_logprobs]
+    return {
+        "rollout/probe_logprob_diff_mean": float(np.mean(gaps)),
+        "rollout/probe_logprob_diff_max": float(np.max(gaps)),
+        "rollout/workers": float(len(gaps)),
+    }
 
 
 def _computed(learner: Updater, params: Params, rows: Rows) -> list[np.ndarray]:
@@ -150,10 +185,10 @@ def mini_batches(
 
 def _by_prompt(samples: Sequence[Sample], numbers: np.ndarray) -> list[np.ndarray]:
     """The numbers of the samples of each prompt, in the order in which the prompts are first met."""
-    found: dict[bytes, list[int]] = {}
+    groups: dict[bytes, list[int]] = {}
     for number in numbers:
-        found.setdefault(samples[number].prompt_ids.tobytes(), []).append(number)
-    return [np.array(group) for group in found.values()]
+        groups.setdefault(samples[number].prompt_ids.tobytes(), []).append(number)
+    return [np.array(group) for group in groups.values()]
 
 
 def _means(history: Sequence[Mapping[str, float]], counts: Mapping[str, int]) -> dict[str, float]:

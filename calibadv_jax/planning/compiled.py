@@ -18,8 +18,9 @@ from jax.sharding import Mesh
 
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner.configured import critic_learner, policy_learner, policy_loss
-from calibadv_jax.learner.critic import ValueLoss
+from calibadv_jax.learner.critic import ValueLoss, critic_learner
+from calibadv_jax.learner.learner import policy_learner
+from calibadv_jax.learner.losses import policy_loss
 from calibadv_jax.learner.optimizer import make_schedule
 from calibadv_jax.planning.gpu_targets import target_config
 from calibadv_jax.planning.hardware import Target

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner.configured import policy_loss
+from calibadv_jax.learner.losses import policy_loss
 from calibadv_jax.learner.packing import plan, row_shapes
 from calibadv_jax.planning.hardware import Target, sampler_of
 from calibadv_jax.policy.adapters import Adapters, count

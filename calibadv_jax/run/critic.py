@@ -10,9 +10,9 @@ import numpy as np
 from calibadv_jax.advantages.gae import estimate, values_of
 from calibadv_jax.config import Config
 from calibadv_jax.core.trajectory import Group, Trajectory
-from calibadv_jax.learner.configured import critic_learner, schedule_of
-from calibadv_jax.learner.critic import ValueLoss, critic_params, learn_values, value_sample
+from calibadv_jax.learner.critic import ValueLoss, critic_learner, critic_params, learn_values, value_sample
 from calibadv_jax.learner.learner import State
+from calibadv_jax.learner.optimizer import schedule_of
 from calibadv_jax.learner.step import make_sample, sample_logprobs
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.run.model import Model

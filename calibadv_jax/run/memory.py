@@ -16,8 +16,7 @@ from jax.sharding import AbstractMesh
 
 from calibadv_jax.config import Config, OptimizerConfig
 from calibadv_jax.learner.critic import critic_of
-from calibadv_jax.learner.offload import most_at_once
-from calibadv_jax.learner.optimizer import STACKED_MATRICES
+from calibadv_jax.learner.optimizer import STACKED_MATRICES, most_at_once
 from calibadv_jax.policy.adapters import Adapters, count
 from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.cache import SCORE_BYTES

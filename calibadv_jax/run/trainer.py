@@ -18,12 +18,12 @@ from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
 from calibadv_jax.hosts.exchange import ALONE, Hosts
 from calibadv_jax.hosts.groups import SharedGroups
-from calibadv_jax.learner.agreement import agreement, fixed_text
 from calibadv_jax.learner.batching import content_of
-from calibadv_jax.learner.configured import policy_learner, policy_loss, schedule_of
-from calibadv_jax.learner.learner import State
+from calibadv_jax.learner.learner import State, policy_learner
+from calibadv_jax.learner.losses import policy_loss
+from calibadv_jax.learner.optimizer import schedule_of
 from calibadv_jax.learner.probe import with_golden_logprobs
-from calibadv_jax.learner.step import Learned, learn, make_sample
+from calibadv_jax.learner.step import Learned, agreement, fixed_text, learn, make_sample
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.policy.adapters import joined

@@ -9,7 +9,7 @@ import pytest
 from calibadv_jax import cli
 from calibadv_jax.config import dump_config, load_config
 from calibadv_jax.config.sections.credit import ESTIMATORS
-from calibadv_jax.config.sections.learner import LOSS_NAMES
+from calibadv_jax.config.sections.learner import LOSS_KEYS
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.folder import differences
 from experiments import cold as evidence_cold
@@ -159,7 +159,7 @@ def test_each_estimator_and_loss_is_an_arm():
     """Of one seed, and none of them needs a key that it does not have."""
     configs = [training(job.arm) for job in plan("each", [9], "1e-3")]
     assert {one.advantage.name for one in configs} == {"calibadv", *ESTIMATORS} - {"dr_grpo"}
-    assert {one.loss.name for one in configs} == set(LOSS_NAMES)
+    assert {one.loss.name for one in configs} == set(LOSS_KEYS)
     assert any(not one.advantage.normalize_std for one in configs)  # which is dr_grpo
     moved = [len(changes(Arm(job.arm.method, "1.9e-3"))) for job in plan("each", [9])]
     assert moved.count(0) == 1 and len(moved) == len({configs_key(one) for one in configs})

@@ -1,4 +1,4 @@
-"""Rows of tokens as the learner sees them, for tests of losses: packed, looked at, and differentiated."""
+"""Rows of tokens as the learner sees them, for tests of losses: packed and differentiated."""
 
 from __future__ import annotations
 

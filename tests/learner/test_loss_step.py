@@ -13,8 +13,8 @@ from tiny_policy import GROUPED
 
 from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
 from calibadv_jax.learner.batching import Sample, token_weights
-from calibadv_jax.learner.learner import Learner, init_params, on_policy_only
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.losses import on_policy_only, policy_gradient
 from calibadv_jax.learner.step import learn
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh

@@ -12,8 +12,7 @@ from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.offload import parts
-from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, parts
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy

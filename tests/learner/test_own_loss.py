@@ -12,9 +12,9 @@ from loss_cases import packed, sample
 from test_losses import batch_of, columns
 
 from calibadv_jax.config import LossConfig
-from calibadv_jax.config.sections.learner import BY_SEQUENCE, LOSS_NAMES, READ_BY
+from calibadv_jax.config.sections.learner import BY_SEQUENCE, LOSS_KEYS
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner.losses import LOSSES, check_loss, find_loss, policy_gradient
+from calibadv_jax.learner.losses import LOSSES, Tokens, TrainedTokens, check_loss, find_loss, policy_gradient
 
 SOURCE = """
 import jax.numpy as jnp
@@ -74,10 +74,10 @@ def test_an_own_loss_is_minimised(own):
 def test_an_own_loss_that_cannot_be_used_is_refused_at_the_start(own, name, message):
     with pytest.raises(UserError) as caught:
         check_loss(LossConfig(name=name))
-    told = str(caught.value)
-    assert message in told and told.startswith("loss.name is ") and "\n" not in told
-    if "importing" not in told:
-        assert "expected: def my_loss(tokens: Tokens, config: LossConfig)" in told
+    error = str(caught.value)
+    assert message in error and error.startswith("loss.name is ") and "\n" not in error
+    if "importing" not in error:
+        assert "expected: def my_loss(tokens: Tokens, config: LossConfig)" in error
 
 
 def test_the_documented_loss_runs(tmp_path, monkeypatch):
@@ -93,14 +93,33 @@ def test_the_documented_loss_runs(tmp_path, monkeypatch):
 
 
 def test_names_of_config_and_registry_are_the_same():
-    assert set(LOSS_NAMES) == set(LOSSES)
-    assert set().union(*READ_BY.values(), BY_SEQUENCE) <= set(LOSSES)
+    assert set(LOSS_KEYS) == set(LOSSES)
+    assert set(BY_SEQUENCE) <= set(LOSSES)
+
+
+@pytest.mark.parametrize("name", LOSS_KEYS)
+def test_loss_reads_its_keys_and_no_other_loss_keys(name):
+    """Except `dual_clip`, which the losses that scale vanilla read at its default of 0."""
+    config, read = LossConfig(name=name, aggregation="sequence_mean"), set()
+
+    class Recorder:
+        def __getattr__(self, key):
+            read.add(key)
+            return getattr(config, key)
+
+    loss, row = LOSSES[name], columns([-1.0, -2.0])
+    factors = None
+    if loss.batch_factor:
+        trained = TrainedTokens(*np.array([[1.0, -1.0], [0.5, 0.5], [-1.0, -2.0], [-1.0, -2.0]]))
+        factors = columns(loss.batch_factor(trained, Recorder(), np.random.default_rng(0)))
+    loss.terms(Tokens(row, row, row, row, row < 0, (row < 0).astype(int), factors), Recorder())
+    assert set(LOSS_KEYS[name]) <= read <= {*LOSS_KEYS[name], "dual_clip"}
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_a_loss_does_is_said(name):
     config = LossConfig(name=name, aggregation="sequence_mean")
-    assert check_loss(config) == ([] if name == "vanilla" else [f"loss {name}: {LOSSES[name].says}"])
+    assert check_loss(config) == ([] if name == "vanilla" else [f"loss {name}: {LOSSES[name].summary}"])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +161,7 @@ def test_the_samplers_logprobs_correct_nothing_where_there_is_no_ratio(name, cor
     assert not LossConfig(name=name).corrects_for_sampler
 
 
-def test_a_batch_without_the_look_is_refused_and_not_taken_for_zeros():
+def test_batch_without_required_factors_is_refused():
     loss = policy_gradient(LossConfig(name="lld"), on_policy=True)
     with pytest.raises(ValueError, match="needs batch.factors"):
         loss(columns([-1.0]), columns([0.0]), batch_of([1.0], [-1.0]), None)

@@ -12,8 +12,8 @@ from tiny_policy import GROUPED
 
 from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
 from calibadv_jax.learner.batching import Sample, pack
-from calibadv_jax.learner.learner import Learner, init_params, on_policy_only
-from calibadv_jax.learner.losses import TOKEN_METRICS, policy_gradient
+from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.losses import TOKEN_METRICS, on_policy_only, policy_gradient
 from calibadv_jax.learner.step import learn, sample_logprobs
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh

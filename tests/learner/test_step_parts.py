@@ -8,8 +8,7 @@ import pytest
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.learner.batching import Sample
-from calibadv_jax.learner.learner import on_policy_only
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.losses import on_policy_only, policy_gradient
 from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import learn, make_sample, mini_batches
 

@@ -25,7 +25,8 @@ from trainer_rig import (
 from calibadv_jax.advantages.gae import estimate, values_of
 from calibadv_jax.config import OptimizerConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner import configured
+from calibadv_jax.learner import critic as critic_learning
+from calibadv_jax.learner import optimizer
 from calibadv_jax.metrics.catalogue import find
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.run import critic
@@ -42,7 +43,8 @@ def shared_critics():
     with pytest.MonkeyPatch.context() as patch:
         for module, names in (
             (critic, ("ValueLoss",)),
-            (configured, ("make_schedule", "make_optimizer", "critic_of", "CriticLearner")),
+            (optimizer, ("make_schedule",)),
+            (critic_learning, ("make_optimizer", "critic_of", "CriticLearner")),
         ):
             for name in names:
                 patch.setattr(module, name, functools.cache(getattr(module, name)))

@@ -12,32 +12,25 @@ from calibadv_jax.core.own_function import is_address
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"]
 
-_WITH_CLIP = {
-    *("vanilla", "cispo", "gspo", "gmpo", "clip_cov", "lld", "balance", "balance_detached"),
-    *("dppo_tv", "dppo_kl"),
+_CLIP = ("clip_low", "clip_high")
+# The losses, each with the keys that it reads among those that not all read. An own loss may read any.
+# Their formulas are `learner.losses.LOSSES`.
+LOSS_KEYS: dict[str, tuple[str, ...]] = {
+    "vanilla": (*_CLIP, "dual_clip"),
+    "cispo": (*_CLIP, "drop_above"),
+    "gspo": _CLIP,
+    "gmpo": _CLIP,
+    "gpg": (),
+    "clip_cov": (*_CLIP, "cov_share", "cov_low", "cov_high"),
+    "kl_cov": ("cov_share", "cov_kl_coef"),
+    "lld": (*_CLIP, "dual_clip", "lld_coef", "lld_gating"),
+    "balance": (*_CLIP, "balance_ratio"),
+    "balance_detached": (*_CLIP, "balance_ratio"),
+    "sapo": ("tau_positive", "tau_negative"),
+    "dppo_tv": (*_CLIP, "ratio_cap"),
+    "dppo_kl": (*_CLIP, "ratio_cap"),
+    "dro": ("dro_beta",),
 }
-# Which losses read a key that not all of them read. An own loss may read any.
-READ_BY = {
-    "clip_low": _WITH_CLIP,
-    "clip_high": _WITH_CLIP,
-    "dual_clip": {"vanilla", "lld"},
-    "ratio_cap": {"dppo_tv", "dppo_kl"},
-    "tau_positive": {"sapo"},
-    "tau_negative": {"sapo"},
-    "dro_beta": {"dro"},
-    "drop_above": {"cispo"},
-    "lld_coef": {"lld"},
-    "lld_gating": {"lld"},
-    "balance_ratio": {"balance", "balance_detached"},
-    "cov_share": {"clip_cov", "kl_cov"},
-    "cov_low": {"clip_cov"},
-    "cov_high": {"clip_cov"},
-    "cov_kl_coef": {"kl_cov"},
-}
-LOSS_NAMES = (
-    *("vanilla", "cispo", "gspo", "gmpo", "gpg", "clip_cov", "kl_cov", "lld", "balance"),
-    *("balance_detached", "sapo", "dppo_tv", "dppo_kl", "dro"),
-)
 BY_SEQUENCE = ("gspo", "gmpo", "sapo")
 
 
@@ -131,9 +124,9 @@ class LossConfig:
 
     @model_validator(mode="after")
     def _name_is_known(self) -> LossConfig:
-        if self.name not in LOSS_NAMES and not is_address(self.name):
+        if self.name not in LOSS_KEYS and not is_address(self.name):
             raise ValueError(
-                f"loss.name is {self.name}: it must be one of {', '.join(LOSS_NAMES)}, or a function of your"
+                f"loss.name is {self.name}: it must be one of {', '.join(LOSS_KEYS)}, or a function of your"
                 " own as package.module:function"
             )
         return self
@@ -142,10 +135,10 @@ class LossConfig:
     def _loss_reads_what_is_set(self) -> LossConfig:
         if is_address(self.name):
             return self
-        defaults = _defaults(LossConfig)
-        for key, losses in READ_BY.items():
+        specific = {key for keys in LOSS_KEYS.values() for key in keys} - set(LOSS_KEYS[self.name])
+        for key, default in _defaults(LossConfig).items():
             value = getattr(self, key)
-            if self.name not in losses and value != defaults[key]:
+            if key in specific and value != default:
                 raise ValueError(
                     f"loss.{key} is {value}, but loss.name={self.name} does not read it: leave it out"
                 )

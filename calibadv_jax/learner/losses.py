@@ -1,0 +1,647 @@
+"""Losses of the policy: the sum of `Batch.weights` times a term of each token.
+
+From top to bottom: the tokens that a loss reads (`Tokens`), statistics of the whole mini-batch
+(`BatchFactor`), the formulas, their registry (`LOSSES`), the user's own losses, the correction for the
+sampler's policy, and the function that the learner minimises (`PolicyLoss`). The names and the config keys
+that each loss reads stand in `config.sections.learner.LOSS_KEYS`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from calibadv_jax.config import Config, LossConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.own_function import failure, is_address, own_function
+from calibadv_jax.learner.batching import Batch, Sample
+
+LOG_RATIO_LIMIT = 20.0  # as in the CalibAdv authors' code: exp stays finite
+KL_LIMIT = 10.0
+GSPO_LOG_RATIO_LIMIT = 10.0  # upper bound only, as in verl
+OTHER_TOKENS_EPSILON = 1e-8  # added to the probability of all other tokens, as in verl
+LOG_RATIO_ROUNDING = 1e-5  # two programs of one policy differ by up to this
+# Sums over the trained tokens, independent of the weights of the loss; see `PolicyLoss`.
+TOKEN_METRICS = frozenset(
+    f"actor/{name}" for name in ("entropy", "ppo_kl", "pg_clipfrac", "sampler_mismatch", "sampler_masked")
+)
+EXPECTED = "def my_loss(tokens: Tokens, config: LossConfig) -> tuple[jax.Array, jax.Array]"
+RETURNED = "the terms to minimise (float32 [R, L]) and which tokens are clipped (bool [R, L])"
+
+Metrics = dict[str, jax.Array]
+LossFunction = Callable[[jax.Array, jax.Array, Batch, Any], tuple[jax.Array, Metrics]]
+
+
+# --- Tokens ---
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tokens:
+    """Packed rows [R, L], float32 unless noted. Sequences lie one after the other in a row."""
+
+    logprobs: jax.Array  # of the current policy: the gradient flows through them
+    old_logprobs: jax.Array  # the ratio's denominator
+    log_ratio: jax.Array  # logprobs - old_logprobs, clipped to ±LOG_RATIO_LIMIT
+    advantages: jax.Array
+    trained: jax.Array  # bool; the other columns must have no influence
+    segment_ids: jax.Array  # int32, the sequence's number in its row; 0 = padding
+    factors: jax.Array | None  # of the loss's `BatchFactor`; None: it has none
+
+    @property
+    def ratio(self) -> jax.Array:
+        return jnp.exp(self.log_ratio)
+
+    @property
+    def required_factors(self) -> jax.Array:
+        """Return `factors`.
+
+        Raises:
+            ValueError: the batch has none.
+        """
+        if self.factors is None:
+            raise ValueError("this loss needs batch.factors, which learner.step lays beside the samples")
+        return self.factors
+
+
+@jax.jit
+def segment_sums(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Return the sum over each token's sequence, at every token of it: [R, L]."""
+    return _over_segments(jnp.add, values, segment_ids)
+
+
+@jax.jit
+def segment_maxima(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Return the maximum over each token's sequence, at every token of it, of values >= 0: [R, L]."""
+    return _over_segments(jnp.maximum, values, segment_ids)
+
+
+def _over_segments(reduce: Callable[..., jax.Array], values: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Reduce by a scan, not a scatter: the order is the same on every device, and rows stay on theirs.
+
+    Args:
+        reduce: an operation whose neutral element is 0.
+    """
+    edges = segment_ids[:, 1:] != segment_ids[:, :-1]
+    edge = jnp.ones((len(segment_ids), 1), bool)
+    starts, ends = jnp.concatenate([edge, edges], axis=1), jnp.concatenate([edges, edge], axis=1)
+
+    def combine(
+        left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        begins = right[1]
+        return jnp.where(begins, right[0], reduce(left[0], right[0])), left[1] | begins
+
+    running, _ = jax.lax.associative_scan(combine, (values, starts), axis=1)
+    totals = jnp.where(ends, running, jnp.zeros_like(running))
+    spread, _ = jax.lax.associative_scan(combine, (totals, ends), axis=1, reverse=True)
+    return spread
+
+
+def segment_means(values: jax.Array, tokens: Tokens) -> jax.Array:
+    """Return the mean over the trained tokens of each token's sequence; 0 if it has none."""
+    count = segment_sums(tokens.trained.astype(jnp.float32), tokens.segment_ids)
+    total = segment_sums(jnp.where(tokens.trained, values, 0.0), tokens.segment_ids)
+    return total / jnp.maximum(count, 1.0)
+
+
+# --- Statistics of the whole mini-batch ---
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    """The trained tokens of a mini-batch's samples, one after the other; float64 [N], N at least 1."""
+
+    advantages: np.ndarray
+    weights: np.ndarray
+    logprobs: np.ndarray  # of the current policy; `old_logprobs` unless the loss `needs_logprobs`
+    old_logprobs: np.ndarray  # the ratio's denominator
+
+    @property
+    def ratio(self) -> np.ndarray:
+        return np.exp(np.clip(self.logprobs - self.old_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+    @property
+    def covariance(self) -> np.ndarray:
+        """Each token's share of the covariance of advantage and log-probability, which moves the entropy."""
+        advantage, logprob = self.advantages.mean(), self.logprobs.mean()
+        return (self.advantages - advantage) * (self.logprobs - logprob)
+
+    @property
+    def has_both_signs(self) -> bool:
+        return bool((self.advantages > 0).any() and (self.advantages < 0).any())
+
+
+# A factor of each token, float64 [N], from statistics of the whole mini-batch. It is computed on the host in
+# float64, so that neither the size of a microbatch nor the packing changes it.
+BatchFactor = Callable[[TrainedTokens, LossConfig, np.random.Generator], np.ndarray]
+
+
+def positive_mean_factor(trained: TrainedTokens, config: LossConfig, rng: np.random.Generator) -> np.ndarray:
+    """lld: turn the weighted sum over tokens with a positive advantage into their mean."""
+    positive = trained.advantages > 0
+    return np.where(positive, 1.0 / (max(1, positive.sum()) * trained.weights), 0.0)
+
+
+def balance_factor(trained: TrainedTokens, config: LossConfig, rng: np.random.Generator) -> np.ndarray:
+    """balance: the published rule, whose factor on negative advantages cancels their gradient by its own.
+
+    With S the sum of the terms with a positive advantage the loss is (balance_ratio - 1) |S|; 0 if all
+    advantages have the same sign.
+    """
+    if not trained.has_both_signs:
+        return np.zeros(len(trained.advantages))
+    return np.where(trained.advantages > 0, 1.0 - config.balance_ratio, 0.0)
+
+
+def balance_detached_factor(
+    trained: TrainedTokens, config: LossConfig, rng: np.random.Generator
+) -> np.ndarray:
+    """balance_detached: scale the negative side's terms to `balance_ratio` times the positive side's."""
+    if not trained.has_both_signs:
+        return np.zeros(len(trained.advantages))
+    ratio, advantages = trained.ratio, trained.advantages
+    bounded = np.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
+    terms = -trained.weights * np.minimum(ratio * advantages, bounded * advantages)
+    negative, positive = terms[advantages < 0].sum(), -terms[advantages > 0].sum()
+    return np.where(advantages < 0, config.balance_ratio * positive / negative, 1.0)
+
+
+def clip_cov_factor(trained: TrainedTokens, config: LossConfig, rng: np.random.Generator) -> np.ndarray:
+    """clip_cov: 0 for a few tokens, drawn at random among unclipped ones of large covariance; else 1."""
+    ratio, advantages, covariance = trained.ratio, trained.advantages, trained.covariance
+    bounded = np.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
+    unclipped = bounded * advantages >= ratio * advantages
+    candidates = np.flatnonzero(unclipped & (covariance > config.cov_low) & (covariance < config.cov_high))
+    count = _cov_count(len(advantages), config)
+    if len(candidates) > count:
+        candidates = rng.choice(candidates, count, replace=False)
+    factors = np.ones(len(advantages))
+    factors[candidates] = 0.0
+    return factors
+
+
+def kl_cov_factor(trained: TrainedTokens, config: LossConfig, rng: np.random.Generator) -> np.ndarray:
+    """kl_cov: 1 for the tokens of largest covariance, 0 for others.
+
+    Ties are broken by the order of the samples. A covariance of exactly 0 is never chosen: without any
+    advantage no token stands out.
+    """
+    covariance = trained.covariance
+    largest = np.argsort(-covariance, kind="stable")[: _cov_count(len(covariance), config)]
+    factors = np.zeros(len(covariance))
+    factors[largest] = covariance[largest] != 0
+    return factors
+
+
+def _cov_count(num_tokens: int, config: LossConfig) -> int:
+    return max(1, int(config.cov_share * num_tokens))
+
+
+# --- Formulas: the term to minimise, float32 [R, L], and which tokens are clipped, bool [R, L] ---
+
+Terms = tuple[jax.Array, jax.Array]
+TokenLoss = Callable[[Tokens, LossConfig], Terms]
+
+
+def clipped_ratio(ratio: jax.Array, advantages: jax.Array, config: LossConfig) -> Terms:
+    """PPO: the pessimistic side of ratio and clipped ratio."""
+    bounded = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
+    objective = jnp.minimum(ratio * advantages, bounded * advantages)
+    return -objective, bounded * advantages < ratio * advantages
+
+
+def vanilla(tokens: Tokens, config: LossConfig) -> Terms:
+    """PPO. With `dual_clip` the term of a negative advantage is bounded by that many times the advantage."""
+    ratio, advantages = tokens.ratio, tokens.advantages
+    terms, clipped = clipped_ratio(ratio, advantages, config)
+    if config.dual_clip > 0:
+        bound = -advantages * config.dual_clip
+        beyond = (advantages < 0) & (terms > bound)
+        terms, clipped = jnp.where(beyond, bound, terms), clipped | beyond
+    return terms, clipped
+
+
+def cispo(tokens: Tokens, config: LossConfig) -> Terms:
+    """REINFORCE with a clipped ratio as weight: a clipped token keeps its gradient."""
+    ratio = jax.lax.stop_gradient(tokens.ratio)
+    weight = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
+    clipped = weight != ratio
+    if config.drop_above > 0:
+        weight = jnp.where((tokens.advantages > 0) & (ratio > config.drop_above), 0.0, weight)
+    return -tokens.advantages * tokens.logprobs * weight, clipped
+
+
+def gpg(tokens: Tokens, config: LossConfig) -> Terms:
+    """REINFORCE without a ratio."""
+    return -tokens.logprobs * tokens.advantages, jnp.zeros(tokens.trained.shape, bool)
+
+
+def gspo(tokens: Tokens, config: LossConfig) -> Terms:
+    """PPO with one ratio a sequence: the geometric mean of its tokens' ratios.
+
+    The gradient goes to each token by its own log-probability only.
+    """
+    mean = jax.lax.stop_gradient(segment_means(tokens.logprobs - tokens.old_logprobs, tokens))
+    own = tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
+    ratio = jnp.exp(jnp.minimum(mean + own, GSPO_LOG_RATIO_LIMIT))
+    return clipped_ratio(ratio, tokens.advantages, config)
+
+
+def gmpo(tokens: Tokens, config: LossConfig) -> Terms:
+    """The geometric mean of clipped token ratios times the sequence's mean advantage."""
+    sign, log_ratio = jnp.sign(tokens.advantages), tokens.logprobs - tokens.old_logprobs
+    bounded = jnp.clip(log_ratio, -config.clip_low, config.clip_high)
+    limited = sign * jnp.minimum(sign * log_ratio, sign * bounded)
+    # Negative advantages have no upper bound.
+    ratio = jnp.exp(jnp.minimum(segment_means(limited, tokens), LOG_RATIO_LIMIT))
+    return -segment_means(tokens.advantages, tokens) * ratio, sign * bounded < sign * log_ratio
+
+
+def scaled_vanilla(tokens: Tokens, config: LossConfig) -> Terms:
+    """vanilla times the batch factor of balance, balance_detached or clip_cov."""
+    terms, clipped = vanilla(tokens, config)
+    return tokens.required_factors * terms, clipped
+
+
+def kl_cov(tokens: Tokens, config: LossConfig) -> Terms:
+    """No clip; a penalty holds the chosen tokens near the policy that sampled them.
+
+    It is 0 within LOG_RATIO_ROUNDING, where rounding would choose the side.
+    """
+    distance = jnp.where(jnp.abs(tokens.log_ratio) > LOG_RATIO_ROUNDING, jnp.abs(tokens.log_ratio), 0.0)
+    terms = -tokens.ratio * tokens.advantages + config.cov_kl_coef * tokens.required_factors * distance
+    return terms, jnp.zeros(tokens.trained.shape, bool)
+
+
+def sapo(tokens: Tokens, config: LossConfig) -> Terms:
+    """A smooth gate in place of the clip: the gradient falls with the distance of the ratio from 1."""
+    tau = jnp.where(tokens.advantages > 0, config.tau_positive, config.tau_negative)
+    gate = jax.nn.sigmoid(tau * (tokens.ratio - 1.0)) * (4.0 / tau)
+    return -gate * tokens.advantages, jnp.zeros(tokens.trained.shape, bool)
+
+
+def dppo_tv(tokens: Tokens, config: LossConfig) -> Terms:
+    """REINFORCE weighted by the ratio, without tokens whose probability has moved too far as pushed."""
+    moved = jnp.exp(tokens.logprobs) - jnp.exp(tokens.old_logprobs)
+    beyond = jnp.where(tokens.advantages > 0, moved > config.clip_high, moved < -config.clip_low)
+    return _inside_trust_region(tokens, beyond, config)
+
+
+def dppo_kl(tokens: Tokens, config: LossConfig) -> Terms:
+    """As dppo_tv, by the KL divergence of "this token or another one" under the two policies."""
+    new, old = jnp.exp(tokens.logprobs), jnp.exp(tokens.old_logprobs)
+    others = jnp.log((1.0 - old + OTHER_TOKENS_EPSILON) / (1.0 - new + OTHER_TOKENS_EPSILON))
+    divergence = old * (tokens.old_logprobs - tokens.logprobs) + (1.0 - old) * others
+    positive = tokens.advantages > 0
+    moved = jnp.where(positive, new > old, new < old)
+    beyond = moved & (divergence > jnp.where(positive, config.clip_high, config.clip_low))
+    return _inside_trust_region(tokens, beyond, config)
+
+
+def _inside_trust_region(tokens: Tokens, beyond: jax.Array, config: LossConfig) -> Terms:
+    weight = jax.lax.stop_gradient(jnp.minimum(tokens.ratio, config.ratio_cap))
+    terms = -tokens.advantages * weight * tokens.logprobs
+    return jnp.where(beyond, 0.0, terms), beyond
+
+
+def dro(tokens: Tokens, config: LossConfig) -> Terms:
+    """REINFORCE, and a quadratic penalty on the distance from the policy that sampled."""
+    distance = tokens.logprobs - tokens.old_logprobs  # not clipped: it pulls back from anywhere
+    terms = -tokens.logprobs * tokens.advantages + 0.5 * config.dro_beta * distance**2
+    return terms, jnp.zeros(tokens.trained.shape, bool)
+
+
+def lld(tokens: Tokens, config: LossConfig) -> Terms:
+    """vanilla, and a penalty on positive advantages whose log-probability has fallen.
+
+    At log-ratio 0 the penalty is 0 but its gradient is the full one, as in the authors' code: the first
+    update of a step pushes every such token up. The same holds within LOG_RATIO_ROUNDING of 0, where rounding
+    would choose. `lld_gating` removes it from sequences in which nothing has fallen.
+    """
+    terms, clipped = vanilla(tokens, config)
+    fallen = jnp.where(tokens.log_ratio <= LOG_RATIO_ROUNDING, -tokens.log_ratio, 0.0)
+    penalty = config.lld_coef * tokens.required_factors * fallen
+    if config.lld_gating:
+        has_fallen = (tokens.log_ratio < -LOG_RATIO_ROUNDING) & (tokens.required_factors > 0)
+        num_fallen = segment_sums(has_fallen.astype(penalty.dtype), tokens.segment_ids)
+        penalty = jnp.where(num_fallen > 0, penalty, 0.0)
+    return terms + penalty, clipped
+
+
+# --- Registry ---
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss, and its needs beside the tokens of a microbatch."""
+
+    terms: TokenLoss
+    summary: str  # printed at the start of a run
+    batch_factor: BatchFactor | None = None
+    needs_logprobs: bool = False  # the factor reads the current policy's: one more forward pass an update
+    every_sample: bool = False  # samples without advantage count, too
+
+
+LOSSES: dict[str, Loss] = {
+    "vanilla": Loss(vanilla, "PPO's clipped ratio, token by token"),
+    "cispo": Loss(cispo, "REINFORCE weighted by the clipped ratio: clipped tokens keep their gradient"),
+    "gspo": Loss(gspo, "PPO with one ratio a trajectory; its widths are of the order of 0.0003"),
+    "gmpo": Loss(
+        gmpo, "geometric mean of a trajectory's clipped ratios; clip_low and clip_high bound logarithms"
+    ),
+    "gpg": Loss(gpg, "REINFORCE: no ratio and no clip"),
+    "clip_cov": Loss(
+        scaled_vanilla,
+        "PPO without a few tokens of large covariance of advantage and log-probability; one more forward"
+        " pass an update",
+        clip_cov_factor,
+        needs_logprobs=True,
+        every_sample=True,
+    ),
+    "kl_cov": Loss(
+        kl_cov,
+        "no clip; the tokens of largest covariance of advantage and log-probability are held near the policy"
+        " that sampled them; one more forward pass an update",
+        kl_cov_factor,
+        needs_logprobs=True,
+        every_sample=True,
+    ),
+    "lld": Loss(
+        lld, "PPO with a penalty on praised tokens that have become less likely", positive_mean_factor
+    ),
+    "balance": Loss(
+        scaled_vanilla,
+        "as the authors published it: tokens with a negative advantage get no gradient, and those with a"
+        " positive one are pushed down where loss.balance_ratio is above 1; loss.name=balance_detached does"
+        " what was meant",
+        balance_factor,
+    ),
+    "sapo": Loss(sapo, "a smooth gate in place of PPO's clip"),
+    "dppo_tv": Loss(
+        dppo_tv,
+        "REINFORCE weighted by the ratio; a token whose probability has moved by more than clip_low or"
+        " clip_high where its advantage pushes it gets no gradient",
+    ),
+    "dppo_kl": Loss(dppo_kl, "as dppo_tv, with a KL divergence in place of the difference"),
+    "dro": Loss(
+        dro,
+        "REINFORCE without a clip, with a quadratic penalty on the distance from the policy that sampled",
+        every_sample=True,
+    ),
+    "balance_detached": Loss(
+        scaled_vanilla,
+        "PPO with the blamed tokens' terms rescaled to balance_ratio times those of the praised ones; one"
+        " more forward pass an update",
+        balance_detached_factor,
+        needs_logprobs=True,
+    ),
+}
+
+
+@functools.cache  # one object a loss: programs are compiled for it
+def find_loss(name: str) -> Loss:
+    """Return the loss of `loss.name`, which is one of LOSSES or ``package.module:function``.
+
+    Raises:
+        UserError: there is no such function, or it has another signature.
+    """
+    if not is_address(name):
+        return LOSSES[name]
+    function = own_function(name, "loss.name", ("tokens", "config"), EXPECTED)
+
+    def terms(tokens: Tokens, config: LossConfig) -> Terms:
+        try:
+            return function(tokens, config)
+        except Exception as error:  # a function of the user's own may raise anything
+            raise UserError(
+                f"loss.name is {name}, but calling it raised {failure(error)}; expected: {EXPECTED}"
+            ) from error
+
+    return Loss(terms, f"your own: {name}", every_sample=True)
+
+
+def check_loss(config: LossConfig) -> list[str]:
+    """Return the summary of the loss, empty for the default. An own loss is tried on abstract tokens.
+
+    Raises:
+        UserError: an own loss cannot be used.
+    """
+    loss = find_loss(config.name)
+    if is_address(config.name):
+        _check_returned(loss.terms, config)
+    return [] if config.name == "vanilla" else [f"loss {config.name}: {loss.summary}"]
+
+
+def _check_returned(function: TokenLoss, config: LossConfig) -> None:
+    shape = 2, 4
+    numbers = jax.ShapeDtypeStruct(shape, jnp.float32)
+    flags, ids = jax.ShapeDtypeStruct(shape, jnp.bool_), jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def call(numbers: jax.Array, flags: jax.Array, ids: jax.Array) -> Terms:
+        return function(Tokens(numbers, numbers, numbers, numbers, flags, ids, None), config)
+
+    returned = jax.eval_shape(call, numbers, flags, ids)
+    fits = isinstance(returned, tuple) and [getattr(x, "shape", None) for x in returned] == [shape, shape]
+    if not fits or returned[0].dtype != jnp.float32 or returned[1].dtype != jnp.bool_:
+        raise UserError(f"loss.name is {config.name}, but it must return {RETURNED}; expected: {EXPECTED}")
+
+
+# --- Correction for tokens that another policy sampled than the one that is trained ---
+
+
+def corrected_for_sampler(
+    terms: jax.Array, gap: jax.Array, tokens: Tokens, config: LossConfig
+) -> tuple[jax.Array, jax.Array | None]:
+    """Apply truncated and masked importance weights; all terms stay in the mean, masked ones as 0.
+
+    Args:
+        gap: learner's less sampler's log-probabilities, float32 [R, L].
+
+    Returns:
+        The terms, and which tokens are masked; None if the config masks none.
+    """
+    if config.importance_cap == 0 and not config.masks_by_mismatch:
+        return terms, None
+    log_weight = gap
+    if config.importance_level == "sequence":
+        log_weight = segment_sums(jnp.where(tokens.trained, gap, 0.0), tokens.segment_ids)
+    elif config.importance_level == "sequence_geometric":
+        log_weight = segment_means(gap, tokens)
+    weight = jnp.exp(jnp.clip(log_weight, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    if config.importance_cap > 0:
+        # The objective is weighted, and negated then: XLA then fuses both signs away.
+        terms = -(-terms * jnp.minimum(weight, config.importance_cap))
+    if not config.masks_by_mismatch:
+        return terms, None
+    masked = weight < config.importance_low
+    if config.importance_high > 0:
+        masked = masked | (weight > config.importance_high)
+    if config.reject_by != "none":
+        masked = masked | (_mismatch(gap, tokens, config) > config.reject_above)
+    return jnp.where(masked, 0.0, terms), masked
+
+
+def _mismatch(gap: jax.Array, tokens: Tokens, config: LossConfig) -> jax.Array:
+    """Return each token's measure that `reject_above` bounds, float32 [R, L]."""
+    gap = jnp.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    measure = 0.5 * gap**2 if config.reject_by == "k2" else jnp.exp(gap) - 1.0 - gap
+    measure = jnp.where(tokens.trained, measure, 0.0)
+    return {
+        "token": lambda: measure,
+        "sequence_sum": lambda: segment_sums(measure, tokens.segment_ids),
+        "sequence_mean": lambda: segment_means(measure, tokens),
+        "sequence_max": lambda: segment_maxima(measure, tokens.segment_ids),
+    }[config.reject_over]()
+
+
+# --- The functions that the learner minimises ---
+
+
+def _low_variance_kl(difference: jax.Array) -> jax.Array:
+    """k3 of Schulman, "Approximating KL divergence": exp(d) - d - 1 with d = reference - policy."""
+    difference = jnp.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return jnp.clip(jnp.exp(difference) - difference - 1.0, -KL_LIMIT, KL_LIMIT)
+
+
+KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "kl": lambda difference: -difference,
+    "abs": jnp.abs,
+    "mse": lambda difference: 0.5 * difference**2,
+    "low_var_kl": _low_variance_kl,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyLoss:
+    """The loss of `loss.name` with advantages given per token, and the KL and entropy terms.
+
+    Called by the learner's programs with log-probabilities [R, L], entropies [R, L], the batch, and the
+    reference policy's log-probabilities (or None), it returns the loss, and metrics. The terms of the loss
+    are sums of weighted token values, those of TOKEN_METRICS sums over the trained tokens of the batch,
+    which their number divides.
+    """
+
+    config: LossConfig
+    on_policy: bool  # the ratio's denominator is the current policy itself
+    definition: Loss
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the ratio divides by the learner's probabilities before the step's first update."""
+        return self.config.old_logprobs == "recompute" and not self.on_policy
+
+    def is_moved_by(self, sample: Sample) -> bool:
+        """Return False if the sample's gradient is zero: no advantage, and no other term of the loss."""
+        if self.config.kl_coef or self.config.entropy_coef or self.definition.every_sample:
+            return bool(sample.mask.any())
+        return bool(np.any(sample.advantages[sample.mask]))
+
+    def factors(
+        self,
+        samples: Sequence[Sample],
+        weights: Sequence[np.ndarray],
+        logprobs: Sequence[np.ndarray] | None,
+        rng: np.random.Generator,
+    ) -> list[np.ndarray] | None:
+        """Return the batch factor of every token, float32 [T] a sample; None if the loss has none.
+
+        Args:
+            logprobs: of the current policy, float32 [T] a sample; None: the ratio's denominator.
+            rng: of losses that draw tokens.
+        """
+        if self.definition.batch_factor is None:
+            return None
+        factors = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+        if not any(sample.mask.any() for sample in samples):
+            return factors
+        old = [s.logprobs if s.old_logprobs is None else s.old_logprobs for s in samples]
+        new = old if logprobs is None else logprobs
+
+        def trained_values(arrays: Sequence[np.ndarray]) -> np.ndarray:
+            pairs = zip(samples, arrays, strict=True)
+            return np.concatenate([values[sample.mask] for sample, values in pairs]).astype(np.float64)
+
+        trained = TrainedTokens(
+            trained_values([sample.advantages for sample in samples]),
+            trained_values(weights),
+            trained_values(new),
+            trained_values(new if self.on_policy else old),
+        )
+        factor = self.definition.batch_factor(trained, self.config, rng)
+        start = 0
+        for sample, values in zip(samples, factors, strict=True):
+            count = int(sample.mask.sum())
+            values[sample.mask] = factor[start : start + count]
+            start += count
+        return factors
+
+    def __call__(
+        self, logprobs: jax.Array, entropies: jax.Array, batch: Batch, reference: jax.Array | None
+    ) -> tuple[jax.Array, Metrics]:
+        config = self.config
+        old = jax.lax.stop_gradient(logprobs) if self.on_policy else batch.old_logprobs
+        log_ratio = jnp.clip(logprobs - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        trained = batch.weights > 0
+        tokens = Tokens(logprobs, old, log_ratio, batch.advantages, trained, batch.segment_ids, batch.factors)
+        policy_terms, clipped = self.definition.terms(tokens, config)
+        gap = jax.lax.stop_gradient(old - batch.sampler_logprobs)
+        policy_terms, masked = corrected_for_sampler(policy_terms, gap, tokens, config)
+        terms = policy_terms
+        if config.entropy_coef > 0:  # 0 times the entropies would still cost the gradient of them
+            terms = terms - config.entropy_coef * entropies
+        values = {
+            "actor/pg_loss": policy_terms,
+            "actor/entropy": entropies,
+            "actor/ppo_kl": -log_ratio,
+            "actor/pg_clipfrac": clipped,
+            "actor/sampler_mismatch": jnp.abs(jnp.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)),
+        }
+        if masked is not None:
+            values["actor/sampler_masked"] = masked
+        if reference is not None:
+            divergence = KL_ESTIMATORS[config.kl_estimator](reference - logprobs)
+            terms = terms + config.kl_coef * divergence
+            values["actor/kl_loss"] = divergence
+        metrics = {
+            name: jnp.sum(jnp.where(trained, value, 0.0) if name in TOKEN_METRICS else batch.weights * value)
+            for name, value in values.items()
+        }
+        return jnp.sum(batch.weights * terms), metrics
+
+
+def on_policy_only(loss: LossConfig, minibatch_size: int, epochs: int) -> bool:
+    """Return whether every rollout gets exactly one update, so that old and current policy are the same."""
+    return loss.old_logprobs == "recompute" and minibatch_size == 0 and epochs == 1
+
+
+def policy_gradient(config: LossConfig, on_policy: bool) -> PolicyLoss:
+    """Return the loss of a config.
+
+    Args:
+        on_policy: see `on_policy_only`; it saves the pass that would recompute the denominator.
+
+    Raises:
+        UserError: an own loss cannot be imported, or has another signature.
+    """
+    return PolicyLoss(config, on_policy, find_loss(config.name))
+
+
+def policy_loss(config: Config) -> PolicyLoss:
+    """Return the loss of a run's training steps; simpler if every rollout gets one update."""
+    settings = config.learner
+    return policy_gradient(config.loss, on_policy_only(config.loss, settings.minibatch_size, settings.epochs))
+
+
+def negative_log_likelihood(
+    logprobs: jax.Array, entropies: jax.Array, batch: Batch, reference: jax.Array | None
+) -> tuple[jax.Array, Metrics]:
+    """Supervised fine-tuning: mean negative log-probability (nats a token)."""
+    loss = -jnp.sum(batch.weights * logprobs)
+    return loss, {"sft/entropy": jnp.sum(batch.weights * entropies)}
