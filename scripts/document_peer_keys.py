@@ -37,15 +37,16 @@ COMMON = (  # keys of this project that most runs set, in the order of the page
 )
 HEADER = """# Coming from Search-R1, verl, RLinf, TRL or Tunix
 
-For people who have a config of another trainer: the keys that most runs set and that have another name here. The
-full table has {number} keys. To ask it, give the other trainer's key: the refusal names the key of this project.
+For people who have a config of another trainer: the keys that most runs set and that have another name here.
+The full table has {number} keys. To ask it, give the other trainer's key: the refusal names the key of this
+project.
 
 ```bash
 calibadv train --config configs/own_data.yaml n_agent=5 --dry-run    # error: … rollout.group_size …
 ```
 
-The end of a name is enough, as in the table below: `n_agent` is `actor_rollout_ref.rollout.n_agent`. Search-R1
-and the CalibAdv authors' code are forks of verl and share its column. Generated from
+The end of a name is enough, as in the table below: `n_agent` is `actor_rollout_ref.rollout.n_agent`.
+Search-R1 and the CalibAdv authors' code are forks of verl and share its column. Generated from
 `calibadv_jax/config/peer_keys.py` by `python -m scripts.document_peer_keys`. All keys of this project:
 [configuration.md](configuration.md).
 
@@ -66,10 +67,10 @@ FOOTER = """
   ([layouts of question files](data.md#layouts)).
 - **Corpus and index.** Search-R1's corpus and E5 index are served by `scripts/launch_retriever.sh`
   ([retrieval service](retriever.md)).
-- **Servers.** A running Search-R1 server is used with `retriever.url=http://HOST:PORT`, without `/retrieve`.
-  Running vLLM workers: `sampler.urls` ([vLLM workers](rollouts.md#vllm-workers)).
-- **Runs.** `configs/search_r1.yaml` and `configs/rlinf.yaml` are those projects' runs in the keys of this one.
-  What cannot be the same: [differences.md](differences.md).
+- **Servers.** A running Search-R1 server is used with `retriever.url=http://HOST:PORT`, without
+  `/retrieve`. Running vLLM workers: `sampler.urls` ([vLLM workers](rollouts.md#vllm-workers)).
+- **Runs.** `configs/search_r1.yaml` and `configs/rlinf.yaml` are those projects' runs in the keys of this
+  one. What cannot be the same: [differences.md](differences.md).
 """
 
 
