@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from test_architecture import FLOORS
 
+from calibadv_jax.config import known_keys
+from calibadv_jax.metrics.catalogue import find
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "README.md",
@@ -56,6 +59,25 @@ def test_python_files_named_without_folder_exist():
     assert not [
         (page.name, name) for page in PAGES for name in NAMED_ALONE.findall(prose(page)) if name not in names
     ]
+
+
+def test_the_modules_of_the_glossary_exist():
+    lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
+    terms = [line for line in lines if line.startswith("- ")]
+    assert len(terms) > 30
+    missing = [
+        line for line in terms if not (ROOT / "calibadv_jax" / line.rpartition(" `")[2].rstrip("`")).is_file()
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["troubleshooting.md", "choosing.md", "hardware.md"])
+def test_keys_and_metrics_of_a_page_exist(name):
+    text = prose(ROOT / "docs" / name)
+    keys = set(re.findall(r"`([a-z]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", text)) - {"metrics.jsonl", "retriever.log"}
+    assert not [key for key in keys if key not in known_keys()]
+    metrics = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+)(?:/<\w+>)?`", text))
+    assert not [metric for metric in metrics if not (find(metric) or find(f"{metric}/x"))]
 
 
 def test_the_index_has_each_page_once():
