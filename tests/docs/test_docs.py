@@ -1,9 +1,11 @@
 """The pages as a whole: the index has each of them, links and named files exist."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from test_architecture import FLOORS
 
 from calibadv_jax.config import known_keys
@@ -12,7 +14,7 @@ from calibadv_jax.metrics.catalogue import find
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "README.md",
-    ROOT / "AGENTS.md",
+    *(ROOT / name for name in ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
     *sorted((ROOT / "experiments").glob("*.md")),
@@ -97,3 +99,17 @@ def test_the_table_of_packages_has_every_package_and_module():
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
     stated = {name: int(floor) for floor, names in rows for name in re.findall(r"calibadv_jax/(\w+)/", names)}
     assert stated == {name: floor for floor, names in enumerate(FLOORS, 1) for name in names}
+
+
+def test_root_files_parse_and_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation, hooks, workflow = (
+        yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+        for name in ("CITATION.cff", ".pre-commit-config.yaml", ".github/workflows/test.yml")
+    )
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert f"ruff=={hooks['repos'][0]['rev'].removeprefix('v')}" in project["optional-dependencies"]["dev"]
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert commands == ["scripts/test.sh"]
+    assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert all((ROOT / package / "py.typed").is_file() for package in ("calibadv_jax", "retriever"))
