@@ -56,7 +56,7 @@ scrape_configs:
   - job_name: calibadv
     static_configs:
       - targets: ["127.0.0.1:9464"]                       # trainer: log.prometheus
-      - targets: ["10.0.0.2:8001", "10.0.0.3:8001"]       # vLLM workers: sampler.urls
+      - targets: ["10.0.0.2:8100", "10.0.0.3:8100"]       # vLLM workers: sampler.urls
       - targets: ["127.0.0.1:8000"]                       # retrieval service: retriever.url
 ```
 """

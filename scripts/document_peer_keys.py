@@ -15,29 +15,88 @@ from calibadv_jax.config import peer_keys
 from scripts.generated_page import write_or_check
 
 PAGE = Path(__file__).resolve().parent.parent / peer_keys.PAGE
+# Trainers of a column: the authors' code of CalibAdv and Search-R1 are forks of verl.
+COLUMNS = (("verl", "Search-R1", "CalibAdv's authors"), ("RLinf",), ("TRL",), ("Tunix",))
+COMMON = (  # keys of this project that most runs set, in the order of the page
+    *("policy.path", "policy.remat", "policy.lora.rank", "data.train", "data.eval", "data.eval_limit"),
+    *("rollout.questions_per_step", "rollout.group_size", "rollout.max_searches", "rollout.max_turn_length"),
+    *("rollout.max_observation_length", "rollout.max_length", "sampler.name", "sampler.worker_args"),
+    *("retriever.url", "retriever.rerank_topk", "reward.answer", "advantage.name"),
+    *(
+        "loss.name",
+        "loss.aggregation",
+        "loss.clip_high",
+        "loss.kl_coef",
+        "loss.entropy_coef",
+        "learner.steps",
+    ),
+    *("learner.minibatch_size", "learner.epochs", "learner.microbatch_rows", "learner.optimizer.lr"),
+    *("learner.optimizer.warmup_steps", "learner.optimizer.max_grad_norm", "learner.optimizer.offload"),
+    *("mesh.fsdp", "mesh.tensor", "run.dir", "checkpoint.every", "checkpoint.keep", "evaluate.every"),
+    "log.backends",
+)
 HEADER = """# Coming from Search-R1, verl, RLinf, TRL or Tunix
 
-For people who have a config of another trainer: which key stands here for theirs. An unknown key is answered
-with the same table, also by the end of its name: `n_agent=5` as `actor_rollout_ref.rollout.n_agent=5`.
-Generated from `calibadv_jax/config/peer_keys.py` by `python -m scripts.document_peer_keys`; all keys of this
-project are in [configuration.md](configuration.md). Search-R1 and the authors' code of CalibAdv are forks of
-verl: what they share with it stands under verl.
+For people who have a config of another trainer: the keys that most runs set and that have another name here.
+The full table has {number} keys. To ask it, give the other trainer's key: the refusal names the key of this
+project.
+
+```bash
+calibadv train --config configs/own_data.yaml n_agent=5 --dry-run    # error: … rollout.group_size …
+```
+
+The end of a name is enough, as in the table below: `n_agent` is `actor_rollout_ref.rollout.n_agent`.
+Search-R1 and the CalibAdv authors' code are forks of verl and share its column. Generated from
+`calibadv_jax/config/peer_keys.py` by `python -m scripts.document_peer_keys`. All keys of this project:
+[configuration.md](configuration.md).
+
+| here | verl, Search-R1, CalibAdv's authors | RLinf | TRL | Tunix |
+|---|---|---|---|---|
+"""
+FOOTER = """
+- **Batches.** `learner.minibatch_size` counts trajectories, `learner.microbatch_rows` packed rows of
+  `learner.row_length` tokens. Rows are always packed.
+- **Lengths.** `rollout.max_turn_length` limits a turn, `rollout.max_length` the whole trajectory.
+- **Steps.** `learner.steps` is epochs × questions / `rollout.questions_per_step`. Warm-up is a number of
+  updates.
+
+## Data and servers
+
+- **Rows.** Parquet and JSON lines of Search-R1, verl, SkyRL, RLinf and TRL are read as they are:
+  `data.train=train.parquet`. The first row decides the layout
+  ([layouts of question files](data.md#layouts)).
+- **Corpus and index.** Search-R1's corpus and E5 index are served by `scripts/launch_retriever.sh`
+  ([retrieval service](retriever.md)).
+- **Servers.** A running Search-R1 server is used with `retriever.url=http://HOST:PORT`, without
+  `/retrieve`. Running vLLM workers: `sampler.urls` ([vLLM workers](rollouts.md#vllm-workers)).
+- **Runs.** `configs/search_r1.yaml` and `configs/rlinf.yaml` are those projects' runs in the keys of this
+  one. What cannot be the same: [differences.md](differences.md).
 """
 
 
 def page() -> str:
-    """The whole page."""
-    parts = [HEADER]
-    for trainer in peer_keys.PEER_KEYS:
-        parts.append(f"\n## {trainer}\n\n| {trainer} | here | note |\n|---|---|---|\n")
-        rows: dict[tuple[tuple[str, ...], str], list[str]] = {}
-        for key in peer_keys.ALL:
-            if key.trainer == trainer:
-                rows.setdefault((key.keys, key.note), []).append(key.name)
-        for (keys, note), names in rows.items():
-            left, right = (", ".join(f"`{name}`" for name in column) for column in (names, keys))
-            parts.append(f"| {left} | {right or 'none'} | {note} |\n")
-    return "".join(parts)
+    """Return the whole page."""
+    parts = [HEADER.format(number=len(peer_keys.ALL))]
+    for ours in COMMON:
+        cells = []
+        for trainers in COLUMNS:
+            keys = (key for key in peer_keys.ALL if key.trainer in trainers and ours in key.keys)
+            name = ours.rpartition(".")[2]
+            names = dict.fromkeys(
+                _shortest_end(key, ours) for key in keys if key.name.rpartition(".")[2] != name
+            )
+            cells.append(", ".join(f"`{name}`" for name in names))
+        parts.append(f"| `{ours}` | {' | '.join(cells)} |\n")
+    return "".join([*parts, FOOTER])
+
+
+def _shortest_end(peer_key: peer_keys.PeerKey, ours: str) -> str:
+    """Return the shortest end of the peer's name that is answered with our key alone."""
+    words = peer_key.name.split(".")
+    ends = (".".join(words[start:]) for start in range(len(words) - 1, 0, -1))
+    return next(
+        (end for end in ends if all(ours in key.keys for key in peer_keys.find(end)[0])), peer_key.name
+    )
 
 
 def main() -> int:

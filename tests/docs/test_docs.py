@@ -1,15 +1,20 @@
 """The pages as a whole: the index has each of them, links and named files exist."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from test_architecture import FLOORS
+
+from calibadv_jax.config import known_keys
+from calibadv_jax.metrics.catalogue import find
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "README.md",
-    ROOT / "AGENTS.md",
+    *(ROOT / name for name in ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
     *sorted((ROOT / "experiments").glob("*.md")),
@@ -58,6 +63,25 @@ def test_python_files_named_without_folder_exist():
     ]
 
 
+def test_the_modules_of_the_glossary_exist():
+    lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
+    terms = [line for line in lines if line.startswith("- ")]
+    assert len(terms) > 30
+    missing = [
+        line for line in terms if not (ROOT / "calibadv_jax" / line.rpartition(" `")[2].rstrip("`")).is_file()
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["troubleshooting.md", "choosing.md", "hardware.md"])
+def test_keys_and_metrics_of_a_page_exist(name):
+    text = prose(ROOT / "docs" / name)
+    keys = set(re.findall(r"`([a-z]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", text)) - {"metrics.jsonl", "retriever.log"}
+    assert not [key for key in keys if key not in known_keys()]
+    metrics = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+)(?:/<\w+>)?`", text))
+    assert not [metric for metric in metrics if not (find(metric) or find(f"{metric}/x"))]
+
+
 def test_the_index_has_each_page_once():
     listed = LINK.findall((ROOT / "docs/README.md").read_text(encoding="utf-8"))
     pages = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"]
@@ -75,3 +99,17 @@ def test_the_table_of_packages_has_every_package_and_module():
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
     stated = {name: int(floor) for floor, names in rows for name in re.findall(r"calibadv_jax/(\w+)/", names)}
     assert stated == {name: floor for floor, names in enumerate(FLOORS, 1) for name in names}
+
+
+def test_root_files_parse_and_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation, hooks, workflow = (
+        yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+        for name in ("CITATION.cff", ".pre-commit-config.yaml", ".github/workflows/test.yml")
+    )
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert f"ruff=={hooks['repos'][0]['rev'].removeprefix('v')}" in project["optional-dependencies"]["dev"]
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert commands == ["scripts/test.sh"]
+    assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert all((ROOT / package / "py.typed").is_file() for package in ("calibadv_jax", "retriever"))

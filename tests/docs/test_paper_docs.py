@@ -9,7 +9,9 @@ import pytest
 
 from calibadv_jax import cli
 from calibadv_jax.commands.offline_checks import mesh_sizes
+from calibadv_jax.commands.plan import make_plan
 from calibadv_jax.config import load_config
+from calibadv_jax.planning.hardware import find_target
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.run.memory import GIB, estimate_memory, peak_memory
 
@@ -49,30 +51,23 @@ def test_its_memory_is_what_the_doctor_says():
         assert value == round(peak_memory(estimate) / GIB, 1)
 
 
-def test_its_steps_are_what_its_arithmetic_gives():
-    """Update: tokens x five forward passes over the GPUs' assumed speed; and the sum of the column."""
-    speed = 8 * 989e12 * 0.3
-    columns = {"qwen2.5-3b": 1, "qwen2.5-7b": 2}
+def test_its_seconds_and_hours_are_planned():
     table = {
-        cells[1].strip(" *"): [cell.strip(" *") for cell in cells[1:]]
-        for cells in (line.split("|") for line in TEXT.splitlines() if line.startswith("|"))
+        cells[0].strip("*"): [cell.strip("*") for cell in cells[1:]]
+        for cells in (line.strip("| ").split(" | ") for line in TEXT.splitlines() if line.startswith("|"))
     }
-    for name, column in columns.items():
+    target = find_target(gpu="h100", topology="1x1x8")
+    for column, name in enumerate(("qwen2.5-3b", "llama-3.2-3b-instruct", "qwen2.5-7b")):
         config = load_config(ROOT / f"configs/paper/{name}.yaml")
-        rollout = config.rollout
-        tokens = rollout.questions_per_step * rollout.group_size * 4000
-        forward = architecture_from_hf(config.policy.init).flops_per_token(2000) * tokens / speed
-        assert int(table["update"][column]) == round(5 * forward)
-        assert int(table["prefill"][column]) == round(forward)
-        parts = (
-            "update",
-            "prefill",
-            "decoding",
-            "retrieval and reranking",
-            "publishing weights, eight swaps",
+        plan = make_plan(config, target, 0.4, tokens=4000, sampled=700)
+        for part in plan.step.parts:
+            if part.name in table:
+                assert table[part.name][column] == f"{part.seconds(target, plan.efficiency):.0f}", part.name
+        assert table["sum"][column] == f"{plan.seconds:.0f}"
+        assert table["a step (`plan`'s estimate)"][column] == f"{plan.seconds:.0f} s"
+        assert table["205 steps, one epoch, as the authors' loader ends"][column] == (
+            f"{config.learner.steps * plan.seconds / 3600:.1f} h"
         )
-        total = sum(int(table[part][column]) for part in parts)
-        assert total == int(table["sum"][column])
 
 
 @pytest.mark.parametrize("page", ["paper_run.md", "peers.md", "differences.md"])
