@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.advantages.credit import last_filled, two_sides
-from calibadv_jax.advantages.named import CARRIED, ESTIMATORS
+from calibadv_jax.advantages.estimators import ESTIMATORS
 from calibadv_jax.advantages.steps import mean_and_std
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.trajectory import NO_ACTIONS
@@ -49,7 +49,7 @@ def group_words(group: Sequence[Row], settings: Settings) -> list[str]:
         centred = f"score − mean {plain(mean)}"
         scaled = f"({centred}) / standard deviation {plain(std)}"
         words.append(f"Advantage by {name}: {scaled if _is_scaled(settings) else centred}.")
-    if any(_differ(row) for row in group) or (name in ESTIMATORS and ESTIMATORS[name].carried != CARRIED):
+    if any(_differ(row) for row in group) or (name in ESTIMATORS and ESTIMATORS[name].by_turn):
         carried = ESTIMATORS[name].carried if name in ESTIMATORS else "turns have advantages of their own"
         words.append(f"{name}: {carried}. The number of a trajectory is that of its last sampled turn.")
     elif settings.get("name") != "calibadv":
