@@ -6,9 +6,9 @@ Softening follows `advantage.softening`; the rebalance follows `rebalance_over`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,13 @@ from calibadv_jax.advantages.credit import GroupCredit, last_sampled_turn, searc
 if TYPE_CHECKING:
     from calibadv_jax.config import AdvantageConfig
 
+_PAPER = {
+    "softening": "plain",
+    "rebalance_over": "answer",
+    "rebalance_within": "group",
+    "rebalance_by": "advantage",
+    "rebalance_excess": False,
+}
 _ENOUGH = 1 / 3  # correctness from which `aggressive` takes the whole penalty away
 
 
@@ -64,10 +71,15 @@ class _Place:
     tokens: int  # sampled
 
 
+def variant_keys(settings: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a section `advantage` whose value is not the paper's; missing keys are."""
+    keys = [key for key, value in _PAPER.items() if settings.get(key, value) != value]
+    return keys + (["adjust"] if settings.get("adjust") == "clip" else [])
+
+
 def is_rebalance_variant(config: AdvantageConfig) -> bool:
-    """Whether a key of the rebalance is not the paper's; λ and the rescaled side are free there."""
-    switches = config.rebalance_over, config.rebalance_within, config.rebalance_by, config.rebalance_excess
-    return switches != ("answer", "group", "advantage", False) or config.adjust == "clip"
+    """Return whether the rebalance is not the paper's, in which λ and the rescaled side are free."""
+    return any(key != "softening" for key in variant_keys(vars(config)))
 
 
 def rebalance_variant(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[GroupCredit]:
