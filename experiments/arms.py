@@ -64,7 +64,7 @@ EACH = (
     "grpo",
     "calibadv",
     "drgrpo",
-    *(name for name in METHODS if name in ESTIMATORS[1:] or "loss-" in name),
+    *(name for name in METHODS if name in {*ESTIMATORS} - {"grpo"} or "loss-" in name),
 )
 REMEDIES = ("grpo-cliphigh", "grpo-kl0.001", "drgrpo")
 UPDATES: dict[str, dict[str, str]] = {"": {}, "-1update": {"learner.minibatch_size": "0"}}  # five, and one

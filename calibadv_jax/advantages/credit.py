@@ -1,4 +1,4 @@
-"""What every advantage algorithm produces: one advantage a turn, spread over its sampled tokens."""
+"""The result of every estimator: an advantage for each turn, spread over its sampled tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from calibadv_jax.core.trajectory import Group, Trajectory
+from calibadv_jax.core.trajectory import Group, Trajectory, Turn
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class ByToken:
     @property
     def means(self) -> np.ndarray:
         """float64 [K]; 0 for a turn without sampled tokens."""
-        return np.array([math.fsum(one) / max(1, len(one)) for one in self.turns])
+        return np.array([math.fsum(tokens) / max(1, len(tokens)) for tokens in self.turns])
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class GroupCredit:
     beside: list[list[np.ndarray]] = field(default_factory=list)
 
     def answer_advantages(self) -> list[float]:
-        """Advantage of each trajectory's last sampled turn, length G; 0 where nothing was sampled."""
+        """Return the advantage of each trajectory's last sampled turn, length G; 0 where there is none."""
         last = [last_sampled_turn(trajectory) for trajectory in self.group.trajectories]
         return [
             0.0 if index is None else float(turns[index])
@@ -50,7 +50,7 @@ class GroupCredit:
 
 
 def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | np.ndarray) -> GroupCredit:
-    """Credit that nothing has calibrated.
+    """Make uncalibrated credit of an estimate.
 
     Args:
         estimate: for each trajectory its advantage, or float64 [K] with one a turn, or one a token.
@@ -61,13 +61,13 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
     if len(estimate) != len(group.trajectories):
         raise ValueError(f"{len(estimate)} advantages for {len(group.trajectories)} trajectories")
     raw, before, beside = np.zeros(len(estimate)), [], []
-    for position, (trajectory, given) in enumerate(zip(group.trajectories, estimate, strict=True)):
+    for position, (trajectory, advantage) in enumerate(zip(group.trajectories, estimate, strict=True)):
         length = len(trajectory.turns)
-        if isinstance(given, ByToken):
-            values = given.means
-            beside.append([one - mean for one, mean in zip(given.turns, values, strict=True)])
+        if isinstance(advantage, ByToken):
+            values = advantage.means
+            beside.append([tokens - mean for tokens, mean in zip(advantage.turns, values, strict=True)])
         else:
-            values = np.asarray(given, np.float64)
+            values = np.asarray(advantage, np.float64)
         if values.shape not in ((), (length,)):
             raise ValueError(f"advantages of shape {values.shape} for a trajectory of {length} turns")
         if not np.isfinite(values).all():
@@ -75,17 +75,18 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
         before.append(np.full(length, values))
         last = last_sampled_turn(trajectory)
         raw[position] = values if values.ndim == 0 else 0.0 if last is None else values[last]
-    turns, correctness = [one.copy() for one in before], [np.zeros(len(one)) for one in before]
+    turns = [advantages.copy() for advantages in before]
+    correctness = [np.zeros(len(advantages)) for advantages in before]
     return GroupCredit(group, raw, before, turns, correctness, beside=beside)
 
 
 def no_credit(group: Group) -> GroupCredit:
-    """Nobody is praised or blamed."""
+    """Return credit in which every advantage is 0."""
     return credit_of(group, np.zeros(len(group.trajectories)))
 
 
 def last_sampled_turn(trajectory: Trajectory) -> int | None:
-    """Index of the last turn with a sampled token, whatever its kind; None if there is none.
+    """Return the index of the last turn with a sampled token, whatever its kind; None if there is none.
 
     CalibAdv's "answer turn". An empty last turn gives way to the one before it.
     """
@@ -93,35 +94,42 @@ def last_sampled_turn(trajectory: Trajectory) -> int | None:
 
 
 def last_filled(token_ids: Sequence[Sequence[int] | np.ndarray]) -> int | None:
-    """`last_sampled_turn`, of the sampled tokens of each turn."""
+    """Return `last_sampled_turn`, given the sampled tokens of each turn."""
     return next((index for index in reversed(range(len(token_ids))) if len(token_ids[index])), None)
 
 
+def sampled_turns(trajectory: Trajectory) -> list[Turn]:
+    """Return the turns up to the last sampled one, CalibAdv's answer turn; none where nothing was sampled."""
+    last = last_sampled_turn(trajectory)
+    return [] if last is None else trajectory.turns[: last + 1]
+
+
 def search_turns(trajectory: Trajectory) -> list[int]:
-    """Indices of the searches, and of other actions, before the last sampled turn."""
+    """Return the indices of the searches, and of other actions, before the last sampled turn."""
     last = last_sampled_turn(trajectory) or 0
     return [index for index in range(last) if trajectory.turns[index].is_action]
 
 
 def spread(credit: GroupCredit) -> list[np.ndarray]:
-    """Of each trajectory float32 [T], aligned with `Trajectory.response_ids`; 0 on observation tokens."""
-    found = []
-    for position, (trajectory, advantages) in enumerate(
-        zip(credit.group.trajectories, credit.turns, strict=True)
-    ):
+    """Lay the credit over tokens: for each trajectory float32 [T] like `Trajectory.response_ids`.
+
+    Observation tokens get 0.
+    """
+    advantages = []
+    for position, (trajectory, turns) in enumerate(zip(credit.group.trajectories, credit.turns, strict=True)):
         lengths = [(len(turn.token_ids), len(turn.observation_ids)) for turn in trajectory.turns]
         beside = credit.beside[position] if credit.beside else [0.0] * len(lengths)
         tokens = np.zeros(sum(map(sum, lengths)), np.float32)
         start = 0
-        for advantage, more, (num_sampled, num_observed) in zip(advantages, beside, lengths, strict=True):
+        for advantage, more, (num_sampled, num_observed) in zip(turns, beside, lengths, strict=True):
             tokens[start : start + num_sampled] = advantage + more
             start += num_sampled + num_observed
-        found.append(tokens)
-    return found
+        advantages.append(tokens)
+    return advantages
 
 
 def answer_mass(group: Group, advantages: Sequence[float]) -> tuple[float, float]:
-    """Sums over the tokens of the last sampled turns, given each trajectory's advantage there.
+    """Sum over the tokens of the last sampled turns, given each trajectory's advantage there.
 
     Returns the positive sum and the magnitude of the negative sum; both are exact to one rounding, so
     that the order of the trajectories does not matter.
@@ -135,5 +143,5 @@ def answer_mass(group: Group, advantages: Sequence[float]) -> tuple[float, float
 
 
 def two_sides(masses: Sequence[float]) -> tuple[float, float]:
-    """The positive sum and the magnitude of the negative sum, each exact to one rounding."""
+    """Return the positive sum and the magnitude of the negative sum, each exact to one rounding."""
     return math.fsum(mass for mass in masses if mass > 0), -math.fsum(mass for mass in masses if mass < 0)

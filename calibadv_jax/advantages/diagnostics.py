@@ -1,4 +1,4 @@
-"""Scalars that show what credit assignment did in a step."""
+"""Metrics of credit assignment in a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from calibadv_jax.advantages.credit import (
 
 
 def summarise(credits: Sequence[GroupCredit]) -> dict[str, float]:
-    """Metrics of a step. Shares are in [0, 1]; a mean, extreme or ratio over nothing is left out.
+    """Return the metrics of a step. Shares are in [0, 1]; a mean, extreme or ratio over nothing is left out.
 
     Under "advantage/":
         mean, max, min: over all sampled tokens, as trained on
@@ -73,15 +73,15 @@ def _answers(credits: Sequence[GroupCredit]) -> dict[str, float]:
 def _searches(credits: Sequence[GroupCredit]) -> dict[str, float]:
     judged: list[float] = []
     softened: list[bool] = []
-    blame: dict[str, list[float]] = {"before": [], "after": []}
+    masses: dict[str, list[float]] = {"before": [], "after": []}
     for credit in credits:
         for trajectory, before, turns, correctness in zip(
             credit.group.trajectories, credit.before, credit.turns, credit.correctness, strict=True
         ):
             searches = search_turns(trajectory)
             lengths = [len(turn.token_ids) for turn in trajectory.turns]
-            blame["before"] += [before[index] * lengths[index] for index in searches]
-            blame["after"] += [turns[index] * lengths[index] for index in searches]
+            masses["before"] += [before[index] * lengths[index] for index in searches]
+            masses["after"] += [turns[index] * lengths[index] for index in searches]
             softened += [turns[index] > before[index] for index in searches if before[index] < 0]
             if credit.silver and trajectory.format_valid:
                 judged += correctness[searches].tolist()
@@ -93,7 +93,7 @@ def _searches(credits: Sequence[GroupCredit]) -> dict[str, float]:
         "to_one": values > 2 / 3,
     }
     metrics = _mean("search/softened_share", softened) | _mean("correctness/mean", values)
-    metrics |= {f"search/negative_{when}": two_sides(masses)[1] + 0.0 for when, masses in blame.items()}
+    metrics |= {f"search/negative_{when}": two_sides(of_turns)[1] + 0.0 for when, of_turns in masses.items()}
     for name, members in bins.items():
         metrics |= _mean(f"correctness/{name}_share", members)
     return metrics

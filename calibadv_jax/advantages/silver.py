@@ -21,7 +21,7 @@ _MAX_SHARED_DOCUMENTS = 1
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one turn is worth by its group's silver documents, and why."""
+    """The correctness of a turn by its group's silver documents, and its reason."""
 
     correctness: float = 0.0  # in [0, 1]
     repeated: str | None = None  # what it repeats: "think of turn 1" or "documents of turn 2", counted from 1
@@ -29,7 +29,7 @@ class Judgement:
 
 
 def silver_documents(group: Group, threshold: float) -> dict[str, float]:
-    """Document id -> weight in (0, 1] of the documents that the group's best trajectories saw.
+    """Return document id -> weight in (0, 1] of the documents that the group's best trajectories saw.
 
     Best: format valid, relative score >= `threshold` and score equal to the group's maximum. A document's
     weight is the number of best trajectories that saw it over the largest such number. Empty where no
@@ -48,7 +48,7 @@ def silver_documents(group: Group, threshold: float) -> dict[str, float]:
 
 
 def judge_turns(trajectory: Trajectory, silver: dict[str, float], how: str) -> list[Judgement]:
-    """A judgement of each turn, length K; that of a turn which is no action says nothing.
+    """Judge each turn, length K; the judgement of a turn that is no action is empty.
 
     What holds for a search holds for every action; one that brings no documents is worth 0. A search turn's
     good documents are silver and not seen before in the trajectory. It is worth 0 without any, or if it
@@ -67,7 +67,7 @@ def judge_turns(trajectory: Trajectory, silver: dict[str, float], how: str) -> l
         documents = dict.fromkeys(document.id for document in turn.documents)  # a set in the order shown
         if turn.is_action:
             seen = set().union(*earlier_documents)
-            good = tuple(one for one in documents if one in silver and one not in seen)
+            good = tuple(document for document in documents if document in silver and document not in seen)
             repeated = _repeated(words, set(documents), earlier_thinks, earlier_documents)
             correctness = 0.0
             if good and repeated is None:
@@ -84,7 +84,7 @@ def _repeated(
     earlier_thinks: Sequence[Sequence[str]],
     earlier_documents: Sequence[set[str]],
 ) -> str | None:
-    """The first earlier turn that a turn repeats, documents before thinks; None where it repeats none."""
+    """Name the first earlier turn that a turn repeats, documents before thinks; None if there is none."""
     for number, shown in enumerate(earlier_documents, 1):
         if len(documents & shown) > _MAX_SHARED_DOCUMENTS:
             return f"documents of turn {number}"
@@ -95,6 +95,6 @@ def _repeated(
 
 
 def is_repetition(words: Sequence[str], earlier: Sequence[str]) -> bool:
-    """Whether 1 - edit distance / longer length > 0.5, in words; two empty texts are no repetition."""
+    """Return whether 1 - edit distance / longer length > 0.5, in words; two empty texts are no repetition."""
     limit = (max(len(words), len(earlier)) - 1) // 2  # the largest distance below half of the longer length
     return limit >= 0 and Levenshtein.distance(words, earlier, score_cutoff=limit) <= limit

@@ -81,39 +81,39 @@ VERDICTS = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of the groups whose question names supporting passages."""
+    """Groups whose question names supporting passages, and their searches."""
 
     groups: np.ndarray  # GROUP [number of groups]
     searches: np.ndarray  # SEARCH [number of searches]
 
 
 def truly_good(trajectory: Trajectory) -> list[bool]:
-    """Whether each turn shows a supporting passage that no earlier turn showed, length K."""
+    """Return whether each turn shows a supporting passage that no earlier turn showed, length K."""
     missing = set(trajectory.question.supporting_ids)
     good = []
     for turn in trajectory.turns:
-        found = missing & {document.id for document in turn.documents}
-        missing -= found
-        good.append(bool(found))
+        supporting = missing & {document.id for document in turn.documents}
+        missing -= supporting
+        good.append(bool(supporting))
     return good
 
 
 def gather(credits: Sequence[GroupCredit]) -> Evidence:
-    """The evidence of a step, in the order of its groups; those without supporting passages are left out."""
-    known = [credit for credit in credits if credit.group.question.supporting_ids]
-    groups = np.array([_group(credit) for credit in known], GROUP)
-    searches = np.array([search for credit in known for search in _searches(credit)], SEARCH)
+    """Collect the evidence of a step, in the order of its groups that have supporting passages."""
+    measurable = [credit for credit in credits if credit.group.question.supporting_ids]
+    groups = np.array([_group(credit) for credit in measurable], GROUP)
+    searches = np.array([search for credit in measurable for search in _searches(credit)], SEARCH)
     return Evidence(groups, searches)
 
 
 def join(parts: Iterable[Evidence]) -> Evidence:
-    """The evidence of several steps, at least one."""
+    """Join the evidence of several steps, at least one."""
     groups, searches = zip(*((part.groups, part.searches) for part in parts), strict=True)
     return Evidence(np.concatenate(groups), np.concatenate(searches))
 
 
 def measure(evidence: Evidence) -> dict[str, float]:
-    """MEASURES, after the numbers of groups, trajectories, searches and blamed searches.
+    """Compute MEASURES, after the numbers of groups, trajectories, searches and blamed searches.
 
     Silver documents: means over the groups that have some. Searches: shares of searches; auc is the chance
     that a truly good one has the larger correctness, ties counting half. Blame: of the searches with negative
@@ -131,7 +131,7 @@ def measure(evidence: Evidence) -> dict[str, float]:
 
 
 def verdicts(evidence: Evidence, calibadv: Evidence) -> dict[str, float]:
-    """VERDICTS on the advantages as trained; what would be a share of nothing is left out.
+    """Compute VERDICTS on the advantages as trained; what would be a share of nothing is left out.
 
     Args:
         calibadv: of the same searches, under CalibAdv.
@@ -139,12 +139,12 @@ def verdicts(evidence: Evidence, calibadv: Evidence) -> dict[str, float]:
     searches = evidence.searches
     good, advantage = searches["good"], searches["advantage"]
     mass = advantage * searches["tokens"]
-    blame, praise = np.maximum(-mass, 0), np.maximum(mass, 0)
+    negative, positive = np.maximum(-mass, 0), np.maximum(mass, 0)
     return (
         _share("good blamed", advantage[good] < 0)
         | _share("useless praised", advantage[~good] > 0)
-        | _ratio("blame on good", float(blame[good].sum()), float(blame.sum()))
-        | _ratio("praise on useless", float(praise[~good].sum()), float(praise.sum()))
+        | _ratio("blame on good", float(negative[good].sum()), float(negative.sum()))
+        | _ratio("praise on useless", float(positive[~good].sum()), float(positive.sum()))
         | _share("agreement", np.sign(advantage) == np.sign(calibadv.searches["advantage"]))
     )
 
@@ -152,7 +152,7 @@ def verdicts(evidence: Evidence, calibadv: Evidence) -> dict[str, float]:
 def _group(credit: GroupCredit) -> tuple[float, ...]:
     members = credit.group.trajectories
     supporting = set(credit.group.question.supporting_ids)
-    seen = {document.id for one in members for turn in one.turns for document in turn.documents}
+    seen = {document.id for member in members for turn in member.turns for document in turn.documents}
     return (
         len(members),
         len(supporting),
@@ -167,11 +167,11 @@ def _group(credit: GroupCredit) -> tuple[float, ...]:
 
 
 def _blame_sums(searches: np.ndarray) -> Iterator[float]:
-    """Blame and what was spared of it, of truly good and then of useless searches."""
+    """Yield blame and the spared part of it, of truly good and then of useless searches."""
     for good in (True, False):
-        blamed = searches[(searches["raw"] < 0) & (searches["good"] == good)]
-        yield float(-(blamed["raw"] * blamed["tokens"]).sum())
-        yield float(((blamed["advantage"] - blamed["raw"]) * blamed["tokens"]).sum())
+        negative = searches[(searches["raw"] < 0) & (searches["good"] == good)]
+        yield float(-(negative["raw"] * negative["tokens"]).sum())
+        yield float(((negative["advantage"] - negative["raw"]) * negative["tokens"]).sum())
 
 
 def _searches(credit: GroupCredit) -> list[tuple[float, ...]]:
@@ -222,7 +222,7 @@ def _judgements(searches: np.ndarray) -> dict[str, float]:
 
 
 def _auc(name: str, good: np.ndarray, scores: np.ndarray) -> dict[str, float]:
-    """Mann-Whitney U of the good ones over the number of pairs."""
+    """Return Mann-Whitney U of the good searches over the number of pairs."""
     num_good = int(good.sum())
     num_pairs = num_good * (len(good) - num_good)
     u = float(rankdata(scores)[good].sum()) - num_good * (num_good + 1) / 2
@@ -230,11 +230,11 @@ def _auc(name: str, good: np.ndarray, scores: np.ndarray) -> dict[str, float]:
 
 
 def _blame(searches: np.ndarray) -> dict[str, float]:
-    blamed = searches[searches["raw"] < 0]
-    good = blamed["good"]
-    softened = blamed["advantage"] > blamed["raw"]
-    before = -blamed["raw"] * blamed["tokens"]
-    spared = before + blamed["advantage"] * blamed["tokens"]
+    negative = searches[searches["raw"] < 0]
+    good = negative["good"]
+    softened = negative["advantage"] > negative["raw"]
+    before = -negative["raw"] * negative["tokens"]
+    spared = before + negative["advantage"] * negative["tokens"]
     return (
         _share("blame/good_blamed", searches["raw"][searches["good"]] < 0)
         | _share("blame/good_share", good)
@@ -247,8 +247,8 @@ def _blame(searches: np.ndarray) -> dict[str, float]:
 
 
 def _answers(groups: np.ndarray) -> dict[str, float]:
-    found: dict[str, float] = {}
+    ratios: dict[str, float] = {}
     for when in ("before", "after"):
         positive, negative = (float(groups[f"{sign}_{when}"].sum()) for sign in ("positive", "negative"))
-        found |= _ratio(f"answer/ratio_{when}", negative, positive)
-    return found
+        ratios |= _ratio(f"answer/ratio_{when}", negative, positive)
+    return ratios

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from calibadv_jax.advantages.turns import sampled_turns
+from calibadv_jax.advantages.credit import sampled_turns
 from calibadv_jax.config import LearnerConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import OPEN_THINK, behind_opening, neutralise

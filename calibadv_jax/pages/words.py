@@ -1,4 +1,4 @@
-"""Why a turn got its advantage, in words and numbers, from what the record kept of its group."""
+"""Explain a turn's advantage, in words and numbers, from the record of its group."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from calibadv_jax.advantages.calibadv_variants import variant_keys
 from calibadv_jax.advantages.credit import last_filled, two_sides
-from calibadv_jax.advantages.named import CARRIED, ESTIMATORS
+from calibadv_jax.advantages.estimators import ESTIMATORS
 from calibadv_jax.advantages.steps import mean_and_std
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.trajectory import NO_ACTIONS
@@ -19,18 +20,18 @@ Settings = Mapping[str, Any]  # the section `advantage` of the run's config
 
 
 def signed(value: float) -> str:
-    """Three places, always with a sign, and a real minus: +0.500, −1.155, 0.000."""
+    """Format with three places, always with a sign, and a real minus: +0.500, −1.155, 0.000."""
     rounded = f"{value:+.3f}".replace("-", "−")
     return "0.000" if rounded.strip("+−") == "0.000" else rounded
 
 
 def plain(value: float) -> str:
-    """Up to three places, a real minus."""
+    """Format with up to three places, a real minus."""
     return f"{round(value, 3):g}".replace("-", "−")
 
 
 def group_words(group: Sequence[Row], settings: Settings) -> list[str]:
-    """Sentences that hold for every trajectory of a group: how scores become advantages.
+    """Describe for all trajectories of a group how scores become advantages.
 
     Args:
         group: all trajectories of a question in a step.
@@ -49,7 +50,7 @@ def group_words(group: Sequence[Row], settings: Settings) -> list[str]:
         centred = f"score − mean {plain(mean)}"
         scaled = f"({centred}) / standard deviation {plain(std)}"
         words.append(f"Advantage by {name}: {scaled if _is_scaled(settings) else centred}.")
-    if any(_differ(row) for row in group) or (name in ESTIMATORS and ESTIMATORS[name].carried != CARRIED):
+    if any(_differ(row) for row in group) or (name in ESTIMATORS and ESTIMATORS[name].by_turn):
         carried = ESTIMATORS[name].carried if name in ESTIMATORS else "turns have advantages of their own"
         words.append(f"{name}: {carried}. The number of a trajectory is that of its last sampled turn.")
     elif settings.get("name") != "calibadv":
@@ -58,7 +59,7 @@ def group_words(group: Sequence[Row], settings: Settings) -> list[str]:
 
 
 def is_judged(settings: Settings) -> bool:
-    """Whether searches have a correctness, see `advantages.estimators.judges`."""
+    """Return whether searches have a correctness, see `advantages.estimators.judges`."""
     name = settings.get("name")
     return name == "calibadv" or (name in ESTIMATORS and ESTIMATORS[name].judges)
 
@@ -68,7 +69,7 @@ def _scores(group: Sequence[Row]) -> list[float]:
 
 
 def _is_of_group(settings: Settings) -> bool:
-    """Whether advantages follow from the mean, and the deviation, of the group's scores alone."""
+    """Return whether advantages follow from the mean, and the deviation, of the group's scores alone."""
     return _estimator(settings) in ("grpo", "dr_grpo") and settings.get("std_over", "group") == "group"
 
 
@@ -77,7 +78,7 @@ def _is_scaled(settings: Settings) -> bool:
 
 
 def trajectory_words(row: Row, group: Sequence[Row], settings: Settings, flaw: str) -> str:
-    """Where the trajectory's own advantage comes from; empty if the group's words say it all.
+    """Derive the trajectory's own advantage; empty if the group's words say it all.
 
     Args:
         group: all trajectories of its question in its step, itself among them.
@@ -99,7 +100,7 @@ def trajectory_words(row: Row, group: Sequence[Row], settings: Settings, flaw: s
 
 
 def _estimator(settings: Settings) -> str:
-    """Who made the advantages, before any calibration."""
+    """Return the estimator of the advantages before any calibration."""
     name = str(settings.get("name", "grpo"))
     return str(settings.get("base", "grpo")) if name == "calibadv" else name
 
@@ -107,19 +108,19 @@ def _estimator(settings: Settings) -> str:
 def _formula(name: str, settings: Settings) -> str:
     if name not in ESTIMATORS:
         return "a function of the run's own"
-    known = ("normalize_std", "std_over", "score_threshold")
+    keys = ("normalize_std", "std_over", "score_threshold")
     return ESTIMATORS[name].formula(
-        AdvantageConfig(name=name, **{key: settings[key] for key in known if key in settings})
+        AdvantageConfig(name=name, **{key: settings[key] for key in keys if key in settings})
     )
 
 
 def _differ(row: Row) -> bool:
-    """Whether turns had advantages of their own before any calibration."""
+    """Return whether turns had advantages of their own before any calibration."""
     return any(turn["advantage_raw"] != row["advantage_raw"] for turn in row["turns"])
 
 
 def turn_words(row: Row, settings: Settings) -> list[str]:
-    """One text a turn: what was done to its advantage, and why; empty where the group's words say it."""
+    """Explain the change of each turn's advantage; empty where the group's words say it."""
     last = last_sampled(row)
     words = []
     for place, turn in enumerate(row["turns"]):
@@ -127,7 +128,7 @@ def turn_words(row: Row, settings: Settings) -> list[str]:
             words.append("")
         elif not turn["token_ids"]:
             words.append("No token was sampled: nothing is trained.")
-        elif settings.get("name") != "calibadv" or _changes(settings):
+        elif settings.get("name") != "calibadv" or variant_keys(settings):
             words.append(_judgement(row, turn, settings) if turn["kind"] not in NO_ACTIONS else "")
         elif place == last:
             words.append(_answer_words(turn))
@@ -137,27 +138,12 @@ def turn_words(row: Row, settings: Settings) -> list[str]:
 
 
 def last_sampled(row: Row) -> int | None:
-    """Index of the last turn with a sampled token, CalibAdv's answer turn."""
+    """Return the index of the last turn with a sampled token, CalibAdv's answer turn."""
     return last_filled([turn["token_ids"] for turn in row["turns"]])
 
 
-_OF_THE_PAPER = {
-    "softening": "plain",
-    "rebalance_over": "answer",
-    "rebalance_within": "group",
-    "rebalance_by": "advantage",
-    "rebalance_excess": False,
-}
-
-
-def _changes(settings: Settings) -> list[str]:
-    """Settings in which CalibAdv was calibrated otherwise than in the paper."""
-    pairs = [*_OF_THE_PAPER.items(), *([("adjust", "")] if settings.get("adjust") == "clip" else [])]
-    return [f"{key}={settings[key]}" for key, value in pairs if settings.get(key, value) != value]
-
-
 def _calibration_words(group: Sequence[Row], settings: Settings) -> list[str]:
-    """What CalibAdv does to the turns of a group."""
+    """Describe CalibAdv's calibration of the turns of a group."""
     soft, rebalance = settings.get("soft_penalty", True), settings.get("rebalance", True)
     words = []
     if soft:
@@ -168,8 +154,8 @@ def _calibration_words(group: Sequence[Row], settings: Settings) -> list[str]:
             "Every correctness is 0: the group has no silver documents (no trajectory in the right format"
             f" that saw documents scored {threshold} of the largest reward or more)."
         )
-    if changes := _changes(settings):
-        return [*words, f"CalibAdv with {', '.join(changes)}: each turn shows what that made of it."]
+    if variants := [f"{key}={settings[key]}" for key in variant_keys(settings)]:
+        return [*words, f"CalibAdv with {', '.join(variants)}: each turn shows what that made of it."]
     off = [key for key, is_on in (("soft_penalty", soft), ("rebalance", rebalance)) if not is_on]
     words += [f"Switched off: advantage.{key}." for key in off]
     return words + (_rebalance_words(group, settings) if rebalance else [])
@@ -190,7 +176,7 @@ def _rebalance_words(group: Sequence[Row], settings: Settings) -> list[str]:
 
 
 def _search_words(row: Row, turn: Row, settings: Settings) -> str:
-    """Of a turn before the answer turn: soft penalty."""
+    """Explain the soft penalty of a turn before the answer turn."""
     if turn["kind"] in NO_ACTIONS:
         return f"Only actions can be softened; this turn is {turn['kind']}."
     judged = _judgement(row, turn, settings)
@@ -202,27 +188,27 @@ def _search_words(row: Row, turn: Row, settings: Settings) -> str:
 
 
 def _judgement(row: Row, turn: Row, settings: Settings) -> str:
-    """The correctness of a search, and what made it; empty where it could have none."""
+    """Explain the correctness of a search; empty where it could have none."""
     silver = dict(row["silver"])
     number = len(turn["documents"])
     if not silver or not row["format_valid"]:
         return ""
-    found = [one for one in dict.fromkeys(turn["found_silver"])]
+    ids = list(dict.fromkeys(turn["found_silver"]))
     titles = {document["id"]: document["title"] for document in turn["documents"]}
-    named = ", ".join(f"“{titles.get(one, one)}” (weight {plain(silver.get(one, 0.0))})" for one in found)
-    has_found = f"it found {_count(len(found), 'new silver document')} among its {number}: {named}"
+    named = ", ".join(f"“{titles.get(key, key)}” (weight {plain(silver.get(key, 0.0))})" for key in ids)
+    has_found = f"it found {_count(len(ids), 'new silver document')} among its {number}: {named}"
     if turn["repeated"]:
-        also = f", although {has_found}" if found else ""
+        also = f", although {has_found}" if ids else ""
         return f"Correctness 0: the search repeats the {turn['repeated']}{also}."
-    if not found:
-        seen = any(one["id"] in silver for one in turn["documents"])
+    if not ids:
+        seen = any(document["id"] in silver for document in turn["documents"])
         why = "its silver documents had been seen before" if seen else "it found no silver document"
         return f"Correctness 0: {why}."
     correctness = plain(turn["correctness"])
     how = settings.get("correctness", "fraction")
-    weights = [silver.get(one, 0.0) for one in found]
+    weights = [silver.get(key, 0.0) for key in ids]
     formula = {
-        "fraction": f"{len(found)} / {number}",
+        "fraction": f"{len(ids)} / {number}",
         "max": "the largest of these weights",
         "mean": f"{plain(math.fsum(weights))} (sum of these weights) / {number}",
     }.get(how, how)
@@ -230,7 +216,7 @@ def _judgement(row: Row, turn: Row, settings: Settings) -> str:
 
 
 def _answer_words(turn: Row) -> str:
-    """Of the last sampled turn: rebalance."""
+    """Explain the rebalance of the last sampled turn."""
     raw, after = turn["advantage_raw"], turn["advantage"]
     if raw == after or not after:
         return ""
@@ -238,7 +224,7 @@ def _answer_words(turn: Row) -> str:
 
 
 def _answer_mass(group: Sequence[Row]) -> tuple[float, float]:
-    """Positive sum and magnitude of the negative sum, before calibration, over the tokens of answer turns."""
+    """Return the uncalibrated positive sum and negative magnitude over the tokens of answer turns."""
     masses = []
     for row in group:
         last = last_sampled(row)

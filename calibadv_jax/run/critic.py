@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from calibadv_jax.advantages.gae import estimate, values_of
+from calibadv_jax.advantages.turn_estimators import critic_values, gae_and_returns
 from calibadv_jax.config import Config
 from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.learner.critic import ValueLoss, critic_learner, critic_params, learn_values, value_sample
@@ -55,8 +55,8 @@ class RunCritic:
     def update(self, groups: Sequence[Group], rng: np.random.Generator) -> dict[str, float]:
         """Learns what the scored groups came to, and tells what the values before it were worth."""
         trajectories = [one for group in groups for one in group.trajectories]
-        values = [values_of(one) for one in trajectories]
-        returns = [estimate(one, self.config.advantage)[1] for one in trajectories]
+        values = [critic_values(one) for one in trajectories]
+        returns = [gae_and_returns(one, self.config.advantage)[1] for one in trajectories]
         samples = [value_sample(*each) for each in zip(trajectories, values, returns, strict=True)]
         rate = float(self.schedule(int(self.state["updates"])))
         self.state, learned = learn_values(

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from calibadv_jax.advantages.credit import answer_mass, last_sampled_turn, two_sides
-from calibadv_jax.advantages.estimators import compute_advantages
-from calibadv_jax.advantages.named import ESTIMATORS
+from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
 from calibadv_jax.config import AdvantageConfig
 
 hypothesis = pytest.importorskip("hypothesis")

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
+
+
+def test_import_needs_neither_jax_nor_pydantic():
+    code = "import sys; import calibadv_jax.advantages.estimators; print(*sys.modules)"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loaded = {module.partition(".")[0] for module in output.split()}
+    assert "numpy" in loaded and not loaded & {"jax", "flax", "vllm", "pydantic", "omegaconf"}
 
 
 def test_groups_may_not_mix_questions(build):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages
-from calibadv_jax.advantages.gae import estimate, token_advantages, whitened
+from calibadv_jax.advantages.steps import whiten
+from calibadv_jax.advantages.turn_estimators import gae_and_returns, token_advantages
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group
@@ -38,9 +39,13 @@ def test_published_values(shared):
             for row in zip(rewards, values, strict=True)
         ]
         returns = [one + value for one, value in zip(found, values, strict=True)]
-        for ours, theirs in ((returns, "returns"), (whitened(found), "advantages")):
+        for ours, theirs in ((returns, "returns"), (whitened(*found), "advantages")):
             for row, expected in zip(ours, sampled(case["expected"][theirs]), strict=True):
                 np.testing.assert_allclose(row, expected, rtol=1e-6, atol=1e-7, err_msg=case["name"])
+
+
+def whitened(*tokens):
+    return whiten(tokens, [np.ones(len(values), int) for values in tokens])
 
 
 def turn(build, kind, values, num_observed=0):
@@ -53,7 +58,7 @@ def test_by_hand(build):
     turns = [turn(build, "search", [0.0, 0.5], num_observed=3), turn(build, "answer", [1.0, 0.0])]
     group = build.group((1.0, True, turns))
     config = replace(PLAIN, discount=0.5, gae_lambda=0.5)
-    advantages, returns = estimate(group.trajectories[0], config)
+    advantages, returns = gae_and_returns(group.trajectories[0], config)
     last = 1.0
     third = 0.5 * 0.0 - 1.0 + 0.25 * last
     second = 0.5 * 1.0 - 0.5 + 0.25 * third  # what follows the search is the answer, not the documents
@@ -61,13 +66,13 @@ def test_by_hand(build):
     assert advantages.tolist() == [first, second, third, last]
     assert returns.tolist() == [first, second + 0.5, third + 1.0, last]
     (tokens,) = compute_advantages([group], config).advantages[0]
-    (white,) = whitened([np.array([first, second, third, last])])
+    (white,) = whitened(np.array([first, second, third, last]))
     np.testing.assert_allclose(tokens, [*white[:2], 0, 0, 0, *white[2:]], rtol=1e-6)
 
 
 def test_lambda_1_is_the_score_less_the_value(build):
     group = build.group((0.7, True, [turn(build, "answer", [0.25, 0.5, 2.0])]))
-    advantages, returns = estimate(group.trajectories[0], PLAIN)
+    advantages, returns = gae_and_returns(group.trajectories[0], PLAIN)
     np.testing.assert_allclose(advantages, 0.7 - np.array([0.25, 0.5, 2.0]))
     np.testing.assert_allclose(returns, 0.7)
 

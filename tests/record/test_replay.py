@@ -12,8 +12,7 @@ import pytest
 from record_rig import keep, make_config, make_groups, unknown
 
 from calibadv_jax import cli
-from calibadv_jax.advantages.estimators import compute_advantages
-from calibadv_jax.advantages.named import ESTIMATORS
+from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.record.reader import find_step, read_step

@@ -22,7 +22,7 @@ from trainer_rig import (
     write_group,
 )
 
-from calibadv_jax.advantages.gae import estimate, values_of
+from calibadv_jax.advantages.turn_estimators import critic_values, gae_and_returns
 from calibadv_jax.config import OptimizerConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner import critic as critic_learning
@@ -76,7 +76,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
     for step in (3, 4):  # after the restart
         for one, other in zip(kept(folder, step).groups, kept(tmp_path, step).groups, strict=True):
             for mine, theirs in zip(one.trajectories, other.trajectories, strict=True):
-                np.testing.assert_array_equal(values_of(mine), values_of(theirs))
+                np.testing.assert_array_equal(critic_values(mine), critic_values(theirs))
 
 
 def test_a_step_whose_critic_fails_is_not_saved_as_the_step_before(tmp_path, monkeypatch):
@@ -115,8 +115,8 @@ def test_what_is_kept_tells_the_advantages_and_what_the_critic_learned(whole):
     found = replay(step, config)
     assert equal_turns(step.credits, found.advantages.credits, rounding=0) == (12, 12)
     trajectories = [one for group in found.groups for one in group.trajectories]
-    values = np.concatenate([values_of(one) for one in trajectories]).astype(np.float64)
-    returns = np.concatenate([estimate(one, config.advantage)[1] for one in trajectories])
+    values = np.concatenate([critic_values(one) for one in trajectories]).astype(np.float64)
+    returns = np.concatenate([gae_and_returns(one, config.advantage)[1] for one in trajectories])
     row = rows(folder)[2]
     assert row["critic/explained_variance"] == 1 - np.var(returns - values) / np.var(returns)
     assert row["critic/returns/mean"] == pytest.approx(1 / 3)  # lambda 1: the score, at every token

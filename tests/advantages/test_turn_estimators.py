@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages, describe
-from calibadv_jax.advantages.turns import standardised, to_go
+from calibadv_jax.advantages.steps import standardised, to_go
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Group
 
-RIVALS = ("gigpo", "mt_grpo", "stepsearch", "igpo", "a2tgpo", "tips")
+BY_TURN = ("gigpo", "mt_grpo", "stepsearch", "igpo", "a2tgpo", "tips")
 HALF = 1 / math.sqrt(2)  # of two values x > y: (x - mean) / std
 
 
@@ -127,7 +127,7 @@ def test_tips_sums_the_initial_policys_gains(searching):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in RIVALS if name != "igpo"])
+@pytest.mark.parametrize("name", [name for name in BY_TURN if name != "igpo"])
 def test_without_weight_it_is_grpo(searching, name):
     group = searching(
         (1.0, [["a"], []]), (0.2, [["b"]]), (0.0, []), golden=[[0.1, 0.3, 0.2], [0.1, 0.4], [1]]
@@ -135,7 +135,7 @@ def test_without_weight_it_is_grpo(searching, name):
     close(turns_of(name, group, turn_weight=0), turns_of("grpo", group))
 
 
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("name", BY_TURN)
 def test_equal_trajectories_get_exactly_nothing(searching, name):
     golden = [[0.3, 0.7, 0.7]] * 3 if name != "igpo" else [[0.3, 0.3, 0.3]] * 3
     score = 0.0 if name == "igpo" else 2 / 3
