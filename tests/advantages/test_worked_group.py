@@ -145,9 +145,10 @@ def test_the_answer_turns_and_their_mass(credit):
         assert row["advantage"] == shown(raw)
         assert row["advantage × tokens"] == shown(raw * tokens)
         assert row["after the rebalance"] == shown(value)
-    praise, blame = answer_mass(credit.group, credit.raw.tolist())
-    assert f"The praise is {praise:.0f} and the blame is {blame:.0f}." in TEXT
-    assert f"= {blame:.0f} / {praise:.0f} = {blame / praise:g}." in TEXT
+    positive, negative = answer_mass(credit.group, credit.raw.tolist())
+    text = " ".join(TEXT.split())
+    assert f"The positive mass is {positive:.0f} and the negative mass is {negative:.0f}." in text
+    assert f"= {negative:.0f} / {positive:.0f} = {negative / positive:g}." in text
 
 
 def test_the_rebalance_by_lambda_and_side(credit_of):
@@ -158,9 +159,9 @@ def test_the_rebalance_by_lambda_and_side(credit_of):
         one, two, _, four, five = map(shown, found.answer_advantages())
         assert one == two == row["answers of 1 and 2"]
         assert four == five == row["answers of 4 and 5"]
-        praise, blame = answer_mass(found.group, found.answer_advantages())
-        assert (row["praise"], row["blame"]) == (f"{praise:.0f}", f"{blame:.0f}")
-        assert row["blame / praise"] == shown(blame / praise)
+        positive, negative = answer_mass(found.group, found.answer_advantages())
+        assert (row["positive mass"], row["negative mass"]) == (f"{positive:.0f}", f"{negative:.0f}")
+        assert row["ratio"] == shown(negative / positive)
 
 
 def test_the_result(credit_of, credit):

@@ -77,3 +77,30 @@ def test_links_lead_somewhere(page):
     assert not [link for link in links if not (ROOT / "docs" / link).exists()]
     named = re.findall(r"`((?:tests|configs|scripts)/[^` ]+\.\w+)`", text)
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_lora_learning_rates_match_the_configs():
+    page = (ROOT / "docs/lora.md").read_text(encoding="utf-8")
+    shown, times, paper, real_times = re.search(
+        r"lr: (\S+)}\s+# (\d+) times the paper's (\S+); configs/real_lora.yaml: (\d+) times", page
+    ).groups()
+    rates = {
+        name: load_config(ROOT / f"configs/{name}.yaml").learner.optimizer.lr
+        for name in ("paper/qwen2.5-3b", "real", "real_lora")
+    }
+    assert float(paper) == rates["paper/qwen2.5-3b"]
+    assert float(shown) == pytest.approx(float(times) * rates["paper/qwen2.5-3b"])
+    assert rates["real_lora"] == pytest.approx(float(real_times) * rates["real"])
+
+
+def test_data_files_of_configs_have_a_source():
+    configs = sorted((ROOT / "configs").rglob("*.yaml"))
+    comments = [line for path in configs for line in path.read_text("utf-8").splitlines() if line[:1] == "#"]
+    sources = "\n".join([TEXT, *comments])
+    files = set()
+    for path in configs:
+        if path.name != "retriever.yaml":
+            data = load_config(path).data
+            files |= {file for file in (data.train, data.eval) if str(file).startswith("data/")}
+    assert files
+    assert not [file for file in files if f"{Path(file).parent}/" not in sources]

@@ -43,12 +43,7 @@ def test_options_that_it_names_exist():
     known = set(make_parser()._option_string_actions)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", TEXT))
     assert len(named) > 25
-    others = {
-        "--retry",
-        "--retry-all-errors",
-        "--output",
-        "--seconds",
-    }  # curl, scripts/download.py, a benchmark
+    others = {"--retry", "--retry-all-errors", "--output"}  # curl, scripts/download.py
     assert named - known == others
 
 
