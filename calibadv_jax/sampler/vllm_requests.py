@@ -76,7 +76,7 @@ def error_message(body: bytes) -> str:
     """What vLLM says, on one line, without its advice to read a stack trace."""
     try:
         message = str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         message = body.decode(errors="replace")
     return " ".join(message.split()).split(", please check the stack trace")[0][:600]
 
