@@ -62,7 +62,7 @@ def mcp_actions(
     for name in config.tools:
         if name not in known:
             raise UserError(
-                f"tools: {server.where} has no tool {name!r}; it has {', '.join(known) or 'none'}"
+                f"tools: {server.where} has no tool {name!r}; it has {printable(', '.join(known)) or 'none'}"
             )
     names = config.tools or list(known)
     server.agreed = {name: known[name].input_schema for name in names}
