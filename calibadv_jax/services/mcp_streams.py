@@ -141,7 +141,7 @@ def _id_in(line: str) -> int | None:
 
 
 async def bound_reply(response: Any) -> None:
-    """Hook of the package's HTTP client: a JSON reply is read to a limit, and without lone surrogates."""
+    """Hook of the package's HTTP client: a reply is read to a limit, and without lone surrogates."""
     from httpx2 import StreamError
 
     read = response.aiter_bytes
@@ -152,5 +152,6 @@ async def bound_reply(response: Any) -> None:
         except BadReply as error:
             raise StreamError(str(error)) from error
 
-    if response.headers.get("content-type", "").lower().startswith("application/json"):
+    # Of a stream the package itself bounds each event.
+    if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
         response.aiter_bytes = read_whole

@@ -213,3 +213,32 @@ def test_reply_over_http_is_bounded(monkeypatch, zipped):
         Server.body = b" " * (2**26 + 1)
         (failed,) = results(action, "x")
     assert type(failed) is RequestFailed and "the reply is longer than 64 MiB" in str(failed)
+
+
+@pytest.mark.parametrize("bad", [(RESULT % "\\ud83d").encode(), b"x" * (2**26 + 1)], ids=["emoji", "long"])
+def test_unreadable_event_fails_its_call_alone(monkeypatch, bad):
+    monkeypatch.setattr(waiting, "BAD_REPLIES", 1)
+    openings = []
+
+    class Events(OverHttp):
+        def reply(self, status, content, headers=None):
+            if headers:
+                content, headers = b"data: " + content + b"\n\n", {"Content-Type": "text/event-stream"}
+            elif b'"protocolVersion"' in json.dumps(content if status == 200 else 0).encode():
+                openings.append(status)
+            super().reply(status, content, headers)
+
+    with serving(Events) as url:
+        (action,) = mcp_tools.mcp_actions(McpConfig(url=f"{url}/mcp", timeout=20, patience=20), 0)
+
+        async def ask():
+            outcomes = []
+            for body in (bad, (RESULT % "fine").encode()):
+                Events.body = body
+                outcomes += await asyncio.gather(action.call({"text": "x"}), return_exceptions=True)
+            await action.close()
+            return outcomes
+
+        failed, good = asyncio.run(ask())
+    assert type(failed) is RequestFailed and good.text == "fine"
+    assert len(openings) == 2  # one for the tools, and one for both calls
