@@ -261,7 +261,7 @@ class _Connection:
         self.is_lost = True
         self._closing.set()
         if self._task is not None:
-            if self._client.done():  # what is still opening does not wait for `_closing`
+            if not self._client.cancel():  # what is still opening does not wait for `_closing`
                 await asyncio.wait({self._task}, timeout=CLOSING)
             self._task.cancel()
             with suppress(BaseException):
