@@ -32,8 +32,9 @@ FLOORS: tuple[set[str], ...] = (
     {"commands", "tools"},
 )
 OPTIONAL = {
-    # tensorboardX is always there, but imports torch.
-    "calibadv_jax": {"matplotlib", "mcp", "mlflow", "prometheus_client", "tensorboardX", "vllm", "wandb"},
+    # tensorboardX is always there, but imports torch; httpx2 and mcp_types come with mcp.
+    "calibadv_jax": {"matplotlib", "mcp", "mlflow", "prometheus_client", "tensorboardX", "vllm", "wandb"}
+    | {"httpx2", "mcp_types"},
     "retriever": {"bm25s", "faiss", "jax", "qdrant_client", "sentence_transformers", "torch"},
 }
 LAUNCHERS = {  # --help needs nothing installed, and the number of threads is set before NumPy loads

@@ -7,6 +7,7 @@ the environment replies to an action with ``<information>…</information>``.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,6 +77,8 @@ QUERY_REFUSED = (
 )
 NOTHING_FOUND = "No results found."  # what a search that finds no documents shows
 
+# Of JSON: a pair of surrogates, a lone one (group 1), or another escape.
+_ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
 _OPEN_THINK = re.compile(r"<(think)>")
 _ANY_TAG = re.compile(r"<\s*+/?+\s*+[A-Za-z]\w*+[^<>]*+>")
 _LONGEST_TAG = 40  # letters of an unknown tag in a message
@@ -278,6 +281,19 @@ def well_formed(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def well_formed_json(body: bytes) -> bytes:
+    """JSON whose lone surrogates, and whatever is not UTF-8, are U+FFFD: strict parsers refuse it all."""
+    return _ESCAPE.sub(
+        lambda escape: rb"\ufffd" if escape[1] else escape[0], body.decode(errors="replace").encode()
+    )
+
+
+def printable(text: str) -> str:
+    """One line without control characters."""
+    words = " ".join(text.split())
+    return "".join(one for one in words if unicodedata.category(one) not in ("Cc", "Cf", "Cs"))
 
 
 def _defused(tag: re.Match[str]) -> str:

@@ -80,7 +80,7 @@ def read_questions(
                 fields = replace(fields, answers=_split(fields.answers, columns.separator))
             yield where, _question(fields, where, prompts)
         except NoAnswer as reason:
-            reason.source = str(row.get("data_source") or layout.source or source)
+            reason.source = well_formed(str(row.get("data_source") or layout.source or source))
             yield where, reason
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import unicodedata
 from collections.abc import Iterator, Sequence
 
+from calibadv_jax.core.tags import printable
 from calibadv_jax.core.trajectory import NO_ACTIONS, Document, Group, Trajectory
 
 NARROWEST = 60  # columns; a terminal may report fewer, or none
@@ -16,12 +16,6 @@ ENDINGS = {  # kind of the last turn of a trajectory without an answer -> why th
     "invalid": "its last turn neither searches nor answers",
     "unfinished": "its last turn was cut (rollout.max_turn_length, rollout.max_length)",
 }
-
-
-def printable(text: str) -> str:
-    """One line without control characters."""
-    words = " ".join(text.split())
-    return "".join(one for one in words if unicodedata.category(one) not in ("Cc", "Cf", "Cs"))
 
 
 def cut(line: str, width: int) -> str:

@@ -53,7 +53,12 @@ def neutralise_documents(
     """Retrieved documents as they may be shown and kept."""
     extra = added_token_strings(tokenizer)
     return tuple(
-        replace(d, title=neutralise(d.title, extra, grammar), text=neutralise(d.text, extra, grammar))
+        replace(
+            d,
+            id=well_formed(d.id),
+            title=neutralise(d.title, extra, grammar),
+            text=neutralise(d.text, extra, grammar),
+        )
         for d in documents
     )
 
@@ -72,7 +77,6 @@ def neutralise_reply(
         documents = tuple(
             replace(
                 d,
-                id=well_formed(d.id),
                 title=cut_early(well_formed(d.title), tokenizer, max_length),
                 text=cut_early(well_formed(d.text), tokenizer, max_length),
             )

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import inspect
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from calibadv_jax.config import Config, McpConfig, ToolConfig
@@ -13,11 +15,13 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.own_function import failure, own_function
 from calibadv_jax.core.tags import NAME, RESERVED
+from calibadv_jax.metrics.console import Console
 from calibadv_jax.rollout.actions import Access, OwnAction, Search
 from calibadv_jax.rollout.prompts import ACTIONS, FROM_DATA
 from calibadv_jax.services.mcp_tools import mcp_actions
 
 DEFAULT = [ToolConfig("search")]
+LOG = "mcp.log"  # in the run's folder: what the programs of MCP servers write to standard error
 EXPECTED = "a class that is called without arguments, as in examples/own_tool.py"
 
 
@@ -31,16 +35,28 @@ def make_actions(config: Config) -> tuple[Action, ...]:
     """
     if config.tools == DEFAULT:
         return ()
-    return _made(json.dumps([dataclasses.asdict(tool) for tool in config.tools]))
+    tools = json.dumps([dataclasses.asdict(tool) for tool in config.tools])
+    made = _made(tools, Path(config.run.dir) / LOG, config.log.progress)
+    if isinstance(made, UserError):
+        raise made
+    return made
 
 
 @functools.cache
-def _made(tools: str) -> tuple[Action, ...]:
+def _made(tools: str, log: Path, progress: bool) -> tuple[Action, ...] | UserError:
+    """The actions, or why there are none: a server that does not answer is waited for once."""
+    try:
+        return _make(tools, log, Console(progress).warn)
+    except UserError as error:
+        return error
+
+
+def _make(tools: str, log: Path, warn: Callable[[str], object]) -> tuple[Action, ...]:
     actions: list[Action] = []
     for values in json.loads(tools):
         mcp = values.pop("mcp")
         tool = ToolConfig(**values, mcp=mcp and McpConfig(**mcp))
-        found = mcp_actions(tool.mcp, tool.max_length) if tool.mcp else [_of_name(tool)]
+        found = mcp_actions(tool.mcp, tool.max_length, log, warn) if tool.mcp else [_of_name(tool)]
         for action in found:
             _check(action, tool, actions)
             actions.append(action)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from calibadv_jax.core.interfaces import Completion, SamplingParams
+from calibadv_jax.core.tags import printable
 from calibadv_jax.core.trajectory import StopReason
 from calibadv_jax.sampler.stopping import StopRule
 
@@ -76,9 +77,9 @@ def error_message(body: bytes) -> str:
     """What vLLM says, on one line, without its advice to read a stack trace."""
     try:
         message = str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         message = body.decode(errors="replace")
-    return " ".join(message.split()).split(", please check the stack trace")[0][:600]
+    return printable(message).split(", please check the stack trace")[0][:600]
 
 
 def _continued_seed(seed: int, done: int) -> int:

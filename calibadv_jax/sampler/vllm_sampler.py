@@ -27,7 +27,7 @@ from calibadv_jax.core.trajectory import StopReason
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_requests import completion_request, error_message, read_completion
 from calibadv_jax.sampler.vllm_worker import ask_alive, ask_label
-from calibadv_jax.services.http_client import Unreachable, limit, open_session, post, watched
+from calibadv_jax.services.http_client import BadReply, Unreachable, limit, open_session, post, watched
 
 PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
 WATCH_PAUSE = 10.0  # seconds between two looks at whether workers that are asked something are still there
@@ -378,7 +378,7 @@ class VllmSampler:
             reply = await post(self._http, worker.url + route, **arguments)
             if reply.status == 200:
                 return json.loads(reply.body)
-        except (Unreachable, ValueError) as error:
+        except (BadReply, Unreachable, ValueError, RecursionError) as error:
             raise WorkerLost(f"{route}: {error}") from error
         message = error_message(reply.body)
         if REFUSAL in message:

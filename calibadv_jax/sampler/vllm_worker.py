@@ -31,7 +31,7 @@ from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.files import write_text
 from calibadv_jax.sampler.vllm_command import FLAVOURS, server_command
 from calibadv_jax.services.child_process import ChildService
-from calibadv_jax.services.http_client import Unreachable, limit, request
+from calibadv_jax.services.http_client import BadReply, Unreachable, limit, request
 from calibadv_jax.services.waiting import Present, wait_for_any
 
 ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
@@ -218,14 +218,13 @@ async def ask_label(http: aiohttp.ClientSession, url: str) -> Any:
         Unreachable: it does not answer.
         UserError: it is no worker.
     """
-    reply = await request(
-        http, "GET", f"{url}/weight_info", headers={"connection": "close"}, timeout=limit(ASK_SECONDS)
-    )
-    if reply.is_away:
-        raise Unreachable(f"status {reply.status}")
+    alone = {"connection": "close"}
     try:
+        reply = await request(http, "GET", f"{url}/weight_info", headers=alone, timeout=limit(ASK_SECONDS))
+        if reply.is_away:
+            raise Unreachable(f"status {reply.status}")
         return json.loads(reply.body)["weight_version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (BadReply, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{url}: no /weight_info; start the worker with scripts/launch_vllm_worker.sh"
         ) from error
@@ -238,7 +237,10 @@ async def ask_alive(http: aiohttp.ClientSession, url: str) -> None:
         Unreachable: it does not answer, or says that its engine is dead.
     """
     alone = {"connection": "close"}
-    reply = await request(http, "GET", f"{url}/health", headers=alone, timeout=limit(ASK_SECONDS))
+    try:
+        reply = await request(http, "GET", f"{url}/health", headers=alone, timeout=limit(ASK_SECONDS))
+    except BadReply as error:
+        raise Unreachable(f"/health: {error}") from error
     if reply.is_away:
         raise Unreachable(f"/health: status {reply.status}")
 

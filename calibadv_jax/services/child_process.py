@@ -71,8 +71,7 @@ class ChildService:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.TemporaryDirectory(prefix="service-")
         arguments = ["--port", "0", "--port_file", str(self._port_file), "--parent_pid", str(os.getpid())]
-        if self.log_path.is_file() and self.log_path.stat().st_size > LONGEST_LOG:
-            self.log_path.replace(self.log_path.with_name(f"{self.log_path.name}.old"))
+        set_aside(self.log_path)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self.process = subprocess.Popen(
@@ -126,6 +125,12 @@ class ChildService:
     def _port_file(self) -> Path:
         assert self._folder is not None
         return Path(self._folder.name) / "port"
+
+
+def set_aside(log: Path) -> None:
+    """A log that is longer than LONGEST_LOG becomes FILE.old, in place of an older one."""
+    if log.is_file() and log.stat().st_size > LONGEST_LOG:
+        log.replace(log.with_name(f"{log.name}.old"))
 
 
 def _cause(log: str) -> str:

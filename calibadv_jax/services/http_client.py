@@ -7,21 +7,30 @@ each request (encode/httpx#3215), which took more of a core than the agent loop 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import aiohttp
+from pydantic import BaseModel, ValidationError
 
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import well_formed_json
 
 AWAY = (408, 425, 429, 502, 503, 504)  # it says itself that a later attempt may succeed
 NO_SUCH_METHOD = 501
 KEEPALIVE_SECONDS = 2.0  # below the servers' five: so none closes a connection that is just being reused
 
+LONGEST_REPLY = 2**26  # bytes, decompressed: 256 queries with 256 KiB of documents each
+
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+
+
+class BadReply(Exception):
+    """A service answered, but not what its contract says."""
 
 
 class Unreachable(Exception):
@@ -72,28 +81,64 @@ class Reply:
         """Seconds that the service asks to wait for; 0: it does not say."""
         return _seconds(self.headers.get("Retry-After", ""))
 
+    def parse(self, kind: type[M]) -> M:
+        """The body as an object; lone surrogates and what is not UTF-8 become U+FFFD.
+
+        Raises:
+            ValidationError: it is not JSON, or no such object.
+        """
+        try:
+            return kind.model_validate_json(self.body)
+        except ValidationError:
+            whole = well_formed_json(self.body)
+            if whole == self.body:
+                raise
+            return kind.model_validate_json(whole)
+
 
 async def post(http: aiohttp.ClientSession, url: str, **arguments: Any) -> Reply:
     """The reply to a request; see `request`."""
     return await request(http, "POST", url, **arguments)
 
 
-async def request(http: aiohttp.ClientSession, method: str, url: str, **arguments: Any) -> Reply:
+async def request(
+    http: aiohttp.ClientSession, method: str, url: str, longest: int = LONGEST_REPLY, **arguments: Any
+) -> Reply:
     """The reply to a request; a redirection is a reply like any other.
 
+    Args:
+        longest: bytes of the reply, decompressed.
+
     Raises:
+        BadReply: it is longer.
         Unreachable: no whole reply.
         UserError: this is no URL.
     """
     try:
         async with http.request(method, url, allow_redirects=False, **arguments) as response:
-            return Reply(response.status, await response.read(), response.headers)
+            body = await read_all(response.content.iter_any(), longest)
+            return Reply(response.status, body, response.headers)
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
         raise UserError(f"{url}: not a URL; give one such as http://127.0.0.1:8000") from error
     except TimeoutError as error:
         raise Unreachable("no whole reply in time") from error
     except aiohttp.ClientError as error:
         raise Unreachable(f"{type(error).__name__} {error}".strip()) from error
+
+
+async def read_all(parts: AsyncIterator[bytes], longest: int = LONGEST_REPLY) -> bytes:
+    """The parts of a reply in one, each of which is decompressed when it is read.
+
+    Raises:
+        BadReply: they are longer than so many bytes.
+    """
+    read, length = [], 0
+    async for part in parts:
+        length += len(part)
+        if length > longest:
+            raise BadReply(f"the reply is longer than {longest / 2**20:g} MiB")
+        read.append(part)
+    return b"".join(read)
 
 
 async def watched(reply: Coroutine[Any, Any, T], look: Callable[[], Awaitable[object]], pause: float) -> T:

@@ -23,12 +23,13 @@ from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.tags import well_formed
 from calibadv_jax.core.trajectory import Question, Trajectory
-from calibadv_jax.services.http_client import Reply, Unreachable, open_session, request
+from calibadv_jax.services.http_client import BadReply, Reply, Unreachable, open_session, request
 from calibadv_jax.services.retriever_replies import excerpt
 from calibadv_jax.services.waiting import BAD_REPLIES, Waits, no_answer
 
 TOKEN_VARIABLE = "JUDGE_TOKEN"
 REMEMBERED = 100_000  # verdicts
+LONGEST_REPLY = 2**22  # bytes: up to `max_concurrency` of them are read at once
 PROMPT = (
     "You judge answers to questions. You are given a JSON object with the fields question, golden_answers"
     " (each of them is right) and answer. Say yes if the answer means the same as one of the golden"
@@ -57,7 +58,7 @@ class _Completion(BaseModel):
     choices: list[_Choice] = Field(min_length=1)
 
 
-class _NoVerdict(Exception):
+class _NoVerdict(BadReply):
     """The endpoint answered, but not with a verdict."""
 
 
@@ -132,7 +133,7 @@ class JudgeClient:
                         f"{no_answer(self.config.patience)} ({error}); start the endpoint, or correct"
                         " reward.judge.url"
                     ) from error
-            except _NoVerdict as error:
+            except BadReply as error:
                 if not await waits.for_a_good_reply():
                     raise self._failed(f"no verdict in {BAD_REPLIES} attempts: {error}") from error
 
@@ -148,10 +149,11 @@ class JudgeClient:
             "temperature": 0,
             "max_tokens": self.config.max_tokens,
         }
-        reply = await request(self._http, "POST", f"{self.url}/chat/completions", json=body)
+        url = f"{self.url}/chat/completions"
+        reply = await request(self._http, "POST", url, LONGEST_REPLY, json=body)
         self._check_status(reply)
         try:
-            choice = _Completion.model_validate_json(reply.body).choices[0]
+            choice = reply.parse(_Completion).choices[0]
         except ValidationError as error:
             raise _NoVerdict(
                 f"the reply is no chat completion ({excerpt(reply.body)}); correct reward.judge.url"

@@ -8,19 +8,22 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import os
 import re
 import shlex
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from calibadv_jax.config import McpConfig
-from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
+from calibadv_jax.core.errors import ActionRefused, EnvironmentFailure, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
-from calibadv_jax.core.tags import well_formed
+from calibadv_jax.core.tags import printable, well_formed
 from calibadv_jax.core.trajectory import Document
+from calibadv_jax.services.http_client import LONGEST_REPLY
+from calibadv_jax.services.mcp_streams import ServerLog, bound_reply, checked, excerpt
 from calibadv_jax.services.waiting import Waits, run_to_its_end
 
 TOKEN_VARIABLE = "MCP_TOKEN"
@@ -29,6 +32,8 @@ CLOSING = 10.0  # seconds that a connection may take to end
 LONGEST_PURPOSE = 300  # letters of a tool's own description that stand in the prompt
 MOST_BRACKETS = 100  # of a body
 INVALID_PARAMS, CONNECTION_CLOSED = -32602, -32000  # JSON-RPC's and MCP's codes
+SESSION_ENDED, UNREADABLE_EVENT = "Session terminated", "SSE stream failed"  # messages of the package
+LOGGERS = ("mcp", "client")  # of the package
 
 T = TypeVar("T")
 
@@ -37,28 +42,46 @@ class Lost(Exception):
     """The server cannot be reached, or its connection has ended."""
 
 
-def mcp_actions(config: McpConfig, max_length: int) -> list[Action]:
+def mcp_actions(
+    config: McpConfig,
+    max_length: int,
+    log: Path | None = None,
+    warn: Callable[[str], object] = lambda _: None,
+) -> list[Action]:
     """The tools of a server that are on; the server is started, or asked, and left again.
+
+    Args:
+        log: the standard error of the server's program is added to it; see `ServerLog`.
+        warn: told once if the program writes to its standard output what is no message.
 
     Raises:
         UserError: the package is missing, the server cannot be started or reached, or has no such tool.
     """
-    server = McpServer(config)
+    server = McpServer(config, log, warn)
     known = {tool.name: tool for tool in run_to_its_end(server.tools)}
     for name in config.tools:
         if name not in known:
             raise UserError(
-                f"tools: {server.where} has no tool {name!r}; it has {', '.join(known) or 'none'}"
+                f"tools: {server.where} has no tool {name!r}; it has {printable(', '.join(known)) or 'none'}"
             )
-    return [McpAction(server, known[name], max_length) for name in config.tools or known]
+    names = config.tools or list(known)
+    server.agreed = {name: known[name].input_schema for name in names}
+    return [McpAction(server, known[name], max_length) for name in names]
 
 
 class McpServer:
     """A server and its connection, which belongs to the event loop that runs when it is asked."""
 
-    def __init__(self, config: McpConfig):
-        self.config = config
+    def __init__(
+        self,
+        config: McpConfig,
+        log: Path | None = None,
+        warn: Callable[[str], object] = lambda _: None,
+    ):
+        self.config, self._log, self._warn = config, log, warn
         self.where = f"MCP server {config.url or config.command}"
+        self.agreed: dict[str, Any] = {}  # schemas by tool: each connection must have these
+        self._has_warned = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: _Connection | None = None
         self._opening = asyncio.Lock()
@@ -69,20 +92,10 @@ class McpServer:
         Raises:
             UserError: it cannot be started or reached.
         """
-
-        async def ask(client: Any) -> list[Any]:
-            found, cursor = [], None
-            while True:
-                page = await client.list_tools(cursor=cursor)
-                found += page.tools
-                cursor = page.next_cursor
-                if not cursor:
-                    return found
-
         try:
             # A program that ends at once, such as one whose script is missing, is not waited for.
             patience = 0.0 if self.config.command else min(self.config.patience, START_PATIENCE)
-            return await self._ask("", ask, patience)
+            return await self._ask("", _list_tools, patience)
         except RequestFailed as error:
             advice = (
                 "start it, or correct tools[].mcp.url" if self.config.url else "correct tools[].mcp.command"
@@ -100,12 +113,23 @@ class McpServer:
         Raises:
             ActionRefused: the server does not take these arguments.
             RequestFailed: it was away for longer than `config.patience`, or did not answer in time.
+            EnvironmentFailure: it no longer has the tools that it had at the start.
         """
 
         async def ask(client: Any) -> Any:
             return await client.call_tool(tool, dict(arguments))
 
-        return await self._ask(action, ask, self.config.patience)
+        try:
+            result = await self._ask(action, ask, self.config.patience)
+        except ActionRefused:
+            await self._compare_now(action)
+            raise
+        if result.is_error:  # of the tool, or because it is gone
+            await self._compare_now(action)
+        return result
+
+    async def _compare_now(self, action: str) -> None:
+        self._compare(await self._ask(action, _list_tools, self.config.patience))
 
     async def _ask(self, action: str, ask: Callable[[Any], Awaitable[T]], patience: float) -> T:
         waits = Waits(patience)
@@ -130,9 +154,34 @@ class McpServer:
             if self._connection is None or self._connection.is_lost:
                 if self._connection is not None:
                     await self._connection.close()
-                self._connection = _Connection(self.config)
+                self._connection = _Connection(self.config, self._log, self._warn_once)
                 await self._connection.open()
+            if self.agreed and not self._connection.is_compared:
+                self._compare(await self._connection.ask(_list_tools, self.config.timeout))
+                self._connection.is_compared = True
             return self._connection
+
+    def _compare(self, tools: list[Any]) -> None:
+        """
+        Raises:
+            EnvironmentFailure: a tool that is on is gone, or has another schema.
+        """
+        schemas = {tool.name: tool.input_schema for tool in tools}
+        for name, schema in self.agreed.items():
+            if name not in schemas or schemas[name] != schema:
+                change = "has another schema than at the start of this run" if name in schemas else "is gone"
+                raise EnvironmentFailure(
+                    f"{self.where}: its tool {name!r} {change}; serve the tools that the run began with, or"
+                    " begin another run"
+                )
+
+    def _warn_once(self, line: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"{self.where} writes to its standard output what is no message of MCP ({line!r}), and is not"
+                " heard there; have it write to standard error"
+            )
 
     async def close(self) -> None:
         """Ends the connection of the running event loop, and the server that it started."""
@@ -141,15 +190,27 @@ class McpServer:
             self._connection = None
 
 
+async def _list_tools(client: Any) -> list[Any]:
+    tools, cursor = [], None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if not cursor:
+            return tools
+
+
 class _BadReply(Exception):
-    """The server answered with an error that is not about the arguments."""
+    """The server answered with an error that is not about the arguments, or with what cannot be read."""
 
 
 class _Connection:
     """A session with a server, in a task of its own: what opens it must also end it."""
 
-    def __init__(self, config: McpConfig):
+    def __init__(self, config: McpConfig, log: Path | None, warn: Callable[[str], object]):
         self.config, self.is_lost = config, False
+        self.is_compared = False  # its tools with those of the start
+        self._log, self._warn = log, warn
         self._closing = asyncio.Event()
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -181,10 +242,15 @@ class _Connection:
         except errors as error:
             if error.code == INVALID_PARAMS:
                 raise ActionRefused(error.message) from error
-            if error.code != CONNECTION_CLOSED:
-                raise _BadReply(f"error {error.code}: {' '.join(error.message.split())[:200]}") from error
+            is_unread = error.message.startswith(UNREADABLE_EVENT)
+            if is_unread or (error.code != CONNECTION_CLOSED and error.message != SESSION_ENDED):
+                raise _BadReply(f"error {error.code}: {excerpt(error.message)}") from error
             self.is_lost = True
             raise Lost("the connection has ended") from error
+        except (ValueError, RuntimeError) as error:  # a result against its schema
+            if self.is_lost:
+                raise Lost(_reason(error)) from error
+            raise _BadReply(_reason(error)) from error
         except Exception as error:  # the package raises whatever its connection does
             if limit.expired():
                 raise
@@ -195,26 +261,28 @@ class _Connection:
         self.is_lost = True
         self._closing.set()
         if self._task is not None:
-            await asyncio.wait({self._task}, timeout=CLOSING)
+            if not self._client.cancel():  # what is still opening does not wait for `_closing`
+                await asyncio.wait({self._task}, timeout=CLOSING)
             self._task.cancel()
             with suppress(BaseException):
                 await self._task
 
     async def _keep(self) -> None:
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-            try:
-                async with _client(self.config, log) as client:
-                    self._client.set_result(client)
-                    await self._closing.wait()
-            except BaseException as error:  # whatever it is, the one who waits must know
-                if not self._client.done():
-                    self._client.set_exception(self._failure(error, log))
-                if isinstance(error, asyncio.CancelledError):
-                    raise
-            finally:
-                self.is_lost = True
+        log = ServerLog(self._log, self._warn)
+        try:
+            async with _client(self.config, log) as client:
+                self._client.set_result(client)
+                await self._closing.wait()
+        except BaseException as error:  # whatever it is, the one who waits must know
+            if not self._client.done():
+                self._client.set_exception(self._failure(error, log))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            self.is_lost = True
+            log.close()
 
-    def _failure(self, error: BaseException, log: Any) -> Exception:
+    def _failure(self, error: BaseException, log: ServerLog) -> Exception:
         if isinstance(error, UserError):
             return error
         if isinstance(error, FileNotFoundError | PermissionError) and self.config.command:
@@ -222,15 +290,14 @@ class _Connection:
                 f"tools: {self.config.command!r} cannot be started ({error.strerror}); correct"
                 " tools[].mcp.command"
             )
-        log.seek(0)
-        said = log.read().strip().splitlines()[-1:]
-        return Lost(f"{_reason(error)}{f' ({said[0][:200]})' if said else ''}")
+        line = log.last_line()
+        return Lost(f"{_reason(error)}{f' ({line})' if line else ''}")
 
 
 def _reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return " ".join(f"{type(error).__name__} {error}".split())[:300]
+    return printable(f"{type(error).__name__} {error}"[:1000])[:300]
 
 
 def _package() -> Any:
@@ -240,26 +307,31 @@ def _package() -> Any:
         raise UserError(
             "tools: mcp needs the package mcp, which is not installed: pip install 'calibadv-jax[mcp]'"
         ) from error
+    for logger in LOGGERS:  # they write tracebacks with what a server sends
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
     return mcp
 
 
-def _client(config: McpConfig, log: Any) -> Any:
+def _client(config: McpConfig, log: ServerLog) -> Any:
     """An asynchronous context whose value is the client."""
     mcp = _package()
     if config.command:
         from mcp.client.stdio import stdio_client
 
         program, *arguments = shlex.split(config.command)
-        started = mcp.StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
-        return mcp.Client(stdio_client(started, errlog=log), cache=None)
+        started = mcp.StdioServerParameters(
+            command=program, args=arguments, env=dict(os.environ), encoding_error_handler="replace"
+        )
+        return mcp.Client(checked(stdio_client(started, errlog=log), log), cache=None)
     from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     http = create_mcp_http_client(headers={"Authorization": f"Bearer {token}"} if token else None)
-    # A reply of any size is read, as from the retriever: what the policy sees of it is cut.
+    http.event_hooks = {"response": [bound_reply]}
     limit = "max_sse_event_size"  # older versions of the package have none
-    without = {limit: None} if limit in inspect.signature(streamable_http_client).parameters else {}
-    return mcp.Client(streamable_http_client(config.url, http_client=http, **without), cache=None)
+    known = inspect.signature(streamable_http_client).parameters
+    bounds = {limit: LONGEST_REPLY} if limit in known else {}
+    return mcp.Client(streamable_http_client(config.url, http_client=http, **bounds), cache=None)
 
 
 class McpAction(Action):

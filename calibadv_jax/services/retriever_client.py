@@ -13,10 +13,10 @@ from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.config.sections.retriever import PAGE_ROUTE, ROUTE
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.services.http_client import Unreachable, open_session, request
+from calibadv_jax.services.http_client import BadReply, Unreachable, open_session, request
 from calibadv_jax.services.replicas import Replica, Replicas
 from calibadv_jax.services.retriever_health import ask_health, difference, token
-from calibadv_jax.services.retriever_replies import BadReply, Broken, read_documents, read_page
+from calibadv_jax.services.retriever_replies import Broken, read_documents, read_page
 from calibadv_jax.services.waiting import BAD_REPLIES, Waits, no_answer, wait_for_any
 
 BATCH_WINDOW = 0.002  # seconds a query waits for others to share its request

@@ -9,7 +9,8 @@ from typing import Any
 
 import aiohttp
 
-from calibadv_jax.services.http_client import Unreachable, request
+from calibadv_jax.core.tags import well_formed_json
+from calibadv_jax.services.http_client import BadReply, Unreachable, request
 from calibadv_jax.services.retriever_replies import TOKEN_VARIABLE, excerpt
 
 SAME = ("corpus_sha256", "encoder", "model", "reranker", "pages_sha256")  # of services that answer alike
@@ -29,14 +30,17 @@ async def ask_health(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
         Unreachable: it does not answer, is loading or is broken.
         UserError: this is no URL.
     """
-    reply = await request(http, "GET", f"{url}/health")
+    try:
+        reply = await request(http, "GET", f"{url}/health")
+    except BadReply as error:
+        raise Unreachable(str(error)) from error
     if reply.is_away:
         raise Unreachable(f"status {reply.status}: {excerpt(reply.body)}")
     if reply.status != 200:
         return {}
     try:
-        state = json.loads(reply.body)
-    except ValueError:
+        state = json.loads(well_formed_json(reply.body))
+    except (ValueError, RecursionError):  # one of too many brackets
         return {}
     return state if isinstance(state, dict) else {}
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.services.http_client import AWAY, Reply, Unreachable
+from calibadv_jax.services.http_client import AWAY, BadReply, Reply, Unreachable
 
 TOKEN_VARIABLE = "RETRIEVER_TOKEN"  # the service's own; a config would be written to the run folder
 
@@ -23,10 +23,6 @@ class Away(Unreachable):
 
 class Broken(Away):
     """The service says that it failed over a request: because of its queries, or it fails over all."""
-
-
-class BadReply(Exception):
-    """The service answered, but not what the contract says."""
 
 
 class _Row(BaseModel):
@@ -109,7 +105,7 @@ def read_documents(url: str, reply: Reply, num_queries: int, is_reranked: bool) 
     _check_status(url, reply, "set retriever.url to a retrieval service")
     kind: type[_Results | _RankedResults] = _RankedResults if is_reranked else _Results
     try:
-        lists = kind.model_validate_json(reply.body).result
+        lists = reply.parse(kind).result
     except ValidationError as error:
         raise _bad_reply(error, reply) from error
     if len(lists) != num_queries:
@@ -128,7 +124,7 @@ def read_page(url: str, reply: Reply, address: str) -> Document | None:
     """
     _check_status(url, reply, "start the service with --pages_path, or leave access out of tools")
     try:
-        (page,) = _Pages.model_validate_json(reply.body).result
+        (page,) = reply.parse(_Pages).result
     except ValidationError as error:
         raise _bad_reply(error, reply) from error
     return None if page is None else page.to_document(address)

@@ -19,10 +19,10 @@ from calibadv_jax.config import Config, RewardConfig, load_config
 from calibadv_jax.config.starts import newest_start
 from calibadv_jax.core.errors import ActionRefused, QueryRefused, UserError
 from calibadv_jax.core.interfaces import Action, Completion, Reply, Sampler, SamplingParams
-from calibadv_jax.core.tags import NOTHING_FOUND, parse_turn, with_open_tag
+from calibadv_jax.core.tags import NOTHING_FOUND, parse_turn, printable, well_formed, with_open_tag
 from calibadv_jax.core.trajectory import Question, Trajectory
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.metrics.transcripts import LONGEST, cut, ending, folded, printable, turn_lines
+from calibadv_jax.metrics.transcripts import LONGEST, cut, ending, folded, turn_lines
 from calibadv_jax.rollout.actions import Search
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.observation import decode
@@ -111,7 +111,8 @@ def ask(config: Config, source: PolicySource, questions: Any, temperature: float
         rollouts.load(0, rollouts.publish(0, source.params(model.policy, model.mesh)))
         show_turns(rollouts, say)
         for number, text in enumerate(questions):
-            trajectory = _answer(rollouts, Question(f"ask{number}", text, (), "ask"), config, temperature)
+            question = Question(f"ask{number}", well_formed(text), (), "ask")
+            trajectory = _answer(rollouts, question, config, temperature)
             if trajectory.error is None:
                 say(ending(trajectory))
             elif isinstance(questions, list):

@@ -23,6 +23,43 @@ def test_a_route_in_the_retrievers_url_is_refused_with_the_url_that_is_meant(tmp
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:pw@h:1",
+        "http://pw@h/",
+        "HTTPS://me:p/pw@h/x",
+        "me:pw@h",
+        "http:/me:pw@h",
+        "http://[::1]pw@h",
+    ],
+)
+@pytest.mark.parametrize(
+    ("override", "key", "way_out"),
+    [
+        ("retriever.url={}", "retriever: url", "RETRIEVER_TOKEN"),
+        ("retriever.url=[http://a, '{}']", "retriever: url", "RETRIEVER_TOKEN"),
+        ("reward.judge.url={}", "reward.judge: url", "JUDGE_TOKEN"),
+        ("sampler.urls=['{}']", "sampler: urls", "take them out"),
+        ("tools=[{{mcp: {{url: '{}'}}}}]", "tools.0.mcp: url", "MCP_TOKEN"),
+    ],
+)
+def test_url_with_a_password_is_refused(url, override, key, way_out):
+    with pytest.raises(UserError) as error:
+        load_config(ROOT / "configs/cpu.yaml", [override.format(url)])
+    message = str(error.value)
+    assert f"{key} holds a user or a password" in message and way_out in message and "\n" not in message
+    assert "pw" not in message
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h:8000/@name/mcp", "https://h/@name", "https://h/mcp?as=a@b", "http://[::1]:80/x"]
+)
+def test_url_with_a_sign_in_its_path_is_taken(url):
+    config = load_config(ROOT / "configs/cpu.yaml", [f"tools=[{{mcp: {{url: '{url}'}}}}]"])
+    assert config.tools[0].mcp.url == url
+
+
 def test_a_config_of_the_service_is_no_config_of_a_run():
     with pytest.raises(UserError) as error:
         load_config(ROOT / "configs/retriever.yaml")

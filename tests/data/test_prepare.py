@@ -65,6 +65,16 @@ def test_dropped_rows_are_counted_by_reason_and_source_and_shown(files, tmp_path
     assert "golden_answers" in kept["examples"]["no answer"][0]["question"]
 
 
+def test_lone_surrogates_of_rows_are_replaced(tmp_path):
+    half = "\ud83d"
+    odd = row(2, f"Who is {half}?", f"nq{half}", golden_answers=[f"a{half}"])
+    train = write(tmp_path / "train.jsonl", row(1, f"Who {half}?", f"nq{half}", golden_answers=[]), odd)
+    report = prepare(str(train), tmp_path / "out.parquet")
+    assert report.rows()[0] == ["nq\ufffd", 2, 1, 1]
+    (question,) = load_questions(tmp_path / "out.parquet")
+    assert (question.text, question.golden_answers) == ("Who is \ufffd?", ("a\ufffd",))
+
+
 def test_examples_are_few(tmp_path):
     train = write(tmp_path / "train.jsonl", *(row(n, "Same?") for n in range(20)))
     report = prepare(str(train), tmp_path / "out.jsonl")

@@ -32,6 +32,11 @@ def render_observation(documents, tokenizer, limit, prepend_think=False):
     return Observations(tokenizer, limit, "<think>" * prepend_think).of_documents(documents)
 
 
+def test_lone_surrogates_of_documents_are_replaced(byte_tokenizer):
+    documents = neutralise_documents([Document("a\ud83d", "\udc00", "\ud83d\ude00 b")], byte_tokenizer)
+    assert documents == (Document("a\ufffd", "\ufffd", "\U0001f600 b"),)
+
+
 @pytest.mark.parametrize("prepend_think", [False, True])
 def test_the_block_and_its_tokens(byte_tokenizer, prepend_think):
     ids, text = render_observation(TWO, byte_tokenizer, 1000, prepend_think)

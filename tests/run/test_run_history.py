@@ -254,7 +254,7 @@ def test_keys_of_the_environment_are_kept_by_name(run, monkeypatch):
 )
 def test_a_server_of_tools_may_move_and_be_waited_for_otherwise(run, monkeypatch, moved, goes_on):
     """As retriever, judge and vLLM workers may. What its tools say of themselves is compared apart."""
-    monkeypatch.setattr(actions, "mcp_actions", lambda config, max_length: [Calculator()])
+    monkeypatch.setattr(actions, "mcp_actions", lambda *_: [Calculator()])
     run(served("http://a/mcp"))
     trained(run, 1)
     if goes_on:

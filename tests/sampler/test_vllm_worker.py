@@ -1,5 +1,7 @@
 """The launcher around a server that dies, hangs up and does not come back at first."""
 
+import asyncio
+import gzip
 import signal
 import socket
 import subprocess
@@ -9,8 +11,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from http_rig import Handler, serving
 
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.sampler import vllm_worker
+from calibadv_jax.sampler.vllm_requests import error_message
+from calibadv_jax.services.http_client import Unreachable, open_session
 
 ROOT = Path(vllm_worker.__file__).parents[2]
 # What the server does at each of its starts; a start beyond the last does as the last.
@@ -145,3 +151,26 @@ def is_running(pid):
     """Whether the process exists and is no zombie, which nobody may be there to collect."""
     found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
     return found.stdout.strip()[:1] not in ("", "Z")
+
+
+@pytest.mark.parametrize("body", [b" " * (2**26 + 1), b"[" * 100_000], ids=["long", "brackets"])
+def test_odd_reply_is_from_no_worker(body):
+    class Odd(Handler):
+        def do_GET(self):
+            self.reply(200, gzip.compress(body, 1), {"Content-Encoding": "gzip"})
+
+    async def ask(question, url):
+        async with open_session(20) as http:
+            await question(http, url)
+
+    with serving(Odd) as url:
+        with pytest.raises(UserError, match="no /weight_info"):
+            asyncio.run(ask(vllm_worker.ask_label, url))
+        if body[:1] == b" ":
+            with pytest.raises(Unreachable, match="/health: the reply is longer than 64 MiB"):
+                asyncio.run(ask(vllm_worker.ask_alive, url))
+
+
+def test_message_of_a_worker_is_printable():
+    assert error_message(b'{"error": {"message": "a \\ud83d\\u001b[31m b"}}') == "a [31m b"
+    assert error_message(b"[" * 100_000).startswith("[[[")

@@ -1,16 +1,62 @@
 """Whether a service is away, how long it asks to wait, and how long that is borne."""
 
 import asyncio
+import gzip
 import time
+import tracemalloc
 from email.utils import formatdate
 from types import SimpleNamespace
 
 import pytest
+from http_rig import Handler, serving
+from pydantic import BaseModel
 
 from calibadv_jax.services import waiting
-from calibadv_jax.services.http_client import Reply
+from calibadv_jax.services.http_client import BadReply, Reply, open_session, request
 
 HOUR = 3600
+
+
+class Text(BaseModel):
+    text: str
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"text": "a \\ud83d"}', "a \ufffd"),
+        (b'{"text": "\\uDE00\\uD83D\\uDE00"}', "\ufffd\U0001f600"),
+        (b'{"text": "\\\\ud83d \\ud83d"}', "\\ud83d \ufffd"),
+        (b'{"text": "caf\xe9 \xed\xa0\xbd"}', "caf\ufffd \ufffd\ufffd\ufffd"),
+        (b'{"text": "\\ud83d\\n\\u00e9"}', "\ufffd\n\u00e9"),
+    ],
+    ids=["high", "low", "escaped", "no UTF-8", "other escapes"],
+)
+def test_lone_surrogate_of_a_reply_is_replaced(body, text):
+    assert Reply(200, body).parse(Text).text == text
+
+
+@pytest.mark.parametrize("is_zipped", [True, False])
+def test_long_reply_is_refused_within_its_limit(is_zipped):
+    body = b" " * 2**26
+    sent = gzip.compress(body, 1) if is_zipped else body
+
+    class Long(Handler):
+        def do_GET(self):
+            self.reply(200, sent, {"Content-Encoding": "gzip"} if is_zipped else {})
+
+    async def ask(url, longest):
+        async with open_session(20) as http:
+            return await request(http, "GET", url, longest)
+
+    with serving(Long) as url:
+        tracemalloc.start()
+        with pytest.raises(BadReply, match="longer than 4 MiB"):
+            asyncio.run(ask(url, 2**22))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 2**24
+        assert len(asyncio.run(ask(url, 2**26)).body) == 2**26
 
 
 @pytest.mark.parametrize(

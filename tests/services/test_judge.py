@@ -1,6 +1,7 @@
 """The judge over HTTP: what it says, how it fails, and that an answer cannot speak for it."""
 
 import asyncio
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -17,6 +18,7 @@ from calibadv_jax.rewards.score import check_reward, score_trajectory
 from calibadv_jax.services import judge, waiting
 from calibadv_jax.services.judge import JudgeClient
 
+KEY = re.compile(r"the key (\w+)")
 QUESTION = Question("q", "Where is the tower?", ("Paris",), "test")
 OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
 
@@ -80,6 +82,32 @@ def scores(config, *answers):
             await client.close()
 
     return asyncio.run(ask())
+
+
+def test_lone_surrogate_of_a_verdict_is_replaced(endpoint):
+    handler, config = endpoint
+
+    class Emotional(handler):
+        def judge(self, system, user):
+            return f"hm \ud83d\n{KEY.search(system)[1]} 0.25"
+
+    with serving(Emotional) as url:
+        assert scores(replace(config, url=f"{url}/v1"), "Paris")[0]["judge"] == 0.25
+
+
+def test_long_reply_of_the_judge_is_no_verdict(endpoint, monkeypatch):
+    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+    handler, config = endpoint
+
+    class Zipped(handler):
+        def do_POST(self):
+            self.body()
+            self.reply(200, gzip.compress(b" " * 2**23), {"Content-Encoding": "gzip"})
+
+    with serving(Zipped) as url:
+        (failed,) = scores(replace(config, url=f"{url}/v1"), "Paris")
+    assert isinstance(failed, RequestFailed)
+    assert "no verdict in 3 attempts: the reply is longer than 4 MiB" in str(failed)
 
 
 def test_a_verdict_and_its_agreement_with_exact_match(endpoint):

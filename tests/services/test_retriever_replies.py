@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from http_rig import Handler, serving
 
-from calibadv_jax.services.http_client import Reply
-from calibadv_jax.services.retriever_replies import BadReply, read_documents
+from calibadv_jax.config import RetrieverConfig
+from calibadv_jax.services.http_client import BadReply, Reply
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_replies import read_documents, read_page
 
 
 def read(*items, is_reranked):
@@ -29,6 +32,28 @@ def test_a_passage_keeps_the_id_of_its_row_in_both_contracts(row):
 @pytest.mark.parametrize("is_reranked", [False, True])
 def test_empty_list_is_no_documents(is_reranked):
     assert read(is_reranked=is_reranked) == []
+
+
+def test_lone_surrogate_of_a_passage_is_replaced():
+    row = {"document": {"id": "p\ud83d", "contents": "A\udc00\nb \ud83d"}, "score": 0.5}
+    (document,) = read(row, is_reranked=False)
+    assert (document.id, document.title, document.text) == ("p\ufffd", "A\ufffd", "b \ufffd")
+    page = json.dumps({"result": [{"contents": "T\n\ud83d"}]}).encode()
+    assert read_page("http://a", Reply(200, page), "a").text == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("body", "state"),
+    [(b'{"model": "\\ud83d"}', {"model": "\ufffd"}), (b"[" * 100_000, {}), (b"\xff", {})],
+    ids=["surrogate", "brackets", "no UTF-8"],
+)
+def test_odd_health_of_a_service_is_read(body, state):
+    class Odd(Handler):
+        def do_GET(self):
+            self.reply(200, body)
+
+    with serving(Odd) as url:
+        assert RetrieverClient(RetrieverConfig(timeout=5.0, patience=0.1), url).health() == state
 
 
 def test_passages_of_another_service_are_known_by_their_text():

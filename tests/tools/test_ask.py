@@ -163,6 +163,17 @@ def test_the_only_question_fails_the_command(answer):
         answer(["who?"], SEARCH)
 
 
+def test_typed_half_of_an_emoji_is_replaced(answer, monkeypatch):
+    questions = []
+
+    def note(rollouts, question, *others):
+        questions.append(question.text)
+        return MagicMock(error=None, answer="Ann")
+
+    monkeypatch.setattr(ask, "_answer", note)
+    assert answer(["who \udcff?"]) == ["answer  Ann"] and questions == ["who \ufffd?"]
+
+
 def test_a_typed_question_that_fails_lets_the_next_one_come(answer):
     said = answer(iter(["who?", "where?"]), SEARCH, ANSWER)
     assert said == ["think   look", "search  who", "failed: retriever: gone", "think   so", "answer  Ann"]

@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials
 from calibadv_jax.core.own_function import is_address
 
 ANSWER_REWARDS = ("f1", "em", "cover_em")
@@ -55,6 +55,7 @@ class JudgeConfig:
 
     @model_validator(mode="after")
     def _is_whole(self) -> JudgeConfig:
+        refuse_credentials("url", self.url, "JUDGE_TOKEN")
         if bool(self.url) != bool(self.model):
             raise ValueError(
                 f"url is {self.url!r} and model is {self.model!r}: set both to ask a judge, or neither"

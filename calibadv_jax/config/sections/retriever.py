@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials
 
 NO_RETRIEVER = "http://no-retriever.invalid"  # the url of what never searches: no service is opened or asked
 
@@ -65,6 +65,7 @@ class RetrieverConfig:
     @model_validator(mode="after")
     def _url_is_the_base(self) -> RetrieverConfig:
         for url in [self.url] if isinstance(self.url, str) else self.url:
+            refuse_credentials("url", url, "RETRIEVER_TOKEN")
             if url.rstrip("/").endswith(ROUTE):
                 base = url.rstrip("/").removesuffix(ROUTE)
                 raise ValueError(

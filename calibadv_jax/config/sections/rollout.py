@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark
+from calibadv_jax.config.sections.section import SECTION, Mark, refuse_credentials
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -104,6 +104,8 @@ class SamplerConfig:
 
     @model_validator(mode="after")
     def _workers_have_devices(self) -> SamplerConfig:
+        for url in self.urls:
+            refuse_credentials("urls", url)
         if self.worker_devices and len(self.worker_devices) != self.workers:
             raise ValueError(
                 f"worker_devices names {len(self.worker_devices)} workers, but workers is {self.workers}"

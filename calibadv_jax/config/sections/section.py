@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum, auto
 
 from pydantic import ConfigDict
 
 # Unknown keys, nan and inf are refused; the text under a field is its description (docs/configuration.md).
 SECTION = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+# Before the first slash, or a password that holds a slash where the port would be.
+_CREDENTIALS = re.compile(r"(?:[a-z+.-]*:)?/*(?:[^/?#]*@|[^/?#:\[]*:(?!\d*(?:[/?#]|$))[^@]*@)", re.IGNORECASE)
+
+
+def refuse_credentials(key: str, url: str, token_variable: str = "") -> None:
+    """Raise ValueError for a URL with a user or a password, which would stand in the run's folder."""
+    if _CREDENTIALS.match(url):
+        token = f", and set the environment variable {token_variable} to a token" if token_variable else ""
+        raise ValueError(
+            f"{key} holds a user or a password, which messages and logs would show; take them out{token}"
+        )
 
 
 class Mark(Enum):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION
+from calibadv_jax.config.sections.section import SECTION, refuse_credentials
 from calibadv_jax.core.own_function import is_address
 
 OF_RETRIEVER = ("search", "access")
@@ -31,6 +31,7 @@ class McpConfig:
 
     @model_validator(mode="after")
     def _is_one_server(self) -> McpConfig:
+        refuse_credentials("url", self.url, "MCP_TOKEN")
         if bool(self.command.strip()) == bool(self.url):
             raise ValueError("mcp needs a command to start, or the url of a running server: give one of them")
         return self

@@ -1,0 +1,246 @@
+"""What an MCP server may send: half emojis, damaged lines, prints, floods, and tools that change."""
+
+import asyncio
+import gc
+import gzip
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from http_rig import Handler, serving
+
+from calibadv_jax.config import Config, LogConfig, McpConfig, RunConfig, ToolConfig
+from calibadv_jax.core.errors import (
+    ENVIRONMENT_STATUS,
+    ActionRefused,
+    EnvironmentFailure,
+    RequestFailed,
+    UserError,
+    exit_status,
+)
+from calibadv_jax.run.actions import make_actions
+from calibadv_jax.services import child_process, mcp_streams, mcp_tools, waiting
+
+pytest.importorskip("mcp")
+SERVER = Path(__file__).parent / "mcp_lines.py"
+SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+RESULT = '{"jsonrpc": "2.0", "id": $ID, "result": {"content": [{"type": "text", "text": "%s"}]}}'
+
+
+def write_tools(folder, **schemas):
+    tools = [{"name": name, "inputSchema": schema} for name, schema in schemas.items()]
+    (folder / "tools.json").write_text(json.dumps(tools))
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.001)
+    write_tools(tmp_path, say=SCHEMA)
+    command = shlex.join([sys.executable, "-S", str(SERVER), str(tmp_path)])
+    return McpConfig(command=command, timeout=20, patience=20)
+
+
+def results(action, *lines):
+    """What calls at the same time bring: a text, or the error."""
+
+    async def ask():
+        calls = [action.call({"text": line}) for line in lines]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        await action.close()
+        return [getattr(outcome, "text", outcome) for outcome in outcomes]
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ("a \\ud83d b", "a \ufffd b"),
+        ("\\udc00\\ud83d", "\ufffd\ufffd"),
+        ("\\ud83d\\ude00", "\U0001f600"),
+        ("\\\\ud83d \\ud83d", "\\ud83d \ufffd"),
+    ],
+)
+def test_lone_surrogate_of_a_reply_is_replaced(config, sent, shown):
+    (action,) = mcp_tools.mcp_actions(config, 0)
+    assert results(action, RESULT % sent) == [shown]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        RESULT[:-2] % "cut",
+        '{"result": {"content": [{"id": 99, "type": "te\x01xt"}]}, "jsonrpc": "2.0", "id": $ID}',
+        '{"jsonrpc": "2.0", "id": $ID}',
+        '{"id": $ID, "result": {"content": []}}',
+        '{"jsonrpc": "2.0", "id": $ID, "result": 3}',
+        '{"jsonrpc": "2.0", "id": $ID, "result": {"content": 3}}',
+        '{"jsonrpc": "2.0", "id": $ID, "result": {"content": [{"type": "text"}]}}',
+    ],
+    ids=["cut", "control character", "no result", "no version", "number", "content", "block"],
+)
+def test_unreadable_reply_fails_its_call_alone(config, line):
+    (action,) = mcp_tools.mcp_actions(config, 0)
+    failed, good = results(action, line, RESULT % "fine")
+    assert type(failed) is RequestFailed and failed.service == "say" and str(failed).isprintable()
+    assert good == "fine"
+
+
+def test_print_to_standard_output_warns_once(config, capfd, caplog):
+    warnings = []
+    (action,) = mcp_tools.mcp_actions(config, 0, None, warnings.append)
+    lines = [f"\x1b[31mloading {number}\n{RESULT % number}" for number in range(3)]
+    assert results(action, *lines) == ["0", "1", "2"]
+    (warning,) = warnings
+    assert warning.isprintable() and "'[31mloading 0'" in warning and "write to standard error" in warning
+    assert capfd.readouterr().err == "" and not caplog.records
+
+
+@pytest.mark.parametrize("is_lost", [True, False], ids=["new connection", "same connection"])
+@pytest.mark.parametrize(
+    ("tools", "change"),
+    [({"other": SCHEMA}, "is gone"), ({"say": {**SCHEMA, "properties": {}}}, "has another schema")],
+)
+def test_changed_tool_ends_the_run(config, tmp_path, is_lost, tools, change):
+    (action,) = mcp_tools.mcp_actions(config, 0)
+    refusal = '{"jsonrpc": "2.0", "id": $ID, "error": {"code": -32602, "message": "no"}}'
+
+    async def ask():
+        await action.call({"text": RESULT % "fine"})
+        with pytest.raises(ActionRefused, match="no"):
+            await action.call({"text": refusal})
+        write_tools(tmp_path, **tools)
+        try:
+            await action.call({"text": "!" if is_lost else refusal})
+        finally:
+            await action.close()
+
+    with pytest.raises(EnvironmentFailure) as failure:
+        asyncio.run(ask())
+    assert not isinstance(failure.value, RequestFailed)
+    assert f"{config.command}: its tool 'say' {change}" in str(failure.value)
+    assert exit_status(failure.value) == ENVIRONMENT_STATUS
+
+
+def test_added_tool_changes_nothing(config, tmp_path):
+    (action,) = mcp_tools.mcp_actions(config, 0)
+    write_tools(tmp_path, new=SCHEMA, say=SCHEMA)
+    assert results(action, RESULT % "fine") == ["fine"]
+
+
+def test_standard_error_is_kept_and_bounded(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(child_process, "LONGEST_LOG", 100_000)
+    log = tmp_path / "run" / "mcp.log"
+    (action,) = mcp_tools.mcp_actions(config, 0, log)
+    assert results(action, "5") == ["ok"]
+    while not log.is_file():  # it is copied beside the calls
+        time.sleep(0.01)
+    assert log.read_text() == "eeeee"
+    assert results(action, *["1000000"] * 3) == ["ok"] * 3
+    files = sorted(log.parent.iterdir())
+    assert [file.name for file in files] == ["mcp.log", "mcp.log.old"]
+    assert all(file.stat().st_size <= 100_000 + 2**16 for file in files)
+
+
+@pytest.mark.parametrize("error", ["", "\x1b[31mno module\x07 here\n"])
+def test_last_line_of_a_program_is_printable(error):
+    log = mcp_streams.ServerLog(None, lambda line: None)
+    log.write(f"starting\n{error}")
+    assert log.last_line() == ("[31mno module here" if error else "starting")
+
+
+def test_silent_program_is_waited_for_once(tmp_path, caplog):
+    starts = tmp_path / "starts"
+    command = shlex.join(["sh", "-c", f"echo start >> {starts}; while read -r line; do :; done"])
+    config = Config(
+        run=RunConfig(dir=str(tmp_path)),
+        log=LogConfig(progress=False),
+        tools=[ToolConfig(mcp=McpConfig(command=command, timeout=0.3, patience=0.001))],
+    )
+    for _ in range(3):
+        with pytest.raises(UserError, match="no session within 0.3 s"):
+            make_actions(config)
+    gc.collect()
+    assert starts.read_text() == "start\n" and not caplog.records
+
+
+class OverHttp(Handler):
+    """Answers a call with `body`, compressed if that is asked for."""
+
+    body, zipped = b"", False
+
+    def do_POST(self):
+        request = json.loads(self.body_of_request())
+        known = {
+            "initialize": {
+                "protocolVersion": "2025-06-18",
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "web", "version": "1"},
+            },
+            "tools/list": {"tools": [{"name": "say", "inputSchema": SCHEMA}]},
+        }
+        if request["method"] == "tools/call":
+            text = self.body.replace(b"$ID", str(request["id"]).encode())
+            encoding = {"Content-Encoding": "gzip"} if self.zipped else {}
+            sent = gzip.compress(text, 1) if self.zipped else text
+            self.reply(200, sent, {"Content-Type": "application/json"} | encoding)
+        elif request["method"] in known:
+            result = known[request["method"]]
+            self.reply(200, {"jsonrpc": "2.0", "id": request["id"], "result": result})
+        else:
+            self.reply(404 if "id" in request else 202, b"")
+
+    def body_of_request(self):
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def do_GET(self):
+        self.reply(405, b"")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_reply_over_http_is_bounded(monkeypatch, zipped):
+    monkeypatch.setattr(waiting, "BAD_REPLIES", 1)
+
+    class Server(OverHttp):
+        body = (RESULT % "a \\ud83d").encode()
+
+    Server.zipped = zipped
+    with serving(Server) as url:
+        config = McpConfig(url=f"{url}/mcp", timeout=20, patience=0.1)
+        (action,) = mcp_tools.mcp_actions(config, 0)
+        assert results(action, "x") == ["a \ufffd"]
+        Server.body = b" " * (2**26 + 1)
+        (failed,) = results(action, "x")
+    assert type(failed) is RequestFailed and "the reply is longer than 64 MiB" in str(failed)
+
+
+@pytest.mark.parametrize("bad", [(RESULT % "\\ud83d").encode(), b"x" * (2**26 + 1)], ids=["emoji", "long"])
+def test_unreadable_event_fails_its_call_alone(monkeypatch, bad):
+    monkeypatch.setattr(waiting, "BAD_REPLIES", 1)
+    openings = []
+
+    class Events(OverHttp):
+        def reply(self, status, content, headers=None):
+            if headers:
+                content, headers = b"data: " + content + b"\n\n", {"Content-Type": "text/event-stream"}
+            elif b'"protocolVersion"' in json.dumps(content if status == 200 else 0).encode():
+                openings.append(status)
+            super().reply(status, content, headers)
+
+    with serving(Events) as url:
+        (action,) = mcp_tools.mcp_actions(McpConfig(url=f"{url}/mcp", timeout=20, patience=20), 0)
+
+        async def ask():
+            outcomes = []
+            for body in (bad, (RESULT % "fine").encode()):
+                Events.body = body
+                outcomes += await asyncio.gather(action.call({"text": "x"}), return_exceptions=True)
+            await action.close()
+            return outcomes
+
+        failed, good = asyncio.run(ask())
+    assert type(failed) is RequestFailed and good.text == "fine"
+    assert len(openings) == 2  # one for the tools, and one for both calls
