@@ -227,7 +227,7 @@ def test_store_without_conditional_puts_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ObjectStore, "create", replace_object)
     mirror = open_mirror(config_at(tmp_path / "a", tmp_path / "store"), Console(progress=False))
-    with pytest.raises(UserError, match="replaces objects in spite of a condition .If-None-Match."):
+    with pytest.raises(UserError, match="the store ignores conditional puts .If-None-Match.; use one"):
         mirror.fetch(claim=True)
 
 
