@@ -136,8 +136,7 @@ class Mirror:
 
         Yields their number. They are removed if the block fails before `fetch`.
         """
-        version = self._read()
-        home = self.folder.absolute()
+        version, home = self._read(), self.folder.absolute()
         tops = [home / CONFIGS, home / hub.PINS, *(Path(path).absolute() for path in paths if path)]
         places = {path: home / path for path in version.files}
         self._inputs = {
@@ -183,8 +182,8 @@ class Mirror:
         self._commit(version)
         if self._store.add(MARKER, version.number, version.text):
             raise UserError(
-                f"run.mirror={self.url}: the store replaces objects in spite of a condition (If-None-Match),"
-                " so two starts could mix; use a store with conditional puts, or a folder"
+                f"run.mirror={self.url}: the store ignores conditional puts (If-None-Match); use one that has"
+                " them, or a folder"
             )
 
     def _read(self) -> _Version:
@@ -193,8 +192,7 @@ class Mirror:
         is_used = bool(run) or has_checkpoint(self.folder / CHECKPOINTS)
         if version.steps and is_used and run != version.run:
             raise UserError(
-                f"run.mirror={self.url} holds another run than run.dir={self.folder}; choose another of the"
-                " two"
+                f"run.mirror={self.url} holds another run than run.dir={self.folder}; change one of the two"
             )
         return version
 
@@ -265,9 +263,7 @@ class Mirror:
             raise self._taken
         failure, warned, self._warned = self._failure, self._warned, self._failure
         if failure is not None and warned is None:
-            self.console.warn(
-                f"run.mirror={self.url} cannot be written ({failure}); tried again until it can"
-            )
+            self.console.warn(f"run.mirror={self.url} cannot be written ({failure}); the copy is tried again")
         elif failure is None and warned is not None:
             self.console.note(f"{self.url} can be written again")
 
@@ -335,7 +331,11 @@ class Mirror:
         names = {path: f"{pin.name}.{number}" for number, path in enumerate(new)}
         links = {f"{OBJECTS}/{names[path]}": pin.link(path) for path in new}
         # Files that are appended to may have grown since they were pinned; those of a checkpoint have not.
-        sizes = dict(zip(new, self._store.put(links), strict=True))
+        try:
+            sizes = dict(zip(new, self._store.put(links), strict=True))
+        except FileNotFoundError:
+            self._owned()  # a start that has taken the run over removes unnamed objects
+            raise
         if cut := [path for path in new if step_of(path) is not None and sizes[path] != pin.files[path][0]]:
             raise OSError(f"{summary(cut)} not as long in the store as here")
         with self._committing:

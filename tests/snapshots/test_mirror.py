@@ -227,7 +227,7 @@ def test_store_without_conditional_puts_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ObjectStore, "create", replace_object)
     mirror = open_mirror(config_at(tmp_path / "a", tmp_path / "store"), Console(progress=False))
-    with pytest.raises(UserError, match="replaces objects in spite of a condition .If-None-Match."):
+    with pytest.raises(UserError, match="the store ignores conditional puts .If-None-Match.; use one"):
         mirror.fetch(claim=True)
 
 
@@ -458,32 +458,20 @@ def test_folder_within_the_other_is_refused(tmp_path, name):
         open_mirror(config, Console(progress=False))
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "{absolute}",
-        "../stolen",
-        "a//b",
-        "a/../../stolen",
-        ".lock",
-        "rollouts/.lock",
-        "checkpoints/2/{absolute}",
-        "checkpoints/2/../../../stolen",
-        "checkpoints/02/x",
-        "checkpoints/other",
-        "snapshots/v1/config.json",
-    ],
-)
-def test_path_outside_of_the_run_is_refused(tmp_path, path):
+def test_path_outside_of_the_run_is_refused(tmp_path):
     store, stolen = tmp_path / "store", tmp_path / "elsewhere" / "stolen"
     start(config_at(tmp_path / "a", store, learner={"steps": 2}))
     [file] = (store / MARKER).iterdir()
-    text = json.loads(file.read_text())
-    path = path.format(absolute=stolen)
-    text["files"][path] = text["files"]["metrics.jsonl"]
-    file.write_text(json.dumps(text))
-    with pytest.raises(UserError, match=re.escape(f"{path!r} is no file of a run")):
-        open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
+    version = json.loads(file.read_text())
+    for path in (
+        *(str(stolen), "../stolen", "a//b", "a/../../stolen", ".lock", "rollouts/.lock"),
+        *(f"checkpoints/2/{stolen}", "checkpoints/2/../../../stolen", "checkpoints/02/x"),
+        *("checkpoints/other", "snapshots/v1/config.json", ""),
+    ):
+        files = version["files"] | {path: version["files"]["metrics.jsonl"]}
+        file.write_text(json.dumps(version | {"files": files}))
+        with pytest.raises(UserError, match=re.escape(f"{path!r} is no file of a run")):
+            open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
     assert not list(tmp_path.rglob("stolen")) and not list((tmp_path / "b").rglob(".lock"))
     assert checkpoints(tmp_path / "b") == []
 
