@@ -19,6 +19,7 @@ from calibadv_jax.config import Config, McpConfig, ToolConfig
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.services import mcp_tools, waiting
+from calibadv_jax.services.http_client import LONGEST_REPLY
 
 pytest.importorskip("mcp")
 import mcp
@@ -416,7 +417,11 @@ def test_command_and_token_reach_the_package(monkeypatch):
 
     monkeypatch.setattr("mcp.Client", note("client"))
     monkeypatch.setattr("mcp.client.stdio.stdio_client", note("pipes"))
-    monkeypatch.setattr("mcp.client.streamable_http.create_mcp_http_client", note("http"))
+    http, note_http = SimpleNamespace(), note("http")
+    monkeypatch.setattr(
+        "mcp.client.streamable_http.create_mcp_http_client",
+        lambda **options: note_http(**options) or http,
+    )
     monkeypatch.setenv("MCP_TEST_VARIABLE", "7")
     mcp_tools._client(McpConfig(command="python 'my server.py' --fast"), log)
     (kind, (started,), options), client = made
@@ -428,7 +433,7 @@ def test_command_and_token_reach_the_package(monkeypatch):
         [inspect.Parameter("max_sse_event_size", inspect.Parameter.KEYWORD_ONLY)]
     )
     for stream, token, headers, limit in (
-        (newer, " secret\n", {"Authorization": "Bearer secret"}, {"max_sse_event_size": None}),
+        (newer, " secret\n", {"Authorization": "Bearer secret"}, {"max_sse_event_size": LONGEST_REPLY}),
         (older, "", None, {}),
     ):
         made.clear()
@@ -436,4 +441,4 @@ def test_command_and_token_reach_the_package(monkeypatch):
         monkeypatch.setenv(mcp_tools.TOKEN_VARIABLE, token)
         mcp_tools._client(McpConfig(url="http://h/mcp"), log)
         assert made[0] == ("http", (), {"headers": headers})
-        assert made[1][1:] == (("http://h/mcp",), {"http_client": None} | limit)
+        assert made[1][1:] == (("http://h/mcp",), {"http_client": http} | limit)
