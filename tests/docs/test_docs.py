@@ -74,3 +74,10 @@ def test_the_table_of_packages_has_every_package_and_module():
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
     stated = {name: int(floor) for floor, names in rows for name in re.findall(r"calibadv_jax/(\w+)/", names)}
     assert stated == {name: floor for floor, names in enumerate(FLOORS, 1) for name in names}
+
+
+def test_reliability_page_names_tests_that_exist():
+    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    section = text.split("\n## What stops a run")[1].split("\n## ")[0]
+    named = re.findall(r"`(tests/[\w/]+\.py)`", section)
+    assert named and not [name for name in named if not (ROOT / name).is_file()]
