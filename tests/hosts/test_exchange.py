@@ -311,3 +311,18 @@ def test_a_folder_that_is_not_one_for_all_is_refused(run_all, tmp_path, is_one):
         assert isinstance(two, UserError) and f"run.dir={folders[1]}: process 1 (" in str(two)
         assert "all processes must share one folder" in str(two)
     assert [path for folder in folders for path in folder.iterdir()] == []
+
+
+def test_stop_of_another_process_keeps_an_error_in_flight(run_all):
+    """As where a full disk ends process 0 while process 1 stops because its save failed."""
+
+    def work(hosts):
+        with hosts.steps(Stop()):
+            pass
+        try:
+            raise OSError(28, "No space left on device")
+        finally:
+            hosts.watch._stopping()
+
+    for error, _ in run_all(work):
+        assert isinstance(error, OSError) and error.errno == 28
