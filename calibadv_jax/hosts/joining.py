@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from jax._src import distributed  # the only place where JAX gives its client of the coordination service
+from jax._src.clusters import ClusterEnv
 
 from calibadv_jax.config import Config, DistributedConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status, storage_errno
@@ -134,7 +135,7 @@ def _join(asked: dict[str, Any], timeout: float, warn: Callable[[str], object]) 
     found = asked["coordinator_address"] == AUTO
     address, count, index = asked.values()
     if found:  # as JAX does below
-        detect = distributed.clusters.ClusterEnv.auto_detect_unset_distributed_params
+        detect = ClusterEnv.auto_detect_unset_distributed_params
         address, count, index, _ = detect(None, count, index, None, None, math.ceil(timeout))
     if address and (count or 1) > 1 and index is not None:  # else JAX says what is missing
         with Stop():  # a signal ends the wait at once

@@ -19,7 +19,10 @@ STATE, EXTRA, PARAMS = "state", "extra", "params"
 class SaveBarrier(Protocol):
     """Where the saving threads of several processes wait for each other."""
 
-    is_broken: bool  # one of them could not write its part, so that this save has failed in all
+    @property
+    def is_broken(self) -> bool:
+        """Whether one of them could not write its part, so that this save has failed in all."""
+        ...
 
     def __call__(self, *, key: str, timeout_ms: int) -> None: ...
 
@@ -56,6 +59,7 @@ class CheckpointStore:
             ),
         )
         self._writing: int | None = None
+        self._has_failed = False  # the last save that was waited for
 
     def latest_step(self) -> int | None:
         """Step of the newest checkpoint, which may still be being written."""
@@ -112,6 +116,7 @@ class CheckpointStore:
         step, self._writing = self._writing, None
         if step is None:
             return None
+        self._has_failed = True
         try:
             with damage_as_user_error(self._failed(step), EnvironmentFailure):
                 self._manager.wait_until_finished()
@@ -119,6 +124,7 @@ class CheckpointStore:
         except UserError:
             self._manager.reload()  # Orbax has forgotten the older ones
             raise
+        self._has_failed = False
         return step
 
     def _failed(self, step: int) -> str:
@@ -133,7 +139,12 @@ class CheckpointStore:
         return _restore(self._manager, step, abstract_state)
 
     def close(self) -> None:
-        self._manager.close()
+        """Close Orbax' threads; the error of a save that `wait` has raised is not raised again."""
+        try:
+            self._manager.close()
+        except Exception:  # whatever the save met
+            if not self._has_failed:
+                raise
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import ENVIRONMENT_STATUS, UserError, exit_status
 from calibadv_jax.core.files import read_json, replacing, replacing_folder, write_json, write_text
 
 PACKAGE = Path(__file__).resolve().parents[2] / "calibadv_jax"
@@ -148,3 +148,30 @@ def test_a_damaged_file_says_what_to_do(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(UserError, match=rf"a\.json: {message}.*; make it again$"):
         read_json(path, "make it again")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        ValueError('RESOURCE_EXHAUSTED: Failed writing "/x/d/1": No space left on device [os_error_code=28]'),
+        RuntimeError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_full_disk_names_the_file(tmp_path, error):
+    """Also where a library words it: Orbax, safetensors and tokenizers."""
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    for write in (replacing, replacing_folder):
+        with pytest.raises(OSError) as caught, write(path):
+            raise error
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+        assert exit_status(caught.value) == exit_status(error) == ENVIRONMENT_STATUS
+    assert path.read_text() == "old"
+
+
+def test_error_that_names_another_file_is_kept(tmp_path):
+    error = PermissionError(errno.EACCES, "Permission denied", "/elsewhere/input")
+    with pytest.raises(PermissionError) as caught, replacing(tmp_path / "a.json"):
+        raise error
+    assert caught.value is error

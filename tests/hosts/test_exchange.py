@@ -334,3 +334,18 @@ def test_long_values_arrive_whole_beside_shorter_values(run_all, monkeypatch, le
         return hosts.exchange("groups", values[hosts.index])
 
     assert [value for value, _ in run_all(work, len(lengths))] == [values] * len(lengths)
+
+
+def test_stop_of_another_process_keeps_an_error_in_flight(run_all):
+    """As where a full disk ends process 0 while process 1 stops because its save failed."""
+
+    def work(hosts):
+        with hosts.steps(Stop()):
+            pass
+        try:
+            raise OSError(28, "No space left on device")
+        finally:
+            hosts.watch._stopping()
+
+    for error, _ in run_all(work):
+        assert isinstance(error, OSError) and error.errno == 28

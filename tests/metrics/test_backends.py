@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import socket
 import sys
 import time
@@ -53,6 +55,16 @@ def test_tensorboard(tmp_path):
     found, purged = events(folder / "tensorboard")
     assert found == [("loss", 1, 0.5), ("loss", 2, 0.25), ("loss", 2, 0.75)]
     assert purged == [1, 2]  # TensorBoard drops what was written before at these steps
+
+
+def test_tensorboard_on_a_full_disk_is_an_error(small_disk):
+    """More values than the queue of a SummaryWriter takes: its thread dies, and the run waits for ever."""
+    [backend] = open_backends(LogConfig(), small_disk, 1)
+    (small_disk / "ballast").write_bytes(b"x" * shutil.disk_usage(small_disk).free)
+    with pytest.raises(OSError) as caught:
+        for step in range(100):
+            backend.write(step, {f"loss/{number}": 0.5 for number in range(100)})
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(small_disk / "tensorboard"))
 
 
 def test_no_backend_writes_nothing(tmp_path):
