@@ -210,12 +210,19 @@ def mean(trajectory):
     return 1.0
 
 
+short_way = mean
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ("test_judge:wordy", "gave nan for an answer to question 'q'"),
         ("examples.own_tool:Calculator", "cannot be called with"),
         ("examples.own_reward:none", "has no function none"),
+        (
+            {"examples.own_reward:short_way": 0.5, "test_judge:short_way": 0.5},
+            "would be logged as reward/short_way, which is another metric's name",
+        ),
         ("test_judge:mean", "would be logged as reward/mean, which is another metric's name"),
     ],
 )
