@@ -15,7 +15,7 @@ from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rewards.score import check_reward, score_trajectory
 from calibadv_jax.services import judge, waiting
-from calibadv_jax.services.judge import JudgeClient
+from calibadv_jax.services.judge import JudgeClient, data_of
 
 QUESTION = Question("q", "Where is the tower?", ("Paris",), "test")
 OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
@@ -200,6 +200,10 @@ def test_rewards_by_name_with_weights(endpoint):
         score_trajectory(answered("Paris"), config)
     unanswered = replace(judged, turns=judged.turns[:1], metrics={})
     assert score_trajectory(unanswered, replace(config, format=False)).answer_score == 0
+
+
+def test_beginning_of_a_long_answer_is_judged():
+    assert data_of("Q", ("g",), "abcdef", 3).endswith('"answer": "abc"}')
 
 
 def wordy(trajectory):
