@@ -150,6 +150,9 @@ def test_mirror_of_another_run_is_refused(kept):
     assert load_config(kept, ["run.dir=new", "run.mirror="]).run.mirror == ""
     with pytest.raises(UserError, match=r"run.mirror=s3://bucket/mine belongs to the run that kept this"):
         load_config(kept, ["run.dir=new"])
+    kept.write_text(text.replace("mirror: ''", "mirror: s3://bucket/too-old"))  # no folder "old"
+    with pytest.raises(UserError, match="run.mirror=s3://bucket/too-old belongs to the run"):
+        load_config(kept, ["run.dir=new"])
 
 
 def test_output_in_another_runs_folder_is_refused(kept):

@@ -113,3 +113,9 @@ def test_only_secrets_are_replaced_in_messages(tmp_path, monkeypatch, name, valu
     kept = kept_values(load_config(path))
     assert kept["log"]["project"] == f"${{oc.env:{name}}}" and kept["tools"][0]["name"] == "search"
     assert redact(f"{value} there") == (f"${{oc.env:{name}}} there" if is_secret else f"{value} there")
+
+
+def test_secret_inside_another_leaves_nothing():
+    secrets.remember("SHORT_KEY", "abcd")
+    secrets.remember("LONG_KEY", "abcdef")
+    assert redact("abcdef abcd") == "${oc.env:LONG_KEY} ${oc.env:SHORT_KEY}"

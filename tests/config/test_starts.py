@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from calibadv_jax.commands.export import training_config
-from calibadv_jax.config import Config, dump_config
+from calibadv_jax.config import Config, dump_config, starts
 from calibadv_jax.config.starts import add_start, newest_start, start_files
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.report.runs import read_runs
@@ -32,6 +32,16 @@ def test_starts_are_numbered_and_kept_with_their_hashes(run):
     start = newest_start(run)
     assert (start.path.name, start.config["run"]["seed"], start.identity) == ("1.yaml", 2, IDENTITY)
     assert start.damaged == () and newest_start(run / "elsewhere") is None
+
+
+def test_start_without_its_hashes_is_none(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("full")
+
+    monkeypatch.setattr(starts, "write_json", fail)
+    with pytest.raises(OSError, match="full"):
+        add_start(tmp_path, WHOLE, IDENTITY)
+    assert newest_start(tmp_path) is None
 
 
 @pytest.mark.parametrize(

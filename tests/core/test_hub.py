@@ -120,6 +120,8 @@ def test_a_revision_is_taken(hub, tmp_path, policy_folder, by_key):
     path = "owner/policy" if by_key else f"owner/policy@{first}"
     config = configured(tmp_path, path=path, revision=first if by_key else "")
     assert [pin.commit for pin in build_model(config, path).pins] == [first]
+    hub.add("owner/other", policy_folder)
+    assert [pin.revision for pin in find_folder(config, "owner/other")[1]] == ["main"]
 
 
 def test_another_revision_is_another_experiment(hub, tmp_path, policy_folder):

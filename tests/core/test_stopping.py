@@ -170,6 +170,12 @@ def test_a_call_of_another_process_stops_once_and_leaves_the_first_signal_withou
     assert end.value.code == 143 and not stop.was_called
 
 
+def test_called_process_says_nothing_of_its_end(capfd):
+    with pytest.raises(SystemExit), Stop() as stop:
+        stop.call()
+    assert capfd.readouterr().err == ""
+
+
 ENDLESS = """
 import os, signal, sys
 import jax

@@ -7,6 +7,7 @@ from calibadv_jax.core.tags import (
     STOP_STRINGS,
     TAG_NAMES,
     Grammar,
+    leaves_thought_open,
     neutralise,
     neutralise_observation,
     parse_turn,
@@ -19,6 +20,14 @@ CONTROL = "<|im_end|>"
 def read(text, stop_reason="stop"):
     turn = parse_turn(text, stop_reason)
     return turn.kind, turn.think, turn.query, turn.answer
+
+
+@pytest.mark.parametrize(
+    ("opening", "expected"),
+    [("", False), ("<think>\n", True), ("<think></think>", False), ("<think></think><think>", True)],
+)
+def test_last_tag_says_whether_a_thought_is_open(opening, expected):
+    assert leaves_thought_open(opening) is expected
 
 
 def test_the_grammar():

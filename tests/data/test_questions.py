@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Question
+from calibadv_jax.data.layouts import without_nan
 from calibadv_jax.data.pipeline import QuestionIterator
-from calibadv_jax.data.questions import load_questions, select_evenly, write_questions
+from calibadv_jax.data.questions import load_questions, read_questions, select_evenly, write_questions
 
 GOOD = {"id": "1", "question": "who?", "golden_answers": ["me"], "data_source": "nq"}
 
@@ -43,6 +45,19 @@ def test_round_trip(tmp_path):
 def test_malformed_rows_name_file_and_line(tmp_path, row, message):
     with pytest.raises(UserError, match=message):
         load_questions(write(tmp_path / "q.jsonl", GOOD, row))
+
+
+def test_key_with_a_dot_and_answer_of_separators_stay(tmp_path):
+    path = write(tmp_path / "q.jsonl", {"asked.text": "who?", "right": "|"})
+    (question,) = load_questions(str(path), ColumnsConfig("asked.text", "right", "|"))
+    assert (question.text, question.golden_answers) == ("who?", ("|",))
+    assert without_nan(float("inf")) is None
+
+
+def test_row_without_answer_names_its_layouts_source(tmp_path):
+    row = {"id": "1", "question": "who?", "paragraphs": [], "answerable": False}
+    ((_, reason),) = read_questions(write(tmp_path / "q.jsonl", row), "q")
+    assert reason.source == "musique"
 
 
 def test_missing_and_empty_files(tmp_path):

@@ -16,6 +16,8 @@ def test_devices_are_counted_from_the_topology(monkeypatch):
     assert gpu.links < find_target(gpu="h100", topology="1x1x8").links  # of another host
     monkeypatch.setenv(FRACTION, ".45")
     assert gpu.limit == 0.45 * 84_942_979_072 and tpu.limit == 95e9
+    monkeypatch.setenv(FRACTION, "1.0")
+    assert gpu.limit == 84_942_979_072
     monkeypatch.setenv(FRACTION, "45%")
     with pytest.raises(UserError, match="XLA_PYTHON_CLIENT_MEM_FRACTION is '45%'"):
         _ = gpu.limit

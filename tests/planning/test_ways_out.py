@@ -50,6 +50,14 @@ def test_combination_is_found_with_its_mildest_values(tmp_path):
     assert all("sampler.name=vllm" in other for other in others)
 
 
+def test_dearest_lever_is_relaxed_first(tmp_path):
+    target = find_target(gpu="h100", topology="1x1x1")
+    config = placed_on(small(tmp_path, learner__microbatch_rows=4), target)
+    limit = needed(changed(config, {"learner.microbatch_rows": 2, "sampler.slots": 8}), target)
+    lines = ways_out(config, ARCHITECTURE, target, limit)
+    assert {"learner.microbatch_rows": 1, "sampler.slots": 12} in map(changes_of, lines)
+
+
 def test_least_memory_is_named_where_nothing_fits(tmp_path):
     target = find_target(tpu="v5e:2x2")
     config = placed_on(small(tmp_path), target)

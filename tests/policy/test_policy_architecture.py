@@ -60,6 +60,7 @@ def test_both_spellings_of_rope_are_read():
         {},
         {"num_attention_heads": 64, "hidden_size": 512},
         {"num_key_value_heads": None},
+        {"num_key_value_heads": None, "num_attention_heads": 64, "hidden_size": 512},
         {"num_key_value_heads": 8, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
         {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
     ],
@@ -77,6 +78,10 @@ def test_absent_fields_have_defaults_of_transformers(model_type, fields):
     assert architecture.tie_word_embeddings == config.tie_word_embeddings
     assert architecture.out_bias == getattr(config, "attention_bias", False)
     assert architecture.mlp_bias == getattr(config, "mlp_bias", False)
+
+
+def test_qwen2_never_has_an_output_bias():
+    assert not architecture_from_hf(BASE | {"model_type": "qwen2", "attention_bias": True}).out_bias
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.rollout.observation import decode, encode
-from calibadv_jax.rollout.prompts import TEMPLATES, build_prompt, open_prompt, template_text
+from calibadv_jax.rollout.prompts import TEMPLATES, build_prompt, list_actions, open_prompt, template_text
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -78,6 +78,8 @@ def test_templates_are_filled(byte_tokenizer):
     assert prompt(byte_tokenizer, template="Q {question} A {question}") == "Q Who? A Who?"
     assert prompt(byte_tokenizer, "{question} {0} %s", template="Q {question}") == "Q {question} {0} %s"
     assert prompt(byte_tokenizer, template="paper").endswith("Question: Who?\n")
+    listed = list_actions(()).strip()
+    assert prompt(byte_tokenizer, template="{actions} Q {question}") == f"{listed} Q Who?"
 
 
 def test_a_template_without_a_place_for_the_question_is_refused():
@@ -139,6 +141,8 @@ def test_text_that_explains_the_tag_opens_nothing(byte_tokenizer, template, open
     assert opened(byte_tokenizer, None, template=template)[1] == opening
     assert opened(byte_tokenizer, "[INST]{{ messages[0].content }}[/INST]", template=template)[1] == ""
     assert opened(byte_tokenizer, ASSISTANT, "<think>", template="{question}")[1] == ""
+    explained = "{{ messages[0].content }}<|im_end|>Write <think>.<|im_end|>assistant\n"
+    assert opened(byte_tokenizer, explained, template=template)[1] == ""
 
 
 def test_rows_own_prompt_may_open_the_thought(byte_tokenizer):

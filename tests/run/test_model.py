@@ -42,9 +42,16 @@ def of_sentencepiece():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
 
 
+def of_whole_texts():
+    """Every text is one unknown word."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+
+
 @pytest.mark.parametrize(
     ("make", "lost"),
     [
+        (of_whole_texts, ["spaces", "digits", "accents", "Chinese", "newlines"]),
         (of_bytes, []),
         (of_sentencepiece, []),
         (build_word_tokenizer, []),  # most words are unknown to it

@@ -110,17 +110,18 @@ def test_large_vocabularies_are_drawn_as_reported(monkeypatch):
     logits = 2 * np.random.default_rng(0).normal(size=(1, vocab))
     logprobs = np.asarray(jax.nn.log_softmax(jnp.asarray(logits, jnp.float32)))
     key = jax.random.key(0)[None]
-    parts, real = [], sampling._inverse_transform
+    parts, numbers, real = [], set(), sampling._inverse_transform
 
     def recorded(weights, uniform):
         parts.append(np.asarray(weights))
+        numbers.add(float(uniform[0]))
         return real(weights, uniform)
 
     monkeypatch.setattr(sampling, "_inverse_transform", recorded)
     sampling._draw(jnp.exp(logprobs), key)
     monkeypatch.undo()
     blocks = parts[0][0]
-    assert len(parts) == 2 and parts[1].shape == (1, sampling.BLOCK)
+    assert len(parts) == len(numbers) == 2 and parts[1].shape == (1, sampling.BLOCK)
     inside = np.pad(np.exp(logprobs[0]), (0, -vocab % sampling.BLOCK)).reshape(len(blocks), -1)
     np.testing.assert_allclose(inside.sum(-1), blocks, rtol=1e-5)
     assert any(np.allclose(parts[1][0], block, rtol=1e-6) for block in inside)

@@ -16,7 +16,7 @@ from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rewards.score import check_reward, score_trajectory
 from calibadv_jax.services import judge, waiting
-from calibadv_jax.services.judge import JudgeClient
+from calibadv_jax.services.judge import JudgeClient, data_of
 
 KEY = re.compile(r"the key (\w+)")
 QUESTION = Question("q", "Where is the tower?", ("Paris",), "test")
@@ -230,6 +230,10 @@ def test_rewards_by_name_with_weights(endpoint):
     assert score_trajectory(unanswered, replace(config, format=False)).answer_score == 0
 
 
+def test_beginning_of_a_long_answer_is_judged():
+    assert data_of("Q", ("g",), "abcdef", 3).endswith('"answer": "abc"}')
+
+
 def wordy(trajectory):
     return float("nan")
 
@@ -238,12 +242,19 @@ def mean(trajectory):
     return 1.0
 
 
+short_way = mean
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ("test_judge:wordy", "gave nan for an answer to question 'q'"),
         ("examples.own_tool:Calculator", "cannot be called with"),
         ("examples.own_reward:none", "has no function none"),
+        (
+            {"examples.own_reward:short_way": 0.5, "test_judge:short_way": 0.5},
+            "would be logged as reward/short_way, which is another metric's name",
+        ),
         ("test_judge:mean", "would be logged as reward/mean, which is another metric's name"),
     ],
 )

@@ -147,6 +147,9 @@ def test_fields_with_differing_defaults_are_written_out(tmp_path):
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     assert written["num_key_value_heads"] == 4 and written["head_dim"] == 4
     assert written["rms_norm_eps"] == 1e-6 and written["rope_theta"] == 10000.0
+    both = sparse | {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 3e4}}
+    save_folder(zeros, both, tmp_path / "other", "bfloat16", None)
+    assert read_hf_config(tmp_path / "other")["rope_theta"] == architecture_from_hf(both).rope_theta == 3e4
 
 
 def test_bfloat16_is_stored_rounded_and_loaded_in_the_asked_precision(tiny, tmp_path):
@@ -242,6 +245,7 @@ def test_a_tied_model_may_carry_an_equal_head_only(tiny, folder):
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1}))
     with pytest.raises(UserError, match="lm_head.weight differs from model.embed_tokens.weight; set"):
         load_params(folder, tiny.policy, None)
+    assert check_weights(folder, tiny.policy).endswith("the policy's shapes"), "values are not read"
 
 
 def test_integer_weights_are_refused(tiny, folder):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -152,6 +153,12 @@ def test_alpha_that_no_config_accepts_is_explained(folder, alpha):
     assert "verl" in message and f"policy.lora.alpha={alpha}" not in message
 
 
+def test_alpha_may_be_a_fraction(folder):
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | {"lora_alpha": 4.5}))
+    policy = Policy(POLICY.architecture, Numerics(), replace(ADAPTERS, alpha=4.5))
+    assert "layers.attn.q.lora_a" in flatten(load_adapters(folder, policy, None))
+
+
 @pytest.mark.parametrize("rank", [0, None, 2.5])
 def test_rank_that_no_config_accepts_is_explained(folder, rank):
     message = refusal(folder, r=rank)
@@ -166,13 +173,14 @@ def test_rank_that_no_config_accepts_is_explained(folder, rank):
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "merge_and_unload"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", "merge_and_unload"),
         ("base_model.model.lm_head.lora_A.weight", "has adapters on lm_head, which is not supported"),
+        ("base_model.model.model.layers.0.self_attn.q.lora_A.weight", "has adapters on q, which is not"),
     ],
 )
 def test_tensor_outside_the_adapters_is_named(folder, name, words):
     path = folder / "adapter_model.safetensors"
     save_file(load_file(path) | {name: np.ones((2, 2), np.float32)}, path)
     message = refusal(folder)
-    assert (name in message or "lm_head" in name) and words in message
+    assert (name in message or "lora_A" in name) and words in message
 
 
 def test_file_without_tensors_is_refused(folder):

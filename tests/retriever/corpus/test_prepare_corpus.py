@@ -76,6 +76,15 @@ def test_parquet_is_read_in_batches_and_its_other_columns_are_not(tmp_path, monk
     assert found == [{"id": str(n), "contents": f'"T{n}"\nx{n}'} for n in range(5)]
 
 
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [({"contents": "x"}, True), ({"id": "0", "text": "x"}, True), ({"id": "0", "contents": "x"}, False)],
+)
+def test_rows_of_our_layout_need_no_conversion(tmp_path, row, expected):
+    (tmp_path / "c.jsonl").write_bytes(lines(row))
+    assert layouts.is_convertible(tmp_path / "c.jsonl") is expected
+
+
 def test_a_url_is_kept(tmp_path):
     (row,) = converted(tmp_path, lines({"id": 1, "title": "A", "text": "x", "url": "http://a"}))
     assert row["url"] == "http://a"
@@ -84,7 +93,7 @@ def test_a_url_is_kept(tmp_path):
 def test_several_files_and_patterns_in_order(tmp_path):
     for name in ("b", "a"):
         (tmp_path / f"part-{name}.jsonl").write_bytes(lines({"id": name, "title": "A", "text": "x"}))
-    (tmp_path / "first.tsv").write_bytes(b"0\tIt is.\n")
+    (tmp_path / "first.tsv").write_bytes(b"0\tIt is.\n\n")  # a blank line is no row
     inputs = [str(tmp_path / "first.tsv"), str(tmp_path / "part-*.jsonl")]
     prepare_corpus(inputs, tmp_path / "out.jsonl", progress=False)
     assert [row["id"] for row in load_corpus(tmp_path / "out.jsonl")] == ["0", "a", "b"]
