@@ -2,6 +2,7 @@
 
     python -m benchmarks.kill --output FOLDER [--kills 20] [--steps 60] [--seed 0] [--pause 30] [--vllm]
     python -m benchmarks.kill --output FOLDER --store 200000 [--kills 4] [--steps 30]
+    python -m benchmarks.kill --output FOLDER --disk 64 [--kills 4] [--steps 30]      # as root
 
 A supervisor, as a cluster's scheduler would, starts the trainer, the retrieval service and, with --vllm, a
 rollout worker, and starts each again when it has ended. Meanwhile it picks a part and a way to disturb it:
@@ -12,6 +13,9 @@ undisturbed run, bit for bit. Exit status 1 if not.
 With --store the machines change instead: the run is copied to an S3 service (moto) that takes so many bytes
 a second. A disturbance is either SIGKILL and the loss of run.dir, or SIGSTOP until a second trainer has taken
 the run over in an empty run.dir: the first one then goes on, and must end with status 2.
+
+With --disk run.dir lies on a disk of so many MiB. A disturbance fills it: the trainer must end with status
+75, and goes on once there is room again.
 
 The run is the quickstart's training on a small world, from a short cold start, with a checkpoint every step.
 """
@@ -31,7 +35,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,6 +46,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from calibadv_jax.config import load_config
+from calibadv_jax.core.errors import ENVIRONMENT_STATUS
 from calibadv_jax.data.world import write_world
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.record.reader import read_columns
@@ -140,7 +145,7 @@ def make_parts(folder: Path, world: Path, steps: int, with_vllm: bool) -> dict[s
         parts["worker"] = Part(worker, folder / "worker.log")
         trainer += ["sampler.name=vllm", f"sampler.urls=[http://127.0.0.1:{worker_port}]"]
     parts["trainer"] = Part(trainer, folder / "trainer.log", cache)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return parts
 
 
@@ -180,6 +185,11 @@ def supervise(
             disturbed = False
         if done.total() < kills and len(trained_steps(folder)) > done.total() * per_kill:
             time.sleep(rng.uniform(0, 0.5))
+            if arguments.disk:
+                fill_disk(folder, trainer, begun + arguments.deadline)
+                disturbed = True
+                done["full disk"] += 1
+                continue
             name, way = rng.choice(list(parts)), rng.choice(list(WAYS))
             disturbed = disturbed or name == "trainer" and way != "SIGSTOP"
             parts[name].send(WAYS[way], arguments.pause)
@@ -187,6 +197,34 @@ def supervise(
         if time.monotonic() - begun > arguments.deadline:
             raise TimeoutError(f"not done within {arguments.deadline:g} s; see {trainer.log}")
         time.sleep(0.05)
+
+
+def fill_disk(folder: Path, trainer: Part, deadline: float) -> None:
+    """Leave no room on the disk of `folder` until the trainer has ended.
+
+    Raises:
+        RuntimeError: it has not ended by the deadline, or with another status than that of a full disk.
+    """
+    ballast = folder / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    while trainer.started.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ballast.unlink()
+    if trainer.started.poll() != ENVIRONMENT_STATUS:
+        raise RuntimeError(f"a full disk: status {trainer.started.poll()}; see {trainer.log}")
+
+
+@contextmanager
+def small_disk(folder: Path, mebibytes: int) -> Iterator[None]:
+    """A disk of its own at `folder`."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 @contextmanager
@@ -335,7 +373,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--store", type=int, metavar="RATE", help="change machines; bytes a second to the store"
     )
+    parser.add_argument("--disk", type=int, metavar="MIB", help="fill a disk of this size instead")
     arguments = parser.parse_args(argv)
+    with ExitStack() as stack:
+        return compare(arguments, stack)
+
+
+def compare(arguments: argparse.Namespace, stack: ExitStack) -> int:
+    """Disturb a run and compare it with an undisturbed run; return the exit status."""
     output = arguments.output.absolute()
     start = [*SMALL, f"run.dir={output}"]
     world = write_world(load_config(CONFIG, start).world)
@@ -351,6 +396,8 @@ def main(argv: list[str] | None = None) -> int:
             folder, disturbances = change_machines(output, world, arguments, url)
             out(f"checkpoints in the store: {read_marker(url)['steps']}\n")
     else:
+        if arguments.disk:
+            stack.enter_context(small_disk(folder, arguments.disk))
         disturbances = run(folder, world, arguments, arguments.kills)
     seconds = time.monotonic() - begun
     for name, count in sorted(disturbances.items()):
