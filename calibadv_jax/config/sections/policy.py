@@ -133,7 +133,7 @@ class MeshConfig:
 @dataclass(frozen=True, config=SECTION)
 class DistributedConfig:
     coordinator_address: str = Field(default="", pattern=r"^(|auto|.+:\d{1,5})$")
-    """Several processes train together, on all their devices (docs/hosts.md): host:port of process 0, where
+    """Several processes train together, on all their devices (docs/cluster.md): host:port of process 0, where
     the processes meet; auto: as JAX detects it (SLURM, Open MPI, Kubernetes jobs, TPU pods). Empty: the
     environment variable JAX_COORDINATOR_ADDRESS or, without it, one process."""
     num_processes: PositiveInt | None = None
