@@ -18,7 +18,7 @@ import pytest
 
 from calibadv_jax.cli import COMMANDS, TOOLS
 from calibadv_jax.cli import module_of as module_of_command
-from calibadv_jax.config import load_config
+from calibadv_jax.config import known_keys, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 # The packages of calibadv_jax, floor by floor from the ground: each imports itself and lower floors only.
@@ -42,6 +42,7 @@ LAUNCHERS = {  # --help needs nothing installed, and the number of threads is se
     ROOT / "retriever" / "build_index.py",
     ROOT / "retriever" / "prepare_corpus.py",
 }
+KEYS = known_keys().keys()
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "retriever")
 
 
@@ -155,6 +156,49 @@ def test_function_length(package):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 80
     }
     assert not long
+
+
+# First parts of dotted names in docstrings and comments that are no modules of this project.
+OUTSIDE = {
+    *("asyncio", "dataclasses", "jax", "nnx", "pyarrow", "scipy", "select", "sys", "vllm"),
+    *("config", "metrics", "sampling", "turns"),  # arguments of that name, metrics.jsonl, a column
+}
+
+
+def bound_names(path: Path) -> set[str]:
+    """Names that a module defines or imports, at any depth."""
+    names: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+    return names
+
+
+def test_docstrings_name_existing_modules():
+    """A file name exists, and `module.name` in backticks is a name of a module, or a config key."""
+    paths = [*sources("calibadv_jax"), *sources("retriever")]
+    files = {path.name for package in ("", "examples") for path in (ROOT / package).rglob("*.py")}
+    modules: dict[str, set[str]] = {}
+    for path in paths:
+        modules.setdefault(path.stem, set()).update(bound_names(path))
+        modules.setdefault(path.parent.name, set()).add(path.stem)
+        modules.setdefault(path.parent.parent.name, set()).add(path.parent.name)
+    documents = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    missing = set()
+    for path in paths:
+        docs = [ast.get_docstring(node) or "" for node in ast.walk(tree(path)) if isinstance(node, documents)]
+        text = "\n".join([*docs, *re.findall(r"#(.*)", path.read_text(encoding="utf-8"))])
+        named = set(re.findall(r"(?<![\w.])([a-z_]+\.py)\b", text)) - files - {"inspect.py", "my_reward.py"}
+        for module, name in set(re.findall(r"`([a-z_]+)\.([A-Za-z_]\w*)[`.(]", text)):
+            is_key = f"{module}.{name}" in KEYS or any(key.startswith(f"{module}.{name}.") for key in KEYS)
+            if module not in OUTSIDE and not is_key and name not in modules.get(module, set()):
+                named.add(f"{module}.{name}")
+        missing |= {f"{path.relative_to(ROOT)}: {name}" for name in named}
+    assert not missing
 
 
 @pytest.mark.parametrize(("package", "other"), [("retriever", "calibadv_jax"), ("calibadv_jax", "retriever")])

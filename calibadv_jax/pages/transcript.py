@@ -115,7 +115,7 @@ def observation_parts(text: str, documents: Sequence[Row]) -> list[dict[str, Any
     """The observation in order, `{"text", "document"}`: each part shows a document (its place) or none.
 
     Documents are found by the headers that the agent loop writes; no document can forge one
-    (`protocol.neutralise`). An observation that was cut may lack the last documents.
+    (`tags.neutralise`). An observation that was cut may lack the last documents.
     """
     starts = []
     position = 0

@@ -120,7 +120,7 @@ class _Head:
     ) -> tuple[jax.Array, jax.Array]:
         """Gradients of the states [B, C, D], and float32 of the whole width of the weights.
 
-        All tokens are one axis: see `products.rows_product`.
+        All tokens are one axis: see `cpu_products.rows_product`.
         """
         changes = change.reshape(-1, change.shape[-1])
         rows = states.astype(self.dtype).reshape(-1, states.shape[-1])

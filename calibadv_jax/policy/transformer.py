@@ -316,7 +316,7 @@ class Critic(Decoder):
 class Policy:
     """A decoder without its parameters: what jitted functions close over.
 
-    `policy.merge(params)` gives the `Decoder`; `policy.init(key)` draws parameters.
+    `Policy.merge(params)` gives the `Decoder`; `policy.init(key)` draws parameters.
 
     Args:
         adapters: those that are trained, in the numerics' `param_dtype`; all other parameters are then frozen

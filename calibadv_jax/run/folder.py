@@ -35,7 +35,7 @@ from calibadv_jax.snapshots.peft import adapters_hash
 
 UNLEARNED, LEARNED, TUNED = marked(Mark.UNLEARNED), marked(Mark.LEARNED), marked(Mark.TUNED)
 COLD_START_KEYS = marked(Mark.COLD_START)
-SERVICE = "retriever.content"  # which index is searched: known when the service answers (run_service.py)
+SERVICE = "retriever.content"  # which index is searched: known when the service answers (run/service.py)
 COLD_START = "sft.yaml"  # the config of the cold start
 REFERENCE = "policy.weights"  # only of a run that keeps the policy it began with, or the base of its adapters
 ADAPTERS = "policy.adapters"  # of policy.lora.init_from, only of a run that keeps the policy it began with

@@ -24,7 +24,7 @@ class Dense:
         self._vectors = vectors
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `protocol.Ranker`."""
+        """As `interfaces.Ranker`."""
         return self._vectors.nearest(self.encoder.encode_queries(queries), k)
 
 

@@ -31,7 +31,7 @@ class IndexOptions:
     engine: str = ""  # faiss or jax for a flat index; empty: as it was built
     faiss_gpu: bool = False
     mmap: bool = False
-    qdrant_search: str = ""  # as for `search.qdrant.search_params`; empty: as it was built
+    qdrant_search: str = ""  # as for `backends.qdrant.search_params`; empty: as it was built
     threads: int = 0  # cores to use; 0: all
     skip_checksum: bool = False  # a large file on a slow disk takes minutes to read
 

@@ -33,7 +33,7 @@ class CollectionOptions:
 
 
 class Collection:
-    """Implements `protocol.Searcher`. Any number of threads may call it.
+    """Implements `interfaces.Searcher`. Any number of threads may call it.
 
     Raises:
         RetrieverError: no such server or collection, no text in its payload, or vectors of another encoder.

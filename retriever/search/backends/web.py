@@ -140,7 +140,7 @@ class Budget:
 
 
 class WebSearch:
-    """Implements `protocol.Searcher` over a web search API.
+    """Implements `interfaces.Searcher` over a web search API.
 
     Args:
         provider: google or serpapi; keys come from GOOGLE_API_KEY and GOOGLE_CSE_ID, or SERPAPI_API_KEY.
