@@ -220,7 +220,7 @@ _ENTRIES = (
         "gae",
         turn_estimators.gae,
         _gae_formula,
-        "PPO with a critic: [ppo.md](ppo.md)",
+        "[PPO with a critic](#ppo-with-a-critic)",
         by_turn="PPO with a critic; every sampled token has an advantage of its own; a turn shows the mean",
         needs="critic",
     ),

@@ -411,6 +411,9 @@ class Kept:
     def save(self, step, state, extra):
         self.saved.append(step)
 
+    def wait(self):
+        return self.saved[-1]
+
 
 @pytest.mark.parametrize(
     ("every", "saved"),

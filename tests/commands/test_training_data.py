@@ -97,7 +97,7 @@ def start(tmp_path, monkeypatch):
     Prompts are "Question: a 0?" and a newline: 15 letters; the last question's is longer.
     """
 
-    def enter(config, model, questions, say):
+    def enter(config, model, questions, say, mirror):
         raise Entered(questions)
 
     monkeypatch.setattr(train, "build_model", lambda *_: SimpleNamespace(tokenizer=Letters()))

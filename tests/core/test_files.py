@@ -27,6 +27,7 @@ APPENDED = {
     "record/writer.py",
     "services/child_process.py",
     "snapshots/huggingface.py",
+    "snapshots/object_store.py",
     "snapshots/peft.py",
     "tools/select_rollouts.py",
 }
