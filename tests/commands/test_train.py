@@ -167,7 +167,9 @@ def test_sigterm_saves_the_last_step_and_the_next_start_continues(tmp_path):
     stopped = len(rows(tmp_path / "parts"))
     assert 3 <= stopped < 14
     log = (tmp_path / "log").read_text()
-    assert log.splitlines()[-1] == f"checkpoint saved at step {stopped}", log
+    *_, saved, end = log.splitlines()
+    assert saved == f"checkpoint saved at step {stopped}", log
+    assert end == "stopped; the same command goes on from the saved step"
     again = subprocess.run(parts, cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 0 and f"resuming from step {stopped}" in again.stderr
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
