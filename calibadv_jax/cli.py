@@ -28,7 +28,10 @@ from calibadv_jax.core.stopping import leave
 SILENCE = 2.0  # seconds of loading after which a command says what it does
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
-# Commands with a config: a module of `calibadv_jax.commands` each.
+# Modules of `calibadv_jax.commands`; the other commands are modules of `calibadv_jax.contrib.commands`.
+CORE = ("sft", "train", "evaluate", "export")
+
+# Commands with a config.
 COMMANDS = {
     "quickstart": "From nothing to a better search agent: world, cold start, training, evaluation, export.",
     "sft": "Supervised cold start on demonstrations.",
@@ -71,7 +74,7 @@ OPTIONS: dict[str, dict[str, str | Value]] = {
     },
 }
 
-# Commands without a config: a module of `calibadv_jax.tools` each ("-" written "_").
+# Commands without a config.
 TOOLS: dict[str, str] = {
     "inspect": "A page of a run's trajectories: tokens by advantage, and why each turn got its own.",
     "ask": "Asks a policy a question, and shows what it searches and reads.",
@@ -134,8 +137,8 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
 
 def module_of(command: str) -> str:
     """The dotted name of a command's module."""
-    room = "commands" if command in COMMANDS else "tools"
-    return f"calibadv_jax.{room}.{MODULES.get(command, command.replace('-', '_'))}"
+    package = "commands" if command in CORE else "contrib.commands"
+    return f"calibadv_jax.{package}.{MODULES.get(command, command.replace('-', '_'))}"
 
 
 def _load(name: str) -> ModuleType:

@@ -10,7 +10,7 @@ from pathlib import Path
 from calibadv_jax import cli
 from calibadv_jax.commands import evaluate, sft
 from calibadv_jax.config import Config
-from calibadv_jax.data.world import write_world
+from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.run.folder import check_cold_start
 
 PLACES = ("world.dir", "sft.output")  # the folder may be named in another way, or have been moved

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.stats import binomtest, t
 
+from calibadv_jax.contrib.report.runs import Run
 from calibadv_jax.record.reader import read_columns
-from calibadv_jax.report.runs import Run
 
 WINDOW = 10  # steps of the running means that define a collapse
 LEAST_SHARE = 0.5  # of the earlier maximum of the reward, below which it has collapsed

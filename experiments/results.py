@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from calibadv_jax.contrib.report.evaluations import read_json
+from calibadv_jax.contrib.report.runs import Run, read_runs
+from calibadv_jax.contrib.report.settings import IGNORED, flatten
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.evaluation.report import ALL, AVERAGE
-from calibadv_jax.report.evaluations import read_json
-from calibadv_jax.report.runs import Run, read_runs
-from calibadv_jax.report.settings import IGNORED, flatten
 from experiments.arms import METHODS, Arm, parse_name, plan
 from experiments.measures import (
     FORMAT,

@@ -27,9 +27,9 @@ from typing import Any
 
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
+from calibadv_jax.contrib.report.evaluations import read_json
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import duration, table
-from calibadv_jax.report.evaluations import read_json
 from experiments.arms import LONG, OF_PART, PARTS, ROOT, Job, plan
 from experiments.report import write_short
 from experiments.results import evaluated_step, held_out_f1

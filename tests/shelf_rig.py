@@ -7,8 +7,8 @@ from pathlib import Path
 
 from http_rig import Handler, serving
 
+from calibadv_jax.contrib.prepare import question_key
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.data.prepare import question_key
 
 PASSAGES = [
     Document("p0", "Silent Garden (novel)", "Silent Garden is a novel. It was written by Ada Berk in Rome."),

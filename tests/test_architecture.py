@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from calibadv_jax.cli import COMMANDS, TOOLS
+from calibadv_jax.cli import COMMANDS, CORE, TOOLS
 from calibadv_jax.cli import module_of as module_of_command
 from calibadv_jax.config import known_keys, load_config
 
@@ -27,10 +27,12 @@ FLOORS: tuple[set[str], ...] = (
     {"config"},
     {"advantages", "data", "evaluation", "metrics", "policy", "rewards", "rollout", "services"},
     {"hosts", "learner", "record", "sampler", "snapshots"},
-    {"pages", "report", "run"},
-    {"planning"},
-    {"commands", "tools"},
+    {"run"},
+    {"commands"},
+    {"contrib"},
 )
+# What `calibadv train` loads at most; docs/architecture.md.
+TRAIN_MODULES, TRAIN_LINES = 160, 24_000
 OPTIONAL = {
     # tensorboardX is always there, but imports torch; httpx2 and mcp_types come with mcp.
     "calibadv_jax": {"matplotlib", "mcp", "mlflow", "prometheus_client", "tensorboardX", "vllm", "wandb"}
@@ -101,6 +103,20 @@ def test_a_package_imports_lower_floors_only(room):
 def test_every_folder_has_a_floor():
     folders = {path.name for path in (ROOT / "calibadv_jax").iterdir() if (path / "__init__.py").is_file()}
     assert folders == set().union(*FLOORS)
+
+
+@pytest.mark.parametrize("command", CORE)
+def test_core_command_loads_no_optional_module(command):
+    code = f"import sys, calibadv_jax.commands.{command}; print(*sys.modules)"
+    names = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True, timeout=120
+    ).stdout.split()
+    modules = [name for name in names if within(name, "calibadv_jax")]
+    assert not [name for name in modules if within(name, "calibadv_jax.contrib")]
+    files = [ROOT / name.replace(".", "/") for name in modules]
+    paths = [path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in files]
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+    assert len(modules) <= TRAIN_MODULES and lines <= TRAIN_LINES
 
 
 @pytest.mark.parametrize("package", ["calibadv_jax", "retriever", "benchmarks", "experiments", "scripts"])

@@ -261,7 +261,7 @@ def test_a_command_that_loads_for_long_says_so(monkeypatch, capsys):
     is_said = threading.Event()
 
     def slow_import(name):
-        assert name == "calibadv_jax.tools.audit"
+        assert name == "calibadv_jax.contrib.commands.audit"
         monkeypatch.setattr(sys.stderr, "flush", is_said.set)
         assert is_said.wait(60)
 

@@ -16,16 +16,16 @@ import pytest
 from packaging.requirements import Requirement
 
 from calibadv_jax.config import PromptConfig
+from calibadv_jax.contrib.prepare import prepare
+from calibadv_jax.contrib.report.gather import gather
+from calibadv_jax.contrib.report.runs import read_runs
+from calibadv_jax.contrib.report.settings import group_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question, Trajectory, Turn
-from calibadv_jax.data.prepare import prepare
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.report.gather import gather
-from calibadv_jax.report.runs import read_runs
-from calibadv_jax.report.settings import group_runs
 from calibadv_jax.rewards.format import is_trajectory_valid
 from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.rollout.prompts import open_prompt

@@ -38,13 +38,13 @@ from calibadv_jax.config import (
     RolloutConfig,
     SamplerConfig,
 )
-from calibadv_jax.planning import compiled
-from calibadv_jax.planning.compiled import SAMPLED, TRAINED, compiled_figures, topology_mesh
-from calibadv_jax.planning.gpu_targets import GPUS
-from calibadv_jax.planning.hardware import Target, find_target
+from calibadv_jax.contrib.planning import compiled
+from calibadv_jax.contrib.planning.compiled import SAMPLED, TRAINED, compiled_figures, topology_mesh
+from calibadv_jax.contrib.planning.gpu_targets import GPUS
+from calibadv_jax.contrib.planning.hardware import Target, find_target
+from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, program_memory, shares_base
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.attention import Kernel
-from calibadv_jax.run.memory import GIB, estimate_memory, program_memory, shares_base
 
 KERNELS: dict[str, Kernel] = {
     "tpu": "splash",

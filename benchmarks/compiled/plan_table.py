@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from calibadv_jax.run.memory import GIB
+from calibadv_jax.contrib.planning.memory import GIB
 
 RUN = "--config configs/paper/qwen2.5-7b.yaml --tokens 4000 --sampled 700"
 ROWS = "mesh.fsdp={0} learner.microbatch_rows={0}"

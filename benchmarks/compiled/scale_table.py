@@ -29,8 +29,8 @@ from benchmarks.compiled.ahead_of_time import (
     target_of,
     written,
 )
-from calibadv_jax.planning.gpu_targets import GPUS
-from calibadv_jax.run.memory import GIB, shares_base
+from calibadv_jax.contrib.planning.gpu_targets import GPUS
+from calibadv_jax.contrib.planning.memory import GIB, shares_base
 
 HEADINGS = {"apply": "optimizer's step"}  # of programs that have another name in the table
 TABLED = tuple(name for name in PROGRAMS if name != "copy")  # which never decides

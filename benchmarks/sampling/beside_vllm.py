@@ -51,8 +51,8 @@ from benchmarks.retrieval.load import cpu_seconds
 from benchmarks.sampling.rollout_loops import Loops, Work, draw_turns
 from benchmarks.update.update_speed import drawn
 from calibadv_jax.config import Config, MeshConfig, SamplerConfig, load_config
+from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.core.interfaces import Sampler, SamplingParams
-from calibadv_jax.data.world import write_world
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import init_params
 from calibadv_jax.policy.architecture import architecture_from_hf

@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.device import SHAPES
 from benchmarks.update.update_speed import drawn, seconds
 from calibadv_jax.config import Config, LearnerConfig, LossConfig, MeshConfig, OptimizerConfig, load_config
-from calibadv_jax.data.world import write_world
+from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import policy_gradient

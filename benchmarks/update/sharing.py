@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from calibadv_jax.config import Config
+from calibadv_jax.contrib.commands.replay import KeptPolicy, kept_config, kept_samples, score_again
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import policy_learner
@@ -34,7 +35,6 @@ from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run.model import build_model
 from calibadv_jax.snapshots.huggingface import load_params
-from calibadv_jax.tools.replay import KeptPolicy, kept_config, kept_samples, score_again
 
 ARMS = {"plain": False, "shared": True}
 

@@ -31,8 +31,8 @@ import numpy as np
 
 from calibadv_jax.commands.sft import encode_demonstration
 from calibadv_jax.config import Config, LearnerConfig, load_config
-from calibadv_jax.data.demonstrations import imperfect
-from calibadv_jax.data.world import write_world
+from calibadv_jax.contrib.worlds.demonstrations import imperfect
+from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.learner.batching import Sample, pack, token_weights
 from calibadv_jax.learner.learner import Learner, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient

@@ -24,10 +24,11 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_text
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.locking import locked_output, locked_run
+from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.tags import behind_opening, neutralise_observation, parse_turn
 from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
-from calibadv_jax.data.demonstrations import GENERATORS, Demonstration
+from calibadv_jax.data.demonstrations import Demonstration
 from calibadv_jax.hosts.joining import alone
 from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights
 from calibadv_jax.learner.learner import Learner
@@ -369,7 +370,7 @@ def _demonstrations(
     config: Config, phase: SftPhase, own: Sequence[Demonstration], seed: int
 ) -> Iterator[Demonstration]:
     if config.sft.demonstrations == "world":
-        yield from GENERATORS[phase.kind](seed, config.world)
+        yield from load_optional("worlds.demonstrations").GENERATORS[phase.kind](seed, config.world)
         return
     yield from (own[index] for index in _order(len(own), phase.epochs, seed))
 

@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from calibadv_jax.advantages.estimators import compute_advantages
-from calibadv_jax.commands.doctor import check_inputs
 from calibadv_jax.commands.evaluate import validate, validation_questions
 from calibadv_jax.config import Config, RolloutConfig
 from calibadv_jax.core.errors import UserError
@@ -41,7 +40,7 @@ from calibadv_jax.run.folder import content_hash, enter_run_folder, initial_hash
 from calibadv_jax.run.model import Model, build_model
 from calibadv_jax.run.service import check_service
 from calibadv_jax.run.trainer import Trainer
-from calibadv_jax.run.wiring import open_rollouts
+from calibadv_jax.run.wiring import check_inputs, open_rollouts
 from calibadv_jax.snapshots.checkpoint import newest_step
 from calibadv_jax.snapshots.mirror import Mirror, open_mirror
 from calibadv_jax.snapshots.peft import adapters_hash

@@ -10,6 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from calibadv_jax.core.errors import UserError
@@ -36,6 +37,11 @@ def failure(error: BaseException) -> str:
 
 def is_address(name: str) -> bool:
     return ADDRESS.fullmatch(name) is not None
+
+
+def load_optional(name: str) -> ModuleType:
+    """Import a module of ``calibadv_jax.contrib`` that a config key asks for, such as ``judge``."""
+    return importlib.import_module(f"calibadv_jax.contrib.{name}")
 
 
 @functools.cache  # every step asks for it

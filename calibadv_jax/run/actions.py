@@ -13,12 +13,11 @@ from typing import Any
 from calibadv_jax.config import Config, McpConfig, ToolConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
-from calibadv_jax.core.own_function import failure, own_function
+from calibadv_jax.core.own_function import failure, load_optional, own_function
 from calibadv_jax.core.tags import NAME, RESERVED
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.rollout.actions import Access, OwnAction, Search
 from calibadv_jax.rollout.prompts import ACTIONS, FROM_DATA
-from calibadv_jax.services.mcp_tools import mcp_actions
 
 DEFAULT = [ToolConfig("search")]
 LOG = "mcp.log"  # in the run's folder: what the programs of MCP servers write to standard error
@@ -56,7 +55,10 @@ def _make(tools: str, log: Path, warn: Callable[[str], object]) -> tuple[Action,
     for values in json.loads(tools):
         mcp = values.pop("mcp")
         tool = ToolConfig(**values, mcp=mcp and McpConfig(**mcp))
-        found = mcp_actions(tool.mcp, tool.max_length, log, warn) if tool.mcp else [_of_name(tool)]
+        if tool.mcp:
+            found = load_optional("mcp_tools").mcp_actions(tool.mcp, tool.max_length, log, warn)
+        else:
+            found = [_of_name(tool)]
         for action in found:
             _check(action, tool, actions)
             actions.append(action)

@@ -19,6 +19,7 @@ from calibadv_jax.config.starts import Start, add_start, newest_start, read_conf
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
+from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.learner.optimizer import total_updates
 from calibadv_jax.metrics.console import table
@@ -27,7 +28,6 @@ from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.base import Base
 from calibadv_jax.run.model import Model, base_of, find_folder
-from calibadv_jax.services.judge import read_prompt
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
 from calibadv_jax.snapshots.huggingface import copy_tokenizer, weights_hash
 from calibadv_jax.snapshots.mirror import Mirror
@@ -107,7 +107,7 @@ def _identity(config: Config, model: Model, questions: Sequence[Question]) -> di
 def judge_hash(config: Config) -> str:
     """Of the judge's prompt; empty: it has no file."""
     prompt = config.reward.judge.prompt
-    return content_hash(read_prompt(prompt)) if prompt else ""
+    return content_hash(load_optional("judge").read_prompt(prompt)) if prompt else ""
 
 
 def tools_hash(config: Config) -> str:

@@ -13,6 +13,7 @@ from calibadv_jax.advantages.estimators import AdvantageResult
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json, write_json
+from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.seeds import attempt_seed, random_state
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
@@ -22,7 +23,6 @@ from calibadv_jax.learner.batching import content_of
 from calibadv_jax.learner.learner import State, policy_learner
 from calibadv_jax.learner.losses import policy_loss
 from calibadv_jax.learner.optimizer import schedule_of
-from calibadv_jax.learner.probe import with_golden_logprobs
 from calibadv_jax.learner.step import Learned, agreement, fixed_text, learn, make_sample
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
@@ -239,7 +239,8 @@ class Trainer:
         """The groups with the golden answers' log-probabilities that the section `advantage` asks for."""
         params = {"current": self.state["params"], "initial": self.reference}
         policies = {name: params[name] for name in self.config.advantage.probed}
-        return with_golden_logprobs(self.learner, policies, groups, self.config.learner, self.model.tokenizer)
+        probe = load_optional("probe").with_golden_logprobs
+        return probe(self.learner, policies, groups, self.config.learner, self.model.tokenizer)
 
     def update(self, groups: list[Group], advantages: AdvantageResult) -> Updated:
         """One learner step on the groups' trajectories, the critic's too if there is one; ends the step."""

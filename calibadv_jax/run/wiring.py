@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
 from calibadv_jax.core.interfaces import Sampler
+from calibadv_jax.core.own_function import load_optional
+from calibadv_jax.data.pipeline import check_questions
+from calibadv_jax.data.questions import load_questions
 from calibadv_jax.hosts.exchange import ALONE, Hosts
 from calibadv_jax.hosts.workers import own_workers
 from calibadv_jax.metrics.console import Console
@@ -26,11 +29,29 @@ from calibadv_jax.run.model import Model
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
-from calibadv_jax.sampler.vllm_worker import open_workers
-from calibadv_jax.services.judge import JudgeClient
+from calibadv_jax.sampler.vllm_worker import find_workers, open_workers
 from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_process import open_retriever
+from calibadv_jax.services.retriever_process import check_running, open_retriever
 from calibadv_jax.snapshots.publish import SnapshotStore
+
+
+def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None) -> None:
+    """What costs next to nothing to check and would be found minutes later, at the start of a run.
+
+    Services that are started elsewhere are waited for, as long as their `patience` says.
+
+    Args:
+        warn: told what is waited for.
+
+    Raises:
+        UserError: the evaluation file is missing or malformed, or a service does not answer.
+    """
+    if config.evaluate.every:
+        check_questions(load_questions(config.data.eval, config.data.columns), {}, config.prompt.template)
+    if config.retriever.url:
+        check_running(config.retriever, warn)
+    if config.sampler.name == "vllm" and config.sampler.urls:
+        find_workers(config.sampler, warn)
 
 
 @contextmanager
@@ -97,7 +118,9 @@ def open_rollouts(
             rollout=share,
             prompt=config.prompt,
             actions=actions,
-            judge=JudgeClient(config.reward.judge) if config.reward.judge.url else None,
+            judge=load_optional("judge").JudgeClient(config.reward.judge)
+            if config.reward.judge.url
+            else None,
         )
         with Rollouts(context, config.run.seed, publish) as rollouts:
             yield rollouts

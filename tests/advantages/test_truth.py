@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages
-from calibadv_jax.advantages.truth import MEASURES, gather, join, measure, truly_good
 from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.contrib.truth import MEASURES, gather, join, measure, truly_good
 
 CENTRED = AdvantageConfig(normalize_std=False)  # advantages are thirds
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from shelf_rig import BY_ID, row, shelf_service, write_corpus, write_rows
 
-from calibadv_jax.commands import coverage
 from calibadv_jax.config import Config, RetrieverConfig
+from calibadv_jax.contrib.commands import coverage
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions, parse_question
 

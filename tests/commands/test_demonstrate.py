@@ -7,13 +7,13 @@ import pytest
 from shelf_rig import row, shelf_service, write_corpus, write_rows
 from test_doctor import SHAPE
 
-from calibadv_jax.commands import demonstrate
 from calibadv_jax.config import Config, PolicyConfig, RetrieverConfig, ToolConfig
+from calibadv_jax.contrib.commands import demonstrate
+from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import Grammar, parse_turn
 from calibadv_jax.data.demonstration_files import load_demonstrations
 from calibadv_jax.data.questions import parse_question
-from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run.model import load_tokenizer
 

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 from http_rig import Handler, serving
 
-from calibadv_jax.commands import doctor
-from calibadv_jax.commands.offline_checks import check_shape
 from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig, load_config
 from calibadv_jax.config.sections.credit import JudgeConfig
+from calibadv_jax.contrib.commands import doctor
+from calibadv_jax.contrib.commands.offline_checks import check_shape
+from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.learner.learner import init_params
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.run.wiring import check_inputs
 from calibadv_jax.snapshots.huggingface import save_folder
 
 SHAPE = {
@@ -196,17 +197,17 @@ def test_prompts_that_are_too_long_are_counted_or_refused(config):
 
 def test_a_start_checks_evaluation_questions_only_where_they_are_used(config):
     gone = replace(config, data=replace(config.data, eval="none.jsonl"))
-    doctor.check_inputs(replace(gone, evaluate=replace(gone.evaluate, every=0)))
+    check_inputs(replace(gone, evaluate=replace(gone.evaluate, every=0)))
     with pytest.raises(UserError, match="none.jsonl: no such file"):
-        doctor.check_inputs(replace(gone, evaluate=replace(gone.evaluate, every=5)))
+        check_inputs(replace(gone, evaluate=replace(gone.evaluate, every=5)))
 
 
 def test_a_start_checks_the_services_that_are_named(config):
     with pytest.raises(UserError, match="retriever http://127.0.0.1:9: cannot be reached"):
-        doctor.check_inputs(with_retriever(config, "http://127.0.0.1:9"))
+        check_inputs(with_retriever(config, "http://127.0.0.1:9"))
     sampler = replace(config.sampler, name="vllm", urls=["http://127.0.0.1:9"], patience=0.3)
     with pytest.raises(UserError, match="vLLM worker http://127.0.0.1:9: cannot be reached"):
-        doctor.check_inputs(replace(config, sampler=sampler))
+        check_inputs(replace(config, sampler=sampler))
 
 
 def test_every_worker_is_asked_what_it_serves(config):
@@ -322,7 +323,7 @@ def test_each_check_is_named_while_it_runs(config, capsys):
 
 def test_a_host_that_is_too_small_is_a_failure_with_the_keys(config, capsys, monkeypatch):
     """The devices of a CPU share what the host has; offline the run may be meant for another machine."""
-    monkeypatch.setattr("calibadv_jax.run.fit.host_memory", lambda: 2.0**20)
+    monkeypatch.setattr("calibadv_jax.contrib.planning.fit.host_memory", lambda: 2.0**20)
     with replying(working_retriever()) as url, pytest.raises(SystemExit):
         doctor.run(with_retriever(config, url))
     lines = capsys.readouterr().out.splitlines()
@@ -349,7 +350,7 @@ def test_a_host_that_is_too_small_is_a_failure_with_the_keys(config, capsys, mon
 def test_workers_that_the_run_does_not_use_are_not_waited_for(config):
     """sampler.urls may stay in a config that samples in process for now."""
     sampler = replace(config.sampler, name="jax", urls=["http://127.0.0.1:9"], patience=0.3)
-    doctor.check_inputs(replace(config, sampler=sampler))
+    check_inputs(replace(config, sampler=sampler))
 
 
 @pytest.mark.timeout(20)

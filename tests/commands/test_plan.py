@@ -11,11 +11,11 @@ import pytest
 from jax.experimental import topologies
 
 from calibadv_jax import cli
-from calibadv_jax.commands import plan
 from calibadv_jax.config import load_config
+from calibadv_jax.contrib.commands import plan
+from calibadv_jax.contrib.planning.hardware import find_target
+from calibadv_jax.contrib.planning.memory import GIB, program_memory
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.planning.hardware import find_target
-from calibadv_jax.run.memory import GIB, program_memory
 
 pytestmark = pytest.mark.medium
 

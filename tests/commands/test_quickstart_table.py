@@ -1,6 +1,6 @@
 """The quickstart's last table: what the policy could before its training, and what it can after it."""
 
-from calibadv_jax.commands.quickstart import comparison_table
+from calibadv_jax.contrib.commands.quickstart import comparison_table
 
 
 def means(f1, valid, searches):

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from calibadv_jax import cli
 from calibadv_jax.commands import train
 from calibadv_jax.config import Config, load_config
+from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.world import write_world
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run import model

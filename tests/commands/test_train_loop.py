@@ -23,10 +23,10 @@ from trainer_rig import (
 )
 
 from calibadv_jax.commands import train
+from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.data.questions import write_questions
-from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run import trainer as trainer_module

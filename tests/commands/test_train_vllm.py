@@ -7,7 +7,7 @@ from small_run import write_model
 from test_train import config_of, noisy_rewards, rows
 
 from calibadv_jax.commands import train
-from calibadv_jax.data.world import write_world
+from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.run.wiring import open_services
 
 pytest.importorskip("faiss")

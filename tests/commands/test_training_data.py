@@ -10,12 +10,14 @@ import pytest
 from tiny_policy import Letters
 from trainer_rig import ScriptedRollouts, make_config, make_model
 
-from calibadv_jax.commands import doctor, offline_checks, train
+from calibadv_jax.commands import train
+from calibadv_jax.contrib.commands import doctor, offline_checks
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.questions import load_questions, write_questions
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.run.trainer import Trainer
+from calibadv_jax.run.wiring import check_inputs
 
 QUESTIONS = [
     Question(f"{source}{n}", f"{source} {n}?", ("yes",), source) for source in ("a", "b") for n in range(6)
@@ -59,9 +61,9 @@ def test_what_does_not_fit_is_said_before_anything_starts(tmp_path, weights, tem
 
 def test_the_evaluation_during_training_is_checked_too(tmp_path):
     config = configured(tmp_path / "run", {}, "from_data")
-    doctor.check_inputs(config)
+    check_inputs(config)
     with pytest.raises(UserError, match="question 'a0': prompt.template is 'from_data'"):
-        doctor.check_inputs(replace(config, evaluate=replace(config.evaluate, every=1)))
+        check_inputs(replace(config, evaluate=replace(config.evaluate, every=1)))
 
 
 def test_the_doctor_accepts_what_fits(tmp_path):

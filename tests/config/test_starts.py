@@ -8,10 +8,10 @@ import pytest
 from calibadv_jax.commands.export import training_config
 from calibadv_jax.config import Config, dump_config, starts
 from calibadv_jax.config.starts import add_start, newest_start, start_files
+from calibadv_jax.contrib.commands import ask
+from calibadv_jax.contrib.report.runs import read_runs
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.report.runs import read_runs
 from calibadv_jax.run.model import find_policy
-from calibadv_jax.tools import ask
 
 WHOLE = dump_config(Config())
 IDENTITY = {"data.content": "a", "policy.config": "b", "policy.vocabulary": "c"}

@@ -16,20 +16,20 @@ from calibadv_jax.core.files import read_json, replacing, replacing_folder, writ
 PACKAGE = Path(__file__).resolve().parents[2] / "calibadv_jax"
 # Files of folders that appear as a whole, or that are written line by line; and the logs of child services.
 APPENDED = {
-    "commands/demonstrate.py",
+    "contrib/commands/demonstrate.py",
     "core/files.py",
     "data/questions.py",
-    "data/prepare.py",
-    "data/world.py",
+    "contrib/prepare.py",
+    "contrib/worlds/world.py",
     "evaluation/records.py",
     "metrics/writer.py",
-    "pages/serve.py",
+    "contrib/pages/serve.py",
     "record/writer.py",
     "services/child_process.py",
     "snapshots/huggingface.py",
     "snapshots/object_store.py",
     "snapshots/peft.py",
-    "tools/select_rollouts.py",
+    "contrib/commands/select_rollouts.py",
 }
 
 

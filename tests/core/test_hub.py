@@ -13,14 +13,14 @@ from hub_rig import serve_hub, use_hub
 from tiny_policy import SHAPE
 
 from calibadv_jax.commands import sft
-from calibadv_jax.commands.doctor import weight_lines
 from calibadv_jax.commands.evaluate import choose_policy
 from calibadv_jax.config import Config, MeshConfig, SftPhase
+from calibadv_jax.contrib.commands.doctor import weight_lines
+from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core import hub as hub_client
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.run.folder import enter_run_folder
 from calibadv_jax.run.model import build_model, find_folder, initial_params
 from calibadv_jax.snapshots.huggingface import save_folder

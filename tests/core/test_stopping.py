@@ -182,7 +182,7 @@ import jax
 import jax.numpy as jnp
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
-from calibadv_jax.data.world import write_world
+from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.sampler.engine import CacheEngine
 
 def decode(self, *_):

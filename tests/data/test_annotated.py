@@ -5,10 +5,7 @@ import asyncio
 import pytest
 from shelf_rig import BY_ID, find
 
-from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import Grammar, neutralise, parse_turn
-from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.annotated import (
+from calibadv_jax.contrib.annotated import (
     MAX_QUOTE,
     Lookup,
     demonstrate,
@@ -17,6 +14,9 @@ from calibadv_jax.data.annotated import (
     is_complete,
     read_passages,
 )
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import Grammar, neutralise, parse_turn
+from calibadv_jax.core.trajectory import Document, Question
 
 
 def asked(text, answers, supporting, name="1"):

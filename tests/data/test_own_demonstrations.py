@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstration_files import load_demonstrations
 from calibadv_jax.data.demonstrations import DemoTurn
-from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 
 ANSWER = {"text": "<think> so </think>\n<answer> ada </answer>"}
 SEARCH = "<think> find it </think>\n<search> silent garden </search>"

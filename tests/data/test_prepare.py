@@ -7,11 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from calibadv_jax import cli
+from calibadv_jax.contrib import prepare as module
+from calibadv_jax.contrib.prepare import Filters, prepare, question_key
+from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data import prepare as module
-from calibadv_jax.data.prepare import Filters, prepare, question_key
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 
 
 def row(number, question, source="nq", **changes):

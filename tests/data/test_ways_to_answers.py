@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.data.demonstrations import imperfect, lookups
-from calibadv_jax.data.encyclopedia.articles import write_passages
-from calibadv_jax.data.encyclopedia.asking import ask
-from calibadv_jax.data.encyclopedia.facts import make_facts
+from calibadv_jax.contrib.worlds.articles import write_passages
+from calibadv_jax.contrib.worlds.asking import ask
+from calibadv_jax.contrib.worlds.demonstrations import imperfect, lookups
+from calibadv_jax.contrib.worlds.facts import make_facts
 
 SIZES = {"person": 40, "city": 12, "company": 12, "work": 12}
 

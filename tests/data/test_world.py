@@ -6,14 +6,15 @@ import json
 import pytest
 
 from calibadv_jax.config import WorldConfig
+from calibadv_jax.contrib.worlds.demonstrations import Flaws, imperfect, lookups
+from calibadv_jax.contrib.worlds.facts import split_of
+from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.words import POOLS
+from calibadv_jax.contrib.worlds.world import generate_world, write_world
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.demonstration_files import load_demonstrations
-from calibadv_jax.data.demonstrations import DemoTurn, Flaws, imperfect, lookups
-from calibadv_jax.data.encyclopedia.facts import split_of
-from calibadv_jax.data.encyclopedia.words import POOLS
+from calibadv_jax.data.demonstrations import DemoTurn
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.data.word_tokenizer import build_word_tokenizer
-from calibadv_jax.data.world import generate_world, write_world
 
 SMALL = WorldConfig(people=40, cities=12, companies=12, works=8, train_questions=300, eval_questions=200)
 

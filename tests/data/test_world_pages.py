@@ -7,10 +7,10 @@ from itertools import islice
 import pytest
 
 from calibadv_jax.config import WorldConfig
+from calibadv_jax.contrib.worlds.demonstrations import imperfect
+from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
+from calibadv_jax.contrib.worlds.world import generate_world, write_world
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.demonstrations import imperfect
-from calibadv_jax.data.word_tokenizer import build_word_tokenizer
-from calibadv_jax.data.world import generate_world, write_world
 
 SMALL = WorldConfig(
     people=20, cities=8, companies=8, works=8, train_questions=60, eval_questions=20, one_hop=1, two_hop=0,

@@ -13,8 +13,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from calibadv_jax import cli
-from calibadv_jax.commands import quickstart
 from calibadv_jax.config import load_config
+from calibadv_jax.contrib.commands import quickstart
 from calibadv_jax.core.errors import INPUT_STATUS
 
 pytest.importorskip("faiss")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from calibadv_jax import cli
-from calibadv_jax.commands.plan import make_plan, memory_verdict
 from calibadv_jax.config import load_config
-from calibadv_jax.planning.hardware import FRACTION, find_target
-from calibadv_jax.run.memory import GIB, peak_memory
+from calibadv_jax.contrib.commands.plan import make_plan, memory_verdict
+from calibadv_jax.contrib.planning.hardware import FRACTION, find_target
+from calibadv_jax.contrib.planning.memory import GIB, peak_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/hardware.md").read_text(encoding="utf-8")

@@ -18,9 +18,9 @@ from calibadv_jax.commands import sft
 from calibadv_jax.commands.train import train
 from calibadv_jax.config import load_config
 from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT
+from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.data.world import write_world
 from calibadv_jax.metrics.catalogue import Metric, authors_names, find, metrics
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.run.trainer import Trainer

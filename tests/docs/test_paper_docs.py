@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from calibadv_jax import cli
-from calibadv_jax.commands.offline_checks import mesh_sizes
-from calibadv_jax.commands.plan import make_plan
 from calibadv_jax.config import load_config
-from calibadv_jax.planning.hardware import find_target
+from calibadv_jax.contrib.commands.offline_checks import mesh_sizes
+from calibadv_jax.contrib.commands.plan import make_plan
+from calibadv_jax.contrib.planning.hardware import find_target
+from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, peak_memory
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.run.memory import GIB, estimate_memory, peak_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/paper_run.md").read_text(encoding="utf-8")

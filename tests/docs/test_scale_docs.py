@@ -13,12 +13,18 @@ from benchmarks.compiled import plan_table
 from benchmarks.compiled.ahead_of_time import expected_bytes, parse
 from benchmarks.compiled.scale_table import POINTS, TABLED, compile_point, file_of, table
 from calibadv_jax import cli
-from calibadv_jax.commands import plan
 from calibadv_jax.config import load_config
-from calibadv_jax.planning.compiled import compiled_figures
-from calibadv_jax.planning.hardware import FRACTION, find_target
+from calibadv_jax.contrib.commands import plan
+from calibadv_jax.contrib.planning.compiled import compiled_figures
+from calibadv_jax.contrib.planning.hardware import FRACTION, find_target
+from calibadv_jax.contrib.planning.memory import (
+    GIB,
+    estimate_memory,
+    held_beside,
+    peak_memory,
+    program_memory,
+)
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.run.memory import GIB, estimate_memory, held_beside, peak_memory, program_memory
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 

@@ -12,9 +12,9 @@ import pytest
 
 from calibadv_jax import cli
 from calibadv_jax.config import dump_config, load_config
+from calibadv_jax.contrib.report.runs import read_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.record.schema import SCHEMA, VERSION
-from calibadv_jax.report.runs import read_runs
 from experiments import figures as evidence_figures
 from experiments import report as evidence_report
 from experiments import runs as evidence

@@ -8,7 +8,7 @@ from small_run import SMALL, write_model
 
 from calibadv_jax.commands import train
 from calibadv_jax.config import load_config
-from calibadv_jax.data.world import write_world
+from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.run.wiring import open_services
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -16,7 +16,7 @@ from small_run import SMALL
 
 from calibadv_jax.commands import evaluate, export, train
 from calibadv_jax.config import load_config
-from calibadv_jax.data.world import write_world
+from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.record.schema import kept_steps

@@ -10,11 +10,11 @@ import pytest
 from tiny_policy import GROUPED, Letters
 
 from calibadv_jax.config import LearnerConfig, MeshConfig
+from calibadv_jax.contrib import probe
+from calibadv_jax.contrib.probe import BEGINNING, PROBE_TOKENS, prefixes, with_golden_logprobs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
-from calibadv_jax.learner import probe
 from calibadv_jax.learner.learner import Learner, init_params
-from calibadv_jax.learner.probe import BEGINNING, PROBE_TOKENS, prefixes, with_golden_logprobs
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy

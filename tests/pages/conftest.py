@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks.generated_run import answer_turn, make_tokenizer, make_turn, search_turn, write_run
 from calibadv_jax.config import Config
+from calibadv_jax.contrib.pages.run_files import RunFiles
+from calibadv_jax.contrib.pages.serve import make_server
+from calibadv_jax.contrib.pages.site import Site
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
-from calibadv_jax.pages.run_files import RunFiles
-from calibadv_jax.pages.serve import make_server
-from calibadv_jax.pages.site import Site
 
 MARKUP = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\'"&amp;'
 SHELF = {name: Document(name, f"title {name}", f"text of {name}", 1.0) for name in "abcdefgh"}

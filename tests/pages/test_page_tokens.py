@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from calibadv_jax.contrib.pages.tokens import Pieces
+from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.word_tokenizer import build_word_tokenizer
-from calibadv_jax.pages.tokens import Pieces
 
 
 @pytest.fixture(scope="module")

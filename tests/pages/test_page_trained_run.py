@@ -7,9 +7,9 @@ import pytest
 from calibadv_jax import cli
 from calibadv_jax.commands import train
 from calibadv_jax.config import load_config
-from calibadv_jax.data.world import write_world
+from calibadv_jax.contrib.commands import ask
+from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.run.model import find_policy
-from calibadv_jax.tools import ask
 
 pytest.importorskip("faiss")
 pytest.importorskip("fastapi")

@@ -3,8 +3,8 @@
 import pytest
 from plan_rig import small
 
+from calibadv_jax.contrib.planning.hardware import FRACTION, find_target, placed_on
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.planning.hardware import FRACTION, find_target, placed_on
 
 
 def test_devices_are_counted_from_the_topology(monkeypatch):

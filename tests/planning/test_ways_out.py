@@ -3,10 +3,10 @@
 import pytest
 from plan_rig import SHAPE, small
 
-from calibadv_jax.planning.hardware import find_target, placed_on
-from calibadv_jax.planning.ways_out import changed, memory_of, ways_out
+from calibadv_jax.contrib.planning.hardware import find_target, placed_on
+from calibadv_jax.contrib.planning.memory import GIB, peak_memory
+from calibadv_jax.contrib.planning.ways_out import changed, memory_of, ways_out
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.run.memory import GIB, peak_memory
 
 pytestmark = pytest.mark.medium
 

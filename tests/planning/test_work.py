@@ -6,10 +6,10 @@ import jax
 import pytest
 from plan_rig import SHAPE, small
 
+from calibadv_jax.contrib.planning.compiled import lowered_programs
+from calibadv_jax.contrib.planning.hardware import find_target, placed_on
+from calibadv_jax.contrib.planning.work import Costs, Part, expected_rollouts, step_of
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.planning.compiled import lowered_programs
-from calibadv_jax.planning.hardware import find_target, placed_on
-from calibadv_jax.planning.work import Costs, Part, expected_rollouts, step_of
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 

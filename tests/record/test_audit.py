@@ -12,13 +12,13 @@ from record_rig import keep, make_config, make_groups, scored, unknown
 
 from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import compute_advantages
-from calibadv_jax.advantages.truth import GROUP, MEASURES, SEARCH, VERDICTS, Evidence, gather
+from calibadv_jax.contrib.commands.audit import Measured, Settings, credit_again, verdict
+from calibadv_jax.contrib.commands.replay import kept_config
+from calibadv_jax.contrib.truth import GROUP, MEASURES, SEARCH, VERDICTS, Evidence, gather
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.tools.audit import Measured, Settings, credit_again, verdict
-from calibadv_jax.tools.replay import kept_config
 
 # The first question of the rig has the supporting passage d1, and silver d1 … d4; the second one has none.
 # Its six searches: d1 is found by the first one of the best trajectory and of the wrong one. The wrong one's

@@ -9,17 +9,17 @@ from record_rig import INFORMATION, answer, search, tokens
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config, ToolConfig
+from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
+from calibadv_jax.contrib.pages.index import tabulate
+from calibadv_jax.contrib.pages.words import turn_words
+from calibadv_jax.contrib.report.rollouts import _advantages
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.metrics.summary import trajectory_metrics
 from calibadv_jax.metrics.transcripts import ending, transcript
-from calibadv_jax.pages.index import tabulate
-from calibadv_jax.pages.words import turn_words
 from calibadv_jax.record.reader import find_step, read_columns, read_metadata, read_step
 from calibadv_jax.record.schema import VERSION
 from calibadv_jax.record.writer import RolloutWriter
-from calibadv_jax.report.rollouts import _advantages
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.tools.replay import equal_turns, kept_config, score_again
 
 QUESTION = Question("q", "Who?", ("Ann",), "nq")
 CONFIG = Config(tools=[ToolConfig("search"), ToolConfig("access")])

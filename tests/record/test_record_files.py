@@ -13,11 +13,11 @@ import pytest
 from record_rig import keep, make_config, scored, unknown
 
 from calibadv_jax.config import load_config
+from calibadv_jax.contrib.commands.replay import kept_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.record.reader import find_step, read_columns, read_metadata, read_step
 from calibadv_jax.record.schema import LOGPROBS, SCHEMA, kept_steps
 from calibadv_jax.record.writer import RolloutWriter
-from calibadv_jax.tools.replay import kept_config
 
 
 def same(left, right):

@@ -13,13 +13,13 @@ from record_rig import keep, make_config, make_groups, unknown
 
 from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
+from calibadv_jax.contrib.commands.replay import comparison_rows, equal_turns, kept_config
+from calibadv_jax.contrib.commands.replay import replay as replay_step
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.tools.replay import comparison_rows, equal_turns, kept_config
-from calibadv_jax.tools.replay import replay as replay_step
 
 
 def call(folder, *arguments):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from report_rig import keep_step, make_run
 
-from calibadv_jax.report.rollouts import MAX_STEPS, chosen_steps, rollout_values
-from calibadv_jax.report.runs import read_runs
+from calibadv_jax.contrib.report.rollouts import MAX_STEPS, chosen_steps, rollout_values
+from calibadv_jax.contrib.report.runs import read_runs
 
 
 def row(source, f1, **more):

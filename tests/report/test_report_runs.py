@@ -3,9 +3,9 @@
 import pytest
 from report_rig import keep_step, learning_curve, make_run, quickstart_config
 
+from calibadv_jax.contrib.report.gather import state
+from calibadv_jax.contrib.report.runs import read_runs
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.report.gather import state
-from calibadv_jax.report.runs import read_runs
 
 
 def test_rows_are_read_by_step(tmp_path):

@@ -3,9 +3,9 @@
 import pytest
 from report_rig import HASHES, learning_curve, make_run, quickstart_config
 
+from calibadv_jax.contrib.report.runs import read_runs
+from calibadv_jax.contrib.report.settings import compare, flatten, group_runs
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.report.runs import read_runs
-from calibadv_jax.report.settings import compare, flatten, group_runs
 
 
 def runs_of(tmp_path, *settings, hashes=None):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages, describe
-from calibadv_jax.commands import doctor, offline_checks
 from calibadv_jax.config import Config
+from calibadv_jax.contrib.commands import doctor, offline_checks
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.learner.losses import check_loss

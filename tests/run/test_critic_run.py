@@ -24,6 +24,7 @@ from trainer_rig import (
 
 from calibadv_jax.advantages.turn_estimators import critic_values, gae_and_returns
 from calibadv_jax.config import OptimizerConfig
+from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner import critic as critic_learning
 from calibadv_jax.learner import optimizer
@@ -31,7 +32,6 @@ from calibadv_jax.metrics.catalogue import find
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.run import critic
 from calibadv_jax.snapshots.checkpoint import restore_params
-from calibadv_jax.tools.replay import equal_turns, kept_config, replay
 
 pytestmark = pytest.mark.medium
 RATE = OptimizerConfig(lr=0.05, schedule="constant")

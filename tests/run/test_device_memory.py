@@ -10,14 +10,8 @@ import jax
 import pytest
 
 from calibadv_jax.config import Config, LoraConfig, MeshConfig, load_config
-from calibadv_jax.learner.learner import Learner
-from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
-from calibadv_jax.policy.adapters import Adapters
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.run.fit import cpu_lines, host_memory, memory_lines
-from calibadv_jax.run.memory import (
+from calibadv_jax.contrib.planning.fit import cpu_lines, host_memory, memory_lines
+from calibadv_jax.contrib.planning.memory import (
     GIB,
     SAMPLING,
     UPDATE,
@@ -28,6 +22,12 @@ from calibadv_jax.run.memory import (
     peak_memory,
     program_memory,
 )
+from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
+from calibadv_jax.policy.adapters import Adapters
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.engine import CacheEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -316,9 +316,11 @@ def test_a_device_that_is_too_small_is_told(monkeypatch):
     assert close.startswith("warning: ") and "programs can need 1.6 times the estimate" in close
     assert "times the estimate" not in lines(needed - 1, "tpu")[-1]
     assert lines(None)[-1].startswith("not checked: ")
-    monkeypatch.setattr("calibadv_jax.run.fit.host_memory", lambda: 8 * needed)  # which eight devices share
+    monkeypatch.setattr(
+        "calibadv_jax.contrib.planning.fit.host_memory", lambda: 8 * needed
+    )  # which eight devices share
     assert len(lines(None, "cpu")) == 1
-    monkeypatch.setattr("calibadv_jax.run.fit.host_memory", lambda: 8 * needed - 8)
+    monkeypatch.setattr("calibadv_jax.contrib.planning.fit.host_memory", lambda: 8 * needed - 8)
     assert re.match(r"failed: .*: this host has 0\.0 GiB for 8 devices; choose less", lines(None, "cpu")[-1])
 
 
@@ -326,7 +328,9 @@ def test_the_hosts_memory_is_what_its_container_allows(monkeypatch, tmp_path):
     physical = host_memory()
     assert physical > 2**28
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr("calibadv_jax.run.fit.CGROUP_LIMITS", (str(tmp_path / "none"), str(limit)))
+    monkeypatch.setattr(
+        "calibadv_jax.contrib.planning.fit.CGROUP_LIMITS", (str(tmp_path / "none"), str(limit))
+    )
     for text, bytes_ in (("max\n", None), ("1048576\n", 2.0**20), ("0\n", None)):
         limit.write_text(text)
         assert host_memory() == (bytes_ or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -12,8 +12,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from calibadv_jax.config import Config, MeshConfig
+from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.run.model import Model, build_model, load_tokenizer, lost_probes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,7 +176,7 @@ def test_a_run_on_the_embedded_sampler_needs_no_torch(tmp_path):
     build_word_tokenizer().save_pretrained(tmp_path)
     program = f"""
 import sys
-from calibadv_jax.tools import ask
+from calibadv_jax.contrib.commands import ask
 from calibadv_jax.commands import evaluate
 from calibadv_jax.commands import export
 from calibadv_jax.run import model

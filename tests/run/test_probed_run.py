@@ -19,8 +19,8 @@ from trainer_rig import (
 )
 
 from calibadv_jax import cli
+from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, replay
 from calibadv_jax.record.reader import find_step, read_step
-from calibadv_jax.tools.replay import equal_turns, kept_config, replay
 
 pytestmark = pytest.mark.medium
 LEARNER = {"steps": 4, "row_length": 64, "microbatch_rows": 8, "row_widths": 1}

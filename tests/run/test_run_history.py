@@ -19,7 +19,6 @@ from safetensors.numpy import save_file
 
 from calibadv_jax.config import dump_config, load_config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.run import actions
 from calibadv_jax.run.folder import check_cold_start
 from examples.own_tool import Calculator
 
@@ -254,7 +253,7 @@ def test_keys_of_the_environment_are_kept_by_name(run, monkeypatch):
 )
 def test_a_server_of_tools_may_move_and_be_waited_for_otherwise(run, monkeypatch, moved, goes_on):
     """As retriever, judge and vLLM workers may. What its tools say of themselves is compared apart."""
-    monkeypatch.setattr(actions, "mcp_actions", lambda *_: [Calculator()])
+    monkeypatch.setattr("calibadv_jax.contrib.mcp_tools.mcp_actions", lambda *_: [Calculator()])
     run(served("http://a/mcp"))
     trained(run, 1)
     if goes_on:

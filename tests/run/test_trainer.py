@@ -27,13 +27,13 @@ from trainer_rig import (
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.commands.train import services
+from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.step import Learned
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.stream import RolloutStream
-from calibadv_jax.tools.replay import equal_turns, kept_config, replay
 
 
 def scored(config, numbers):

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from calibadv_jax.config import load_config
-from calibadv_jax.planning.hardware import find_target, placed_on
-from calibadv_jax.planning.ways_out import memory_of
+from calibadv_jax.contrib.planning.hardware import find_target, placed_on
+from calibadv_jax.contrib.planning.memory import peak_memory
+from calibadv_jax.contrib.planning.ways_out import memory_of
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.run.memory import peak_memory
 
 validator = pytest.importorskip("kubernetes_validate")
 jobsets = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set")

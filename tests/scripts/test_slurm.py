@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from calibadv_jax.config import load_config
-from calibadv_jax.data.world import write_world
+from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.record.schema import kept_steps
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,11 +12,12 @@ from http_rig import Handler, serving
 
 from calibadv_jax.config import RewardConfig
 from calibadv_jax.config.sections.credit import JudgeConfig
+from calibadv_jax.contrib import judge
+from calibadv_jax.contrib.judge import JudgeClient, data_of
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rewards.score import check_reward, score_trajectory
-from calibadv_jax.services import judge, waiting
-from calibadv_jax.services.judge import JudgeClient, data_of
+from calibadv_jax.services import waiting
 
 KEY = re.compile(r"the key (\w+)")
 QUESTION = Question("q", "Where is the tower?", ("Paris",), "test")

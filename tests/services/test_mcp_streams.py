@@ -13,6 +13,7 @@ import pytest
 from http_rig import Handler, serving
 
 from calibadv_jax.config import Config, LogConfig, McpConfig, RunConfig, ToolConfig
+from calibadv_jax.contrib import mcp_streams, mcp_tools
 from calibadv_jax.core.errors import (
     ENVIRONMENT_STATUS,
     ActionRefused,
@@ -22,7 +23,7 @@ from calibadv_jax.core.errors import (
     exit_status,
 )
 from calibadv_jax.run.actions import make_actions
-from calibadv_jax.services import child_process, mcp_streams, mcp_tools, waiting
+from calibadv_jax.services import child_process, waiting
 
 pytest.importorskip("mcp")
 SERVER = Path(__file__).parent / "mcp_lines.py"

@@ -16,9 +16,10 @@ from types import SimpleNamespace
 import pytest
 
 from calibadv_jax.config import Config, McpConfig, ToolConfig
+from calibadv_jax.contrib import mcp_tools
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.run.actions import make_actions
-from calibadv_jax.services import mcp_tools, waiting
+from calibadv_jax.services import waiting
 from calibadv_jax.services.http_client import LONGEST_REPLY
 
 pytest.importorskip("mcp")

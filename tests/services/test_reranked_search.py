@@ -7,9 +7,10 @@ import pytest
 from packages import need
 from pydantic import ValidationError
 
-from calibadv_jax.commands.doctor import check_inputs, check_retriever
 from calibadv_jax.config import Config, RetrieverConfig
+from calibadv_jax.contrib.commands.doctor import check_retriever
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.run.wiring import check_inputs
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import RetrieverProcess, open_retriever
 

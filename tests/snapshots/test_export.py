@@ -27,8 +27,8 @@ from calibadv_jax.config import (
     dump_config,
     load_config,
 )
+from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.word_tokenizer import build_word_tokenizer
 from calibadv_jax.run.model import find_policy
 from calibadv_jax.snapshots.checkpoint import CheckpointStore
 from calibadv_jax.snapshots.huggingface import load_params

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from published_configs import PUBLISHED
 
-from calibadv_jax.commands import doctor
 from calibadv_jax.config import load_config
+from calibadv_jax.contrib.commands import doctor
+from calibadv_jax.contrib.planning.memory import estimate_memory
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import RopeScaling, architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import hf_shapes
-from calibadv_jax.run.memory import estimate_memory
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
 
 ROOT = Path(__file__).resolve().parents[2]

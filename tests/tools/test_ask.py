@@ -9,13 +9,13 @@ from tiny_policy import Letters
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config, JudgeConfig, PromptConfig, RewardConfig, RolloutConfig
+from calibadv_jax.contrib.commands import ask
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Completion
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.model import find_policy
-from calibadv_jax.tools import ask
 
 
 class Script:

@@ -12,8 +12,8 @@ import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted
 
 from calibadv_jax import cli
+from calibadv_jax.contrib.commands import compare
 from calibadv_jax.evaluation.records import FIELDS
-from calibadv_jax.tools import compare
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.generated_run import make_run
 from calibadv_jax import cli
+from calibadv_jax.contrib.commands import inspect_run
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.tools import inspect_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,10 +94,10 @@ def test_the_server_says_its_address_and_ends_with_ctrl_c(run_folder):
 
 def test_the_page_is_in_the_package():
     """Its files lie beside the code, and the wheel takes whole packages."""
-    names = {path.name for path in (ROOT / "calibadv_jax/pages/static").iterdir()}
+    names = {path.name for path in (ROOT / "calibadv_jax/contrib/pages/static").iterdir()}
     assert {"index.html", "style.css", "app.js", "icon.svg"} <= names
-    html = (ROOT / "calibadv_jax/pages/static/index.html").read_text()
-    scripts = [path.read_text() for path in (ROOT / "calibadv_jax/pages/static").glob("*.js")]
+    html = (ROOT / "calibadv_jax/contrib/pages/static/index.html").read_text()
+    scripts = [path.read_text() for path in (ROOT / "calibadv_jax/contrib/pages/static").glob("*.js")]
     used = re.findall(r'(?:href|src)="([^"]+)"', html)
     used += [name for text in scripts for name in re.findall(r'from "\./([^"]+)"', text)]
     assert set(used) <= names

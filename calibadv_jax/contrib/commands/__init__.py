@@ -1,0 +1,1 @@
+"""Optional commands: studies, checks and pages. One module per command."""

@@ -1,0 +1,171 @@
+"""What the index can return for questions: ``calibadv coverage --config FILE [key.path=value …]``.
+
+For data.train and data.eval, by data source: the share of questions whose answer, and whose supporting
+passages, are among the documents that one search returns. Written to the folder ``coverage`` of run.dir,
+beside the questions that the index can answer, which may be given as data.train and data.eval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from calibadv_jax.config import Config
+from calibadv_jax.contrib.annotated import Search, answer_in, queries_for, read_passages
+from calibadv_jax.contrib.lookups import look_up_each
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import write_json
+from calibadv_jax.core.locking import locked_output
+from calibadv_jax.core.trajectory import Document, Question
+from calibadv_jax.data.questions import load_questions, select_evenly, write_questions
+from calibadv_jax.metrics.console import Console, table
+from calibadv_jax.services.retriever_process import open_retriever
+
+ALL, SAMPLE = "all", 200
+FOLDER = "coverage"
+
+
+@dataclass(frozen=True)
+class Covered:
+    """What searches return for one question; None if nothing can be said."""
+
+    answer: bool | None  # the question as query returns a document with an answer; None: yes or no
+    passage: bool | None  # it returns a supporting passage; None: the question names none
+    all_passages: bool | None  # it returns all of them
+    answer_by_any: bool | None  # some query does: the question, a title of a supporting passage, both
+    all_by_any: bool | None  # together those queries return all supporting passages
+
+    @property
+    def answerable(self) -> bool:
+        return bool(self.answer_by_any or self.all_by_any)
+
+
+MEASURES = {
+    "answer": "answer",
+    "passage": "a passage",
+    "all_passages": "all passages",
+    "answer_by_any": "answer, any query",
+    "all_by_any": "all passages, any query",
+    "answerable": "answerable",
+}
+SAMPLED = ("answer", "passage", "all_passages")  # what the doctor shows
+
+
+def run(config: Config) -> None:
+    """Measures, writes and prints.
+
+    Raises:
+        UserError: bad input, or the retriever cannot be used.
+    """
+    console = Console(config.log.progress)
+    folder = Path(config.run.dir) / FOLDER
+    files = {key: sources for key in ("train", "eval") if (sources := getattr(config.data, key))}
+    if not files:
+        raise UserError("no question file: set data.train, data.eval or both")
+    report = {}
+    with (
+        locked_output(folder, "coverage of run.dir", console.warn),
+        open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        for key, sources in files.items():
+            questions = load_questions(sources, config.data.columns)
+            named = {name for question in questions for name in question.supporting_ids}
+            corpus = config.retriever.corpus
+            passages = read_passages(corpus, named) if corpus and named else {}
+            with console.bar(f"data.{key}", len(questions), "questions") as show:
+                found = measure(config, url, questions, passages, show)
+            write_questions(
+                folder / f"{key}.jsonl",
+                (one for one, covered in zip(questions, found, strict=True) if covered.answerable),
+            )
+            report[key] = summary(questions, found)
+            console.say(f"data.{key}: share of questions, {depth(config)} documents a search")
+            console.say(coverage_table(report[key]))
+        write_json(folder / "coverage.json", report)
+    console.note(f"answerable questions and figures written to {folder}")
+
+
+def depth(config: Config) -> int:
+    """Documents that one search shows."""
+    return config.retriever.rerank_topk or config.retriever.topk
+
+
+def measure(
+    config: Config,
+    url: str | Sequence[str],
+    questions: Sequence[Question],
+    passages: Mapping[str, Document],
+    show: Callable[[int], object] = lambda done: None,
+) -> list[Covered]:
+    """What the index returns for each question.
+
+    Args:
+        passages: supporting passages by id; their titles are queries too. Empty: only the question is.
+    """
+
+    async def look(question: Question, search: Search) -> Covered:
+        titles = [passages[name].title for name in question.supporting_ids if name in passages]
+        first, *others = [await search(query) for query in queries_for(question, titles)]
+        return _covered(question, first, [*first, *(one for found in others for one in found)])
+
+    return look_up_each(config.retriever, url, questions, look, show)
+
+
+def _covered(question: Question, first: Sequence[Document], every: Sequence[Document]) -> Covered:
+    """
+    Args:
+        first: documents of the question as query.
+        every: of all queries.
+    """
+
+    def has_answer(documents: Sequence[Document]) -> bool | None:
+        if all(one.lower() in ("yes", "no") for one in question.golden_answers):
+            return None
+        return any(answer_in(f"{one.title}\n{one.text}", question) for one in documents)
+
+    def has(documents: Sequence[Document], enough: Callable[[Collection[bool]], bool]) -> bool | None:
+        ids = {one.id for one in documents}
+        named = question.supporting_ids
+        return enough([name in ids for name in named]) if named else None
+
+    return Covered(has_answer(first), has(first, any), has(first, all), has_answer(every), has(every, all))
+
+
+def summary(
+    questions: Sequence[Question], found: Sequence[Covered]
+) -> dict[str, dict[str, float | int | None]]:
+    """Data source -> questions, and the share of each measure among the questions that it can be said of."""
+    by_source: dict[str, list[Covered]] = {}
+    for question, covered in zip(questions, found, strict=True):
+        by_source.setdefault(question.data_source, []).append(covered)
+    if len(by_source) > 1:
+        by_source = dict(sorted(by_source.items())) | {ALL: list(found)}
+    return {
+        source: {"questions": len(some)}
+        | {name: _share([getattr(one, name) for one in some]) for name in MEASURES}
+        for source, some in by_source.items()
+    }
+
+
+def _share(values: Sequence[bool | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def coverage_table(shares: dict[str, dict[str, float | int | None]]) -> str:
+    rows = [
+        [source, row["questions"], *("-" if row[name] is None else row[name] for name in MEASURES)]
+        for source, row in shares.items()
+    ]
+    return table(rows, ["data source", "questions", *MEASURES.values()])
+
+
+def coverage_lines(config: Config, url: str | Sequence[str]) -> list[str]:
+    """For the doctor: what searches for a sample of the evaluation questions, as they are, return."""
+    questions = select_evenly(load_questions(config.data.eval, config.data.columns), SAMPLE, seed=0)
+    *_, shares = summary(questions, measure(config, url, questions, {})).values()
+    said = [f"{MEASURES[name]} {shares[name]:.0%}" for name in SAMPLED if shares[name] is not None]
+    asked = f"{len(questions)} questions of data.eval as queries, {depth(config)} documents each"
+    return [f"{asked}: {', '.join(said)} (calibadv coverage says more)"] if said else []

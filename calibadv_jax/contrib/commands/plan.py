@@ -1,0 +1,265 @@
+"""What a run costs on devices that are not here: ``calibadv plan --config FILE --tpu v5e:4x4``.
+
+Memory of a device by purpose (the doctor's arithmetic) and by the compiler's plan of each program; what a
+step computes and sends, and how long it takes at a stated efficiency; the device hours of the run; and where
+it does not fit, which key to change. Exit status 1 if it does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calibadv_jax.config import Config
+from calibadv_jax.contrib.commands.offline_checks import find_architecture
+from calibadv_jax.contrib.planning.compiled import (
+    OF_CRITIC,
+    SAMPLED,
+    TRAINED,
+    compiled_figures,
+    lowered_programs,
+    programs_of,
+    topology_mesh,
+)
+from calibadv_jax.contrib.planning.hardware import Target, find_target, placed_on, sampler_of
+from calibadv_jax.contrib.planning.memory import (
+    GAPS,
+    GIB,
+    heads_warnings,
+    held_beside,
+    memory_line,
+    peak_memory,
+    shares_base,
+)
+from calibadv_jax.contrib.planning.ways_out import memory_of, ways_out
+from calibadv_jax.contrib.planning.work import Rollouts, Step, expected_rollouts, step_of
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import write_json
+from calibadv_jax.hosts.workers import check_workers
+from calibadv_jax.metrics.console import Console, duration, number, table
+from calibadv_jax.policy.architecture import Architecture
+
+FULL = 0.5  # share of the rows that should hold tokens
+NOT_COUNTED = "not counted: retrieval, publishing weights, checkpoints, evaluations, compiling"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on devices that need not be here."""
+
+    config: Config  # placed on the devices
+    target: Target
+    architecture: Architecture
+    estimate: dict[str, float]  # bytes of a device by purpose
+    step: Step
+    rollouts: Rollouts
+    efficiency: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.step.seconds(self.target, self.efficiency)
+
+    @property
+    def devices(self) -> int:
+        """Those of the trainer, and those of workers that run elsewhere."""
+        sampling = max((part.devices for part in self.step.parts if part.name == "decode"), default=0)
+        return self.target.devices + (sampling if self.config.sampler.urls else 0)
+
+    @property
+    def device_hours(self) -> float:
+        return self.config.learner.steps * self.seconds * self.devices / 3600
+
+
+def run(
+    config: Config,
+    tpu: str = "",
+    gpu: str = "",
+    topology: str = "",
+    efficiency: float = 0.4,
+    tokens: int = 0,
+    sampled: int = 0,
+    estimate: bool = False,
+    json: str = "",
+) -> None:
+    """Prints the plan; see the module. Without a compiler memory is counted by the formula.
+
+    Args:
+        efficiency: share of the devices' highest speed that every part of a step reaches.
+        tokens: of a trajectory on average; 0: the longest that the config allows.
+        sampled: of these, those that the policy writes; 0: the most.
+        estimate: no compiler.
+        json: a file for the figures; empty: none.
+
+    Raises:
+        UserError: devices, mesh or shape do not go together, or the compiler is missing.
+    """
+    console = Console(config.log.progress)
+    plan = make_plan(config, find_target(tpu, gpu, topology), efficiency, tokens, sampled)
+    for line in describe(plan):
+        console.say(line)
+    programs: dict[str, dict[str, Any]] = {}
+    failure = None
+    if not estimate:
+        try:
+            programs = compile_programs(plan, console)
+        except UserError as error:
+            failure = error
+    lines, fits = memory_verdict(plan, programs)
+    for line in [*lines, *work_lines(plan), *run_lines(plan)]:
+        console.say(line)
+    if failure:
+        raise failure
+    if json:
+        write_json(Path(json), figures(plan, programs) | {"fits": fits})
+    if not fits:
+        raise SystemExit(1)
+
+
+def make_plan(config: Config, target: Target, efficiency: float, tokens: int = 0, sampled: int = 0) -> Plan:
+    """All that needs no compiler.
+
+    Raises:
+        UserError: as `run`.
+    """
+    if not 0 < efficiency <= 1:
+        raise UserError(f"--efficiency {efficiency:g}: must be above 0, and at most 1")
+    config = placed_on(config, target)
+    if target.hosts > 1:  # each has a process
+        check_workers(config.sampler, target.hosts)
+    architecture = find_architecture(config)
+    if architecture is None:
+        raise UserError(
+            f"policy.path is {config.policy.path or 'empty'}, where no config.json is: name a folder that has"
+            " one, or give the policy's shape in policy.init (its config.json, vocab_size too)"
+        )
+    rollouts = expected_rollouts(config, tokens, sampled)
+    found = memory_of(config, architecture, target)
+    step = step_of(config, architecture, rollouts, target)
+    return Plan(config, target, architecture, found, step, rollouts, efficiency)
+
+
+def describe(plan: Plan) -> list[str]:
+    """Devices, policy, and the memory of a device by purpose."""
+    sizes, a = plan.config.mesh.sizes, plan.architecture
+    shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    return [
+        f"{plan.target}, mesh {shown}: {a.model_type}, {a.num_parameters / 1e6:.2f}M parameters",
+        memory_line(plan.estimate),
+        *heads_warnings(a, sizes),
+    ]
+
+
+def compile_programs(plan: Plan, console: Console) -> dict[str, dict[str, Any]]:
+    """Each program's figures by the compiler, with what lies beside it on a device; see `compiled_figures`.
+
+    Raises:
+        UserError: the compiler is missing.
+    """
+    apart = sampler_of(plan.config, plan.target)  # on the devices of one host
+    parts = ((plan.config, plan.target, TRAINED + OF_CRITIC), (apart, plan.target.host, SAMPLED))
+    found = {}
+    for config, target, mine in parts:
+        names = [name for name in programs_of(config) if name in mine]
+        if not names:
+            continue
+        mesh = topology_mesh(config, target)
+        for name in names:
+            with console.phase(f"compiling for {target}: {name}", announce=True):
+                program = lowered_programs(config, plan.architecture, mesh, [name])[name]
+                shares = shares_base(config) and plan.target.hosts == 1
+                beside = held_beside(plan.estimate, name, shares)
+                found[name] = compiled_figures(program, beside)
+    return found
+
+
+def memory_verdict(plan: Plan, programs: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:
+    """What the compiler says, or else the formula; and what to change if it does not fit."""
+    limit, gaps = plan.target.limit, GAPS.get(plan.target.platform, 1.0)
+    expected, scale = peak_memory(plan.estimate), 1.0
+    has = f"{limit / GIB:.1f} GiB of a device"
+    if programs:
+        rows = [
+            (name, *(_shown(found, key) for key in ("arguments", "peak", "needed")))
+            for name, found in programs.items()
+        ]
+        headers = ("program", "arguments GiB", "in use at once", "needed, with all that lies beside it")
+        lines = [table(rows, headers)]
+        large = [name for name, found in programs.items() if found.get("needed", float("inf")) * GIB > limit]
+        verdict = f"does not fit {has}: {', '.join(large)}" if large else f"fits {has}"
+        fits = not large
+        most = max(found.get("needed", gaps * max(limit, expected) / GIB) for found in programs.values())
+        scale = max(1.0, most * GIB / expected)
+    else:
+        lines, fits = [], expected <= limit
+        verdict = f"fits {has}, by the formula" if fits else f"does not fit {has}, by the formula"
+        if fits and expected * gaps > limit:
+            verdict += f"; programs may need up to {gaps} times as much, so compile it (leave --estimate out)"
+    advice = [] if fits else ways_out(plan.config, plan.architecture, plan.target, limit, scale)
+    return [*lines, verdict, *advice], fits
+
+
+def _shown(found: Mapping[str, Any], key: str) -> str:
+    return f"{found[key]:.2f}" if key in found else "refused"
+
+
+def work_lines(plan: Plan) -> list[str]:
+    """What a step does, part by part."""
+    rollouts, step = plan.rollouts, plan.step
+    rows = [
+        (
+            part.name,
+            f"{part.flops:.2e}",
+            f"{part.moved:.2e}",
+            f"{part.received * part.devices:.2e}",
+            number(part.seconds(plan.target, plan.efficiency)),
+        )
+        for part in step.parts
+    ]
+    lines = [
+        f"a step: {rollouts.trajectories} trajectories of {rollouts.tokens} tokens, {rollouts.sampled} of"
+        " them sampled (--tokens, --sampled)",
+        table(rows, ("part", "operations", "bytes of memory", "bytes between devices", "seconds")),
+    ]
+    if step.fill < FULL:
+        learner = plan.config.learner
+        lines.append(
+            f"warning: only {step.fill:.0%} of the update's rows hold tokens: a microbatch has"
+            f" {learner.microbatch_rows * learner.row_length} of them; set a larger mesh.tensor and a smaller"
+            " mesh.fsdp with fewer learner.microbatch_rows, or a larger learner.minibatch_size"
+        )
+    return lines
+
+
+def run_lines(plan: Plan) -> list[str]:
+    """Seconds of a step, and what the run comes to."""
+    seconds, steps = plan.seconds, plan.config.learner.steps
+    beside = ", rollouts and update at the same time" if plan.step.overlap else ""
+    return [
+        f"at efficiency {plan.efficiency:g}: {number(seconds)} s a step{beside},"
+        f" {plan.step.trained / seconds:.0f} tokens/s",
+        f"{steps} steps: {duration(steps * seconds)}, {number(plan.device_hours)} device hours",
+        NOT_COUNTED,
+    ]
+
+
+def figures(plan: Plan, programs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Everything that was printed, as numbers."""
+    return {
+        "devices": plan.target.devices,
+        "kind": plan.target.kind,
+        "topology": plan.target.topology,
+        "limit": plan.target.limit,
+        "memory": plan.estimate,
+        "peak": peak_memory(plan.estimate),
+        "programs": programs,
+        "trajectories": vars(plan.rollouts),
+        "fill": plan.step.fill,
+        "parts": [vars(part) for part in plan.step.parts],
+        "efficiency": plan.efficiency,
+        "seconds": plan.seconds,
+        "tokens_per_second": plan.step.trained / plan.seconds,
+        "device_hours": plan.device_hours,
+    }

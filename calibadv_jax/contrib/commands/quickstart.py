@@ -1,0 +1,131 @@
+"""From nothing to a better search agent: ``calibadv quickstart --config FILE``.
+
+Generates the world, builds the index, starts the retriever, makes the cold start, evaluates it, trains,
+evaluates again and exports: the other entry points, one after the other.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from calibadv_jax.commands import export, sft, train
+from calibadv_jax.commands.evaluate import evaluate_policy
+from calibadv_jax.config import Config
+from calibadv_jax.contrib.worlds.world import write_world
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import write_json
+from calibadv_jax.core.locking import locked_run
+from calibadv_jax.evaluation.report import AVERAGE, Means, unanswered
+from calibadv_jax.hosts.joining import alone
+from calibadv_jax.metrics.console import Console, table
+from calibadv_jax.run.folder import check_cold_start
+from calibadv_jax.run.model import find_policy
+from calibadv_jax.run.wiring import open_services
+
+
+def run(config: Config) -> None:
+    """Runs the whole chain in `run.dir`, and ends with a table and the paths of what was written."""
+    alone(config.distributed, "quickstart")
+    if not config.world.dir:
+        raise UserError("world.dir is empty: the quickstart generates its world there")
+    console = Console(config.log.progress)
+    with locked_run(Path(config.run.dir), console.warn):
+        _run(config, console)
+
+
+def _run(config: Config, console: Console) -> None:
+    seconds: dict[str, float] = {}
+    begun = time.monotonic()
+
+    def lap(name: str) -> None:
+        seconds[name] = time.monotonic() - begun - sum(seconds.values())
+
+    write_world(config.world)
+    lap("world")
+    if (Path(config.sft.output) / "config.json").is_file():
+        check_cold_start(config)
+    else:
+        sft.run(config)
+    lap("cold start")
+    with open_services(config, Path(config.sft.output)) as (retriever, workers):
+        running = replace(
+            config,
+            retriever=config.retriever.at(retriever),
+            sampler=replace(config.sampler, urls=workers),
+        )
+        lap("services")
+        before = evaluate_policy(_to(running, "before"), find_policy(Path(running.sft.output))).means
+        lap("evaluation before")
+        train.run(running, kept=config)
+        lap("training")
+        output = export.export(running)
+        lap("export")
+        after = evaluate_policy(_to(running, "after"), find_policy(output)).means
+        lap("evaluation after")
+    seconds["total"] = time.monotonic() - begun
+    report = Path(config.run.dir) / "quickstart.json"
+    write_json(report, {"before": before, "after": after, "seconds": seconds})
+    for line in unanswered(after):
+        console.warn(f"after training, {line}")
+    console.say(comparison_table(before, after))
+    console.say("  ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
+    for label, path in {
+        "policy": output,
+        "cold start": config.sft.output,
+        "metrics": Path(config.run.dir) / "metrics.jsonl",
+        "rollouts": Path(config.run.dir) / "rollouts",
+        "report": report,
+    }.items():
+        console.say(f"{label:>10}  {path}")
+    console.say("next:")
+    for what, command in next_commands(Path(config.run.dir).resolve(), output.resolve()).items():
+        console.say(f"  {command}   # {what}")
+
+
+def next_commands(run: Path, policy: Path) -> dict[str, str]:
+    """What the commands for a finished run show -> the command, as it works in any folder and any shell.
+
+    Args:
+        run, policy: absolute folders of the run and of its export.
+    """
+    program = Path(sys.executable).with_name("calibadv")
+    here = (
+        shlex.quote(str(program)) if program.is_file() else f"{shlex.quote(sys.executable)} -m calibadv_jax"
+    )
+    report = f"{here} report {shlex.quote(str(run))}"
+    if find_spec("matplotlib") is None:
+        report = f"{shlex.quote(sys.executable)} -m pip install 'calibadv-jax[report]' && {report}"
+    return {
+        "every trajectory with the credit of each turn": f"{here} inspect {shlex.quote(str(run))}",
+        "one page with all curves": report,
+        "asks the trained policy": f"{here} ask --policy {shlex.quote(str(policy))}",
+    }
+
+
+def _to(config: Config, name: str) -> Config:
+    """With the evaluation's files under this name in the run's folder."""
+    output = str(Path(config.run.dir) / f"evaluation_{name}.json")
+    return replace(config, evaluate=replace(config.evaluate, output=output))
+
+
+def comparison_table(before: Means, after: Means) -> str:
+    """F1 before and after, and format validity after, for each temperature and kind of question."""
+    rows = [
+        [
+            temperature,
+            source,
+            before[temperature][source]["f1"],
+            values["f1"],
+            values["format"],
+            values["searches"],
+        ]
+        for temperature, sources in after.items()
+        for source, values in sources.items()
+        if source != AVERAGE
+    ]
+    return table(rows, ["temperature", "questions", "F1 before", "F1 after", "format", "searches"])

@@ -1,0 +1,83 @@
+"""The report of one or more runs: ``calibadv report RUN [RUN …] [--output FILE] [--png FOLDER]``.
+
+One HTML page that needs no network, and on request a PNG file of every figure. Runs whose configs are the
+same but for the seed become one curve with a band.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from calibadv_jax.contrib.commands.inspect_run import PORT
+from calibadv_jax.contrib.report.draw import draw
+from calibadv_jax.contrib.report.gather import Gathered, gather
+from calibadv_jax.contrib.report.page import render
+from calibadv_jax.contrib.report.runs import read_runs
+from calibadv_jax.contrib.report.settings import Series, group_runs
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import replacing, write_text
+from calibadv_jax.core.locking import locked_output
+from calibadv_jax.metrics.console import Console
+
+PNG_DPI = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its run.dir)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="page to write; default: report.html, in the run's folder if there is only one run",
+    )
+    parser.add_argument(
+        "--smooth",
+        type=int,
+        metavar="STEPS",
+        help="steps that the strong lines average (default: a tenth of the run, at most 20; 1: no mean)",
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FOLDER", help="also write every figure as FOLDER/NAME.png"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Writes the page and the PNG files, and says where they are.
+
+    Raises:
+        UserError: a folder is no run or has no metrics yet, runs do not go together, or a package is missing.
+    """
+    if arguments.smooth is not None and arguments.smooth < 1:
+        raise UserError(f"--smooth {arguments.smooth}: must be at least 1, which smooths nothing")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("matplotlib is not installed; pip install 'calibadv-jax[report]'")
+    console = Console()
+    runs = read_runs(arguments.runs)
+    series = group_runs(runs)
+    with console.phase("reading the kept trajectories", announce=True):
+        gathered = gather(series, arguments.smooth)
+    output = arguments.output or (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with locked_output(output, "--output", console.warn):
+        with console.phase("drawing the figures", announce=True):
+            page = render(series, gathered, PORT)
+            write_text(output, page)  # whole, so that a browser never loads half of it
+        console.say(f"{output}")
+        if arguments.png is not None:
+            number = write_pngs(arguments.png, series, gathered)
+            console.say(f"{arguments.png}: {number} figures")
+
+
+def write_pngs(folder: Path, series: Sequence[Series], gathered: Gathered) -> int:
+    """Writes every chart as a PNG file in the light colours; returns how many they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    charts = [chart for section in gathered.sections for chart in section.charts]
+    for chart in charts:
+        figure, _ = draw(chart, [one.name for one in series])
+        with replacing(folder / f"{chart.figure.key}.png") as partial:
+            figure.savefig(partial, dpi=PNG_DPI, format="png")
+    return len(charts)

@@ -1,0 +1,168 @@
+"""A run's programs for devices that are not attached, compiled by their own compilers.
+
+TPUs: libtpu. GPUs: XLA's compiler for CUDA. Neither needs a device or a driver.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Collection
+from importlib.metadata import requires, version
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from calibadv_jax.config import Config
+from calibadv_jax.contrib.planning.gpu_targets import target_config
+from calibadv_jax.contrib.planning.hardware import Target
+from calibadv_jax.contrib.planning.memory import GIB
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.learner.critic import ValueLoss, critic_learner
+from calibadv_jax.learner.learner import policy_learner
+from calibadv_jax.learner.losses import policy_loss
+from calibadv_jax.learner.optimizer import make_schedule
+from calibadv_jax.policy.adapters import Adapters
+from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.sampler.engine import CacheEngine
+
+UPDATES = 100  # of the schedule, whose length changes nothing in the programs
+TRAINED = ("update", "apply", "log-probabilities")
+OF_CRITIC = ("critic's update", "critic's apply")
+SAMPLED = ("prefill", "copy", "decode")
+NO_ROOM = re.compile(r"RESOURCE_EXHAUSTED|Ran out of memory|out of memory", re.IGNORECASE)
+COMPILER = {  # of the environment; what a user sets stays
+    "TPU_SKIP_MDS_QUERY": "1",  # no machine to ask what it is
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several may compile at a time: none holds a TPU
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # no GPU to try kernels on
+}
+CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")  # of JAX's version, besides NVIDIA's compiler
+
+
+def programs_of(config: Config) -> tuple[str, ...]:
+    """The programs of a run that decide about memory."""
+    sampled = ("prefill", "decode") if config.sampler.name == "jax" else ()
+    return (*TRAINED, *(OF_CRITIC if config.advantage.has_critic else ()), *sampled)
+
+
+def topology_mesh(config: Config, target: Target) -> Mesh:
+    """The config's mesh, of devices that need not be attached.
+
+    Call it before anything asks JAX for devices: the environment is read only once.
+
+    Raises:
+        UserError: the compiler is not installed, or knows no such topology.
+    """
+    for name, value in COMPILER.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # programs for other devices cannot be read back
+    options = {"topology_name": target.topology}
+    if target.platform == "cuda":
+        options = {"topology": target.topology, "target_config": target_config(target.kind)}
+    try:
+        found = topologies.get_topology_desc(platform=target.platform, **options)
+    # JAX's own words for a compiler that is not there: RuntimeError and NotImplementedError.
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            raise UserError(
+                f"{target}: the compiler knows no such devices: {' '.join(str(error).split())}"
+            ) from error
+        raise UserError(missing_compiler(target)) from error
+    return make_mesh(config.mesh, list(found.devices))
+
+
+def missing_compiler(target: Target) -> str:
+    """What to install; in a folder of its own, since vLLM takes a machine with libtpu for one with a TPU."""
+    if target.platform == "tpu":
+        packages = [
+            one.partition(";")[0].strip() for one in requires("jax") or [] if one.startswith("libtpu")
+        ][:1]
+        what = "TPU's compiler (libtpu)"
+    else:
+        packages = [f"{name}=={version('jax')}" for name in CUDA_PACKAGES]
+        packages += ["nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14"]
+        what = "XLA's compiler for CUDA"
+    quoted = " ".join(f"'{one}'" for one in packages)
+    return (
+        f"{what} is not installed: pip install --no-deps --target compiler {quoted}, then give the same"
+        " command with PYTHONPATH=compiler before it; or leave the compiler out with --estimate"
+    )
+
+
+def lowered_programs(
+    config: Config, architecture: Architecture, mesh: Mesh, names: Collection[str]
+) -> dict[str, jax.stages.Lowered]:
+    """These programs of a run, for the mesh's devices, ready to be compiled.
+
+    Args:
+        config: `placed_on` the devices.
+    """
+    policy = Policy(
+        architecture, Numerics.from_config(config.policy), Adapters.from_config(config.policy.lora)
+    )
+    lowered: dict[str, jax.stages.Lowered] = {}
+    if set(names) & set(TRAINED):
+        schedule = make_schedule(config.learner.optimizer, UPDATES)
+        learner, loss = policy_learner(config, policy, mesh, schedule), policy_loss(config)
+        length = config.learner.row_length
+        makers = {
+            "update": lambda: learner.lower_update(length, loss),
+            "apply": learner.lower_apply,
+            "log-probabilities": lambda: learner.lower_logprobs(length),
+        }
+        lowered |= {name: make() for name, make in makers.items() if name in names}
+    if set(names) & set(OF_CRITIC):
+        critic = critic_learner(config, policy, mesh, make_schedule(config.critic.optimizer, UPDATES))
+        lowered["critic's update"] = critic.lower_update(
+            config.learner.row_length, ValueLoss(config.critic.clip)
+        )
+        lowered["critic's apply"] = critic.lower_apply()
+    if set(names) & set(SAMPLED):
+        sampler = config.sampler
+        engine = CacheEngine(
+            policy,
+            mesh,
+            sampler.slots,
+            config.rollout.max_length,
+            sampler.prefill_chunk,
+            sampler.decode_chunk,
+        )
+        lowered |= {name: program for name, program in engine.lower().items() if name in names}
+    return lowered
+
+
+def compiled_figures(program: jax.stages.Lowered, beside: float = 0.0) -> dict[str, Any]:
+    """Seconds of compiling, and GiB on a device by the compiler's plan; or why the compiler refuses.
+
+    *peak* is what lives at once; *needed* is what the program takes: temporary memory is one block, and lies
+    there with its gaps.
+
+    Args:
+        beside: bytes on a device that the program does not take, and that lie there meanwhile.
+    """
+    begun = time.perf_counter()
+    try:
+        compiled = program.compile()
+    except jax.errors.JaxRuntimeError as error:
+        refusal = NO_ROOM.search(str(error))
+        if refusal is None:
+            raise
+        return {"refused": refusal[0]}
+    seconds = time.perf_counter() - begun
+    memory: Any = compiled.memory_analysis()
+    held, made = memory.argument_size_in_bytes, memory.output_size_in_bytes
+    sizes = {
+        "arguments": held,
+        "results": made,
+        "temporary": memory.temp_size_in_bytes,
+        "peak": memory.peak_memory_in_bytes + beside,
+        "needed": held + made - memory.alias_size_in_bytes + memory.temp_size_in_bytes + beside,
+    }
+    return {"compile_s": round(seconds, 1)} | {name: size / GIB for name, size in sizes.items()}

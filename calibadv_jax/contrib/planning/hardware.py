@@ -1,0 +1,211 @@
+"""The TPUs and GPUs that a run can be planned for: memory and speed of one device, and how many there are.
+
+Figures of TPUs: Google's pages of v5e, v5p, v6e and v4. Figures of GPUs: NVIDIA's data sheets, without
+sparsity.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from calibadv_jax.config import Config
+from calibadv_jax.contrib.planning.gpu_targets import GPUS
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.policy.attention import KERNELS
+from calibadv_jax.policy.sharding import local_sizes
+
+Platform = Literal["tpu", "cuda"]
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX's name of the share of a GPU's memory that it takes
+GPU_SHARE = 0.75  # what it takes by default
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device."""
+
+    memory: float  # bytes
+    flops: float  # a second, bfloat16, at most
+    bandwidth: float  # bytes a second from and to its memory, at most
+    links: float  # bytes a second that it can receive from others of its slice or host, at most
+    network: float  # the same from others of another host
+
+
+TPUS = {
+    "v5e": Chip(16e9, 197e12, 819e9, 200e9, 200e9),
+    "v5p": Chip(95e9, 459e12, 2765e9, 600e9, 600e9),
+    "v6e": Chip(32e9, 918e12, 1638e9, 400e9, 400e9),
+    "v4": Chip(32e9, 275e12, 1228e9, 300e9, 300e9),
+}
+# Shape of one host of a larger slice, and the most chips that one host alone has.
+HOSTS = {"v4": ("2x2x1", 4), "v5e": ("2x2", 8), "v5p": ("2x2x1", 4), "v6e": ("2x2", 8)}
+# Names of Cloud TPU: v5e-16 has 16 chips, and v5p-16 has 16 cores, which are 8 chips.
+CORES = {"v4": 2, "v5p": 2}
+LITE = {"v5litepod": "v5e"}
+_HOPPER_LINKS, _NETWORK = 450e9, 50e9  # NVLink; 400 Gbit/s for each GPU, as hosts of eight usually have
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices that need not be attached."""
+
+    platform: Platform
+    kind: str  # v5e, h100
+    topology: str  # as the compiler names it: v5e:4x4, or slices x hosts x GPUs of a host
+    chip: Chip
+    devices: int
+    hosts: int = 1  # each with a process of the trainer
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a device that the trainer may use.
+
+        Raises:
+            UserError: the environment names a share that is none.
+        """
+        if self.platform == "tpu":
+            return self.chip.memory
+        said = os.environ.get(FRACTION, str(GPU_SHARE))
+        try:
+            share = float(said)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise UserError(f"{FRACTION} is {said!r} in the environment: set it to a number above 0, up to 1")
+        return share * self.chip.memory
+
+    @property
+    def links(self) -> float:
+        """Bytes a second that one device receives where all exchange parts: the slowest link decides.
+
+        Links between the hosts of a TPU slice are as fast as within one.
+        """
+        return self.chip.network if self.hosts > 1 else self.chip.links
+
+    @property
+    def host(self) -> Target:
+        """One host of it."""
+        if self.hosts == 1:
+            return self
+        if self.platform == "tpu":
+            return find_target(tpu=f"{self.kind}:{HOSTS[self.kind][0]}")
+        return find_target(gpu=self.kind, topology=f"1x1x{self.devices // self.hosts}")
+
+    def __str__(self) -> str:
+        kind = self.kind if self.platform == "tpu" else self.kind.upper()
+        return f"{self.devices} {kind} ({self.topology.rpartition(':')[2]})"
+
+
+def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
+    """The devices that the command line names.
+
+    Args:
+        tpu: kind and shape of the slice, such as v5e:4x4, or its name in Cloud TPU, such as v5e-16.
+        gpu: kind, such as h100.
+        topology: of GPUs: slices x hosts x GPUs of a host, such as 1x2x8.
+
+    Raises:
+        UserError: neither or both are named, or one is unknown.
+    """
+    if bool(tpu) == bool(gpu):
+        raise UserError("name the devices: --tpu v5e:4x4, or --gpu h100 --topology 1x2x8")
+    if tpu:
+        kind, _, shape = _slice(tpu).partition(":")
+        if topology:
+            raise UserError(
+                f"--topology {topology} is for --gpu; a TPU's shape follows its kind: --tpu {kind}:4x4"
+            )
+        if kind not in TPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+            raise UserError(
+                f"--tpu {tpu}: must be one of {', '.join(TPUS)} with the slice's shape, such as v5e:4x4, or a"
+                " name of Cloud TPU, such as v5e-16 (chips) and v5p-16 (cores, 8 chips)"
+            )
+        count, (host, alone) = _product(shape), HOSTS[kind]
+        return Target(
+            "tpu",
+            kind,
+            f"{kind}:{shape}",
+            TPUS[kind],
+            count,
+            1 if count <= alone else count // _product(host),
+        )
+    if gpu not in GPUS:
+        raise UserError(f"--gpu {gpu}: must be one of {', '.join(GPUS)}")
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
+        raise UserError(
+            f"--topology {topology or 'is missing'}: must be slices x hosts x GPUs of a host, such as 1x2x8"
+        )
+    found = GPUS[gpu]
+    chip = Chip(found.memory, found.flops, found.bandwidth, _HOPPER_LINKS, _NETWORK)
+    return Target("cuda", gpu, topology, chip, _product(topology), _product(topology.rpartition("x")[0]))
+
+
+def _slice(name: str) -> str:
+    """``v5p:2x2x2`` for Cloud TPU's name ``v5p-16``: the usual shape of so many chips. Others as they are."""
+    kind, _, number = name.partition("-")
+    kind = LITE.get(kind, kind)
+    if kind not in TPUS or not number.isdecimal():
+        return name
+    chips, rest = divmod(int(number), CORES.get(kind, 1))
+    doublings, axes = chips.bit_length() - 1, HOSTS[kind][0].count("x") + 1
+    is_sold = chips >= 4 or (chips == 1 and axes == 2)
+    if rest or not is_sold or chips != 1 << doublings:
+        return name
+    sizes = [1 << (doublings + axis) // axes for axis in range(axes)]
+    return f"{kind}:{HOSTS[kind][0] if chips == 4 else 'x'.join(map(str, sizes))}"
+
+
+def sampler_of(config: Config, target: Target) -> Config:
+    """The config of one process' embedded sampler: on its own devices, with its share of the slots.
+
+    Args:
+        config: `placed_on` the target.
+
+    Raises:
+        UserError: as `local_sizes`.
+    """
+    if target.hosts == 1:
+        return config
+    sizes = local_sizes(config.mesh.sizes, target.devices // target.hosts)
+    slots = -(-config.sampler.slots // target.hosts)
+    return replace(
+        config,
+        mesh=replace(config.mesh, **sizes),
+        sampler=replace(config.sampler, slots=slots),
+    )
+
+
+def _product(shape: str) -> int:
+    return math.prod(int(size) for size in shape.split("x"))
+
+
+def placed_on(config: Config, target: Target) -> Config:
+    """The config with a mesh of the target's devices, and the attention kernel of its platform.
+
+    Raises:
+        UserError: the mesh is of another number of devices, or they cannot share the rows.
+    """
+    mesh = config.mesh
+    found = mesh.sizes_on(target.devices)
+    if math.prod(found.values()) != target.devices:
+        said = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
+        tensor = mesh.tensor if mesh.tensor > 0 and target.devices % mesh.tensor == 0 else 1
+        fsdp = target.devices // tensor
+        each = max(1, config.learner.microbatch_rows // (found["data"] * found["fsdp"]))  # rows of a device
+        raise UserError(
+            f"the mesh {said} does not fit {target}: set mesh.data=1 mesh.fsdp={fsdp} mesh.tensor={tensor}"
+            f" learner.microbatch_rows={each * fsdp}"
+        )
+    shards, rows = found["data"] * found["fsdp"], config.learner.microbatch_rows
+    if rows % shards:
+        raise UserError(
+            f"learner.microbatch_rows is {rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards}:"
+            f" set learner.microbatch_rows={-(-rows // shards) * shards}"
+        )
+    policy = config.policy
+    if policy.attention == "auto":
+        policy = replace(policy, attention=KERNELS["gpu" if target.platform == "cuda" else "tpu"])
+    return replace(config, mesh=replace(mesh, **found), policy=policy)

@@ -1,0 +1,270 @@
+"""What a step computes, reads and sends, and how long that takes at a stated efficiency.
+
+Everything is counted from shapes; `tests/planning` and benchmarks/scale.md set it beside the compilers'
+counts. A part takes as long as the slowest of three: computing, memory, links. Each of them reaches
+`efficiency` of what the device can do at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from calibadv_jax.config import Config
+from calibadv_jax.contrib.planning.hardware import Target, sampler_of
+from calibadv_jax.contrib.planning.memory import layer_width
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.learner.losses import policy_loss
+from calibadv_jax.learner.packing import plan, row_shapes
+from calibadv_jax.policy.adapters import Adapters, count
+from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.policy.attention import keys_computed
+from calibadv_jax.policy.transformer import Numerics, Policy
+
+FLASH_BACKWARD = 2.5  # times the forward pass: the scores are computed once more
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The trajectories of a step, as they are expected."""
+
+    trajectories: int
+    tokens: int  # of each, its prompt and observations too
+    sampled: int  # of these, written by the policy
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step."""
+
+    name: str
+    flops: float  # on all its devices
+    memory: float  # bytes that one device reads and writes
+    received: float  # bytes that one device receives from others
+    devices: int
+
+    def seconds(self, target: Target, efficiency: float) -> float:
+        chip = target.chip
+        bounds = (
+            self.flops / self.devices / chip.flops,
+            self.memory / chip.bandwidth,
+            self.received / target.links,
+        )
+        return max(bounds) / efficiency
+
+    @property
+    def moved(self) -> float:
+        """Bytes between devices and their memory, on all devices."""
+        return self.memory * self.devices
+
+
+@dataclass(frozen=True)
+class Step:
+    """All parts of a step, and how full the rows are."""
+
+    parts: list[Part]
+    fill: float  # share of the update's positions that holds tokens
+    trained: int  # tokens of a step's trajectories
+    overlap: bool  # whether rollouts and update go on at the same time, on devices of their own
+
+    def seconds(self, target: Target, efficiency: float) -> float:
+        times = {part.name: part.seconds(target, efficiency) for part in self.parts}
+        sampling = sum(times.pop(name, 0.0) for name in ("prefill", "decode"))
+        return max(sampling, sum(times.values())) if self.overlap else sampling + sum(times.values())
+
+
+def expected_rollouts(config: Config, tokens: int = 0, sampled: int = 0) -> Rollouts:
+    """A step's trajectories; where nothing is said, the longest that the config allows.
+
+    Args:
+        tokens: of a trajectory on average; 0: not said.
+        sampled: of these, those that the policy writes; 0: not said.
+
+    Raises:
+        UserError: a trajectory cannot have so many.
+    """
+    rollout = config.rollout
+    turns = (rollout.max_searches + 1) * rollout.max_turn_length
+    longest = min(
+        rollout.max_length,
+        rollout.max_prompt_length + turns + rollout.max_searches * rollout.max_observation_length,
+    )
+    if tokens > rollout.max_length:
+        raise UserError(
+            f"--tokens {tokens}: a trajectory has at most rollout.max_length = {rollout.max_length}"
+        )
+    tokens = tokens or longest
+    if sampled >= tokens:
+        raise UserError(f"--sampled {sampled}: must be below the {tokens} tokens of a trajectory")
+    count = rollout.questions_per_step * rollout.group_size
+    return Rollouts(count, tokens, sampled or min(turns, tokens - 1))
+
+
+def step_of(config: Config, architecture: Architecture, rollouts: Rollouts, target: Target) -> Step:
+    """What a step of a run comes to.
+
+    Args:
+        config: `placed_on` the target.
+    """
+    costs = Costs(config, architecture, rollouts.tokens)
+    minibatches = list(_minibatches(config, rollouts.trajectories))
+    computed = sum(costs.positions(size) for size in minibatches)
+    parts = []
+    if costs.passes_before():
+        positions = costs.positions(rollouts.trajectories) * costs.passes_before()
+        parts.append(costs.forward("log-probabilities", positions))
+    parts.append(costs.update(computed))
+    if config.advantage.has_critic:
+        values = costs.forward("critic's values", costs.positions(rollouts.trajectories))
+        parts += [values, costs.update(computed, "critic's update")]
+    parts.append(costs.apply(len(minibatches) * (2 if config.advantage.has_critic else 1)))
+    parts += costs.sampling(rollouts, sampler_of(config, target))
+    overlap = config.rollout.max_staleness > 0 and bool(config.sampler.urls)
+    trained = rollouts.trajectories * rollouts.tokens
+    return Step(parts, trained * config.learner.epochs / computed, trained, overlap)
+
+
+def _minibatches(config: Config, trajectories: int) -> Iterator[int]:
+    """Trajectories of every update of a step."""
+    size = config.learner.minibatch_size or trajectories
+    for _ in range(config.learner.epochs):
+        for start in range(0, trajectories, size):
+            yield min(size, trajectories - start)
+
+
+class Costs:
+    """Counts of a run's programs on its mesh.
+
+    Args:
+        tokens: of a trajectory.
+    """
+
+    def __init__(self, config: Config, architecture: Architecture, tokens: int):
+        self.config, self.architecture, self.tokens = config, architecture, tokens
+        mesh = config.mesh
+        self.mesh = mesh.sizes
+        self.devices = math.prod(self.mesh.values())
+        self.shards = mesh.data * mesh.fsdp
+        policy = config.policy
+        self.computed = jnp.dtype(policy.compute_dtype).itemsize
+        self.stored = jnp.dtype(policy.param_dtype).itemsize
+        self.is_flash = policy.attention in ("splash", "triton")
+        self.split = (mesh.fsdp - 1) / mesh.fsdp
+        self._positions: dict[int, int] = {}  # packing thousands takes a second
+
+    def positions(self, trajectories: int) -> int:
+        """Positions that the learner computes for so many trajectories, those of unfilled rows too."""
+        if trajectories not in self._positions:
+            learner = self.config.learner
+            shapes = row_shapes(learner.row_length, learner.microbatch_rows, learner.row_widths, self._pass)
+            self._positions[trajectories] = sum(plan([self.tokens] * trajectories, shapes).positions)
+        return self._positions[trajectories]
+
+    def _keys(self, width: int) -> float:
+        """Keys that a position attends to, or that its kernel computes."""
+        numerics = Numerics.from_config(self.config.policy)
+        return max(keys_computed(numerics.kernel, width, numerics.attention_chunk), self.tokens / 2)
+
+    def _pass(self, width: int) -> float:
+        """Operations of a forward pass for one position of a row."""
+        return self.architecture.flops_per_token(self._keys(width))
+
+    def passes_before(self) -> int:
+        """Forward passes over a step before its first update: old log-probabilities, and a reference's."""
+        return policy_loss(self.config).recomputes + (self.config.loss.kl_coef > 0)
+
+    def forward(self, name: str, positions: float) -> Part:
+        width = self.config.learner.row_length
+        rounds = positions / (self.config.learner.microbatch_rows * width)
+        mine = positions / self.shards
+        memory = rounds * self._weights() + mine * self._activations()
+        received = rounds * self.split * self._weights() + mine * self._reduced()
+        return Part(name, positions * self._pass(width), memory, received, self.devices)
+
+    def update_flops(self, width: int) -> float:
+        """Operations for one position of a row of `width`: forward, backward, and what is computed again."""
+        a, policy = self.architecture, self.config.policy
+        head = 2.0 * a.vocab_size * a.hidden_size
+        layers = a.flops_per_token(0) - head
+        attention = self._pass(width) - a.flops_per_token(0)
+        backward = 1 if policy.lora.rank else 2  # to the inputs, and to the weights
+        return (
+            layers * (1 + backward + (policy.remat == "full"))
+            + attention * (1 + (FLASH_BACKWARD if self.is_flash else 2) + (policy.remat != "none"))
+            + head * (1 + backward + (width > policy.logprob_chunk))
+        )
+
+    def update(self, positions: int, name: str = "update") -> Part:
+        """The gradients of so many positions, added up."""
+        learner, policy = self.config.learner, self.config.policy
+        rounds = positions / (learner.microbatch_rows * learner.row_length)
+        again = policy.remat == "full"
+        mine, weights = positions / self.shards, self._weights()
+        gradients = 4 * self._trained()  # float32, of one device
+        memory = rounds * ((2 + again) * weights + 3 * gradients) + (3 + again) * mine * self._activations()
+        # Weights come for the forward and for the backward pass; gradients go back to those who hold them.
+        gathered = 2 * weights + self._trained() * self.mesh["fsdp"] * self.computed
+        received = rounds * self.split * gathered
+        received += rounds * 2 * (1 - 1 / self.mesh["data"]) * gradients
+        received += mine * (2 + again) * self._reduced()
+        flops = positions * self.update_flops(learner.row_length)
+        return Part(name, flops, memory, received, self.devices)
+
+    def apply(self, updates: int) -> Part:
+        """The optimizer's steps: parameters and two moments read and written, the sum read twice."""
+        held = self._trained()
+        flops = 20.0 * updates * held * self.devices
+        return Part("optimizer's step", flops, updates * held * (6 * self.stored + 8), 0.0, self.devices)
+
+    def sampling(self, rollouts: Rollouts, own: Config) -> list[Part]:
+        """Prefill, where every token is computed once, and decoding of all slots together.
+
+        Args:
+            own: see `sampler_of`.
+        """
+        config, a = self.config, self.architecture
+        sampler, count = config.sampler, rollouts.trajectories
+        context = rollouts.tokens / 2
+        if sampler.name == "jax":
+            groups, devices, slots, width = self.shards, self.devices, sampler.slots, self.computed
+        else:
+            groups = len(sampler.urls) or sampler.workers
+            each = len(sampler.worker_devices[0].split(",")) if sampler.worker_devices else 1
+            devices, width = groups * each, jnp.dtype(config.sampler_dtype).itemsize
+            slots = sampler.slots * groups
+        slots = min(slots, count, config.rollout.max_concurrency)
+        flops, weights = a.flops_per_token(context), a.num_parameters * width * groups / devices
+        if sampler.name == "jax":
+            weights = a.num_parameters * width / (own.mesh.fsdp * own.mesh.tensor)
+        cached = 2 * a.num_layers * a.num_kv_heads * a.head_dim * width * context * slots / devices
+        calls = count * rollouts.sampled / slots  # of decoding, each a token of every slot
+        others = count * (rollouts.tokens - rollouts.sampled)
+        prefill = Part("prefill", others * flops, others * self._activations() / devices, 0.0, devices)
+        decode = Part("decode", count * rollouts.sampled * flops, calls * (weights + cached), 0.0, devices)
+        return [prefill, decode]
+
+    def _weights(self) -> float:
+        """Bytes of the policy's weights as a device computes with them: one part of `tensor`."""
+        return self.architecture.num_parameters * self.computed / self.mesh["tensor"]
+
+    def _trained(self) -> float:
+        """Trained parameters of one device."""
+        trained = self.architecture.num_parameters
+        adapters = Adapters.from_config(self.config.policy.lora)
+        if adapters is not None:
+            trained = count(Policy(self.architecture, Numerics(), adapters).abstract_trained)
+        return trained / (self.mesh["fsdp"] * self.mesh["tensor"])
+
+    def _activations(self) -> float:
+        """Bytes that the layers and the head write and read for one position on one device."""
+        a, tensor = self.architecture, self.mesh["tensor"]
+        layers = 2 * a.num_layers * layer_width(a, self.mesh) * self.computed
+        return layers + 2 * 4 * a.vocab_size / tensor
+
+    def _reduced(self) -> float:
+        """Bytes that one device receives for one position where `tensor` splits the layers: twice a layer."""
+        a, tensor = self.architecture, self.mesh["tensor"]
+        return 2 * a.num_layers * 2 * (1 - 1 / tensor) * a.hidden_size * self.computed

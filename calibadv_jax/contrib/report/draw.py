@@ -1,0 +1,244 @@
+"""Charts drawn by matplotlib: one style, for the page and for PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from calibadv_jax.contrib.report.curves import Curve
+from calibadv_jax.contrib.report.gather import MAX_MARKS, Chart, Panel
+from calibadv_jax.contrib.report.settings import LONGEST_NAME
+from calibadv_jax.metrics.console import number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+UNIT = 72  # one unit of length is a pixel of the page where the chart has its natural width
+WIDTH = 400
+PANEL_HEIGHT, SMALL_PANEL_HEIGHT = 190, 125  # of the axes, in a chart with one panel and with several
+LEFT, TOP, BOTTOM, GAP = 54, 24, 30, 30
+SWATCH = 30  # room for a sample of a curve beside its name
+SMALL_TEXT = 11.5
+LINE_WIDTH = 1.8
+# Where an axis may be cut: above values that are SPIKE times the percentile USUAL.
+USUAL, SPIKE = 95, 2.0
+LEAST_SPAN = 0.02  # of an axis, as a share of the value in its middle
+# Told apart by dash pattern, by name and by colour; the colours by people who confuse red and green too.
+COLOURS = ("#0060ae", "#b45309", "#007a5e", "#86389b", "#6b5c05", "#be185d", "#0f6f80", "#555b66")
+DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 2)),
+    (0, (1.5, 1.5)),
+    (0, (7, 2, 1.5, 2)),
+    (0, (3, 1.2)),
+    (0, (9, 3)),
+    (0, (4, 1.5, 1, 1.5, 1, 1.5)),
+    (0, (1, 3)),
+)
+HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++", "//")  # dots would take 150 kB each
+INK, MUTED, GRID, SURFACE = "#1b1f24", "#59616c", "#d9dde3", "#fefefe"
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: it can be read aloud, searched, and takes the page's font
+    "text.parse_math": False,  # names of runs and data sources may hold dollar signs
+    "font.size": 12,
+    "path.simplify_threshold": 0.4,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "xtick.labelsize": SMALL_TEXT,
+    "ytick.labelsize": SMALL_TEXT,
+    "legend.frameon": False,
+    "legend.fontsize": SMALL_TEXT,
+    "legend.handlelength": 1.3,
+    "legend.handletextpad": 0.4,
+    "legend.labelspacing": 0.2,
+    "legend.borderpad": 0.0,
+    "legend.borderaxespad": 0.4,
+    "figure.facecolor": SURFACE,
+    "axes.facecolor": "none",
+    "savefig.facecolor": SURFACE,
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a panel lies in its drawing, in units from the upper left corner, and the steps it spans."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    first_step: float
+    last_step: float
+
+
+def draw(chart: Chart, order: Sequence[str]) -> tuple[Figure, list[Place]]:
+    """The drawing and the places of its panels.
+
+    Args:
+        order: names of all series; a series has its colour and dashes by its place here.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    panels = chart.panels
+    axes_height = PANEL_HEIGHT if len(panels) == 1 else SMALL_PANEL_HEIGHT
+    height = TOP + BOTTOM + len(panels) * axes_height + (len(panels) - 1) * GAP
+    names = order if chart.is_by_series and len(order) > 1 else _names(panels)
+    named = [name for name in _names(panels) if name]
+    right = WIDTH - (SWATCH + _width(named) + 2 if named else 12.0)
+    span = _span(panels)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH / UNIT, height / UNIT), dpi=UNIT)
+        figure.subplots_adjust(
+            LEFT / WIDTH, BOTTOM / height, right / WIDTH, 1 - TOP / height, 0, GAP / axes_height
+        )
+        column: list[Axes] = list(figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0])
+        for axes, panel in zip(column, panels, strict=True):
+            _panel(axes, panel, chart, names, span)
+        corner: dict[str, Any] = {"textcoords": "offset points", "color": MUTED, "fontsize": SMALL_TEXT}
+        column[0].annotate(chart.figure.unit, (0, 1), (4 - LEFT, 8), "axes fraction", **corner)
+        column[-1].annotate("step", (0, 0), (4 - LEFT, -15), "axes fraction", **corner)
+        _limits(list(column), chart)
+    tops = [TOP + index * (axes_height + GAP) for index in range(len(panels))]
+    return figure, [Place(LEFT, right, top, top + axes_height, *span) for top in tops]
+
+
+def _names(panels: Sequence[Panel]) -> list[str]:
+    return list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
+
+
+def _width(names: Sequence[str]) -> float:
+    """Of the longest name in units, in matplotlib's own font: it is wider than most that a page may have."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=SMALL_TEXT)
+    return max(text_to_path.get_text_width_height_descent(_short(name), font, False)[0] for name in names)
+
+
+def _span(panels: Sequence[Panel]) -> tuple[float, float]:
+    steps = np.concatenate([curve.steps for panel in panels for curve in panel.curves])
+    first, last = float(steps.min()), float(steps.max())
+    return (first, last) if last > first else (first - 0.5, last + 0.5)
+
+
+def _panel(axes: Axes, panel: Panel, chart: Chart, names: Sequence[str], span: tuple[float, float]) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    if chart.figure.kind == "stack":
+        _stack(axes, panel, names)
+    else:
+        alpha = min(0.18, 0.5 / len(panel.curves))
+        for curve in panel.curves:
+            _line(axes, curve, names.index(curve.name), alpha)
+    axes.set_xlim(*span)
+    axes.margins(y=0.06)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    if panel.title:
+        axes.set_title(panel.title, loc="center", fontsize=12, pad=6, color=INK, fontweight="bold")
+    if any(curve.name for curve in panel.curves):
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=chart.figure.kind == "stack")
+
+
+def _line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
+    """The mean, its band with the opacity `alpha`, and a mark at every point where there are few."""
+    colour = COLOURS[index % len(COLOURS)]
+    # A step that the metric was not logged at is bridged; a value that was not finite is a gap.
+    if not curve.has_band and not np.array_equal(curve.trend, curve.mean, equal_nan=True):
+        axes.plot(curve.steps, curve.mean, color=colour, linewidth=0.8, alpha=0.4)
+    axes.plot(
+        curve.steps,
+        curve.trend,
+        color=colour,
+        linestyle=DASHES[index % len(DASHES)],
+        linewidth=LINE_WIDTH,
+        marker="o" if len(curve.steps) <= MAX_MARKS else None,
+        markersize=3,
+        label=_short(curve.name),
+    )
+    if curve.has_band:
+        axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=alpha, linewidth=0)
+
+
+def _stack(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
+    """Areas on top of each other, edged by the background so that neighbours are told apart."""
+    steps = _steps(panel)
+    labels = [_short(curve.name) for curve in panel.curves]
+    areas = axes.stackplot(steps, [_at(curve, steps) for curve in panel.curves], labels=labels)
+    for area, curve in zip(areas, panel.curves, strict=True):
+        index = names.index(curve.name)
+        area.set(facecolor=COLOURS[index % len(COLOURS)], edgecolor=SURFACE, linewidth=0.8, alpha=0.75)
+        area.set_hatch(HATCHES[index % len(HATCHES)])
+
+
+def _at(curve: Curve, steps: np.ndarray) -> np.ndarray:
+    """The curve's means at other steps: 0 where it has none."""
+    known = dict(zip(curve.steps.tolist(), curve.mean.tolist(), strict=True))
+    return np.nan_to_num(np.array([known.get(step, 0.0) for step in steps.tolist()]))
+
+
+def _limits(all_axes: Sequence[Axes], chart: Chart) -> None:
+    """From 0 where nothing is negative; the guard's threshold where it lies within what is shown."""
+    low, high = all_axes[0].get_ylim()
+    tops = np.concatenate([_tops(chart, panel) for panel in chart.panels])
+    lowest = min(float(np.nanmin(curve.low)) for panel in chart.panels for curve in panel.curves)
+    if chart.figure.kind == "stack" or (chart.figure.from_zero and lowest >= 0):
+        low = 0.0
+    if chart.figure.kind == "stack":
+        high = float(tops.max()) * 1.02
+    usual = float(np.percentile(tops, USUAL))
+    if chart.figure.cuts_spikes and tops.max() > SPIKE * usual > 0:
+        high = 1.2 * usual
+        _note(
+            all_axes[0],
+            f"up to {number(float(tops.max()))}",
+            (0.5, 1),
+            ("axes fraction", "axes fraction"),
+            -12,
+        )
+    middle = (low + high) / 2
+    least = abs(middle) * LEAST_SPAN / 2  # narrower, and its numbers of four digits would all be the same
+    low, high = min(low, middle - least), max(high, middle + least)
+    all_axes[0].set_ylim(low, high if high > low else low + 1)
+    if chart.limit is not None and low <= chart.limit <= high:
+        for axes in all_axes:
+            axes.axhline(chart.limit, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
+            _note(axes, "guard", (0, chart.limit), ("axes fraction", "data"), 2)
+
+
+def _note(axes: Axes, text: str, at: tuple[float, float], system: tuple[str, str], lift: float) -> None:
+    axes.annotate(text, at, (3, lift), system, "offset points", color=MUTED, fontsize=SMALL_TEXT)  # type: ignore[arg-type]
+
+
+def _tops(chart: Chart, panel: Panel) -> np.ndarray:
+    """float64 [N]: the highest finite value of each step."""
+    if chart.figure.kind == "stack":
+        return np.sum([_at(curve, _steps(panel)) for curve in panel.curves], axis=0)
+    highs = np.concatenate([curve.high for curve in panel.curves])
+    return highs[np.isfinite(highs)]
+
+
+def _steps(panel: Panel) -> np.ndarray:
+    return np.array(sorted({step for curve in panel.curves for step in curve.steps.tolist()}))
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"

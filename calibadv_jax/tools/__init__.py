@@ -1,1 +1,0 @@
-"""Commands without a config: one module each, with add_arguments(parser) and run(arguments)."""
