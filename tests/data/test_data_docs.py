@@ -1,4 +1,4 @@
-"""docs/data.md: its examples load, and its commands are ones that exist."""
+"""docs/data.md and examples/questions: the examples load, and the commands exist."""
 
 import argparse
 import json
@@ -27,39 +27,37 @@ COMMANDS = [
 ]
 
 
-def write(tmp_path, name):
-    """The example as the file that its name says."""
-    path, text = tmp_path / name, EXAMPLES[name]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist([json.loads(line) for line in text.splitlines()]), path)
-    elif path.suffix == ".json":
-        path.write_text("[" + ",".join(text.splitlines()) + "]")
-    else:
-        path.write_text(text)
-    return path
+QUESTIONS = sorted((ROOT / "examples/questions").iterdir())
 
 
-DEMONSTRATIONS = "demonstrations.jsonl"
-QUESTIONS = [name for name in EXAMPLES if name != DEMONSTRATIONS]
-
-
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_every_example_is_two_questions(tmp_path, name):
-    questions = load_questions(write(tmp_path, name))
+@pytest.mark.parametrize("path", QUESTIONS, ids=lambda path: path.name)
+def test_example_has_two_questions(path):
+    questions = load_questions(path)
     assert len(questions) == 2 and all(question.golden_answers for question in questions)
+    assert f"`{path.name}`" in TEXT
 
 
-def test_every_layout_has_an_example(tmp_path):
-    shown = set()
-    for name in QUESTIONS:
-        where, row = next(read_rows(write(tmp_path, name)))
-        shown.add(layout_of(row, where).name)
-    assert {layout.name for layout in LAYOUTS} - shown == set()
+def test_example_rows_load_from_parquet(tmp_path):
+    rows = [json.loads(line) for line in (ROOT / "examples/questions/search_r1.jsonl").open()]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    assert [question.golden_answers for question in load_questions(tmp_path / "train.parquet")] == [
+        ("Ada",),
+        ("Bo",),
+    ]
 
 
-def test_its_demonstrations_are_the_same_in_both_layouts(tmp_path):
-    ours, chat = load_demonstrations(write(tmp_path, DEMONSTRATIONS))
+def test_layout_has_an_example():
+    layouts = set()
+    for path in QUESTIONS:
+        where, row = next(read_rows(path))
+        layouts.add(layout_of(row, where).name)
+    assert {layout.name for layout in LAYOUTS} - layouts == set()
+
+
+def test_demonstrations_are_equal_in_both_layouts(tmp_path):
+    path = tmp_path / "demonstrations.jsonl"
+    path.write_text(EXAMPLES[path.name])
+    ours, chat = load_demonstrations(path)
     assert [turn.text for turn in chat.turns] == ["<search> it </search>", "<answer> Ada </answer>"]
     assert chat.turns[0].documents == ours.turns[0].documents
     assert chat.question.text == ours.question.text == "Who wrote it?"
