@@ -18,7 +18,7 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/paper_run.md").read_text(encoding="utf-8")
-BLOCKS = "\n".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL))
+BLOCKS = "\n".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n", "")
 COMMANDS = re.findall(r"^calibadv (\w+) (?!.*--output)([^#\n]*)", BLOCKS, re.MULTILINE)
 
 
