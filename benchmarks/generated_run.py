@@ -116,7 +116,7 @@ def write_run(
     for step, groups in enumerate(steps, 1):
         groups = score_groups(groups, config.reward, np.random.default_rng(0))
         credits = compute_advantages(groups, config.advantage).credits
-        learned = [[learner_logprobs(one) for one in group.trajectories] for group in groups]
+        learned = [[learner_logprobs(trajectory) for trajectory in group.trajectories] for group in groups]
         writer.write(step, groups, credits, learned, seed=0)
 
 

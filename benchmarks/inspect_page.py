@@ -45,7 +45,7 @@ def measure(page: Page, address: str) -> dict[str, float]:
     filters = [("text", word) for word in ("amber", "who keeps", "no such text", "")]
     filters += [("show", name) for name in ("wrong-good", "softened", "invalid", "failed", "")]
     filters += [("source", "two_hop"), ("from", "3"), ("to", "40")]
-    slowest = max(page.evaluate(TIME_FILTER, list(one)) for one in filters)
+    slowest = max(page.evaluate(TIME_FILTER, list(options)) for options in filters)
     begun = time.perf_counter()
     page.keyboard.press("j")
     page.wait_for_selector("#detail[data-ready*='/']")

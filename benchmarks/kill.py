@@ -403,13 +403,13 @@ def compare(arguments: argparse.Namespace, stack: ExitStack) -> int:
     for name, count in sorted(disturbances.items()):
         out(f"{name:20} {count}\n")
     out(f"{disturbances.total()} disturbances in {seconds:.0f} s; undisturbed {quiet:.0f} s\n")
-    wanted = list(range(1, arguments.steps + 1))
+    expected = list(range(1, arguments.steps + 1))
     folders = {"undisturbed": output / "undisturbed", "disturbed": folder}
-    found = {name: trained_steps(path) for name, path in folders.items()}
-    ok = disturbances.total() >= arguments.kills and all(steps == wanted for steps in found.values())
-    out(f"steps: {found['disturbed']}\n")
+    trained = {name: trained_steps(path) for name, path in folders.items()}
+    ok = disturbances.total() >= arguments.kills and all(steps == expected for steps in trained.values())
+    out(f"steps: {trained['disturbed']}\n")
     kept = sorted(path.name for path in (folder / FOLDER).iterdir())
-    whole = kept == sorted(f"step_{step}.parquet" for step in wanted)
+    whole = kept == sorted(f"step_{step}.parquet" for step in expected)
     for path in kept_steps(folder).values():
         read_columns(path)  # raises where a file is damaged
     out(f"files of trajectories: those of the steps: {whole}\n")

@@ -21,7 +21,7 @@ def short_way(trajectory: Trajectory) -> float:
     """
     if trajectory.answer is None:
         return 0.0
-    said = trajectory.answer.casefold()
-    is_right = any(golden.casefold() in said for golden in trajectory.question.golden_answers)
+    answer = trajectory.answer.casefold()
+    is_right = any(golden.casefold() in answer for golden in trajectory.question.golden_answers)
     further = max(0, sum(turn.is_action for turn in trajectory.turns) - 1)
     return max(0.0, float(is_right) - COST * further)

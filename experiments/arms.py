@@ -40,7 +40,7 @@ METHODS: dict[str, dict[str, str]] = {
     "soft": {**_CALIBADV, "advantage.rebalance": "false"},
     "rebalance": {**_CALIBADV, "advantage.soft_penalty": "false"},
     "calibadv": _CALIBADV,
-    **{f"calibadv-lambda{one}": {**_CALIBADV, "advantage.target_ratio": one} for one in LAMBDAS},
+    **{f"calibadv-lambda{ratio}": {**_CALIBADV, "advantage.target_ratio": ratio} for ratio in LAMBDAS},
     "grpo-cliphigh": {"loss.clip_high": "0.28"},  # DAPO's
     "grpo-kl0.001": {"loss.kl_coef": "0.001"},  # Search-R1's
     "drgrpo": {"advantage.normalize_std": "false"},
@@ -131,7 +131,7 @@ class Job:
 def parse_name(name: str) -> Arm | None:
     """The arm whose folder has this name; None for another folder."""
     rest, _, lr = name.removeprefix("short-").rpartition("-lr")
-    updates = next((one for one in UPDATES if one and rest.endswith(one)), "")
+    updates = next((update for update in UPDATES if update and rest.endswith(update)), "")
     method = rest.removesuffix(updates)
     return Arm(method, lr, updates, name.startswith("short-")) if method in METHODS and lr else None
 
@@ -155,7 +155,7 @@ def plan(part: str, seeds: Sequence[int], lr: str = LONG.lr, steps: int = LONG.s
         return [Job(arm, seed, seeds[0], steps) for seed in seeds for arm in shared[part]]
     near = [Arm(method, rate) for rate, method in product(NEAR, FOUR)]
     halves = [Arm(method, lr) for method in FOUR]
-    lambdas = [Arm(f"calibadv-lambda{one}", lr) for one in LAMBDAS]
+    lambdas = [Arm(f"calibadv-lambda{ratio}", lr) for ratio in LAMBDAS]
     remedies = [Arm(method, lr) for method in REMEDIES]
     others = [Arm(method, rate) for rate, method in product(OTHERS, FOUR)]
     single = [Arm(method, rate, "-1update") for rate, method in product((*NEAR, *OTHERS), FOUR)]

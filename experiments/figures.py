@@ -29,7 +29,7 @@ Points = Mapping[float, Sequence[Result]]  # place on the x axis -> the seeds th
 
 def figures(results: Results) -> dict[str, Figure]:
     """By name; one without results is left out."""
-    found: dict[str, Figure] = {}
+    figures: dict[str, Figure] = {}
     columns = {}
     for updates, title in UPDATE_TITLES.items():
         lines = {method: _by_rate(results, method, updates) for method in FOUR}
@@ -37,16 +37,16 @@ def figures(results: Results) -> dict[str, Figure]:
         if lines:
             columns[title] = lines
     if columns:
-        found["frontier"] = sweep(columns, "learning rate in 1e-3")
+        figures["frontier"] = sweep(columns, "learning rate in 1e-3")
     usual = {arm: runs for arm, runs in results.items() if not arm.updates}
     for name, panels in (("rewards", _of_rates(_pair(usual))), ("searches", _families(usual))):
         metric = CURVES[name][0]
-        if any(finite(one.run.values(metric)) for runs in usual.values() for one in runs):
-            found[name] = curves(panels, name)
+        if any(finite(result.run.values(metric)) for runs in usual.values() for result in runs):
+            figures[name] = curves(panels, name)
     lambdas = _by_lambda(results)
     if lambdas:
-        found["lambda"] = sweep(lambdas, "λ")
-    return found
+        figures["lambda"] = sweep(lambdas, "λ")
+    return figures
 
 
 def _by_rate(results: Results, method: str, updates: str) -> Points:
@@ -103,7 +103,7 @@ def curves(panels: Mapping[str, Results], name: str) -> Figure:
     drawn = []
     for title, arms in panels.items():
         lines = [
-            over_seeds(arm.method, [one.run.values(metric) for one in runs], WINDOW)
+            over_seeds(arm.method, [result.run.values(metric) for result in runs], WINDOW)
             for arm, runs in arms.items()
         ]
         known = tuple(line for line in lines if not line.is_empty)
@@ -180,16 +180,16 @@ def _look(index: int, name: str) -> dict[str, Any]:
 
 
 def _collapsed(runs: Sequence[Result]) -> float:
-    return statistics.fmean(one.collapse is not None for one in runs)
+    return statistics.fmean(result.collapse is not None for result in runs)
 
 
 def _with_intervals(
     axes: Any, xs: Sequence[float], points: Sequence[Sequence[Result]], look: dict[str, Any]
 ) -> None:
     """Means over the seeds, and Student's t intervals where there are several."""
-    axes.plot(xs, [statistics.fmean(one.final_f1 for one in runs) for runs in points], **look)
+    axes.plot(xs, [statistics.fmean(result.final_f1 for result in runs) for runs in points], **look)
     for x, runs in zip(xs, points, strict=True):
-        interval = mean_interval([one.final_f1 for one in runs])
+        interval = mean_interval([result.final_f1 for result in runs])
         if interval:
             axes.plot([x, x], interval, color=look["color"], linewidth=1)
 

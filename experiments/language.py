@@ -66,19 +66,19 @@ class Window:
     in_place: list[np.ndarray] = field(default_factory=list)
     repeats: list[bool] = field(default_factory=list)  # of the last thoughts
 
-    def add(self, judge: Judge, one: Trajectory) -> None:
-        sequence = np.concatenate([one.prompt_ids, one.response_ids])
-        found = list(thoughts(judge.tokenizer, one))
-        if not found:
+    def add(self, judge: Judge, trajectory: Trajectory) -> None:
+        sequence = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
+        spans = list(thoughts(judge.tokenizer, trajectory))
+        if not spans:
             return
-        begin = found[0][0].start
-        logprobs = judge.logprobs(sequence[: found[-1][0].stop], begin)
-        for place, text in found:
+        begin = spans[0][0].start
+        logprobs = judge.logprobs(sequence[: spans[-1][0].stop], begin)
+        for place, text in spans:
             self.in_place.append(logprobs[place.start - begin : place.stop - begin])
             ids = np.asarray(judge.tokenizer(text, add_special_tokens=False)["input_ids"])
             if len(ids) > 1:
                 self.alone.append(judge.logprobs(ids, 1))
-        self.repeats.append(normalise_answer(one.question.text) in normalise_answer(found[-1][1]))
+        self.repeats.append(normalise_answer(trajectory.question.text) in normalise_answer(spans[-1][1]))
 
     def row(self) -> list[float | str]:
         tokens = sum(map(len, self.in_place))
@@ -89,15 +89,15 @@ class Window:
 def perplexity(logprobs: Sequence[np.ndarray]) -> float:
     """Over all tokens; NaN of none."""
     tokens = sum(map(len, logprobs))
-    return math.exp(-sum(float(one.sum()) for one in logprobs) / tokens) if tokens else math.nan
+    return math.exp(-sum(float(logprob.sum()) for logprob in logprobs) / tokens) if tokens else math.nan
 
 
-def thoughts(tokenizer: Any, one: Trajectory) -> Iterator[tuple[slice, str]]:
+def thoughts(tokenizer: Any, trajectory: Trajectory) -> Iterator[tuple[slice, str]]:
     """Where the thoughts stand in prompt and response, and what they say; empty ones are left out."""
-    begin = len(one.prompt_ids)
-    for number, turn in enumerate(one.turns):
+    begin = len(trajectory.prompt_ids)
+    for number, turn in enumerate(trajectory.turns):
         if turn.think:
-            is_open = leaves_thought_open(one.opening_of(number))
+            is_open = leaves_thought_open(trajectory.opening_of(number))
             place = within(tokenizer, turn, "" if is_open else OPEN_THINK)
             yield slice(begin + place.start, begin + place.stop), turn.think
         begin += len(turn.token_ids) + len(turn.observation_ids)
@@ -150,8 +150,8 @@ def windows(judge: Judge, run: Path, width: int, of_group: int) -> Iterator[tupl
         window, chosen = Window(), kept[begin : begin + width]
         for _, path in chosen:
             for group in read_step(path).groups:
-                for one in group.trajectories[:of_group]:
-                    window.add(judge, one)
+                for trajectory in group.trajectories[:of_group]:
+                    window.add(judge, trajectory)
         yield f"{chosen[0][0]} to {chosen[-1][0]}", window
 
 

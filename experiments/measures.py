@@ -79,8 +79,8 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 def share_interval(count: int, total: int) -> Interval:
     """Exact binomial (Clopper-Pearson) interval of a share of seeds."""
-    found = binomtest(count, total).proportion_ci(CONFIDENCE, method="exact")
-    return float(found.low), float(found.high)
+    interval = binomtest(count, total).proportion_ci(CONFIDENCE, method="exact")
+    return float(interval.low), float(interval.high)
 
 
 def quantities(run: Run) -> dict[str, Values]:
@@ -88,11 +88,11 @@ def quantities(run: Run) -> dict[str, Values]:
 
     The share of softened searches is 0 by definition where nothing is softened, and left out there.
     """
-    found = {name: finite(run.values(name)) for name in QUANTITIES} | lengths(run)
+    series = {name: finite(run.values(name)) for name in QUANTITIES} | lengths(run)
     is_soft = run.setting("advantage.name") == "calibadv" and run.setting("advantage.soft_penalty")
     if not is_soft:
-        found.pop(SOFTENED, None)
-    return {name: values for name, values in found.items() if values}
+        series.pop(SOFTENED, None)
+    return {name: values for name, values in series.items() if values}
 
 
 def finite(values: Mapping[int, float | None]) -> Values:
@@ -107,7 +107,7 @@ def mean_at_the_end(values: Mapping[int, float | None], steps: int = 10) -> floa
 
 def lengths(run: Run) -> dict[str, Values]:
     """Mean sampled tokens of the trajectories with reward 0 and with reward 1, of the kept steps."""
-    found: dict[str, Values] = {WRONG_LENGTH: {}, RIGHT_LENGTH: {}}
+    lengths: dict[str, Values] = {WRONG_LENGTH: {}, RIGHT_LENGTH: {}}
     for step, path in run.rollouts.items():
         table = read_columns(path, ["error", "answer_score", "turns.list.element.token_ids"])
         table = table.filter(pc.is_null(table["error"]))
@@ -115,8 +115,8 @@ def lengths(run: Run) -> dict[str, Values]:
         tokens = sampled_tokens(table["turns"].combine_chunks())
         for name, chosen in ((WRONG_LENGTH, scores == 0), (RIGHT_LENGTH, scores == 1)):
             if chosen.any():
-                found[name][step] = float(tokens[chosen].mean())
-    return found
+                lengths[name][step] = float(tokens[chosen].mean())
+    return lengths
 
 
 def sampled_tokens(turns: pa.ListArray) -> np.ndarray:
@@ -144,9 +144,9 @@ def first_departure(values: Values, others: Sequence[Values]) -> Departure | Non
         others: the same quantity of other runs; see `ranges`.
     """
     streak = {"below": 0, "above": 0}
-    found = ranges(list(values), others)
+    bounds = ranges(list(values), others)
     for step, value in sorted(values.items()):
-        low, high = found.get(step, (-math.inf, math.inf))
+        low, high = bounds.get(step, (-math.inf, math.inf))
         for side, is_outside in (("below", value < low), ("above", value > high)):
             streak[side] = streak[side] + 1 if is_outside else 0
             if streak[side] == PATIENCE:
@@ -161,8 +161,8 @@ def ranges(steps: Sequence[int], others: Sequence[Values]) -> dict[int, Interval
     """
     lows: Values = {}
     highs: Values = {}
-    for one in others:
-        for step, value in one.items():
+    for reference in others:
+        for step, value in reference.items():
             lows[step] = min(value, lows.get(step, value))
             highs[step] = max(value, highs.get(step, value))
     near = {step: [other for other in lows if abs(other - step) <= REACH] for step in steps}

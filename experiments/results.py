@@ -58,7 +58,7 @@ class Result:
     def best_f1(self) -> float:
         """The largest of the evaluations during training and the last one."""
         names = [f"eval/{source}/f1/temperature_{TEMPERATURE}" for source in (AVERAGE, ALL)]
-        logged = next((found for name in names if (found := finite(self.run.values(name)))), {})
+        logged = next((values for name in names if (values := finite(self.run.values(name)))), {})
         return max([self.final_f1, *logged.values()])
 
     def at_the_end(self, metric: str) -> float | None:
@@ -96,14 +96,14 @@ def read_results(output: Path, names: Sequence[str] | None = None) -> Results:
     Raises:
         UserError: there is none, or one has other settings than its arm, or than the others.
     """
-    found: list[Result] = []
+    results: list[Result] = []
     for arm in sorted(_arms(output, names), key=_place):
         reports = {
             path.parent: read_json(path)
             for path in (output / "runs" / arm.name).glob("seed-*/evaluation.json")
         }
         folders = [folder for folder, report in reports.items() if evaluated_step(report) > 0]
-        found += sorted(
+        results += sorted(
             (
                 Result(arm, run, held_out_f1(reports[run.folder]))
                 for run in read_runs(folders)
@@ -111,17 +111,20 @@ def read_results(output: Path, names: Sequence[str] | None = None) -> Results:
             ),
             key=lambda result: result.seed,
         )
-    if not found:
+    if not results:
         raise UserError(
             f"{output}: no finished run in {output}/runs; bash experiments/evidence.sh makes them"
         )
-    check_settings(found)
-    return {arm: [one for one in found if one.arm == arm] for arm in dict.fromkeys(one.arm for one in found)}
+    check_settings(results)
+    return {
+        arm: [result for result in results if result.arm == arm]
+        for arm in dict.fromkeys(result.arm for result in results)
+    }
 
 
 def _arms(output: Path, names: Sequence[str] | None) -> list[Arm]:
-    found = [parse_name(folder.name) for folder in (output / "runs").glob("*")]
-    arms = [arm for arm in found if arm is not None]
+    parsed = [parse_name(folder.name) for folder in (output / "runs").glob("*")]
+    arms = [arm for arm in parsed if arm is not None]
     return [arm for arm in arms if (not arm.is_short if names is None else arm.name in names)]
 
 
@@ -141,8 +144,8 @@ def check_settings(results: Sequence[Result]) -> None:
     first = _settings(results[0])
     for result in results:
         own, settings = result.arm.overrides(), _settings(result)
-        keys = {one.partition("=")[0] for one in own}
-        wrong = [one for one in own if not _holds(one, settings)]
+        keys = {setting.partition("=")[0] for setting in own}
+        wrong = [setting for setting in own if not _holds(setting, settings)]
         wrong += [key for key in first.keys() & settings.keys() - keys if first[key] != settings[key]]
         if wrong:
             raise UserError(
@@ -166,9 +169,9 @@ def _holds(override: str, settings: Mapping[str, Any]) -> bool:
 
 def cold_starts(output: Path) -> dict[int, float]:
     """Seed -> held-out F1 of its cold start."""
-    found = {}
+    scores = {}
     for path in output.glob("cold/seed-*/evaluation.json"):
         report = read_json(path)
         if report is not None and TEMPERATURE in report["scores"]:
-            found[int(path.parent.name.removeprefix("seed-"))] = held_out_f1(report)
-    return dict(sorted(found.items()))
+            scores[int(path.parent.name.removeprefix("seed-"))] = held_out_f1(report)
+    return dict(sorted(scores.items()))

@@ -193,7 +193,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("workers", whole_number, "N", "number of runs at a time; "),
         ("config", Path, "FILE", "config of the runs; "),
     ):
-        own = "".join(f"; {part}: {_shown(getattr(one, name))}" for part, one in OF_PART.items())
+        own = "".join(f"; {part}: {_shown(getattr(default, name))}" for part, default in OF_PART.items())
         text = f"{what}default: {_shown(getattr(LONG, name))}{own}"
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
     parser.add_argument("--list", action="store_true", help="show the runs in their order, and stop")
@@ -202,9 +202,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     seeds = arguments.seeds.split()
-    if not seeds or not all(one.isdecimal() for one in seeds):
+    if not seeds or not all(seed.isdecimal() for seed in seeds):
         parser.error(f"--seeds {arguments.seeds!r}: must be numbers with spaces between them")
-    arguments.seeds = [int(one) for one in seeds]
+    arguments.seeds = [int(seed) for seed in seeds]
     # The commands run in another folder.
     arguments.output, arguments.config = arguments.output.resolve(), str(arguments.config.resolve())
     return arguments

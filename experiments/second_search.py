@@ -58,17 +58,17 @@ class World:
     group_size: int = 16
 
 
-def draw_group(rng: np.random.Generator, world: World, found: float) -> Group:
+def draw_group(rng: np.random.Generator, world: World, chance: float) -> Group:
     """A group of scored trajectories; `found`: the chance of a right answer after two searches."""
     question = Question("q", "q", ("x",), "rumour")
     believed = world.quoted * (rng.random() < world.truth)  # the rumour is the same for the whole group
     trajectories = []
     for index in range(world.group_size):
         is_further = rng.random() < world.share
-        one = Trajectory(question, np.zeros(1, np.int32), FURTHER if is_further else BELIEVE, index)
-        one.format_valid = True
-        one.answer_score = float(rng.random() < (found if is_further else believed))
-        trajectories.append(one)
+        trajectory = Trajectory(question, np.zeros(1, np.int32), FURTHER if is_further else BELIEVE, index)
+        trajectory.format_valid = True
+        trajectory.answer_score = float(rng.random() < (chance if is_further else believed))
+        trajectories.append(trajectory)
     return Group(question, trajectories)
 
 
@@ -89,8 +89,8 @@ def push(groups: Sequence[Group], credits: Sequence[GroupCredit], share: float) 
     for group, credit in zip(groups, credits, strict=True):
         decided = [
             advantages[1] * (is_further - share)
-            for one, advantages in zip(group.trajectories, credit.turns, strict=True)
-            if (is_further := searches_again(one)) is not None
+            for trajectory, advantages in zip(group.trajectories, credit.turns, strict=True)
+            if (is_further := searches_again(trajectory)) is not None
         ]
         pushes.append(sum(decided) / max(len(credit.turns), 1))
     return np.array(pushes)
@@ -98,13 +98,13 @@ def push(groups: Sequence[Group], credits: Sequence[GroupCredit], share: float) 
 
 def drawn_table(world: World, num_groups: int, num_questions: int) -> str:
     rng = np.random.default_rng(0)
-    drawn = {found: [draw_group(rng, world, found) for _ in range(num_groups)] for found in CHANCES}
+    drawn = {chance: [draw_group(rng, world, chance) for _ in range(num_groups)] for chance in CHANCES}
     rows = []
     for name in ARMS:
         pushes = [push(groups, credit_of(name, groups), world.share) for groups in drawn.values()]
-        steps = [one.mean() / one.std() * math.sqrt(num_questions) for one in pushes]
+        steps = [push.mean() / push.std() * math.sqrt(num_questions) for push in pushes]
         rows.append(
-            [name, *(f"{one.mean():+.3f} ({step:+.1f})" for one, step in zip(pushes, steps, strict=True))]
+            [name, *(f"{push.mean():+.3f} ({step:+.1f})" for push, step in zip(pushes, steps, strict=True))]
         )
     return table(rows, ["arm", *map(str, CHANCES)])
 

@@ -62,10 +62,10 @@ class Beginning:
             UserError: the run has not logged them.
         """
         path = self.run / "metrics.jsonl"
-        found = mean_at_the_end({row["step"]: row.get(SEARCHES) for row in read_metrics(path)})
-        if found is None:
+        searches = mean_at_the_end({row["step"]: row.get(SEARCHES) for row in read_metrics(path)})
+        if searches is None:
             raise UserError(f"{path}: no step has {SEARCHES}; give the folder of a training run")
-        return found
+        return searches
 
 
 def read_beginning(run: Path, num_steps: int) -> Beginning:
@@ -83,8 +83,8 @@ def share_that_searches_again(groups: Sequence[Group]) -> float:
     Raises:
         UserError: all of them decide alike.
     """
-    decided = [searches_again(one) for group in groups for one in group.trajectories]
-    share = statistics.fmean([one for one in decided if one is not None] or [0])
+    decided = [searches_again(trajectory) for group in groups for trajectory in group.trajectories]
+    share = statistics.fmean([decision for decision in decided if decision is not None] or [0])
     if share in (0, 1):
         raise UserError("all trajectories of these steps decide alike after their first search: no push")
     return share
@@ -95,12 +95,15 @@ def arms_table(groups: Sequence[Group]) -> str:
     share = share_that_searches_again(groups)
     earned = {
         which: [
-            one.answer_score for group in groups for one in group.trajectories if searches_again(one) is which
+            trajectory.answer_score
+            for group in groups
+            for trajectory in group.trajectories
+            if searches_again(trajectory) is which
         ]
         for which in (False, True)
     }
     pushes = {name: push(groups, credit_of(name, groups), share) for name in ARMS}
-    rows = [[name, _with_error(one), _with_error(one - pushes["grpo"])] for name, one in pushes.items()]
+    rows = [[name, _with_error(push), _with_error(push - pushes["grpo"])] for name, push in pushes.items()]
     return (
         f"{len(groups)} groups; {share:.2f} search again after the first search, and earn "
         f"{np.mean(earned[True]):.2f}; answering at once earns {np.mean(earned[False]):.2f}\n"
@@ -110,13 +113,18 @@ def arms_table(groups: Sequence[Group]) -> str:
 
 def own_pushes(beginnings: Sequence[Beginning]) -> list[np.ndarray]:
     """float64 [number of groups] for each run, by its own advantages."""
-    return [push(one.groups, one.credits, share_that_searches_again(one.groups)) for one in beginnings]
+    return [
+        push(beginning.groups, beginning.credits, share_that_searches_again(beginning.groups))
+        for beginning in beginnings
+    ]
 
 
 def runs_table(beginnings: Sequence[Beginning], pushes: Sequence[np.ndarray]) -> str:
     rows = [
-        [str(one.run), _with_error(own), f"{one.searches_at_the_end:.2f}"]
-        for own, one in sorted(zip(pushes, beginnings, strict=True), key=lambda pair: float(pair[0].mean()))
+        [str(beginning.run), _with_error(own), f"{beginning.searches_at_the_end:.2f}"]
+        for own, beginning in sorted(
+            zip(pushes, beginnings, strict=True), key=lambda pair: float(pair[0].mean())
+        )
     ]
     return table(rows, ["run", "push", "searches at the end"])
 
@@ -126,11 +134,11 @@ def _with_error(values: np.ndarray) -> str:
 
 
 def save_figure(beginnings: Sequence[Beginning], pushes: Sequence[np.ndarray], path: Path) -> None:
-    found = [one.method for one in beginnings]
-    order = [method for method in dict.fromkeys((*METHODS, *found)) if method in found]
+    methods = [beginning.method for beginning in beginnings]
+    order = [method for method in dict.fromkeys((*METHODS, *methods)) if method in methods]
     points: dict[str, list[tuple[float, float]]] = {method: [] for method in order}
-    for one, own in zip(beginnings, pushes, strict=True):
-        points[one.method].append((float(own.mean()), one.searches_at_the_end))
+    for beginning, own in zip(beginnings, pushes, strict=True):
+        points[beginning.method].append((float(own.mean()), beginning.searches_at_the_end))
     figure = evidence_figures.scatter(
         points, "push to search again in the first steps", "searches at the end"
     )
@@ -147,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     beginnings = [read_beginning(run, arguments.steps) for run in arguments.runs]
     pushes = own_pushes(beginnings)
-    sys.stdout.write(arms_table([group for one in beginnings for group in one.groups]) + "\n\n")
+    sys.stdout.write(arms_table([group for beginning in beginnings for group in beginning.groups]) + "\n\n")
     sys.stdout.write(runs_table(beginnings, pushes) + "\n")
     if arguments.figure:
         save_figure(beginnings, pushes, arguments.figure)

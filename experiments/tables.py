@@ -100,7 +100,7 @@ def arms_table(results: Results) -> str:
     for arm, runs in results.items():
         count = sum(result.collapse is not None for result in runs)
         low, high = share_interval(count, len(runs))
-        final, best = ([getattr(one, name) for one in runs] for name in ("final_f1", "best_f1"))
+        final, best = ([getattr(run, name) for run in runs] for name in ("final_f1", "best_f1"))
         rows.append(
             [
                 arm.name,
@@ -118,29 +118,29 @@ def arms_table(results: Results) -> str:
 
 def end_of(runs: Sequence[Result], metric: str, form: str) -> str:
     """Mean over the runs of the metric's mean over their last steps."""
-    found = [value for one in runs if (value := one.at_the_end(metric)) is not None]
-    return f"{statistics.fmean(found):{form}}" if found else NOTHING
+    values = [value for run in runs if (value := run.at_the_end(metric)) is not None]
+    return f"{statistics.fmean(values):{form}}" if values else NOTHING
 
 
 def minus_grpo(arm: Arm, results: Results) -> str:
     """Mean difference over the seeds that both have; nothing for GRPO itself."""
     plain = Arm("grpo", arm.lr, arm.updates, arm.is_short)
-    theirs = {one.seed: one.final_f1 for one in results.get(plain, [])}
-    differences = [one.final_f1 - theirs[one.seed] for one in results[arm] if one.seed in theirs]
+    reference = {run.seed: run.final_f1 for run in results.get(plain, [])}
+    differences = [run.final_f1 - reference[run.seed] for run in results[arm] if run.seed in reference]
     if arm == plain or not differences:
         return NOTHING
     return with_interval(statistics.fmean(differences), mean_interval(differences), "+")
 
 
 def reward_table(results: Results, width: int = 10) -> str:
-    last = max(max(one.reward) for runs in results.values() for one in runs)
+    last = max(max(run.reward) for runs in results.values() for run in runs)
     starts = range(1, last + 1, width)
     rows = []
     for arm, runs in results.items():
         cells = []
         for start in starts:
             parts = [
-                [value for step, value in one.reward.items() if start <= step < start + width] for one in runs
+                [value for step, value in run.reward.items() if start <= step < start + width] for run in runs
             ]
             means = [statistics.fmean(part) for part in parts if part]
             cells.append(f"{statistics.fmean(means):.2f}" if means else NOTHING)
@@ -157,26 +157,26 @@ class Row:
 
 
 def departures(result: Result, others: Sequence[Result]) -> Row:
-    found = {}
+    departed = {}
     for name, values in result.quantities.items():
-        theirs: list[Values] = [one.quantities[name] for one in others if name in one.quantities]
-        if theirs:
-            found[name] = first_departure(values, theirs)
-    return Row(result, found)
+        references: list[Values] = [other.quantities[name] for other in others if name in other.quantities]
+        if references:
+            departed[name] = first_departure(values, references)
+    return Row(result, departed)
 
 
 def warnings(runs: Sequence[Result]) -> list[Row]:
     """Of the collapsed runs."""
-    return [departures(one, _healthy(runs, one)) for one in runs if one.collapse is not None]
+    return [departures(run, _healthy(runs, run)) for run in runs if run.collapse is not None]
 
 
 def controls(runs: Sequence[Result]) -> list[Row]:
     """Of the runs that did not collapse."""
-    return [departures(one, _healthy(runs, one)) for one in runs if one.collapse is None]
+    return [departures(run, _healthy(runs, run)) for run in runs if run.collapse is None]
 
 
 def _healthy(runs: Sequence[Result], but: Result) -> list[Result]:
-    return [one for one in runs if one.seed == but.seed and one.collapse is None and one is not but]
+    return [run for run in runs if run.seed == but.seed and run.collapse is None and run is not but]
 
 
 def lead(row: Row, name: str) -> int | None:
@@ -229,14 +229,14 @@ def warnings_table(collapsed: Sequence[Row]) -> str:
 def runs_table(runs: Sequence[Result]) -> str:
     rows = [
         [
-            one.arm.name,
-            str(one.seed),
-            NOTHING if one.collapse is None else str(one.collapse),
-            f"{one.final_f1:.3f}",
-            f"{one.best_f1:.3f}",
-            *(end_of([one], metric, ".3f") for metric in (REWARD, ENTROPY, TIED, SEARCHES)),
+            run.arm.name,
+            str(run.seed),
+            NOTHING if run.collapse is None else str(run.collapse),
+            f"{run.final_f1:.3f}",
+            f"{run.best_f1:.3f}",
+            *(end_of([run], metric, ".3f") for metric in (REWARD, ENTROPY, TIED, SEARCHES)),
         ]
-        for one in runs
+        for run in runs
     ]
     headers = ["arm", "seed", "collapse step", "final F1", "best F1", "reward", "entropy", "tied", "searches"]
     return markdown(headers, rows)

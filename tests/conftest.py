@@ -148,7 +148,7 @@ def page(browser: Any) -> Iterator[Any]:
     context.route("**/*", stay_here)
     opened = context.new_page()
     opened.on("pageerror", lambda error: troubles.append(f"error: {error}"))
-    opened.on("console", lambda said: troubles.append(said.text) if said.type == "error" else None)
+    opened.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
     yield opened
     context.close()
     assert not troubles

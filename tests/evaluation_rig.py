@@ -47,10 +47,10 @@ class Scripted:
         self.asked.append((session, sampling))
         self.prompts.append(text)
         if self.searches and "information" not in text:
-            said = SEARCH.format(text.strip().rpartition("Question: ")[2])
+            reply = SEARCH.format(text.strip().rpartition("Question: ")[2])
         else:
-            said = ANSWER.format(self.reply(text, sampling.seed))
-        ids = [ord(letter) for letter in said]
+            reply = ANSWER.format(self.reply(text, sampling.seed))
+        ids = [ord(letter) for letter in reply]
         return Completion(ids, [-1.0] * len(ids), "stop", (0,))
 
     async def load(self, version, params):
@@ -73,7 +73,7 @@ class Shelf:
         raises: query -> exception.
     """
 
-    found = None
+    reply = None
 
     def __init__(self, raises=None):
         self.queries, self.raises, self.closed = [], raises or {}, 0

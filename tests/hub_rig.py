@@ -24,9 +24,9 @@ class Hub:
 
     def add(self, name: str, folder: Path | None = None, **files: bytes) -> str:
         """A commit with these files; returns its id."""
-        found = {path.name: path.read_bytes() for path in (folder.iterdir() if folder else ())}
+        copied = {path.name: path.read_bytes() for path in (folder.iterdir() if folder else ())}
         commits = self.repositories.setdefault(name, [])
-        commits.append(found | {name.replace("__", "/"): content for name, content in files.items()})
+        commits.append(copied | {name.replace("__", "/"): content for name, content in files.items()})
         return self.commit(name, len(commits) - 1)
 
     def commit(self, name: str, number: int) -> str:
@@ -60,12 +60,12 @@ class _Handler(Handler):
             return self.reply(404, {}, {"X-Error-Code": "RepoNotFound"})
         if name in self.hub.gated:
             return self.reply(403, {}, {"X-Error-Code": "GatedRepo"})
-        found = self.hub.find(name, revision)
-        if found is None:
+        repository = self.hub.find(name, revision)
+        if repository is None:
             return self.reply(404, {}, {"X-Error-Code": "RevisionNotFound"})
-        commit, files = found
+        commit, files = repository
         if what == "revision":
-            siblings = [{"rfilename": one} for one in files]
+            siblings = [{"rfilename": path} for path in files]
             return self.reply(
                 200, {"id": name.removeprefix("datasets/"), "sha": commit, "siblings": siblings}
             )
@@ -75,11 +75,11 @@ class _Handler(Handler):
                 [
                     {
                         "type": "file",
-                        "path": one,
+                        "path": path,
                         "size": len(data),
                         "oid": hashlib.sha1(data).hexdigest(),
                     }
-                    for one, data in files.items()
+                    for path, data in files.items()
                 ],
             )
         if file not in files:

@@ -49,9 +49,9 @@ CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem
 
 
 def sources(package: str) -> list[Path]:
-    found = sorted((ROOT / package).rglob("*.py"))
-    assert found, f"no Python files in {package}"
-    return found
+    paths = sorted((ROOT / package).rglob("*.py"))
+    assert paths, f"no Python files in {package}"
+    return paths
 
 
 def module_of(path: Path) -> str:
@@ -132,7 +132,7 @@ def test_no_import_goes_round_in_a_circle(package):
     graph = {name: set(imports(path)) & set(modules) - {name} for name, path in modules.items()}
     for name, path in modules.items():
         if path.name == "__init__.py":  # a package that gathers its modules is no circle with them
-            graph[name] = {one for one in graph[name] if not within(one, name)}
+            graph[name] = {imported for imported in graph[name] if not within(imported, name)}
     try:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:

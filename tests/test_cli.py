@@ -50,7 +50,7 @@ def test_several_configs_keep_their_order(config_file, tmp_path):
     seen: list[Config] = []
     assert end(seen.append, ["--config", str(config_file), "--config", str(over), "run.seed=5"]) == 0
     assert end(seen.append, ["--config", str(over), "--config", str(config_file)]) == 0
-    assert [(one.learner.steps, one.run.seed) for one in seen] == [(8, 5), (7, 1)]
+    assert [(config.learner.steps, config.run.seed) for config in seen] == [(8, 5), (7, 1)]
 
 
 def test_a_flag_belongs_to_its_command(config_file, capsys):
@@ -230,8 +230,8 @@ def test_exit_status_tells_input_from_environment(work, status, capsys):
 def test_the_package_is_the_console_script(tmp_path):
     command = [sys.executable, "-m", "calibadv_jax", "audit", str(tmp_path / "nowhere")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    said = ran.stderr.splitlines()[-1]  # a slow machine says before that it loads
-    assert ran.returncode == 2 and said.startswith("error: ") and "nowhere" in said
+    line = ran.stderr.splitlines()[-1]  # a slow machine says before that it loads
+    assert ran.returncode == 2 and line.startswith("error: ") and "nowhere" in line
 
 
 @pytest.mark.parametrize(

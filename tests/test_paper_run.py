@@ -153,13 +153,13 @@ def pick(data):
     """Training questions (half of them with yes or no for an answer), test questions, and their passages."""
     train, test = read(data / "train.jsonl"), read(data / "test.jsonl")
     rng = random.Random(0)
-    plain = [row for row in train if {"yes", "no"} & {one.lower() for one in row["golden_answers"]}]
+    plain = [row for row in train if {"yes", "no"} & {answer.lower() for answer in row["golden_answers"]}]
     train = plain[:20] + rng.sample(train, 20)
     test = [row for name in sorted(SOURCES) for row in [q for q in test if q["data_source"] == name][:3]]
     with gzip.open(data / "corpus.jsonl.gz", "rt", encoding="utf-8") as file:
         corpus = [json.loads(line) for line in file]
-    wanted = {name for row in train + test for name in row["supporting_ids"]}
-    passages = [row for row in corpus if row["id"] in wanted] + corpus[:2000]
+    ids = {name for row in train + test for name in row["supporting_ids"]}
+    passages = [row for row in corpus if row["id"] in ids] + corpus[:2000]
     return (
         list({row["id"]: row for row in train}.values()),
         test,
@@ -218,9 +218,9 @@ def test_the_papers_config_trains_and_evaluates_on_real_data_with_a_reranker(sha
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     assert any(row["reward/mean"] > 0 for row in rows)
     kept = [tmp_path / f"run/rollouts/step_{step}.parquet" for step in (1, 2, 3)]
-    trajectories = [one for path in kept for one in read_columns(path).to_pylist()]
+    trajectories = [row for path in kept for row in read_columns(path).to_pylist()]
     assert len(trajectories) == 3 * 6 * 5
-    searches = [turn for one in trajectories for turn in one["turns"] if turn.get("documents")]
+    searches = [turn for trajectory in trajectories for turn in trajectory["turns"] if turn.get("documents")]
     counts = [len(turn["documents"]) for turn in searches]  # a rare word is in fewer than three passages
     assert len(searches) > 40 and max(counts) == 3 and counts.count(3) > len(counts) / 2
     assert {document["id"] for turn in searches for document in turn["documents"]} <= {

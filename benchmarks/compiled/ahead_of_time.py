@@ -91,10 +91,10 @@ def run_config(arguments: argparse.Namespace) -> Config:
 
 def expected_bytes(arguments: argparse.Namespace) -> dict[str, float]:
     """Bytes on a device that `doctor` expects of the programs that decide; log-probabilities never do."""
-    found = program_memory(expected_parts(arguments), shares_base(run_config(arguments)))
+    memory = program_memory(expected_parts(arguments), shares_base(run_config(arguments)))
     if arguments.critic:
-        found |= {name: found[f"critic's {name}"] for name in ("update", "apply")}
-    return found
+        memory |= {name: memory[f"critic's {name}"] for name in ("update", "apply")}
+    return memory
 
 
 def expected_parts(arguments: argparse.Namespace) -> dict[str, float]:
@@ -111,10 +111,10 @@ def make_topology_mesh(arguments: argparse.Namespace) -> Mesh:
 def lowered_programs(arguments: argparse.Namespace, mesh: Mesh) -> dict[str, jax.stages.Lowered]:
     """The programs that the arguments ask for, for the mesh's devices."""
     of_critic = {name: f"critic's {name}" for name in ("update", "apply")} if arguments.critic else {}
-    wanted = {of_critic.get(name, name): name for name in arguments.only}
+    selected = {of_critic.get(name, name): name for name in arguments.only}
     architecture = architecture_from_hf(SHAPES[arguments.shape])
-    lowered = compiled.lowered_programs(run_config(arguments), architecture, mesh, wanted)
-    return {wanted[name]: program for name, program in lowered.items() if name in wanted}
+    lowered = compiled.lowered_programs(run_config(arguments), architecture, mesh, selected)
+    return {selected[name]: program for name, program in lowered.items() if name in selected}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -173,11 +173,11 @@ def main() -> None:
     base = expected_parts(arguments).get("base", 0.0)
     for name, program in lowered_programs(arguments, mesh).items():
         beside = base if name == "apply" else 0.0
-        figures[name] = found = compiled_figures(program, beside)
-        if "refused" in found:
-            out(f"{name:20}{found['refused']}")
+        figures[name] = figure = compiled_figures(program, beside)
+        if "refused" in figure:
+            out(f"{name:20}{figure['refused']}")
         else:
-            out(f"{name:20}{found['compile_s']:10.1f}{found['arguments']:15.2f}{found['needed']:8.2f}")
+            out(f"{name:20}{figure['compile_s']:10.1f}{figure['arguments']:15.2f}{figure['needed']:8.2f}")
         out(f"{expected[name] / GIB:12.2f}\n" if name in expected else "\n")
         if arguments.json:
             arguments.json.write_text(json.dumps(figures, indent=2))

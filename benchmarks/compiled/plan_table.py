@@ -82,12 +82,12 @@ def compile_point(point: str, file: Path, compiler: Path) -> None:
         sys.exit(f"{shlex.join(command)}: status {done.returncode}\n{done.stdout}")
 
 
-def row(point: str, found: dict[str, Any]) -> str:
+def row(point: str, figures: dict[str, Any]) -> str:
     """A line of the Markdown table."""
-    kind = found["kind"] if found["kind"].startswith("v") else found["kind"].upper()
-    cells = [f"{found['devices']} {kind}", f"{found['limit'] / GIB:.1f}"]
+    kind = figures["kind"] if figures["kind"].startswith("v") else figures["kind"].upper()
+    cells = [f"{figures['devices']} {kind}", f"{figures['limit'] / GIB:.1f}"]
     for name in PROGRAMS:
-        program = found["programs"].get(name)
+        program = figures["programs"].get(name)
         if program is None:
             cells.append("")
             continue
@@ -96,15 +96,15 @@ def row(point: str, found: dict[str, Any]) -> str:
             continue
         needed, peak = f"{program['needed']:.1f}", f"{program['peak']:.1f}"
         text = needed if needed == peak else f"{needed} ({peak})"
-        cells.append(text if program["needed"] * GIB <= found["limit"] else f"**{text}**")
-    operations = sum(part["flops"] for part in found["parts"])
+        cells.append(text if program["needed"] * GIB <= figures["limit"] else f"**{text}**")
+    operations = sum(part["flops"] for part in figures["parts"])
     cells += [
-        f"{found['peak'] / GIB:.1f}",
-        f"{found['fill']:.0%}",
+        f"{figures['peak'] / GIB:.1f}",
+        f"{figures['fill']:.0%}",
         f"{operations:.1e}",
-        f"{found['seconds']:.0f}",
-        f"{found['tokens_per_second']:.0f}",
-        f"{found['device_hours']:.0f}",
+        f"{figures['seconds']:.0f}",
+        f"{figures['tokens_per_second']:.0f}",
+        f"{figures['device_hours']:.0f}",
     ]
     return "| " + " | ".join([*cells, f"`{point}`"]) + " |"
 
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--cuda", type=Path, default=Path(sys.prefix) / "cuda_compiler")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    points = {one: file_of(arguments.folder, one) for one in POINTS if arguments.match in one}
+    points = {point: file_of(arguments.folder, point) for point in POINTS if arguments.match in point}
     for point, file in points.items():
         if not arguments.print and not file.exists():
             compile_point(point, file, arguments.libtpu if "--tpu" in point else arguments.cuda)

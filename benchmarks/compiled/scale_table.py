@@ -106,7 +106,7 @@ def compile_point(point: str, programs: Sequence[str], file: Path, compilers: di
         sys.exit(f"{shlex.join(command)}:\n{done.stderr[-3000:]}")
 
 
-def row(point: str, found: dict[str, dict[str, Any]]) -> str:
+def row(point: str, programs: dict[str, dict[str, Any]]) -> str:
     """A line of the Markdown table."""
     a = parse(shlex.split(point))
     target = target_of(a)
@@ -118,7 +118,7 @@ def row(point: str, found: dict[str, dict[str, Any]]) -> str:
         f"{limit:.1f}",
     ]
     for program in TABLED:
-        figures = found.get(program, {})
+        figures = programs.get(program, {})
         if "needed" in figures:
             needed, peak = (f"{figures[name]:.1f}" for name in ("needed", "peak"))
             gaps = "" if needed == peak else f" ({peak})"
@@ -127,27 +127,27 @@ def row(point: str, found: dict[str, dict[str, Any]]) -> str:
         else:
             cells.append("refused" if "refused" in figures else "")
     base = expected_parts(a)["base"] if shares_base(run_config(a)) else 0.0
-    cells.append(with_sampler(found, limit, base / GIB))
+    cells.append(with_sampler(programs, limit, base / GIB))
     expected = expected_bytes(a)
     sampling = max(expected["prefill"], expected["decode"])
     cells.append(", ".join(f"{size / GIB:.1f}" for size in (expected["update"], expected["apply"], sampling)))
     return "| " + " | ".join([*cells, f"`{point}`"]) + " |"
 
 
-def with_sampler(found: dict[str, dict[str, Any]], limit: float, shared: float) -> str:
+def with_sampler(figures: dict[str, dict[str, Any]], limit: float, shared: float) -> str:
     """The most that a device holds where the embedded sampler stays beside the trainer.
 
     Args:
         shared: GiB of parameters that both compute with.
     """
-    programs = [found.get(name, {}) for name in ("update", "apply", "prefill", "decode")]
+    programs = [figures.get(name, {}) for name in ("update", "apply", "prefill", "decode")]
     if any("refused" in figures for figures in programs):
         return "refused"
     if not all(programs):
         return ""
-    state, cache = found["apply"]["results"], found["prefill"]["arguments"] - shared
-    training = max(found["update"]["needed"], found["apply"]["needed"])
-    sampling = max(found["prefill"]["needed"], found["decode"]["needed"])
+    state, cache = figures["apply"]["results"], figures["prefill"]["arguments"] - shared
+    training = max(figures["update"]["needed"], figures["apply"]["needed"])
+    sampling = max(figures["prefill"]["needed"], figures["decode"]["needed"])
     most = max(training + cache, state + sampling)
     return f"{most:.1f}" if most <= limit else f"**{most:.1f}**"
 
@@ -162,8 +162,8 @@ def table(folder: Path, points: list[str]) -> str:
         "`doctor`: update, step, sampler",
         "arguments of `python -m benchmarks.compiled.ahead_of_time`",
     ]
-    found = {point: written(file_of(folder, point)) for point in points}
-    rows = [row(point, figures) for point, figures in found.items() if figures]
+    measured = {point: written(file_of(folder, point)) for point in points}
+    rows = [row(point, figures) for point, figures in measured.items() if figures]
     return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *rows]) + "\n"
 
 

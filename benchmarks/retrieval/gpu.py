@@ -97,8 +97,8 @@ def run_engine(engine: str, path: Path) -> dict[str, Any]:
                 index.nearest(queries, K)
                 done += size
             row[f"queries/s at {size}"] = round(done / (time.monotonic() - begun), 1)
-        _, found = index.nearest(queries_of(path, SAMPLE), K)
-        row["recall"] = recall(path, np.asarray(found))
+        _, nearest = index.nearest(queries_of(path, SAMPLE), K)
+        row["recall"] = recall(path, np.asarray(nearest))
         return row | {"peak MB": max(peak) - peak[0]}
     except (RetrieverError, RuntimeError, AttributeError) as error:
         return {"error": str(error).strip().splitlines()[0][:200]}
@@ -107,10 +107,10 @@ def run_engine(engine: str, path: Path) -> dict[str, Any]:
         watcher.join()
 
 
-def recall(path: Path, found: np.ndarray) -> float:
+def recall(path: Path, nearest: np.ndarray) -> float:
     """Share of the CPU's K best that were found."""
     _, expected = FaissVectors(path, mmap=True).nearest(queries_of(path, SAMPLE), K)
-    return float(np.mean([len(set(a) & set(b)) / K for a, b in zip(found, expected, strict=True)]))
+    return float(np.mean([len(set(a) & set(b)) / K for a, b in zip(nearest, expected, strict=True)]))
 
 
 def main() -> None:
@@ -134,9 +134,9 @@ def main() -> None:
     for engine in ENGINES:
         command = [sys.executable, "-m", "benchmarks.retrieval.gpu", "--folder", str(given.folder)]
         command += ["--rows", str(given.rows), "--dimension", str(given.dimension), "--engine", engine]
-        said = subprocess.run(command, capture_output=True, text=True)
-        last = (said.stderr.strip().splitlines() or [""])[-1]
-        table[engine] = json.loads(said.stdout) if said.returncode == 0 else {"error": last[:200]}
+        finished = subprocess.run(command, capture_output=True, text=True)
+        last = (finished.stderr.strip().splitlines() or [""])[-1]
+        table[engine] = json.loads(finished.stdout) if finished.returncode == 0 else {"error": last[:200]}
         sys.stdout.write(f"{engine:>7}  {table[engine]}\n")
         sys.stdout.flush()
     if given.json:

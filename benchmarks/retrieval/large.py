@@ -79,13 +79,13 @@ def run(folder: Path, documents: int) -> str:
         if status:
             raise SystemExit(f"build of {factory} failed with status {status}")
         seconds, peak = time.perf_counter() - began, usage.ru_maxrss * 1024 / 1e9
-        found = measure(corpus_path, index, option)
+        figures = measure(corpus_path, index, option)
         size = (index / "index.faiss").stat().st_size / 1e9
         shutil.rmtree(index)
         lines.append(
-            f"| {factory}, {how} | {size:.2f} | {seconds:.0f} | {peak:.2f} | {found['start']:.1f}"
-            f" | {found['resident']:.2f} | {found['mapped']:.2f} | {found['single']:.1f}"
-            f" | {found['batched']:.1f} |"
+            f"| {factory}, {how} | {size:.2f} | {seconds:.0f} | {peak:.2f} | {figures['start']:.1f}"
+            f" | {figures['resident']:.2f} | {figures['mapped']:.2f} | {figures['single']:.1f}"
+            f" | {figures['batched']:.1f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -90,8 +90,8 @@ def serve_plain(arguments: argparse.Namespace) -> None:
     @app.post("/retrieve")
     def retrieve(request: Request) -> dict[str, Any]:
         scores, ids = vectors.nearest(encode(request.queries), request.topk)
-        pairs = [zip(*one, strict=True) for one in zip(ids.tolist(), scores.tolist(), strict=True)]
-        return {"result": [[{"document": corpus[i], "score": score} for i, score in one] for one in pairs]}
+        pairs = [zip(*row, strict=True) for row in zip(ids.tolist(), scores.tolist(), strict=True)]
+        return {"result": [[{"document": corpus[i], "score": score} for i, score in row] for row in pairs]}
 
     @app.get("/health")
     def health() -> dict[str, str]:
@@ -154,7 +154,7 @@ async def drive(url: str, queries: list[str], clients: int, seconds: float) -> l
     address = urlsplit(url)
     until = time.monotonic() + seconds
 
-    async def one(number: int) -> None:
+    async def client(number: int) -> None:
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
         while time.monotonic() < until:
             begun = time.monotonic()
@@ -171,7 +171,7 @@ async def drive(url: str, queries: list[str], clients: int, seconds: float) -> l
             number += clients
         writer.close()
 
-    await asyncio.gather(*(one(number) for number in range(clients)))
+    await asyncio.gather(*(client(number) for number in range(clients)))
     return latencies
 
 
@@ -237,10 +237,10 @@ def compare(
     for number in range(arguments.rounds + 1):  # the first one warms up
         for name, url in urls.items():
             seconds, used = arguments.seconds if number else 2.0, cpu_seconds(pids[name])
-            found = measure(url, queries, arguments, seconds)
+            figures = measure(url, queries, arguments, seconds)
             if number:
-                loads[name].rates.append(len(found) / seconds)
-                loads[name].latencies += found
+                loads[name].rates.append(len(figures) / seconds)
+                loads[name].latencies += figures
                 loads[name].cpu += cpu_seconds(pids[name]) - used
     return {name: load.row(pids[name]) for name, load in loads.items()}
 
@@ -274,8 +274,8 @@ def same_documents(urls: dict[str, str], queries: list[str]) -> str:
     with httpx.Client(trust_env=False, timeout=120) as http:
         body = {"queries": queries, "topk": 3, "return_scores": True}
         replies = [http.post(f"{url}/retrieve", json=body).json()["result"] for url in urls.values()]
-    ids = [[[item["document"]["id"] for item in one] for one in reply] for reply in replies]
-    equal = sum(all(one[n] == ids[0][n] for one in ids) for n in range(len(queries)))
+    ids = [[[item["document"]["id"] for item in hits] for hits in reply] for reply in replies]
+    equal = sum(all(reply[n] == ids[0][n] for reply in ids) for n in range(len(queries)))
     return f"identical documents: {equal} of {len(queries)} queries\n"
 
 
@@ -289,7 +289,7 @@ def soak(arguments: argparse.Namespace, queries: list[str], url: str, pid: int) 
             values.append(process_bytes(pid, name))
     lines = [f"soak {arguments.soak:.0f} s, {count} requests\n"]
     for name, values in memory.items():
-        lines.append(f"{name} MB  {' '.join(f'{one / 2**20:.0f}' for one in values)}\n")
+        lines.append(f"{name} MB  {' '.join(f'{value / 2**20:.0f}' for value in values)}\n")
     return "".join(lines)
 
 

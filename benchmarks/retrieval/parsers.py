@@ -45,12 +45,12 @@ def main() -> None:
         name: start([*command, "--port", str(ports[name])], urls[name]) for name, command in commands.items()
     }
     try:
-        pids = {name: one.pid for name, one in servers.items()}
+        pids = {name: server.pid for name, server in servers.items()}
         table = compare(arguments, queries_of(arguments.corpus_path, 2000), urls, pids)
     finally:
-        for one in servers.values():
-            one.terminate()
-            one.wait()
+        for running in servers.values():
+            running.terminate()
+            running.wait()
     for name, row in table.items():
         sys.stdout.write(f"{name:>9}  {'  '.join(f'{key} {value:g}' for key, value in row.items())}\n")
     for key in ("queries/s", "CPU ms/query"):

@@ -94,12 +94,12 @@ def measure(name: str, corpus: Corpus, folder: Path, questions: list[dict[str, A
     texts = [question["question"] for question in questions]
     index.search(texts[:BATCH], DEPTHS[-1])
     began = time.perf_counter()
-    found = []
+    hits = []
     for start in range(0, len(texts), BATCH):
-        found += index.search(texts[start : start + BATCH], DEPTHS[-1])
+        hits += index.search(texts[start : start + BATCH], DEPTHS[-1])
     speed = len(texts) / (time.perf_counter() - began)
     shares: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for question, rows in zip(questions, found, strict=True):
+    for question, rows in zip(questions, hits, strict=True):
         gold = set(question["supporting_ids"])
         for depth in DEPTHS:
             share = len(gold & {row["id"] for row, _ in rows[:depth]}) / len(gold)

@@ -45,11 +45,11 @@ def moved(policy: Policy, seed: int) -> Params:
     drawn = policy.split(jax.jit(policy.init)(jax.random.key(seed)))[1]
     keys = iter(jax.random.split(jax.random.key(seed + 1), 64))
 
-    def one(path: Any, leaf: jax.Array) -> jax.Array:
+    def restored(path: Any, leaf: jax.Array) -> jax.Array:
         is_second = path[-1].key == "lora_b"
         return 2e-3 * jax.random.normal(next(keys), leaf.shape) if is_second else leaf
 
-    return jax.tree_util.tree_map_with_path(one, drawn)
+    return jax.tree_util.tree_map_with_path(restored, drawn)
 
 
 def applied(policy: Policy, params: Params, tokens: np.ndarray, dtype: Any) -> np.ndarray:
@@ -70,14 +70,14 @@ def rounding(policy: Policy, whole: Params, tokens: np.ndarray) -> None:
     """Prints how far bfloat16 is from base and adapters in float32, applied and merged."""
     half, full = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
     exact = applied(policy, whole, tokens, full)
-    found = {
+    settings = {
         "applied, computed in bfloat16": applied(policy, whole, tokens, half),
         "merged in bfloat16, computed in bfloat16": applied(policy, policy.merged(whole, half), tokens, half),
         "merged in bfloat16, computed in float32": applied(policy, policy.merged(whole, half), tokens, full),
         "merged in float32, computed in float32": applied(policy, policy.merged(whole, full), tokens, full),
         "without the adapters, in float32": applied(policy, policy.split(whole)[0], tokens, full),
     }
-    for name, values in found.items():
+    for name, values in settings.items():
         sys.stdout.write(f"{np.abs(values - exact).mean():.6f}  {name}\n")
 
 
@@ -86,14 +86,14 @@ async def measure(
 ) -> tuple[dict[str, list[float]], dict[str, np.ndarray]]:
     """Seconds of the swaps by kind, but for the first two, which open the session; the last values."""
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     for kind, snapshot in snapshots:
         begun = time.monotonic()
         await sampler.load_snapshot(snapshot)
         seconds[kind].append(time.monotonic() - begun)
-        (found[kind],) = (await sampler.prompt_logprobs(tokens.tolist())).values()
+        (tensors[kind],) = (await sampler.prompt_logprobs(tokens.tolist())).values()
     await sampler.close()
-    return {kind: values[1:] for kind, values in seconds.items()}, found
+    return {kind: values[1:] for kind, values in seconds.items()}, tensors
 
 
 def main() -> None:
@@ -140,7 +140,7 @@ def main() -> None:
         options = {"dtype": arguments.dtype, "max_model_len": 2 * LENGTH, "max_num_seqs": 8}
         with VllmWorkerProcess(arguments.model, Path(name) / "log", options) as worker:
             sampler = VllmSampler([worker.url], SamplerConfig(), StopRule(None, []), "benchmark")
-            seconds, found = asyncio.run(measure(sampler, snapshots, tokens))
+            seconds, logprobs = asyncio.run(measure(sampler, snapshots, tokens))
     for kind in KINDS:
         publish = statistics.median(published[kind][1:])
         swap = statistics.median(seconds[kind])
@@ -149,9 +149,9 @@ def main() -> None:
     whole = joined(frozen, new)
     for precision in (dtype, jnp.dtype(jnp.float32)):
         ours = applied(policy, whole, tokens, precision)
-        gaps = {kind: np.abs(values - ours).mean() for kind, values in found.items()}
-        told = ", ".join(f"{kind} {gap:.5f}" for kind, gap in gaps.items())
-        out(f"mean gap to base and adapters applied in {precision.name}: {told}\n")
+        gaps = {kind: np.abs(values - ours).mean() for kind, values in logprobs.items()}
+        summary = ", ".join(f"{kind} {gap:.5f}" for kind, gap in gaps.items())
+        out(f"mean gap to base and adapters applied in {precision.name}: {summary}\n")
 
 
 if __name__ == "__main__":

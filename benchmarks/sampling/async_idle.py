@@ -37,11 +37,11 @@ def recorded(run: Path) -> tuple[np.ndarray, float]:
     steps = []
     for path in kept_steps(run).values():
         groups: dict[str, float] = {}
-        for one in read_columns(path, ["question_id", "seconds"]).to_pylist():
-            groups[one["question_id"]] = max(groups.get(one["question_id"], 0.0), one["seconds"])
+        for row in read_columns(path, ["question_id", "seconds"]).to_pylist():
+            groups[row["question_id"]] = max(groups.get(row["question_id"], 0.0), row["seconds"])
         steps.append(list(groups.values()))
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    updates = [one["timing_s/update"] + one["timing_s/publish"] for one in metrics]
+    updates = [row["timing_s/update"] + row["timing_s/publish"] for row in metrics]
     return np.array(steps), statistics.median(updates)
 
 

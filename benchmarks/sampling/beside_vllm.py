@@ -182,7 +182,8 @@ def middle(arguments: argparse.Namespace, folder: Path) -> Setting:
         for seed in range(sys.maxsize):
             rng = np.random.default_rng(seed)
             turns = [
-                [min(length, 80) for length in one] for one in draw_turns(trajectories, 4, 40, 0.6, seed)
+                [min(length, 80) for length in lengths]
+                for lengths in draw_turns(trajectories, 4, 40, 0.6, seed)
             ]
             prompts = [rng.integers(0, vocabulary, rng.integers(*MIDDLE_PROMPT)).tolist() for _ in turns]
             documents = rng.integers(0, vocabulary, (trajectories, 4, MIDDLE_DOCUMENTS)).tolist()
@@ -250,8 +251,8 @@ async def compared(samplers: dict[str, Sampler], prompt: list[int]) -> float:
     if "vllm" not in samplers:
         return 0.0
     ours = next(done for arm, done in written.items() if arm != "vllm")
-    found = await samplers["vllm"].prompt_logprobs([*prompt, *ours.token_ids])
-    return max(float(np.abs(one[-24:] - ours.logprobs).max()) for one in found.values())
+    logprobs = await samplers["vllm"].prompt_logprobs([*prompt, *ours.token_ids])
+    return max(float(np.abs(values[-24:] - ours.logprobs).max()) for values in logprobs.values())
 
 
 async def one_round(loops: Loops, with_children: bool) -> Seconds:
@@ -274,7 +275,7 @@ def tree_seconds(pid: int) -> float:
 def children(pid: int) -> list[int]:
     """Processes that any thread of a process has started."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for one in lists for child in one.read_text().split()]
+    return [int(child) for path in lists for child in path.read_text().split()]
 
 
 def report(
@@ -303,10 +304,10 @@ def report(
     out(f"{'':10}" + "".join(f"{name:>16}" for name in headings) + "\n")
     base = medians(timed[arguments.arms[0]])
     for arm, rounds in timed.items():
-        found, best = medians(rounds), min(one.wall for one in rounds)
-        values = [f"{x:.3f}" for x in (found.wall, found.cpu)]
-        values += [f"{x:.1f}" for x in (found.trajectories_per_second, found.tokens_per_second)]
-        values += [f"{x:.2f}" for x in (found.wall / base.wall, found.cpu / base.cpu)] + [f"{best:.3f}"]
+        typical, best = medians(rounds), min(result.wall for result in rounds)
+        values = [f"{x:.3f}" for x in (typical.wall, typical.cpu)]
+        values += [f"{x:.1f}" for x in (typical.trajectories_per_second, typical.tokens_per_second)]
+        values += [f"{x:.2f}" for x in (typical.wall / base.wall, typical.cpu / base.cpu)] + [f"{best:.3f}"]
         out(f"{arm:10}" + "".join(f"{value:>16}" for value in values) + "\n")
 
 

@@ -87,22 +87,22 @@ def layers_call(
 
 
 def head(policy: Policy, params: Params, hidden: jax.Array) -> jax.Array:
-    def one(_: Any, hidden: jax.Array) -> jax.Array:
+    def body(_: Any, hidden: jax.Array) -> jax.Array:
         logits = policy.merge(params).logits(hidden)
         return hidden + logits[:, : hidden.shape[1]].astype(hidden.dtype)
 
-    return jax.lax.fori_loop(0, TOKENS, one, hidden)
+    return jax.lax.fori_loop(0, TOKENS, body, hidden)
 
 
 def draw(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     rows = len(logits)
     seeds, ones, zeros = jnp.arange(rows, dtype=jnp.uint32), jnp.ones(rows), jnp.zeros(rows, jnp.int32)
 
-    def one(step: Any, last: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def body(step: Any, last: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         changed = logits + last[0][:, None]  # else the compiler takes the softmax out of the loop
         return sample_tokens(changed, seeds, zeros + step, ones, ones, zeros, False)
 
-    return jax.lax.fori_loop(0, TOKENS, one, (zeros, jnp.zeros(rows)))
+    return jax.lax.fori_loop(0, TOKENS, body, (zeros, jnp.zeros(rows)))
 
 
 def layers(
@@ -111,13 +111,13 @@ def layers(
     """As many tokens of every row after the first ones of the cache."""
     decoder, rows = policy.merge(params), cache[0][0].shape[1]
 
-    def one(step: Any, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+    def body(step: Any, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
         tokens, cache = carry
         at = jnp.full((rows, 1), widths[0] // 2) + step
         hidden, cache = decoder.decode(tokens, at, at >= 0, cache, window=(widths, number))
         return (hidden[..., 0] > 0).astype(jnp.int32), cache
 
-    return jax.lax.fori_loop(0, TOKENS, one, (jnp.zeros((rows, 1), jnp.int32), cache))
+    return jax.lax.fori_loop(0, TOKENS, body, (jnp.zeros((rows, 1), jnp.int32), cache))
 
 
 if __name__ == "__main__":

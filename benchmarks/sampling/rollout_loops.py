@@ -118,7 +118,7 @@ class Loops:
     async def continuous(self, at_once: int) -> None:
         free = asyncio.Semaphore(at_once)
 
-        async def one(number: int) -> None:
+        async def run_trajectory(number: int) -> None:
             async with free:
                 context = self.work.prompts[number]
                 for index in range(len(self.work.turns[number])):
@@ -126,7 +126,7 @@ class Loops:
                     context = await self.search(number, index, context)
                 self.sampler.release(str(number))
 
-        await asyncio.gather(*(one(number) for number in range(len(self.work.turns))))
+        await asyncio.gather(*(run_trajectory(number) for number in range(len(self.work.turns))))
 
     async def lock_step(self) -> None:
         contexts = dict(enumerate(self.work.prompts))
@@ -135,8 +135,10 @@ class Loops:
             live = [number for number in contexts if index < len(turns[number])]
             written = await asyncio.gather(*(self.turn(number, index, contexts[number]) for number in live))
             contexts |= dict(zip(live, written, strict=True))
-            found = await asyncio.gather(*(self.search(number, index, contexts[number]) for number in live))
-            contexts |= dict(zip(live, found, strict=True))
+            documents = await asyncio.gather(
+                *(self.search(number, index, contexts[number]) for number in live)
+            )
+            contexts |= dict(zip(live, documents, strict=True))
 
 
 async def measure(url: str, snapshot: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:

@@ -82,7 +82,9 @@ def main() -> None:
             seconds = asyncio.run(measure(worker.url, snapshots, folder / "copy"))
     lines = [f"{size / 1e9:.2f} GB of parameters; publishing took {statistics.median(published):.2f} s"]
     for label, values in seconds.items():
-        lines.append(f"{label:>8}  {statistics.median(values):.2f} s  {[round(one, 2) for one in values]}")
+        lines.append(
+            f"{label:>8}  {statistics.median(values):.2f} s  {[round(value, 2) for value in values]}"
+        )
     ratio = statistics.median(seconds["swap"]) / statistics.median(seconds["raw copy"])
     sys.stdout.write("\n".join([*lines, f"ratio of medians {ratio:.2f}"]) + "\n")
 

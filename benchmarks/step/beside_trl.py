@@ -72,10 +72,10 @@ def main() -> None:
         timed: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
         for number in range(arguments.rounds + 1):
             for name in list(arms) if number % 2 else reversed(arms):
-                found = asked(arms[name])
-                sys.stderr.write(f"round {number}, {name}: {found}\n")
+                timing = asked(arms[name])
+                sys.stderr.write(f"round {number}, {name}: {timing}\n")
                 if number:  # the first one compiles
-                    timed[name].append(found)
+                    timed[name].append(timing)
     report(arguments, versions, timed)
 
 
@@ -114,14 +114,14 @@ def drawn(arguments: argparse.Namespace) -> dict[str, Any]:
     tokenizer = build_model(config, arguments.model).tokenizer
     per_step, rounds = arguments.questions_per_step, arguments.rounds + 1
     questions = load_questions(config.data.train)[: per_step * rounds]
-    ids = [build_prompt(one, tokenizer, config.prompt, 512).tolist() for one in questions]
-    texts = [tokenizer.decode(one) for one in ids]
+    ids = [build_prompt(question, tokenizer, config.prompt, 512).tolist() for question in questions]
+    texts = [tokenizer.decode(prompt_ids) for prompt_ids in ids]
     if [tokenizer(text)["input_ids"] for text in texts] != ids:
         sys.exit("a prompt's text has other tokens than the prompt: the arms would not do the same")
     split = [slice(at, at + per_step) for at in range(0, per_step * rounds, per_step)]
     return {
-        "texts": [texts[one] for one in split],
-        "ids": [ids[one] for one in split],
+        "texts": [texts[index] for index in split],
+        "ids": [ids[index] for index in split],
         "group": arguments.group,
         "tokens": arguments.tokens,
         "lr": config.learner.optimizer.lr,
@@ -163,9 +163,9 @@ def serve(arguments: argparse.Namespace) -> None:
         arm = Arm(config, model, arguments, Path(folder), stack)
         print(json.dumps({"jax": jax.__version__}), file=replies, flush=True)
         for ids, _ in zip(work["ids"], sys.stdin, strict=False):
-            prompts = [one for one in ids for _ in range(work["group"])]
-            found = arm.step(prompts, work["tokens"], work["group"])
-            print(json.dumps(found), file=replies, flush=True)
+            prompts = [prompt_ids for prompt_ids in ids for _ in range(work["group"])]
+            timing = arm.step(prompts, work["tokens"], work["group"])
+            print(json.dumps(timing), file=replies, flush=True)
 
 
 class Arm:
@@ -217,7 +217,7 @@ class Arm:
             "sampling": sampled - begun,
             "update": ended - sampled,
             "prompts": sum(map(len, prompts)),
-            "sampled": int(sum(one.mask.sum() for one in samples)),
+            "sampled": int(sum(sample.mask.sum() for sample in samples)),
             "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
 
@@ -233,12 +233,14 @@ class Arm:
         for name in names:
             self.sampler.release(name)
         self.number += 1
-        rewards = np.array([np.mean([token % 2 == 0 for token in one.token_ids]) for one in done])
+        rewards = np.array(
+            [np.mean([token % 2 == 0 for token in completion.token_ids]) for completion in done]
+        )
         groups = rewards.reshape(-1, group)
         scores = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-6)
         return [
-            sample(ids, one.token_ids, one.logprobs, score)
-            for ids, one, score in zip(prompts, done, scores.ravel(), strict=True)
+            sample(ids, completion.token_ids, completion.logprobs, score)
+            for ids, completion, score in zip(prompts, done, scores.ravel(), strict=True)
         ]
 
     async def _hand_over(self) -> None:
@@ -273,14 +275,14 @@ def report(
     )
     out(f"{'':6}{'sampling s':>12}{'update s':>12}{'step s':>10}{'GiB':>8}{'sampled':>9}{'beside TRL':>30}\n")
     for name, rounds in timed.items():
-        values = {part: statistics.median(one[part] for one in rounds) for part in PARTS}
-        step = statistics.median(sum(one[part] for part in PARTS) for one in rounds)
+        values = {part: statistics.median(timing[part] for timing in rounds) for part in PARTS}
+        step = statistics.median(sum(timing[part] for part in PARTS) for timing in rounds)
         out(f"{name:6}{values['sampling']:12.1f}{values['update']:12.1f}{step:10.1f}{rounds[-1]['gib']:8.2f}")
         out(f"{rounds[-1]['sampled']:9.0f}")
         if "trl" in timed:
-            theirs = {part: statistics.median(one[part] for one in timed["trl"]) for part in PARTS}
-            whole = statistics.median(sum(one[part] for part in PARTS) for one in timed["trl"])
-            out(f"{theirs['sampling'] / values['sampling']:10.2f}{theirs['update'] / values['update']:10.2f}")
+            trl = {part: statistics.median(timing[part] for timing in timed["trl"]) for part in PARTS}
+            whole = statistics.median(sum(timing[part] for part in PARTS) for timing in timed["trl"])
+            out(f"{trl['sampling'] / values['sampling']:10.2f}{trl['update'] / values['update']:10.2f}")
             out(f"{whole / step:10.2f}")
         out("\n")
 

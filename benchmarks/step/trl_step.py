@@ -83,7 +83,7 @@ def parse() -> argparse.Namespace:
 
 def reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     """Share of even tokens: never tied in practice, so that every completion trains on both sides."""
-    return [sum(token % 2 == 0 for token in one) / len(one) for one in completion_ids]
+    return [sum(token % 2 == 0 for token in completion) / len(completion) for completion in completion_ids]
 
 
 class Timed(GRPOTrainer):
@@ -126,8 +126,8 @@ class Turns(TrainerCallback):
             gib=peak,
         )
 
-    def _say(self, **found: Any) -> None:
-        print(json.dumps(found), file=self.replies, flush=True)
+    def _say(self, **values: Any) -> None:
+        print(json.dumps(values), file=self.replies, flush=True)
 
 
 if __name__ == "__main__":

@@ -102,8 +102,8 @@ def main() -> None:
         arms = {"learner": learner_calls(setting, policy, mesh, params)}
         for name in arguments.arms:
             arms[name] = torch_calls(setting, Path(folder) / "hf", name)
-    found = {name: Result(logprobs(), *update()) for name, (logprobs, update) in arms.items()}
-    differences = {name: difference(found["learner"], result) for name, result in found.items()}
+    results = {name: Result(logprobs(), *update()) for name, (logprobs, update) in arms.items()}
+    differences = {name: difference(results["learner"], result) for name, result in results.items()}
     timed: dict[tuple[str, int], list[tuple[float, float]]] = {
         (name, part): [] for name in arms for part in (0, 1)
     }
@@ -175,9 +175,9 @@ def learner_calls(setting: Setting, policy: Policy, mesh: Any, params: Any) -> C
 
     def update() -> tuple[float, float]:
         rng = np.random.default_rng(0)
-        found = learn(learner, holder[0], setting.samples, setting.learner, loss, rng)
-        holder[0] = found.state
-        return found.metrics["actor/loss"], found.metrics["actor/grad_norm"]
+        learned = learn(learner, holder[0], setting.samples, setting.learner, loss, rng)
+        holder[0] = learned.state
+        return learned.metrics["actor/loss"], learned.metrics["actor/grad_norm"]
 
     return logprobs, update
 
@@ -224,11 +224,11 @@ def packed(setting: Setting) -> Iterator[Piece]:
     rows = setting.learner.microbatch_rows
     causal = np.tril(np.ones((setting.learner.row_length,) * 2, bool))
     for start in range(0, num_rows, rows):
-        one = jax.tree.map(lambda x, at=start: x[at : at + rows], batch)
-        visible = causal & (one.segment_ids[:, :, None] == one.segment_ids[:, None, :])
+        microbatch = jax.tree.map(lambda x, at=start: x[at : at + rows], batch)
+        visible = causal & (microbatch.segment_ids[:, :, None] == microbatch.segment_ids[:, None, :])
         inputs = {
-            "input_ids": torch.from_numpy(one.tokens.astype(np.int64)),
-            "position_ids": torch.from_numpy(one.positions.astype(np.int64)),
+            "input_ids": torch.from_numpy(microbatch.tokens.astype(np.int64)),
+            "position_ids": torch.from_numpy(microbatch.positions.astype(np.int64)),
             "attention_mask": torch.from_numpy(visible[:, None]),
         }
         places = [
@@ -238,9 +238,9 @@ def packed(setting: Setting) -> Iterator[Piece]:
         ]
         yield Piece(
             inputs,
-            torch.from_numpy(one.targets.astype(np.int64)),
-            torch.from_numpy(one.weights),
-            torch.from_numpy(one.advantages),
+            torch.from_numpy(microbatch.targets.astype(np.int64)),
+            torch.from_numpy(microbatch.weights),
+            torch.from_numpy(microbatch.advantages),
             places,
         )
 
@@ -269,9 +269,9 @@ def torch_calls(setting: Setting, folder: Path, name: str) -> Calls:
     def logprobs() -> list[np.ndarray]:
         values: list[np.ndarray] = [np.zeros(0)] * len(setting.samples)
         for piece in pieces():
-            found = forward(piece)[0].numpy()
+            logprobs = forward(piece)[0].numpy()
             for index, row, start, length in piece.places:
-                of_tokens = found[row, start : start + length - 1]
+                of_tokens = logprobs[row, start : start + length - 1]
                 values[index] = np.concatenate([np.zeros(1, np.float32), of_tokens])
         return values
 
@@ -302,12 +302,12 @@ def torch_loss(logprobs: torch.Tensor, logits: torch.Tensor, piece: Piece) -> to
     return -(piece.weights * objective).sum()
 
 
-def difference(expected: Result, found: Result) -> float:
+def difference(expected: Result, result: Result) -> float:
     """The largest difference of log-probabilities, loss and relative norm of the gradient."""
-    pairs = zip(expected.logprobs, found.logprobs, strict=True)
-    largest = max(float(np.abs(one - other).max()) for one, other in pairs)
-    norm = abs(found.grad_norm / expected.grad_norm - 1.0)
-    return max(largest, abs(found.loss - expected.loss), norm)
+    pairs = zip(expected.logprobs, result.logprobs, strict=True)
+    largest = max(float(np.abs(mine - other).max()) for mine, other in pairs)
+    norm = abs(result.grad_norm / expected.grad_norm - 1.0)
+    return max(largest, abs(result.loss - expected.loss), norm)
 
 
 def report(

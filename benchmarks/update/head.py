@@ -39,10 +39,10 @@ def main() -> None:
     targets = jax.random.randint(jax.random.key(2), (1, given.length), 0, architecture.vocab_size)
     trained = jax.random.uniform(jax.random.key(3), (1, given.length)) < given.share
 
-    def gradient(params: Params, wanted: jax.Array) -> tuple[Params, jax.Array]:
+    def gradient(params: Params, mask: jax.Array) -> tuple[Params, jax.Array]:
         def loss(params: Params, hidden: jax.Array) -> jax.Array:
             decoder = policy.merge(params)
-            logprobs, _ = token_logprobs(decoder, hidden, targets, 1.0, given.chunk, False, wanted)
+            logprobs, _ = token_logprobs(decoder, hidden, targets, 1.0, given.chunk, False, mask)
             return jnp.sum(jnp.where(trained, logprobs, 0.0))
 
         return jax.grad(loss, argnums=(0, 1))(params, hidden)
@@ -51,9 +51,9 @@ def main() -> None:
     masks = {"all": jnp.ones_like(trained), "trained": trained}
     compute = jax.jit(gradient)
     for repeat in range(given.repeat + 1):
-        for name, wanted in masks.items():
+        for name, mask in masks.items():
             begun = time.monotonic()
-            jax.block_until_ready(compute(params, wanted))
+            jax.block_until_ready(compute(params, mask))
             if repeat:  # the first one compiles
                 seconds[name].append(time.monotonic() - begun)
     medians = {name: statistics.median(values) for name, values in seconds.items()}

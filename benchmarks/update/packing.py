@@ -54,8 +54,8 @@ def main() -> None:
     out(f"{'widths':32}" + 2 * "".join(f"{count:8}" for count in counts) + "\n")
     for name, (setting, draw) in CASES.items():
         rng = np.random.default_rng(0)
-        found = np.mean([measured(setting, draw(rng).astype(int)) for _ in range(ROUNDS)], axis=0)
-        out(f"{name:32}" + "".join(f"{value:8.3f}" for value in found) + "\n")
+        figures = np.mean([measured(setting, draw(rng).astype(int)) for _ in range(ROUNDS)], axis=0)
+        out(f"{name:32}" + "".join(f"{value:8.3f}" for value in figures) + "\n")
 
 
 def measured(setting: tuple[str, Kernel, int, int], lengths: np.ndarray) -> list[float]:
@@ -70,8 +70,8 @@ def measured(setting: tuple[str, Kernel, int, int], lengths: np.ndarray) -> list
     tokens = float(lengths.sum())
     bound = float(np.sum(lengths * [policy.architecture.flops_per_token(n / 2) for n in lengths]))
     return [
-        *(sum(found.positions) / tokens for found in plans),
-        *(found.cost / plans[0].cost for found in plans),
+        *(sum(plan.positions) / tokens for plan in plans),
+        *(plan.cost / plans[0].cost for plan in plans),
         bound / plans[0].cost,
     ]
 

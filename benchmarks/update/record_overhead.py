@@ -49,9 +49,9 @@ def alternating(times: dict[int, dict[str, float]]) -> tuple[type, type]:
     class Rollouts(RolloutWriter):
         def write(self, step: int, *more: Any) -> dict[str, float]:
             begun = time.perf_counter()
-            told = super().write(step, *more) if step % 2 == 0 else {}
-            times[step] = {"record": time.perf_counter() - begun} | told
-            return told
+            written = super().write(step, *more) if step % 2 == 0 else {}
+            times[step] = {"record": time.perf_counter() - begun} | written
+            return written
 
     class Metrics(MetricsWriter):
         def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -75,19 +75,19 @@ def measure_training(quickstart: Path, output: Path, steps: int) -> dict[str, fl
     rollouts, metrics = alternating(times)
     vars(train).update(RolloutWriter=rollouts, MetricsWriter=metrics)
     train.run(load_config(CONFIG, overrides))
-    kept = {step: one for step, one in times.items() if step > WARM_UP}
-    written = [one for step, one in kept.items() if step % 2 == 0]
-    bare = [one for step, one in kept.items() if step % 2]
-    shares = [(one["record"] + one["metrics"]) / one["step"] for one in written]
+    kept = {step: timing for step, timing in times.items() if step > WARM_UP}
+    written = [timing for step, timing in kept.items() if step % 2 == 0]
+    bare = [timing for step, timing in kept.items() if step % 2]
+    shares = [(timing["record"] + timing["metrics"]) / timing["step"] for timing in written]
     return {
         "steps": float(len(kept)),
-        "step with": statistics.median(one["step"] for one in written),
-        "step without": statistics.median(one["step"] for one in bare),
-        "record": statistics.median(one["record"] for one in written),
-        "metrics": statistics.median(one["metrics"] for one in written),
+        "step with": statistics.median(timing["step"] for timing in written),
+        "step without": statistics.median(timing["step"] for timing in bare),
+        "record": statistics.median(timing["record"] for timing in written),
+        "metrics": statistics.median(timing["metrics"] for timing in written),
         "share of the step, median": statistics.median(shares),
         "share of the step, largest": max(shares),
-        "bytes a step": statistics.median(one["perf/record_bytes"] for one in written),
+        "bytes a step": statistics.median(timing["perf/record_bytes"] for timing in written),
     }
 
 
@@ -109,10 +109,10 @@ def paper_step(config: Config, seed: int = 0) -> list[Group]:
                 turn.token_ids = rng.integers(0, VOCABULARY, len(turn.token_ids)).astype(np.int32)
                 turn.logprobs = -rng.exponential(size=len(turn.token_ids)).astype(np.float32)
                 turn.observation_ids = rng.integers(0, VOCABULARY, len(turn.observation_ids)).astype(np.int32)
-                for one in turn.documents:
-                    pool.setdefault(one.id, passage(one))
-                turn.documents = tuple(pool[one.id] for one in turn.documents)
-                turn.observation_text = "\n".join(one.text for one in turn.documents)
+                for document in turn.documents:
+                    pool.setdefault(document.id, passage(document))
+                turn.documents = tuple(pool[document.id] for document in turn.documents)
+                turn.observation_text = "\n".join(document.text for document in turn.documents)
     return score_groups(groups, config.reward, rng)
 
 
@@ -120,16 +120,16 @@ def measure_paper(groups: list[Group], config: Config) -> dict[str, float]:
     """Seconds (the least of three) and bytes of one write."""
     credits = compute_advantages(groups, config.advantage).credits
     learner: list[list[np.ndarray | None]] = [
-        [one.logprobs for one in group.trajectories] for group in groups
+        [trajectory.logprobs for trajectory in group.trajectories] for group in groups
     ]
     with tempfile.TemporaryDirectory() as folder:
         writer = RolloutWriter(Path(folder), config, 1)
-        seconds, told = [], {}
+        seconds, written = [], {}
         for step in (1, 2, 3):
             begun = time.perf_counter()
-            told = writer.write(step, groups, credits, learner, 0)
+            written = writer.write(step, groups, credits, learner, 0)
             seconds.append(time.perf_counter() - begun)
-    return {"seconds": min(seconds), "bytes": told["perf/record_bytes"]}
+    return {"seconds": min(seconds), "bytes": written["perf/record_bytes"]}
 
 
 def main(argv: list[str] | None = None) -> None:

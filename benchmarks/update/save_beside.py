@@ -63,7 +63,7 @@ def arm(
     begun = time.perf_counter()
     if name != "no save":
         store.save(number, state(), {})
-    found = {"in save": time.perf_counter() - begun}
+    seconds = {"in save": time.perf_counter() - begun}
     beside: list[float] = []
     after: list[float] = []
     for _ in range(steps):
@@ -71,18 +71,18 @@ def arm(
         step()
         (beside if is_beside else after).append(time.perf_counter() - at)
         if is_beside and not store.is_writing():
-            found["complete"] = time.perf_counter() - begun
-    found["all steps"] = time.perf_counter() - begun
+            seconds["complete"] = time.perf_counter() - begun
+    seconds["all steps"] = time.perf_counter() - begun
     store.wait()
     if name != "no save":
-        found.setdefault(
-            "complete", found["in save"] if name == "waited for" else time.perf_counter() - begun
+        seconds.setdefault(
+            "complete", seconds["in save"] if name == "waited for" else time.perf_counter() - begun
         )
     store.close()
     for label, values in (("step beside", beside), ("step after", after)):
         if values:
-            found[label] = statistics.median(values)
-    return found
+            seconds[label] = statistics.median(values)
+    return seconds
 
 
 def main() -> None:
@@ -98,17 +98,17 @@ def main() -> None:
     step, state, parameters = make_steps(arguments.hidden, arguments.layers, arguments.tokens)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state()))
     step()  # compiles
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ARMS}
+    timings: dict[str, list[dict[str, float]]] = {name: [] for name in ARMS}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1, arguments.rounds + 1):
             for name in ARMS:
                 place = Path(folder)
-                found[name].append(arm(name, number, arguments.steps, step, state, place))
+                timings[name].append(arm(name, number, arguments.steps, step, state, place))
     out = sys.stdout.write
     size = f"{parameters / 1e6:.0f}M parameters, {held / 1e9:.2f} GB of state"
     out(f"{size}, {arguments.tokens} tokens a step\n")
     out(f"{'seconds':18}" + "".join(f"{column:>13}" for column in COLUMNS) + "\n")
-    for name, rounds in found.items():
+    for name, rounds in timings.items():
         cells = []
         for column in COLUMNS:
             values = [values[column] for values in rounds if column in values]

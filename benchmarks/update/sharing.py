@@ -53,8 +53,8 @@ def main() -> None:
     names = ("step", "tokens", "prompts", "all", "ratio", "plain", "shared")
     sys.stdout.write("".join(f"{name:>9}" for name in names) + "\n")
     totals = np.zeros(5)
-    found = {step: read(given.run, step, given.keys) for step in steps}
-    for step, (config, samples) in found.items():
+    steps_read = {step: read(given.run, step, given.keys) for step in steps}
+    for step, (config, samples) in steps_read.items():
         counts = np.zeros(5)
         for computed in updates(config, samples):
             of_arms = [
@@ -67,13 +67,13 @@ def main() -> None:
         report(str(step), counts)
     report("all", totals)
     if given.model:
-        timed(given, found)
+        timed(given, steps_read)
 
 
 def prompts_once(samples: list[Sample]) -> int:
     """Columns of the samples if those of one prompt shared it, and nothing else."""
-    prompts = {one.tokens[: one.prompt].tobytes(): one.prompt or 0 for one in samples}
-    return sum(prompts.values()) + sum(len(one.tokens) - (one.prompt or 0) for one in samples)
+    prompts = {sample.tokens[: sample.prompt].tobytes(): sample.prompt or 0 for sample in samples}
+    return sum(prompts.values()) + sum(len(sample.tokens) - (sample.prompt or 0) for sample in samples)
 
 
 def report(name: str, counts: np.ndarray) -> None:
@@ -103,8 +103,8 @@ def updates(config: Config, samples: list[Sample]) -> Iterator[list[Sample]]:
             yield computed
 
 
-def timed(given: argparse.Namespace, found: dict[int, tuple[Config, list[Sample]]]) -> None:
-    config = next(iter(found.values()))[0]
+def timed(given: argparse.Namespace, recorded: dict[int, tuple[Config, list[Sample]]]) -> None:
+    config = next(iter(recorded.values()))[0]
     rule = replace(config.learner.optimizer, lr=1e-12)
     config = replace(config, learner=replace(config.learner, optimizer=rule))
     model = build_model(config, str(given.model))
@@ -116,7 +116,7 @@ def timed(given: argparse.Namespace, found: dict[int, tuple[Config, list[Sample]
         for name, shares in ARMS.items():
             settings = replace(config.learner, share_prefixes=shares)
             begun = time.perf_counter()
-            for _, samples in found.values():
+            for _, samples in recorded.values():
                 learned = learn(learner, state, samples, settings, loss, np.random.default_rng(0))
                 state = learned.state
                 norms[name].append(learned.metrics["actor/grad_norm"])
@@ -124,7 +124,7 @@ def timed(given: argparse.Namespace, found: dict[int, tuple[Config, list[Sample]
                 seconds[name].append(time.perf_counter() - begun)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, value in medians.items():
-        sys.stdout.write(f"{name}: {value:.1f} s for {len(found)} steps\n")
+        sys.stdout.write(f"{name}: {value:.1f} s for {len(recorded)} steps\n")
     sys.stdout.write(f"ratio {medians['plain'] / medians['shared']:.2f}\n")
     if not np.allclose(norms["plain"], norms["shared"], rtol=1e-3):
         sys.exit(f"norms of the gradient differ: {norms}")

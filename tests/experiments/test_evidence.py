@@ -83,8 +83,8 @@ def test_what_is_finished_is_not_run_again(tmp_path, programs, capsys):
     assert calls(tmp_path)[3:] == [
         "train runs/calibadv-lr1.9e-3/seed-3", "evaluate runs/calibadv-lr1.9e-3/seed-3"
     ]  # fmt: skip
-    said = capsys.readouterr().out
-    assert "calibadv-lr1.9e-3/seed-3: held-out F1 0.500" in said and "2 of 2 runs done" in said
+    output = capsys.readouterr().out
+    assert "calibadv-lr1.9e-3/seed-3: held-out F1 0.500" in output and "2 of 2 runs done" in output
     run_all(tmp_path, jobs)
     assert len(calls(tmp_path)) == 5
 

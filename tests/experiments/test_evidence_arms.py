@@ -38,8 +38,8 @@ def training(arm, output=Path("/out"), seed=3, cold_seed=3, steps=60):
 
 def changes(arm):
     """What an arm has different from GRPO at 1.9e-3."""
-    one, plain = (dataclasses.asdict(training(each)) for each in (arm, Arm("grpo", "1.9e-3")))
-    return {key: value for key, _, value in differences(plain, one) if key not in PLACES}
+    changed, plain = (dataclasses.asdict(training(each)) for each in (arm, Arm("grpo", "1.9e-3")))
+    return {key: value for key, _, value in differences(plain, changed) if key not in PLACES}
 
 
 @pytest.mark.parametrize(
@@ -158,11 +158,11 @@ def test_rivals_share_the_cold_start_of_the_first_seed():
 def test_each_estimator_and_loss_is_an_arm():
     """Of one seed, and none of them needs a key that it does not have."""
     configs = [training(job.arm) for job in plan("each", [9], "1e-3")]
-    assert {one.advantage.name for one in configs} == {"calibadv", *ESTIMATORS} - {"dr_grpo"}
-    assert {one.loss.name for one in configs} == set(LOSS_KEYS)
-    assert any(not one.advantage.normalize_std for one in configs)  # which is dr_grpo
+    assert {config.advantage.name for config in configs} == {"calibadv", *ESTIMATORS} - {"dr_grpo"}
+    assert {config.loss.name for config in configs} == set(LOSS_KEYS)
+    assert any(not config.advantage.normalize_std for config in configs)  # which is dr_grpo
     moved = [len(changes(Arm(job.arm.method, "1.9e-3"))) for job in plan("each", [9])]
-    assert moved.count(0) == 1 and len(moved) == len({configs_key(one) for one in configs})
+    assert moved.count(0) == 1 and len(moved) == len({configs_key(config) for config in configs})
 
 
 def configs_key(config):

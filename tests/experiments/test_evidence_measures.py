@@ -67,7 +67,7 @@ OTHERS = [by_step([1.0, 3.0]), by_step([2.0, 2.0])]
 
 
 @pytest.mark.parametrize(
-    ("values", "found"),
+    ("values", "expected"),
     [
         ([1.0, 3.0, 2.0, 1.0, 3.0], None),  # the ends belong to the range
         ([2, 4, 4, 2, 4, 4, 4, 4], Departure(7, "above")),
@@ -76,8 +76,8 @@ OTHERS = [by_step([1.0, 3.0]), by_step([2.0, 2.0])]
         ([4, 4], None),
     ],
 )
-def test_a_quantity_warns_after_three_steps_outside_the_range_of_others(values, found):
-    assert first_departure(by_step(values), OTHERS) == found
+def test_a_quantity_warns_after_three_steps_outside_the_range_of_others(values, expected):
+    assert first_departure(by_step(values), OTHERS) == expected
 
 
 def test_a_range_is_of_the_steps_around():

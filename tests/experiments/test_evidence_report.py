@@ -135,14 +135,14 @@ def cells(table):
 
 
 def test_only_finished_runs_count(output):
-    found = {arm.name: [one.seed for one in runs] for arm, runs in read_results(output).items()}
-    assert found == {
+    seeds = {arm.name: [run.seed for run in runs] for arm, runs in read_results(output).items()}
+    assert seeds == {
         "grpo-lr1.9e-3": [3, 4, 5],
         "calibadv-lr1.9e-3": [3, 4, 5],
         "soft-lr1.9e-3": [3],
         "calibadv-lambda0.5-lr1.9e-3": [3],
     }
-    assert list(found)[0] == "grpo-lr1.9e-3" and list(found)[-1] == "calibadv-lambda0.5-lr1.9e-3"
+    assert list(seeds)[0] == "grpo-lr1.9e-3" and list(seeds)[-1] == "calibadv-lambda0.5-lr1.9e-3"
 
 
 def test_the_table_of_arms(output):
@@ -175,7 +175,7 @@ def test_the_mean_reward_is_first_of_each_seed(output):
 
 
 def test_what_warns_first(output):
-    runs = [one for some in read_results(output).values() for one in some]
+    runs = [run for some in read_results(output).values() for run in some]
     collapsed, healthy = evidence_tables.warnings(runs), evidence_tables.controls(runs)
     rows = cells(evidence_tables.summary_table(collapsed, healthy))
     assert rows["entropy"] == ["1 of 2", "1 above, 0 below", "6", "1 of 2"]
@@ -183,9 +183,9 @@ def test_what_warns_first(output):
     assert rows["softened share"] == ["1 of 1", "0 above, 1 below", "6", "0 of 0"]
     assert rows["perplexity"] == ["0 of 0", "-", "-", "0 of 0"]
     table = evidence_tables.warnings_table(collapsed).splitlines()
-    names, *found = ([cell.strip() for cell in line.strip("|").split("|")] for line in (table[0], *table[2:]))
-    shown = [dict(zip(names, one, strict=True)) for one in found]
-    assert [(one["arm"], one["seed"], one["collapse"], one["entropy"]) for one in shown] == [
+    names, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in (table[0], *table[2:]))
+    shown = [dict(zip(names, values, strict=True)) for values in lines]
+    assert [(row["arm"], row["seed"], row["collapse"], row["entropy"]) for row in shown] == [
         ("grpo-lr1.9e-3", "3", "29", "23 above (6)"),
         ("grpo-lr1.9e-3", "4", "29", "-"),
         ("calibadv-lambda0.5-lr1.9e-3", "3", "29", "33 below"),
@@ -266,7 +266,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def words(path):
-    return {"".join(one.itertext()).strip() for one in ET.parse(path).iter(f"{SVG}text")}
+    return {"".join(element.itertext()).strip() for element in ET.parse(path).iter(f"{SVG}text")}
 
 
 def test_the_report_writes_what_there_are_results_for(output, tmp_path, capsys):
@@ -310,7 +310,7 @@ def test_the_lambda_sweep_has_1_where_calibadv_is(output):
     shares, f1 = evidence_figures.figures(read_results(output))["lambda"].axes
     lines = {line.get_label(): line for line in f1.lines}
     assert lines["calibadv"].get_ydata() == pytest.approx([0.1, 0.7])
-    assert [one.get_text() for one in f1.get_xticklabels()] == ["0.5", "1"]
+    assert [xticklabel.get_text() for xticklabel in f1.get_xticklabels()] == ["0.5", "1"]
     assert lines["grpo"].get_ydata() == pytest.approx([0.4, 0.4])
     assert next(line for line in shares.lines if line.get_label() == "calibadv").get_ydata().tolist() == [
         1,

@@ -25,7 +25,7 @@ def judge(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("judge")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({one: index for index, one in enumerate(alphabet)}, []))
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     kept = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
@@ -66,19 +66,19 @@ def make_trajectory(tokenizer, question, thoughts, opening=""):
 
 def test_the_thoughts_are_found_token_by_token(judge):
     tokenizer = judge[1].tokenizer
-    one = make_trajectory(tokenizer, "Where is Oslo?", THOUGHTS)
-    sequence = np.concatenate([one.prompt_ids, one.response_ids])
-    found = list(language.thoughts(tokenizer, one))
-    assert [tokenizer.decode(sequence[place]) for place, _ in found] == [t.strip() for t in THOUGHTS[:3]]
-    assert [text for _, text in found] == [t.strip() for t in THOUGHTS[:3]]
+    trajectory = make_trajectory(tokenizer, "Where is Oslo?", THOUGHTS)
+    sequence = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
+    spans = list(language.thoughts(tokenizer, trajectory))
+    assert [tokenizer.decode(sequence[place]) for place, _ in spans] == [t.strip() for t in THOUGHTS[:3]]
+    assert [text for _, text in spans] == [t.strip() for t in THOUGHTS[:3]]
 
 
 @pytest.mark.parametrize("opening", ["", "<think>"])
 def test_a_thought_that_is_a_part_of_its_tag_is_found_behind_it(judge, opening):
     tokenizer = judge[1].tokenizer
-    one = make_trajectory(tokenizer, "Where is Oslo?", ("in", "think"), opening)
-    sequence = np.concatenate([one.prompt_ids, one.response_ids])
-    for place, text in language.thoughts(tokenizer, one):
+    trajectory = make_trajectory(tokenizer, "Where is Oslo?", ("in", "think"), opening)
+    sequence = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
+    for place, text in language.thoughts(tokenizer, trajectory):
         assert tokenizer.decode(sequence[place]) == text
         behind = tokenizer.decode(sequence[place.stop :])
         assert behind.startswith(" </think>")
@@ -88,32 +88,32 @@ def test_perplexities_are_those_of_the_judge(judge):
     """In their place and alone, by the loss that transformers computes."""
     import torch
 
-    _, one = judge
-    trajectory = make_trajectory(one.tokenizer, "Where is Oslo?", THOUGHTS[:2])
+    _, scorer = judge
+    trajectory = make_trajectory(scorer.tokenizer, "Where is Oslo?", THOUGHTS[:2])
     window = language.Window()
-    window.add(one, trajectory)
+    window.add(scorer, trajectory)
     sequence = torch.from_numpy(
         np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int64)
     )
     labels = torch.full_like(sequence, -100)
     losses, counts = [], []
-    for place, text in language.thoughts(one.tokenizer, trajectory):
+    for place, text in language.thoughts(scorer.tokenizer, trajectory):
         labels[place] = sequence[place]
-        ids = torch.tensor(one.tokenizer(text)["input_ids"])[None]
-        losses.append(one.model(ids, labels=ids).loss.item())
+        ids = torch.tensor(scorer.tokenizer(text)["input_ids"])[None]
+        losses.append(scorer.model(ids, labels=ids).loss.item())
         counts.append(ids.shape[1] - 1)
-    in_place = one.model(sequence[None], labels=labels[None]).loss.item()
+    in_place = scorer.model(sequence[None], labels=labels[None]).loss.item()
     assert language.perplexity(window.in_place) == pytest.approx(np.exp(in_place), rel=1e-4)
     alone = np.average(losses, weights=counts)
     assert language.perplexity(window.alone) == pytest.approx(np.exp(alone), rel=1e-4)
 
 
 def test_the_table_of_a_run(judge, tmp_path, monkeypatch, capsys):
-    folder, one = judge
+    folder, scorer = judge
     writer = RolloutWriter(tmp_path / "run", Config(), 1)
     for step in (1, 2, 3):
         last = "Where is Oslo?" if step == 3 else "It says so."
-        attempts = [make_trajectory(one.tokenizer, "Where is Oslo?", ("I look it up.", last))] * 2
+        attempts = [make_trajectory(scorer.tokenizer, "Where is Oslo?", ("I look it up.", last))] * 2
         groups = [Group(attempts[0].question, attempts)]
         writer.write(step, groups, compute_advantages(groups, Config().advantage).credits, [[None, None]], 0)
     monkeypatch.setattr(
@@ -145,7 +145,7 @@ def test_a_run_that_kept_nothing_is_one_line(judge, tmp_path, monkeypatch):
 )
 def test_what_is_given_wrongly_is_said_before_the_judge_is_loaded(tmp_path, monkeypatch, capsys, given, line):
     monkeypatch.setattr(
-        sys, "argv", ["language", str(tmp_path), *(one.format(folder=tmp_path) for one in given)]
+        sys, "argv", ["language", str(tmp_path), *(argument.format(folder=tmp_path) for argument in given)]
     )
     with pytest.raises(SystemExit):
         language.main()

@@ -14,9 +14,9 @@ GRPO, CALIBADV = AdvantageConfig(name="grpo"), AdvantageConfig()
 WORLD = World(truth=0.6, quoted=1.0)
 
 
-def mean_push(found, config, world=WORLD, number=400):
+def mean_push(chance, config, world=WORLD, number=400):
     rng = np.random.default_rng(0)
-    groups = [draw_group(rng, world, found) for _ in range(number)]
+    groups = [draw_group(rng, world, chance) for _ in range(number)]
     return push(groups, compute_advantages(groups, config).credits, world.share).mean()
 
 
@@ -33,7 +33,7 @@ def test_calibadv_pushes_on_where_searching_again_earns_less_but_not_where_it_ea
 
 
 def test_lambda_moves_the_decision():
-    low, middle, high = (mean_push(0.35, AdvantageConfig(target_ratio=one)) for one in (0.5, 1.0, 2.0))
+    low, middle, high = (mean_push(0.35, AdvantageConfig(target_ratio=ratio)) for ratio in (0.5, 1.0, 2.0))
     assert low < 0 < middle < high
 
 

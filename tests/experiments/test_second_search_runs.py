@@ -48,7 +48,7 @@ def test_every_arm_gives_credit_for_the_same_trajectories(tmp_path, capsys):
     second_search_runs.main([str(run), "--steps", "2"])
     first, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
     groups = [group for step in steps[:2] for group in step]
-    decided = [len(one.turns) == 3 for group in groups for one in group.trajectories]
+    decided = [len(trajectory.turns) == 3 for group in groups for trajectory in group.trajectories]
     assert len(decided) == 2 * 30 * 16 - 1
     share = np.mean(decided)
     assert first.startswith(f"60 groups; {share:.2f} search again")
@@ -79,8 +79,8 @@ def test_each_run_has_the_push_of_its_own_advantages(tmp_path, capsys):
 
 def test_steps_without_a_decision_are_an_error(tmp_path):
     (step,) = draw_steps(0, number=1, groups=1)
-    for one in step[0].trajectories:
-        one.turns = list(BELIEVE)
+    for trajectory in step[0].trajectories:
+        trajectory.turns = list(BELIEVE)
     run = make_run(tmp_path / "grpo-lr1e-3/seed-3", [step])
     with pytest.raises(UserError, match="all trajectories of these steps decide alike"):
         second_search_runs.main([str(run), "--steps", "1"])
@@ -104,7 +104,7 @@ def test_every_method_has_a_mark_of_its_own():
     figure = evidence_figures.scatter({name: [(0.0, 1.0)] for name in names}, "x", "y")
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     marks = [
-        (tuple(one.get_facecolor()[0]), one.get_paths()[0].vertices.tobytes())
-        for one in figure.axes[0].collections
+        (tuple(collection.get_facecolor()[0]), collection.get_paths()[0].vertices.tobytes())
+        for collection in figure.axes[0].collections
     ]
     assert labels == names and len(set(marks)) == len(names)
