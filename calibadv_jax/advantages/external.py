@@ -1,0 +1,136 @@
+"""Advantages by turn for other trainers: plain values in, NumPy arrays out.
+
+Needs NumPy and RapidFuzz alone. docs/credit.md has an example, examples/ those for other trainers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from calibadv_jax.config import AdvantageConfig
+
+CALIBRATED = "calibadv"
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """A turn as another trainer knows it."""
+
+    kind: str  # "search" (or another action), "answer", "invalid" or "unfinished"
+    num_tokens: int  # sampled tokens, observations not counted
+    documents: Sequence[str] = ()  # ids of the shown documents, in order
+    thought: str = ""  # text between <think> and </think>
+
+
+@dataclass(frozen=True)
+class TrajectoryRecord:
+    """A finished trajectory of a group."""
+
+    score: float  # answer reward x format validity
+    format_valid: bool
+    turns: Sequence[TurnRecord]
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """The keys of the config section `advantage`, with its defaults: docs/configuration.md#advantage."""
+
+    name: str = CALIBRATED
+    base: str = "grpo"
+    normalize_std: bool = True
+    std_over: str = "group"
+    score_threshold: float = 0.7
+    turn_weight: float = 1.0
+    discount: float = 1.0
+    gae_lambda: float = 1.0
+    probes: tuple[str, ...] = ()
+    soft_penalty: bool = True
+    softening: str = "plain"
+    silver_threshold: float = 0.7
+    correctness: str = "fraction"
+    rebalance: bool = True
+    rebalance_over: str = "answer"
+    rebalance_within: str = "group"
+    rebalance_by: str = "advantage"
+    rebalance_excess: bool = False
+    target_ratio: float = 1.0
+    adjust: str = "positive"
+
+    @property
+    def is_calibrated(self) -> bool:
+        return self.name == CALIBRATED
+
+    @property
+    def estimator(self) -> str:
+        return self.base if self.is_calibrated else self.name
+
+
+def turn_advantages(
+    group: Sequence[TrajectoryRecord], settings: AdvantageSettings = AdvantageSettings()
+) -> list[np.ndarray]:
+    """Return the advantage of each turn: one float64 array [turns] for each trajectory of the group.
+
+    Args:
+        group: all trajectories of one question in one step.
+
+    Raises:
+        UserError: the estimator is unknown or needs a critic or golden answers, or a value is invalid.
+    """
+    entry = ESTIMATORS.get(settings.estimator)
+    if entry is None or entry.needs:
+        raise UserError(
+            f"estimator {settings.estimator!r} cannot be computed from plain values; use one of "
+            + ", ".join(name for name, other in ESTIMATORS.items() if not other.needs)
+        )
+    question = Question("", "", ("",), "")
+    trajectories = []
+    for index, record in enumerate(group):
+        if not np.isfinite(record.score):
+            raise UserError(f"trajectory {index}: score is {record.score}; it must be finite")
+        trajectory = Trajectory(
+            question, np.zeros(0, np.int32), [_turn(turn) for turn in record.turns], index
+        )
+        trajectory.format_valid, trajectory.answer_score = record.format_valid, float(record.score)
+        trajectories.append(trajectory)
+    config = cast("AdvantageConfig", settings)
+    return compute_advantages([Group(question, trajectories)], config).credits[0].turns
+
+
+def token_advantages(advantages: np.ndarray, num_tokens: Sequence[int], sampled: np.ndarray) -> np.ndarray:
+    """Spread the advantages of a trajectory's turns over its response tokens.
+
+    Args:
+        advantages: [turns], of `turn_advantages`.
+        num_tokens: sampled tokens of each turn.
+        sampled: bool [T], true where the policy sampled the token; observations and padding are false.
+
+    Returns:
+        float32 [T]; 0 where `sampled` is false.
+
+    Raises:
+        UserError: `sampled` has another number of true values than the turns have tokens.
+    """
+    sampled = np.asarray(sampled, bool)
+    if sampled.sum() != sum(num_tokens):
+        raise UserError(
+            f"the mask has {sampled.sum()} sampled tokens, but the turns have {sum(num_tokens)}; count the"
+            " same tokens in both"
+        )
+    values = np.zeros(len(sampled), np.float32)
+    values[sampled] = np.repeat(np.asarray(advantages, np.float32), num_tokens)
+    return values
+
+
+def _turn(record: TurnRecord) -> Turn:
+    documents = tuple(Document(name, "", "") for name in record.documents)
+    tokens = np.zeros(record.num_tokens, np.int32)
+    return Turn(record.kind, tokens, tokens.astype(np.float32), think=record.thought, documents=documents)

@@ -1,0 +1,122 @@
+"""Advantages for other trainers equal those of the trainer here."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
+from calibadv_jax.advantages.external import (
+    AdvantageSettings,
+    TrajectoryRecord,
+    TurnRecord,
+    token_advantages,
+    turn_advantages,
+)
+from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
+
+GROUP = [  # docs/calibadv.md: score, format, and for each turn kind, tokens, documents, thought
+    (
+        1.0,
+        True,
+        [("search", 8, "ACD", "find it"), ("search", 12, "BEF", "based in"), ("answer", 10, "", "x")],
+    ),
+    (1.0, True, [("search", 8, "ACD", "where"), ("search", 12, "BEG", "who is"), ("answer", 10, "", "y")]),
+    (0.5, True, [("search", 8, "ACH", "find"), ("answer", 12, "", "z")]),
+    (0.0, True, [("search", 8, "AHI", "look"), ("search", 12, "BFK", "based"), ("answer", 30, "", "many")]),
+    (0.0, False, [("search", 6, "BEF", ""), ("answer", 20, "", "w")]),
+]
+RECORDS = [
+    TrajectoryRecord(
+        score, valid, [TurnRecord(kind, count, list(ids), think) for kind, count, ids, think in turns]
+    )
+    for score, valid, turns in GROUP
+]
+
+
+def trained_group():
+    question = Question("q", "who?", ("a",), "s")
+    trajectories = []
+    for index, (score, valid, turns) in enumerate(GROUP):
+        made = [
+            Turn(
+                kind,
+                np.zeros(count, np.int32),
+                np.zeros(count, np.float32),
+                think=think,
+                documents=tuple(Document(name, "t", "x") for name in ids),
+            )
+            for kind, count, ids, think in turns
+        ]
+        trajectories.append(
+            Trajectory(question, np.zeros(3, np.int32), made, index, format_valid=valid, answer_score=score)
+        )
+    return Group(question, trajectories)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"target_ratio": 2.0, "correctness": "max"},
+        {"softening": "upper_limit", "rebalance_over": "turn"},
+        {"name": "rloo"},
+        {"base": "opo", "adjust": "negative"},
+    ],
+    ids=str,
+)
+def test_advantages_equal_the_trainers(settings):
+    result = compute_advantages([trained_group()], AdvantageConfig(**settings))
+    for ours, by_token, record, turns in zip(
+        turn_advantages(RECORDS, AdvantageSettings(**settings)),
+        result.advantages[0],
+        RECORDS,
+        result.credits[0].turns,
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours, turns)
+        counts = [turn.num_tokens for turn in record.turns]
+        spread = token_advantages(ours, counts, np.ones(sum(counts), bool))
+        np.testing.assert_array_equal(spread, by_token)
+
+
+def test_settings_have_the_configs_keys_and_defaults():
+    config = dataclasses.asdict(AdvantageConfig()) | {"probes": ()}
+    assert dataclasses.asdict(AdvantageSettings()) == config
+
+
+def test_observations_and_padding_get_no_advantage():
+    mask = np.array([1, 1, 0, 0, 1, 0], bool)
+    np.testing.assert_array_equal(
+        token_advantages(np.array([0.5, -1.0]), [2, 1], mask), np.float32([0.5, 0.5, 0, 0, -1, 0])
+    )
+    with pytest.raises(UserError, match="3 sampled tokens, but the turns have 4"):
+        token_advantages(np.array([0.5, -1.0]), [2, 2], mask)
+
+
+@pytest.mark.parametrize("name", [*(name for name, entry in ESTIMATORS.items() if entry.needs), "nonsense"])
+def test_estimator_without_its_inputs_is_refused(name):
+    with pytest.raises(UserError, match=f"{name}.*use one of grpo"):
+        turn_advantages(RECORDS, AdvantageSettings(name=name))
+
+
+def test_score_that_is_not_finite_is_refused():
+    with pytest.raises(UserError, match="trajectory 1: score is nan"):
+        turn_advantages([RECORDS[0], dataclasses.replace(RECORDS[1], score=float("nan"))])
+
+
+def test_import_needs_neither_jax_nor_pydantic():
+    code = (
+        "import sys, calibadv_jax.advantages.external;"
+        "print(sorted({'jax', 'flax', 'pydantic', 'vllm', 'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
