@@ -11,6 +11,7 @@ vllm_version=0.32.0
 qdrant_version=0.9.0
 peft_version=0.21.2
 minilm_version=0.1.0
+trl_version=1.16.0
 # Slow ones that begin first, so that no worker is left alone with one at the end.
 longest=(tests/sampler/test_vllm.py tests/scripts/test_real_policy.py tests/benchmarks/test_kill.py
   tests/test_paper_run.py tests/commands/test_train.py)
@@ -80,7 +81,7 @@ sys.exit(not any(map(find_spec, ("torchvision", "torchaudio", "torchcodec"))))' 
   "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
 }
 
-# Compilers in folders of their own, which are whole or not there.
+# Packages in folders of their own, which are whole or not there.
 ensure_folder() { # PYTHON FOLDER REQUIREMENT …
   local python="$1" folder="$2"
   shift 2
@@ -90,8 +91,14 @@ ensure_folder() { # PYTHON FOLDER REQUIREMENT …
     "$@" 2>/dev/null; then
     mv "$folder.part" "$folder"
   else
-    echo "no $1 is available: a test that compiles with it will skip" >&2
+    echo "no $1 is available: a test that needs it will skip" >&2
   fi
+}
+
+# TRL, which an example extends; accelerate and datasets with what they need beside the environment.
+ensure_trl() {
+  ensure_folder "$1" "$2" "trl==$trl_version" accelerate datasets multiprocess dill xxhash pandas python-dateutil \
+    pytz tzdata six
 }
 
 # TPU's compiler, which needs no TPU: the trainer's programs are compiled for one. In a folder of
@@ -172,6 +179,7 @@ mypy=$!
 if [[ "$fast" == false ]]; then # beside the others: they stand in folders of their own
   ensure_tpu_compiler "$venv/bin/python" "$venv/libtpu" &
   ensure_cuda_compiler "$venv/bin/python" "$venv/cuda_compiler" &
+  ensure_trl "$venv/bin/python" "$venv/trl" &
   ensure_browser &
 fi
 [[ "$fast" == true ]] || ensure_all_at_once "$venv/bin/python"
