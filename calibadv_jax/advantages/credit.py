@@ -80,11 +80,6 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
     return GroupCredit(group, raw, before, turns, correctness, beside=beside)
 
 
-def no_credit(group: Group) -> GroupCredit:
-    """Return credit in which every advantage is 0."""
-    return credit_of(group, np.zeros(len(group.trajectories)))
-
-
 def last_sampled_turn(trajectory: Trajectory) -> int | None:
     """Return the index of the last turn with a sampled token, whatever its kind; None if there is none.
 

@@ -8,9 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.estimators import compute_advantages
-from calibadv_jax.advantages.steps import whiten
-from calibadv_jax.advantages.turn_estimators import gae_and_returns, token_advantages
+from calibadv_jax.advantages.estimators import compute_advantages, gae_and_returns, token_advantages, whiten
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.silver import is_repetition, judge_turns, silver_documents
+from calibadv_jax.advantages.calibadv import is_repetition, judge_turns, silver_documents
 
 
 def slow_edit_distance(first, second):

@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.estimators import compute_advantages, describe
-from calibadv_jax.advantages.steps import standardised, to_go
+from calibadv_jax.advantages.estimators import compute_advantages, describe, standardised, to_go
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Group
