@@ -1,4 +1,4 @@
-"""Where every array is placed: one table from logical axis to mesh axis.
+"""Placement of arrays: one table from logical axis to mesh axis.
 
 Mesh axes: `data` (replicas), `fsdp` (parameters and batch split), `tensor` (heads, MLP, vocabulary).
 """
@@ -40,7 +40,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
-    """A mesh of all devices; one axis may be -1 and takes what the others leave.
+    """Make a mesh of all devices; one axis may be -1 and takes the rest.
 
     Raises:
         UserError: the sizes do not multiply to the number of devices.
@@ -61,18 +61,13 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
 
 
 def _owners(mesh: Mesh) -> list[int]:
-    """The process of each device, in the mesh's order."""
     return [device.process_index for device in mesh.devices.flat]
 
 
 def local_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
-    """The mesh of one process' embedded sampler, on the devices that the process has.
+    """Return the mesh sizes of a process' embedded sampler on its devices, given those of the whole mesh.
 
-    Its `tensor` axis is that of the whole mesh, its `fsdp` axis as long as the devices allow, up to that of
-    the whole.
-
-    Args:
-        sizes: of the axes of the whole mesh.
+    `tensor` is that of the whole mesh, `fsdp` as long as the devices allow, up to that of the whole.
 
     Raises:
         UserError: a process has no whole `tensor` axis.
@@ -88,19 +83,15 @@ def local_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
 
 
 class LocalCopy:
-    """Copies parameters that lie on the devices of several processes onto those of each of them.
+    """Copies parameters of several processes' devices onto the devices of each process.
 
     Args:
         mesh: of all processes' devices, of which each process has as many.
         dtype: of the copy.
-        split: gives the frozen and the trained ones of all parameters, as `Policy.split`. The frozen ones are
-            copied once: they must be the same in every call.
+        split: `Policy.split`. The frozen parameters are copied once: they must be the same in every call.
 
     Attributes:
-        mesh: of this process' devices, see `local_sizes`.
-
-    Raises:
-        UserError: as `local_sizes`.
+        mesh: of this process' devices, see `local_sizes`, whose errors it raises.
     """
 
     def __init__(self, mesh: Mesh, dtype: Any, split: Callable[[Any], tuple[Any, Any]]):
@@ -123,7 +114,7 @@ class LocalCopy:
         )
 
     def __call__(self, params: Any) -> Any:
-        """All processes call this together."""
+        """Copy parameters; all processes call this together."""
         frozen, trained = self._split(params)
         if self._frozen is None:
             self._frozen = self._copied(frozen)
@@ -141,28 +132,28 @@ class LocalCopy:
 
 
 def spec(*axes: str | None) -> P:
-    """PartitionSpec of an array with these logical axes."""
+    """Return the PartitionSpec of an array with these logical axes."""
     return P(*(None if axis is None else RULES[axis] for axis in axes))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins an intermediate array to the table's layout; no effect outside `jax.set_mesh`."""
+    """Pin an intermediate array to the table's layout; no effect outside `jax.set_mesh`."""
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, spec(*axes))
 
 
 def pin_rows(x: jax.Array) -> jax.Array:
-    """Pins [B, n, D] with n > 1 inside a `vmap` over the groups of rows that the devices hold.
+    """Pin [B, n, D] with n > 1 inside a `vmap` over the devices' groups of rows: weights are gathered.
 
-    The weights are then gathered. Without it the compiler may split D and sum it over the devices after
-    every product, which costs less for one token and far more for many. No effect outside `jax.set_mesh`.
+    Else the compiler may split D and sum over the devices after every product, which costs far more for many
+    tokens. No effect outside `jax.set_mesh`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty or x.shape[1] == 1 else jax.lax.with_sharding_constraint(x, P(None, None, None))
 
 
 def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """NamedSharding for every parameter of a nested dict, by its path.
+    """Return the NamedSharding of every parameter of a nested dict, by its path.
 
     An axis whose size a mesh axis does not divide is not split: that is slower, never wrong.
     """
@@ -177,7 +168,7 @@ def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any = None) -> Any:
-    """Parameters as ShapeDtypeStructs of `dtype` with shardings; no mesh: the first device.
+    """Return parameters as ShapeDtypeStructs of `dtype` with shardings; no mesh: the first device.
 
     Args:
         abstract: nested dict of leaves with a shape, such as `Policy.abstract_params`.
@@ -196,7 +187,7 @@ def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any = None) -> Any:
 
 
 def cache_axes(num_kv_heads: int, tensor: int) -> tuple[str, str | None]:
-    """Logical axes of a KV cache's slots and heads.
+    """Return the logical axes of a KV cache's slots and heads.
 
     Devices of a `tensor` axis that does not divide the heads have all heads of slots of their own.
     """
@@ -204,7 +195,7 @@ def cache_axes(num_kv_heads: int, tensor: int) -> tuple[str, str | None]:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over data and fsdp."""
+    """Place rows over data and fsdp."""
     return NamedSharding(mesh, P(RULES["batch"]))
 
 
@@ -213,7 +204,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def axis_size(mesh: Mesh | AbstractMesh, names: str | tuple[str, ...] | None) -> int:
-    """Devices along an axis of the mesh, or along several."""
+    """Return the number of devices along an axis of the mesh, or along several."""
     if names is None:
         return 1
     return int(np.prod([mesh.shape[name] for name in ((names,) if isinstance(names, str) else names)]))

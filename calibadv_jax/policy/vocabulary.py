@@ -1,8 +1,7 @@
-"""The two weights that are as large as the vocabulary: where their parts lie, and the look-up of tokens.
+"""Layout of the two weights as large as the vocabulary, and the look-up of tokens.
 
-Left to itself, the compiler gathers such a weight wherever a product or a look-up reads it. Here every device
-says what it sends: a look-up exchanges the columns that it found, never the table, and `logprobs` gathers the
-head once.
+The compiler would gather such a weight wherever a product or a look-up reads it. Here devices exchange looked
+up columns, never the table, and `logprobs` gathers the head once.
 """
 
 from __future__ import annotations
@@ -31,51 +30,48 @@ class Layout:
     vocab: str | None = None
 
     def on_devices(self, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Any:
-        """`function` of each device's parts; of the arrays themselves where nothing is split."""
+        """Apply `function` to each device's parts, or to the whole arrays if nothing is split."""
         if not (self.rows or self.vocab):
             return function
         return jax.shard_map(function, in_specs=inputs, out_specs=outputs, check_vma=False)
 
     def spec(self, *axes: str | None) -> P:
-        """Of an array whose axes are "rows", "width", "vocab" or None."""
+        """Return the specification of an array whose axes are "rows", "width", "vocab" or None."""
         names = {"rows": self.rows or None, "width": self.width, "vocab": self.vocab, None: None}
         return P(*(names[axis] for axis in axes))
 
     def first(self, size: int) -> jax.Array | int:
-        """Of the `size` entries of the vocabulary that this device holds."""
+        """Return the first of the `size` entries of the vocabulary that this device holds."""
         return 0 if self.vocab is None else jax.lax.axis_index(self.vocab) * size
 
     def over_vocab(self, x: jax.Array) -> jax.Array:
-        """The sum over all parts of the vocabulary."""
+        """Sum over all parts of the vocabulary."""
         return x if self.vocab is None else jax.lax.psum(x, self.vocab)
 
     def gathered(self, weights: jax.Array, axis: int) -> jax.Array:
-        """Weights with the whole width, which is their `axis`."""
-        return (
-            weights if self.width is None else jax.lax.all_gather(weights, self.width, axis=axis, tiled=True)
-        )
+        """Gather the whole width of the weights, which is their `axis`."""
+        if self.width is None:
+            return weights
+        return jax.lax.all_gather(weights, self.width, axis=axis, tiled=True)
 
     def scattered(self, gradient: jax.Array, axis: int) -> jax.Array:
-        """This device's part of the sum of all devices' gradients of the whole width."""
+        """Sum all devices' gradients of the whole width, and return this device's part."""
         if self.width is not None:
             gradient = jax.lax.psum_scatter(gradient, self.width, scatter_dimension=axis, tiled=True)
         return self.over_replicas(gradient)
 
     def largest_of_rows(self, x: jax.Array) -> jax.Array:
-        """The largest of all devices."""
+        """Return the largest value over the devices."""
         return jax.lax.pmax(x, self.rows) if self.rows else x
 
     def over_replicas(self, gradient: jax.Array) -> jax.Array:
-        """The sum over the rows' axes that do not split the width."""
+        """Sum over the rows' axes that do not split the width."""
         others = tuple(name for name in self.rows if name != self.width)
         return jax.lax.psum(gradient, others) if others else gradient
 
 
 def layout_of(num_rows: int, width: int, vocab: int) -> Layout:
-    """The layout by the table of `sharding` on the mesh that is set.
-
-    Rows that the devices cannot share leave everything to the compiler.
-    """
+    """Return the layout by the table of `sharding` on the current mesh; undivided if rows do not divide."""
     mesh = jax.sharding.get_abstract_mesh()
     batch, embed, heads = RULES["batch"], RULES["embed"], RULES["vocab"]
     assert isinstance(batch, tuple) and isinstance(embed, str) and isinstance(heads, str)
@@ -90,7 +86,7 @@ def layout_of(num_rows: int, width: int, vocab: int) -> Layout:
 
 
 def look_up(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Rows of `table` [V, D] at `tokens` int32 [B, T] -> [B, T, D] of `dtype`; gradients in float32."""
+    """Return rows of `table` [V, D] at `tokens` int32 [B, T]: [B, T, D] of `dtype`; gradients in float32."""
     return _look_up(layout_of(tokens.shape[0], table.shape[1], table.shape[0]), dtype, table, tokens)
 
 
@@ -99,11 +95,11 @@ def _look_up(layout: Layout, dtype: Any, table: jax.Array, tokens: jax.Array) ->
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
         tokens = _of_all_columns(layout, tokens)
         index = tokens - layout.first(table.shape[0])
-        found = table.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        found = layout.over_vocab(found.astype(dtype))
+        rows = table.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        rows = layout.over_vocab(rows.astype(dtype))
         if layout.width is None:
-            return found
-        return jax.lax.all_to_all(found, layout.width, split_axis=0, concat_axis=2, tiled=True)
+            return rows
+        return jax.lax.all_to_all(rows, layout.width, split_axis=0, concat_axis=2, tiled=True)
 
     inputs = layout.spec("vocab", "width"), layout.spec("rows", None)
     return layout.on_devices(local, inputs, layout.spec("rows", None, None))(table, tokens)
@@ -137,5 +133,5 @@ _look_up.defvjp(_forward, _backward)
 
 
 def _of_all_columns(layout: Layout, tokens: jax.Array) -> jax.Array:
-    """The tokens of all devices that hold columns of the same rows of the table."""
+    """Gather the tokens of all devices that hold columns of the same rows of the table."""
     return tokens if layout.width is None else jax.lax.all_gather(tokens, layout.width, tiled=True)

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from calibadv_jax.learner.batching import Rows, Sample, microbatches, token_weights
+from calibadv_jax.learner.batching import Rows, RowShape, Sample, microbatches, token_weights
 from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.packing import RowShape
 
 ROW, ROWS = 40, 8  # one shape for all cases: compiled once
 

@@ -8,14 +8,15 @@ import pytest
 
 from calibadv_jax.learner.batching import (
     Rows,
+    RowShape,
     Sample,
     content_of,
     microbatches,
     pack,
+    place,
     token_weights,
     weight_total,
 )
-from calibadv_jax.learner.packing import RowShape, place
 
 
 def make(length, trained, start=0):

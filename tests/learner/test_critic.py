@@ -13,7 +13,7 @@ from tiny_policy import NARROW
 
 from calibadv_jax.config import LearnerConfig, MeshConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
-from calibadv_jax.learner.batching import Rows, Sample, microbatches, token_weights
+from calibadv_jax.learner.batching import Rows, RowShape, Sample, microbatches, token_weights
 from calibadv_jax.learner.critic import (
     CriticLearner,
     ValueLoss,
@@ -22,8 +22,7 @@ from calibadv_jax.learner.critic import (
     learn_values,
     value_sample,
 )
-from calibadv_jax.learner.learner import init_params
-from calibadv_jax.learner.packing import RowShape
+from calibadv_jax.learner.learner import LearnerOptions, init_params
 from calibadv_jax.learner.step import sample_logprobs
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -109,7 +108,7 @@ def test_beside_adapters_it_has_adapters_of_its_own_and_the_same_base():
     critic, params = critic_of(policy), init_params(policy, mesh, 0)
     trained = flatten(critic.abstract_trained)
     assert set(trained) == set(flatten(policy.abstract_trained)) | {"value_head.kernel"}
-    learner = CriticLearner(critic, optax.adam(0.02), mesh, 4, row_length=16)
+    learner = CriticLearner(critic, optax.adam(0.02), mesh, LearnerOptions(4, row_length=16))
     state = learner.init(critic_params(critic, params, mesh))
     assert learner.base["embed"]["embedding"] is params["embed"]["embedding"]
     config = LearnerConfig(row_length=16, microbatch_rows=4, row_widths=1)
@@ -128,7 +127,7 @@ def test_it_learns_what_trajectories_are_worth(policy):
     """Values stand before the token that they are of, and training brings them to the returns."""
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
     critic = critic_of(policy)
-    learner = CriticLearner(critic, optax.adam(0.02), mesh, 4, row_length=16)
+    learner = CriticLearner(critic, optax.adam(0.02), mesh, LearnerOptions(4, row_length=16))
     state = learner.init(critic_params(critic, init_params(policy, mesh, 0), mesh))
     config = LearnerConfig(row_length=16, microbatch_rows=4, row_widths=1)
     trajectories = [trajectory(seed, score) for seed, score in enumerate((1.0, 0.0, 0.5))]

@@ -10,7 +10,7 @@ from tiny_policy import GROUPED
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import pack
-from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
@@ -41,11 +41,11 @@ def eight_devices():
 )
 def test_rows_are_shared_by_replicas_and_shards(policy, mesh, good, bad):
     mesh = make_mesh(MeshConfig(**mesh))
-    Learner(policy, optax.sgd(1.0), mesh, good)
+    Learner(policy, optax.sgd(1.0), mesh, LearnerOptions(good))
     with pytest.raises(
         UserError, match=f"is {bad}, but must be a multiple of .* = {good} .*set it to {good}"
     ):
-        Learner(policy, optax.sgd(1.0), mesh, bad)
+        Learner(policy, optax.sgd(1.0), mesh, LearnerOptions(bad))
 
 
 def test_replicas_make_the_step_of_one_device(policy):

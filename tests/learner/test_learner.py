@@ -11,7 +11,7 @@ from tiny_policy import GROUPED
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import Sample, pack, token_weights
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -51,7 +51,7 @@ def samples(count=9, seed=0):
 
 def sgd_step(policy, mesh, batch, rows, loss, seed=0):
     """One plain gradient step, so that parameters differ by exactly -gradient."""
-    learner = Learner(policy, optax.sgd(1.0), mesh, rows)
+    learner = Learner(policy, optax.sgd(1.0), mesh, LearnerOptions(rows))
     state = learner.init(init_params(policy, mesh, seed))
     before = jax.device_get(state["params"])
     state, metrics = learner.update(state, [batch], loss)
@@ -105,7 +105,7 @@ def test_optimizer_state_lives_where_its_parameter_lives(policy):
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
     for name in ("adamw", "muon"):
         optimizer = make_optimizer(OptimizerConfig(name=name), make_schedule(OptimizerConfig(), 10))
-        learner = Learner(policy, optimizer, mesh, 4)
+        learner = Learner(policy, optimizer, mesh, LearnerOptions(4))
         state = learner.init(init_params(policy, mesh, 0))
         kernel = state["params"]["layers"]["mlp"]["down"]["kernel"]
         moments = [
@@ -153,7 +153,7 @@ def test_gradient_of_masked_logprobs_is_exactly_zero(policy, one_device):
 def test_recomputed_logprobs_match_the_loss(policy, one_device):
     chosen = samples()
     batch = pack(chosen, 32)
-    learner = Learner(policy, optax.sgd(1.0), one_device, 4)
+    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(4))
     params = init_params(policy, one_device, 0)
     logprobs = learner.logprobs(params, batch)
     assert logprobs.shape == batch.tokens.shape
@@ -166,7 +166,7 @@ def test_non_finite_gradient_is_skipped(policy, one_device):
     batch = pack(samples(), 32)
     batch.advantages[0, 3] = np.nan
     batch.weights[0, 3] = 0.1
-    learner = Learner(policy, optax.adamw(0.1), one_device, 4)
+    learner = Learner(policy, optax.adamw(0.1), one_device, LearnerOptions(4))
     state = learner.init(init_params(policy, one_device, 0))
     before = jax.device_get(state)
     state, metrics = learner.update(state, [batch], LOSS)
@@ -177,7 +177,7 @@ def test_non_finite_gradient_is_skipped(policy, one_device):
 @pytest.mark.medium
 def test_on_policy_shortcut_equals_recomputing(policy, one_device):
     batch = pack(samples(), 32)
-    learner = Learner(policy, optax.sgd(1.0), one_device, 4)
+    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(4))
     batch.old_logprobs[:] = learner.logprobs(init_params(policy, one_device, 0), batch)
     config = LossConfig()
     shortcut, _ = sgd_step(policy, one_device, batch, 4, policy_gradient(config, on_policy=True))
@@ -201,9 +201,7 @@ def test_a_loss_without_entropy_bonus_does_not_pay_for_the_entropys_gradient(pol
             policy,
             optax.sgd(1.0),
             one_device,
-            4,
-            logprob_chunk=chunk,
-            entropy_gradient=entropy_gradient,
+            LearnerOptions(4, logprob_chunk=chunk, entropy_gradient=entropy_gradient),
         )
         return learner.lower_update(32, loss).cost_analysis()["flops"]
 
@@ -238,14 +236,14 @@ def test_rows_must_fill_the_mesh(policy):
     mesh = make_mesh(MeshConfig())
     words = "learner.microbatch_rows is 4, but must be a multiple of mesh.data x mesh.fsdp = 8 .*set it to 8"
     with pytest.raises(UserError, match=words):
-        Learner(policy, optax.sgd(1.0), mesh, 4)
+        Learner(policy, optax.sgd(1.0), mesh, LearnerOptions(4))
     with pytest.raises(UserError, match="sft.rows is 12, .*set it to 16"):
-        Learner(policy, optax.sgd(1.0), mesh, 12, rows_key="sft.rows")
+        Learner(policy, optax.sgd(1.0), mesh, LearnerOptions(12, rows_key="sft.rows"))
 
 
 @pytest.mark.medium
 def test_any_number_of_microbatches_is_computed_by_the_same_programs(policy, one_device):
-    learner = Learner(policy, optax.sgd(1.0), one_device, 1)
+    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(1))
     state = learner.init(init_params(policy, one_device, 0))
     for count in (3, 20, 9):
         state, _ = learner.update(state, [pack(samples(count), 32)], LOSS)
@@ -260,7 +258,7 @@ def test_rows_of_two_widths_in_one_update(policy, one_device):
     weights = token_weights(chosen, "token_mean")
     expected, told = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
     parts = [pack(chosen[:5], 32, weights=weights[:5]), pack(chosen[5:], 16 + 4, weights=weights[5:])]
-    learner = Learner(policy, optax.sgd(1.0), one_device, 2, row_length=40, logprob_chunk=8)
+    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(2, row_length=40, logprob_chunk=8))
     shapes = []
     values = learner._values
 

@@ -10,7 +10,7 @@ from tiny_policy import LLAMA3
 
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack
-from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.adapters import Adapters, joined
@@ -92,7 +92,9 @@ def torch_updates(model):
 
 def our_updates(policy, params, mesh):
     """The learner and its state after the updates."""
-    learner = Learner(policy, make_optimizer(OPTIMIZER, make_schedule(OPTIMIZER, 10)), mesh, mesh.size)
+    learner = Learner(
+        policy, make_optimizer(OPTIMIZER, make_schedule(OPTIMIZER, 10)), mesh, LearnerOptions(mesh.size)
+    )
     state = learner.init(params)
     for _ in range(UPDATES):
         state, metrics = learner.update(state, [pack(samples(), 48)], LOSS)

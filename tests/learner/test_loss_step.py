@@ -13,7 +13,7 @@ from tiny_policy import GROUPED
 
 from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
 from calibadv_jax.learner.batching import Sample, token_weights
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import on_policy_only, policy_gradient
 from calibadv_jax.learner.step import learn
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -113,7 +113,7 @@ def learners():
     """Of one policy, by their rows of a microbatch."""
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
     policy = Policy(architecture_from_hf(GROUPED | {"vocab_size": VOCAB}), Numerics())
-    return {rows: Learner(policy, optax.sgd(0.1), mesh, rows) for rows in (1, 4)}
+    return {rows: Learner(policy, optax.sgd(0.1), mesh, LearnerOptions(rows)) for rows in (1, 4)}
 
 
 def updated(learner, rows, loss_config):

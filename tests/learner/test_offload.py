@@ -10,7 +10,7 @@ from tiny_policy import NARROW
 
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, parts
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -24,7 +24,9 @@ LOSS = policy_gradient(LossConfig(), on_policy=True)
 def make_learner(name, offload, mesh):
     config = OptimizerConfig(name=name, lr=0.1, schedule="constant")
     policy = Policy(architecture_from_hf(NARROW), Numerics())
-    return Learner(policy, make_optimizer(config, make_schedule(config, 10)), mesh, 4, offload=offload)
+    return Learner(
+        policy, make_optimizer(config, make_schedule(config, 10)), mesh, LearnerOptions(4, offload=offload)
+    )
 
 
 def batch():

@@ -5,9 +5,19 @@ import itertools
 import numpy as np
 import pytest
 
-from calibadv_jax.learner import packing
-from calibadv_jax.learner.batching import Rows, Sample, pack, token_weights
-from calibadv_jax.learner.packing import RowShape, place, plan, row_shapes, row_widths, rows_at
+from calibadv_jax.learner import batching
+from calibadv_jax.learner.batching import (
+    Rows,
+    RowShape,
+    Sample,
+    pack,
+    place,
+    plan,
+    row_shapes,
+    row_widths,
+    rows_at,
+    token_weights,
+)
 
 
 def shapes(*widths, rows=2, cost=lambda width: 1.0):
@@ -144,8 +154,8 @@ def test_few_samples_are_laid_in_other_orders_too():
 
 def test_many_samples_are_laid_in_few_ways(monkeypatch):
     """2,560 trajectories a step took five seconds of planning; each way of laying takes 30 ms."""
-    laid, real = [], packing._laid
-    monkeypatch.setattr(packing, "_laid", lambda *a: laid.append(1) or real(*a))
+    laid, real = [], batching._laid
+    monkeypatch.setattr(batching, "_laid", lambda *a: laid.append(1) or real(*a))
     lengths = np.random.default_rng(0).integers(100, 16_384, 2_560).tolist()
     shapes = row_shapes(16_384, 8, 3, lambda width: 1.0 + width / 65_536)
     found = plan(lengths, shapes)

@@ -14,7 +14,7 @@ from calibadv_jax.contrib import probe
 from calibadv_jax.contrib.probe import BEGINNING, PROBE_TOKENS, prefixes, with_golden_logprobs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
@@ -27,7 +27,7 @@ TEMPERATURE = 0.5
 def learner():
     policy = Policy(architecture_from_hf(GROUPED | {"vocab_size": VOCAB}), Numerics())
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
-    return Learner(policy, optax.sgd(0.1), mesh, 2, TEMPERATURE)
+    return Learner(policy, optax.sgd(0.1), mesh, LearnerOptions(2, TEMPERATURE))
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,10 @@ from tiny_policy import GROUPED
 
 from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner.batching import Rows, Sample, token_weights
+from calibadv_jax.learner.batching import Rows, RowShape, Sample, SharedRows, token_weights, trees
 from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of, learn_values
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.packing import RowShape
-from calibadv_jax.learner.sharing import SharedRows, trees
 from calibadv_jax.learner.step import learn, sample_logprobs
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
@@ -73,7 +71,7 @@ def policy():
 
 def learner_of(policy, devices=1, **mesh):
     found = make_mesh(MeshConfig(**(mesh or {"fsdp": 1})), devices=jax.devices()[:devices])
-    return Learner(policy, optax.sgd(1.0), found, rows=mesh.get("fsdp", 1))
+    return Learner(policy, optax.sgd(1.0), found, LearnerOptions(mesh.get("fsdp", 1)))
 
 
 def stepped(learner, samples, config, loss):
@@ -167,7 +165,7 @@ def test_logprobs_of_trained_tokens_only(policy):
 @pytest.mark.medium
 def test_a_critic_learns_the_same(policy):
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
-    learner = CriticLearner(critic_of(policy), optax.sgd(1.0), mesh, 2)
+    learner = CriticLearner(critic_of(policy), optax.sgd(1.0), mesh, LearnerOptions(2))
     samples = [dataclasses.replace(one, old_logprobs=one.logprobs) for one in groups()]
     states = []
     for config in (CONFIG, SHARED):
@@ -206,7 +204,7 @@ def test_a_kernel_that_cannot_share_is_named(policy):
     splash = Policy(policy.architecture, numerics)
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
     with pytest.raises(UserError, match="policy.attention is splash, .* set it to xla or cudnn"):
-        Learner(splash, optax.sgd(1.0), mesh, 1, shares_prefixes=True)
+        Learner(splash, optax.sgd(1.0), mesh, LearnerOptions(1, shares_prefixes=True))
 
 
 @pytest.mark.parametrize("widths", [[ROW], [ROW, ROW // 2]])

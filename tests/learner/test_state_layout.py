@@ -12,7 +12,7 @@ from tiny_policy import NARROW
 
 from calibadv_jax.config import MeshConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -39,7 +39,7 @@ def policy():
 def test_parameters_and_moments_are_split_over_the_mesh(policy, name):
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
     config = OptimizerConfig(name=name)
-    learner = Learner(policy, make_optimizer(config, make_schedule(config, 10)), mesh, 4)
+    learner = Learner(policy, make_optimizer(config, make_schedule(config, 10)), mesh, LearnerOptions(4))
     state = learner.init(init_params(policy, mesh, 0))
     sizes = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf.size
@@ -65,7 +65,7 @@ def test_parameters_and_moments_are_split_over_the_mesh(policy, name):
 def test_logprobs_and_loss_are_those_of_the_temperature(policy):
     """Against the decoder's logits, in a row that the chunk does not divide."""
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
-    learner = Learner(policy, optax.sgd(0.5), mesh, 1, temperature=0.5, logprob_chunk=4)
+    learner = Learner(policy, optax.sgd(0.5), mesh, LearnerOptions(1, temperature=0.5, logprob_chunk=4))
     params = init_params(policy, mesh, 0)
     params["embed"]["embedding"] = params["embed"]["embedding"] * 30  # far from uniform
     tokens = np.random.default_rng(0).integers(0, 16, 7).astype(np.int32)

@@ -12,7 +12,7 @@ from tiny_policy import GROUPED
 
 from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
 from calibadv_jax.learner.batching import Sample, pack
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import TOKEN_METRICS, on_policy_only, policy_gradient
 from calibadv_jax.learner.step import learn, sample_logprobs
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -32,7 +32,12 @@ def policy_loss(on_policy, **changes):
 def learner():
     config = GROUPED | {"vocab_size": VOCAB}
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
-    return Learner(Policy(architecture_from_hf(config), Numerics()), optax.sgd(0.1, momentum=0.5), mesh, 2)
+    return Learner(
+        Policy(architecture_from_hf(config), Numerics()),
+        optax.sgd(0.1, momentum=0.5),
+        mesh,
+        LearnerOptions(2),
+    )
 
 
 @pytest.fixture
@@ -126,7 +131,7 @@ def test_a_step_without_any_advantage_moves_by_momentum_only(learner, state):
 def test_the_entropy_of_a_step_is_that_of_the_tokens_that_were_computed(learner, state, aggregation):
     """Mini-batches of one sample, some of which compute nothing."""
     loss, every = policy_loss(True, aggregation=aggregation), samples()
-    frozen = Learner(learner.policy, optax.sgd(0.0), learner.mesh, 2)
+    frozen = Learner(learner.policy, optax.sgd(0.0), learner.mesh, LearnerOptions(2))
 
     def start():
         return frozen.init(init_params(learner.policy, learner.mesh, 0))

@@ -7,9 +7,8 @@ import pytest
 
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
-from calibadv_jax.learner.batching import Sample
+from calibadv_jax.learner.batching import Sample, place
 from calibadv_jax.learner.losses import on_policy_only, policy_gradient
-from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import learn, make_sample, mini_batches
 
 QUESTION = Question("q", "?", ("x",), "test")

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from calibadv_jax.config import LossConfig, MeshConfig
-from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
@@ -27,7 +27,9 @@ def test_temporary_memory_is_linear_in_the_row_length():
     numerics = Numerics(compute_dtype=jnp.bfloat16, remat="full", attention_chunk=256)
     policy = Policy(architecture_from_hf(config), numerics)
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
-    learner = Learner(policy, optax.adam(1e-3), mesh, 1, logprob_chunk=256, entropy_gradient=False)
+    learner = Learner(
+        policy, optax.adam(1e-3), mesh, LearnerOptions(1, logprob_chunk=256, entropy_gradient=False)
+    )
     loss = policy_gradient(LossConfig(), on_policy=True)
     lengths = (2048, 8192, 32768)
     short, middle, long = (

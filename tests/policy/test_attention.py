@@ -11,10 +11,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 from rounding import close_in_norm
 
 from calibadv_jax.config import MeshConfig, PolicyConfig
-from calibadv_jax.policy.attention import packed_attention
 from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
 from calibadv_jax.policy.sharding import MESH_AXES, make_mesh
-from calibadv_jax.policy.transformer import Numerics
+from calibadv_jax.policy.transformer import Numerics, packed_attention
 
 KERNELS = {
     "xla": lambda *rows: packed_attention(*rows, "xla", 1024),
@@ -126,7 +125,8 @@ def test_blocks_of_other_branches_are_not_visited():
 def test_a_mesh_computes_the_same_also_with_fewer_key_value_heads_than_devices(kernel, tensor, monkeypatch):
     """Gradients too. Splash is interpreted; the XLA kernel works in blocks."""
     monkeypatch.setattr(
-        "calibadv_jax.policy.attention.splash_attention", functools.partial(splash_attention, interpret=True)
+        "calibadv_jax.policy.transformer.splash_attention",
+        functools.partial(splash_attention, interpret=True),
     )
     q, k, v, segments = rows(9, 40, batch=8)
 

@@ -7,8 +7,7 @@ import pytest
 from flax import nnx
 from rounding import close_in_norm
 
-from calibadv_jax.policy.kernels.cpu_products import rows_product
-from calibadv_jax.policy.kernels.elementwise import RMSNorm, gated
+from calibadv_jax.policy.kernels.custom_gradients import RMSNorm, gated, rows_product
 from calibadv_jax.policy.transformer import Numerics
 
 

@@ -69,7 +69,7 @@ def test_only_wanted_tokens_are_computed(policy, inputs, share):
         decoder = policy.merge(params)
         if chunk:
             holes = jnp.where(wanted[..., None], hidden, jnp.nan)
-            found = token_logprobs(decoder, holes, targets, TEMPERATURE, chunk, wanted=wanted)
+            found = token_logprobs(decoder, holes, targets, TEMPERATURE, chunk, used=wanted)
         else:
             found = token_logprobs(decoder, hidden, targets, TEMPERATURE, LENGTH)
         logprobs, entropies = (jnp.where(wanted, values, 0.0) for values in found)

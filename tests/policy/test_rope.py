@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.rotary import inverse_frequencies
+from calibadv_jax.policy.transformer import inverse_frequencies
 
 SCALING = {
     "rope_type": "llama3",

@@ -49,7 +49,7 @@ def objective(policy, chunk):
         decoder = policy.merge(params)
         if chunk:
             found = look_up(params["embed"]["embedding"], tokens, jnp.float32)
-            logprobs, entropies = token_logprobs(decoder, hidden, targets, 0.7, chunk, wanted=wanted)
+            logprobs, entropies = token_logprobs(decoder, hidden, targets, 0.7, chunk, used=wanted)
         else:
             found = params["embed"]["embedding"][tokens]
             every = jax.nn.log_softmax(decoder.logits(hidden) / 0.7, axis=-1)
