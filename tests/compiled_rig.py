@@ -11,13 +11,13 @@ from calibadv_jax.sampler.sampling import sample_tokens
 
 def computations(text):
     """Name -> lines of every computation of a compiled program."""
-    found, name = {}, ""
+    parts, name = {}, ""
     for line in text.splitlines():
         head = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
         if head:
             name = head[1]
-        found.setdefault(name, []).append(line)
-    return found
+        parts.setdefault(name, []).append(line)
+    return parts
 
 
 def collectives(text, kind):
@@ -35,13 +35,13 @@ def collectives(text, kind):
         if inner <= loops:
             break
         loops |= inner
-    found = []
+    shapes = []
     for name, lines in parts.items():
         for line in lines:
             match = re.search(rf"= (.*?) {kind}(?:-start)?\(", line)
             if match:
-                found += [(name in loops, shape) for shape in re.findall(r"\w+\[[\d,]*\]", match[1])]
-    return found
+                shapes += [(name in loops, shape) for shape in re.findall(r"\w+\[[\d,]*\]", match[1])]
+    return shapes
 
 
 MOVES = ("bitcast", "copy", "copy-done", "copy-start", "get-tuple-element", "reshape", "transpose")

@@ -30,17 +30,17 @@ from calibadv_jax.learner.learner import Learner
 from calibadv_jax.policy.kernels import custom_gradients
 
 
-def close_in_norm(found: Any, expected: Any, relative: float = 1e-5) -> None:
+def close_in_norm(actual: Any, expected: Any, relative: float = 1e-5) -> None:
     """Two trees are equal but for rounding: no leaf is further off than `relative` of the whole tree's norm.
 
     Of the whole tree and not of the leaf: some gradients are zero but for rounding, that of a key's bias
     for one. Float32 keeps 6e-8 of a number; the default leaves room for sums of a few hundred.
     """
-    pairs = jax.tree.map(lambda *leaves: [np.asarray(leaf, np.float64) for leaf in leaves], found, expected)
+    pairs = jax.tree.map(lambda *leaves: [np.asarray(leaf, np.float64) for leaf in leaves], actual, expected)
     pairs = dict(jax.tree_util.tree_leaves_with_path(pairs, is_leaf=lambda node: isinstance(node, list)))
     norm = np.sqrt(sum(np.sum(other**2) for _, other in pairs.values()))
     allowed = relative * (norm or 1.0)
-    apart = {name: np.linalg.norm(one - other) for name, (one, other) in pairs.items()}
+    apart = {name: np.linalg.norm(leaf - other) for name, (leaf, other) in pairs.items()}
     far = {jax.tree_util.keystr(name): gap for name, gap in apart.items() if not gap <= allowed}  # NaN too
     assert not far, f"of norm {norm:.3g}, further off than {allowed:.3g}: {far}"
 

@@ -44,7 +44,7 @@ def test_switches(pair, switches, expected):
     np.testing.assert_allclose(by_turn(pair, **switches), expected, rtol=1e-12)
 
 
-def test_all_wrong_group_is_zero_and_not_a_crash(build):
+def test_all_wrong_group_is_zero(build):
     group = build.group(*[(0.0, True, [build.turn(documents=["a"]), build.turn("answer")])] * 3)
     assert by_turn(group) == [[0.0, 0.0]] * 3
 
@@ -63,7 +63,7 @@ def test_one_sided_group_zeroes_answers_and_keeps_searches(build, soft_penalty, 
     np.testing.assert_allclose(turns[0], [A, 0.0])
 
 
-def test_trajectory_without_sampled_token_is_skipped_but_its_score_counts(build):
+def test_score_of_trajectory_without_tokens_counts(build):
     empty = (0.0, False, [build.turn(num_tokens=0, num_observed=2)])
     none = (0.0, False, [])
     winner = (1.0, True, [build.turn(documents=["a"]), build.turn("answer")])
@@ -78,7 +78,7 @@ def test_trajectory_without_sampled_token_is_skipped_but_its_score_counts(build)
     assert result.metrics["advantage/skipped_trajectories"] == 2
 
 
-def test_a_trajectory_that_ends_in_a_search_is_balanced_there_and_not_softened(build):
+def test_final_search_is_balanced_and_not_softened(build):
     group = build.group(
         (1.0, True, [build.turn(documents=["a", "b"]), build.turn("answer")]),
         (0.0, True, [build.turn(documents=["a"]), build.turn(documents=["b"], num_tokens=2)]),
@@ -127,7 +127,7 @@ def test_variants(pair, switches, expected):
     np.testing.assert_allclose(by_turn(pair, **switches), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_searches_that_everybody_gets_right_are_not_praised(build):
+def test_always_correct_searches_get_nothing(build):
     group = build.group(
         (1.0, True, [build.turn(documents=["a"]), build.turn(documents=["b"]), build.turn("answer")]),
         (0.0, True, [build.turn(documents=["a"]), build.turn(documents=["x"]), build.turn("answer")]),
@@ -136,7 +136,7 @@ def test_searches_that_everybody_gets_right_are_not_praised(build):
     np.testing.assert_allclose(by_turn(group), [[A, A, A], [0, -A, -A]])
 
 
-def test_a_step_may_be_balanced_as_a_whole(build):
+def test_step_balanced_as_a_whole(build):
     def answers(question_id, *scores):
         return build.group(
             *((score, True, [build.turn("answer")]) for score in scores), question_id=question_id
@@ -163,9 +163,9 @@ def test_a_step_may_be_balanced_as_a_whole(build):
         ({"adjust": "clip"}, "cut at 1 (lambda) × the mean positive one"),
     ],
 )
-def test_describe_names_every_variant(switches, said):
-    assert said in "\n".join(describe(AdvantageConfig(**switches)))
-    assert said not in "\n".join(describe(AdvantageConfig()))
+def test_describe_names_every_variant(switches, phrase):
+    assert phrase in "\n".join(describe(AdvantageConfig(**switches)))
+    assert phrase not in "\n".join(describe(AdvantageConfig()))
 
 
 @pytest.mark.parametrize(("documents", "left"), [("axy", 0.0), ("axyz", -0.75 * A)])

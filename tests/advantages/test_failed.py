@@ -38,21 +38,21 @@ def broken_off(build):
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("place", [0, 2, 3])
-def test_the_others_get_what_they_would_get_alone(build, config, place):
+def test_failed_trajectory_changes_no_other(build, config, place):
     whole = build.group(*members(build))
     rows = members(build)
     rows.insert(place, broken_off(build))
     (expected,) = compute_advantages([whole], config).advantages
     result = compute_advantages([fail(build.group(*rows), place)], config)
     (got,) = result.advantages
-    for one, other in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for values, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(values, other)
     assert any(values.any() for values in got)
     assert result.metrics == compute_advantages([whole], config).metrics
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_one_that_is_left_alone_has_nothing_to_be_compared_with(build, config):
+def test_only_survivor_of_a_group_gets_zero(build, config):
     result = compute_advantages([fail(build.group(*members(build)), 1, 2)], config)
     assert [len(values) for values in result.advantages[0]] == [5]
     assert not result.advantages[0][0].any()
@@ -61,7 +61,7 @@ def test_one_that_is_left_alone_has_nothing_to_be_compared_with(build, config):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_group_of_which_nothing_is_left(build, config):
+def test_group_of_failed_trajectories_is_empty(build, config):
     gone, whole = fail(build.group(*members(build)), 0, 1, 2), build.group(*members(build))
     result = compute_advantages([gone, whole], config)
     assert result.advantages[0] == []
@@ -69,6 +69,6 @@ def test_a_group_of_which_nothing_is_left(build, config):
     assert all(np.isfinite(value) for value in result.metrics.values())
 
 
-def test_a_score_of_one_that_failed_may_be_anything(build):
+def test_failed_trajectory_may_have_any_score(build):
     rows = [*members(build), (float("nan"), False, [])]
     assert len(compute_advantages([fail(build.group(*rows), 3)], AdvantageConfig()).advantages[0]) == 3

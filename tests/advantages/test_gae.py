@@ -32,13 +32,13 @@ def test_published_values(shared):
 
         rewards, values = sampled(case["inputs"]["rewards"]), sampled(case["inputs"]["values"])
         settings = case["settings"]
-        found = [
+        advantages = [
             token_advantages(*row, settings["gamma"], settings["lam"])
             for row in zip(rewards, values, strict=True)
         ]
-        returns = [one + value for one, value in zip(found, values, strict=True)]
-        for ours, theirs in ((returns, "returns"), (whitened(*found), "advantages")):
-            for row, expected in zip(ours, sampled(case["expected"][theirs]), strict=True):
+        returns = [own + value for own, value in zip(advantages, values, strict=True)]
+        for ours, key in ((returns, "returns"), (whitened(*advantages), "advantages")):
+            for row, expected in zip(ours, sampled(case["expected"][key]), strict=True):
                 np.testing.assert_allclose(row, expected, rtol=1e-6, atol=1e-7, err_msg=case["name"])
 
 
@@ -75,7 +75,7 @@ def test_lambda_1_is_the_score_less_the_value(build):
     np.testing.assert_allclose(returns, 0.7)
 
 
-def test_the_calibration_moves_all_tokens_of_a_turn_alike(build):
+def test_calibration_moves_tokens_of_a_turn_alike(build):
     """A search of silver documents in a losing trajectory: its mean becomes 0, its tokens stay apart."""
     right = [
         replace(build.turn(documents="a", num_tokens=2), values=np.zeros(2, np.float32)),
@@ -95,7 +95,7 @@ def test_the_calibration_moves_all_tokens_of_a_turn_alike(build):
     assert eased.credits[0].softened[1].tolist() == [True, False]
 
 
-def test_without_a_critics_values_it_says_so_in_one_line(build):
+def test_missing_critic_values_are_refused(build):
     group = build.group((1.0, True, [replace(build.turn(), values=None)]))
     with pytest.raises(
         UserError, match="no values of a critic were kept, and gae cannot do without"
@@ -124,10 +124,12 @@ def test_properties(build, members, discount, decay, random):
         )
 
     def sampled(group):
-        found = compute_advantages([group], config).advantages[0]
-        for one, values in zip(group.trajectories, found, strict=True):
-            assert not values[~one.mask].any()
-        return [values[one.mask] for one, values in zip(group.trajectories, found, strict=True)]
+        advantages = compute_advantages([group], config).advantages[0]
+        for trajectory, values in zip(group.trajectories, advantages, strict=True):
+            assert not values[~trajectory.mask].any()
+        return [
+            values[trajectory.mask] for trajectory, values in zip(group.trajectories, advantages, strict=True)
+        ]
 
     plain = sampled(group_of(members))
     np.testing.assert_equal(sampled(group_of(members, lambda count: 0)), plain)
@@ -135,15 +137,15 @@ def test_properties(build, members, discount, decay, random):
     moved = sampled(group_of([members[index] for index in order]))
     np.testing.assert_equal(moved, [plain[index] for index in order])
     joined = [(score, [(sum((values for values, _ in turns), []), 0)]) for score, turns in members]
-    for one, other in zip(sampled(group_of(joined)), plain, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for values, other in zip(sampled(group_of(joined)), plain, strict=True):
+        np.testing.assert_allclose(values, other, rtol=1e-5, atol=1e-6)
     tokens = np.concatenate(plain)
     if len(tokens) > 1 and np.ptp(tokens):
         assert tokens.mean() == pytest.approx(0, abs=1e-5)
 
 
-def test_a_step_of_several_groups_is_whitened_together(build):
-    one, other = (build.group((score, True, [turn(build, "answer", [0.0])])) for score in (1.0, 0.0))
-    found = compute_advantages([one, other], PLAIN).advantages
-    assert found[0][0][0] == -found[1][0][0] == pytest.approx(2**-0.5)
-    assert isinstance(one, Group)
+def test_groups_of_a_step_are_whitened_together(build):
+    first, other = (build.group((score, True, [turn(build, "answer", [0.0])])) for score in (1.0, 0.0))
+    advantages = compute_advantages([first, other], PLAIN).advantages
+    assert advantages[0][0][0] == -advantages[1][0][0] == pytest.approx(2**-0.5)
+    assert isinstance(first, Group)

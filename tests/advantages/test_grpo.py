@@ -30,12 +30,12 @@ def test_ties_are_exactly_zero(build, size, score):
     assert raw(build, *[score] * size) == [0.0] * size
 
 
-def test_group_of_one_has_mean_zero_and_std_one(build):
+def test_group_of_one_keeps_its_score(build):
     assert raw(build, 0.6) == [0.6 / (1 + 1e-6)]
     assert raw(build) == []
 
 
-def test_every_sampled_token_carries_the_trajectory_and_observations_nothing(build):
+def test_sampled_tokens_carry_the_trajectorys_advantage(build):
     group = build.group(
         (1.0, True, [build.turn(num_tokens=2, num_observed=3), build.turn("answer", num_tokens=1)]),
         (0.0, False, [build.turn("invalid", num_tokens=2, num_observed=1), build.turn("unfinished")]),

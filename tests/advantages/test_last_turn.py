@@ -13,7 +13,7 @@ def winner(build):
 
 @pytest.mark.parametrize("num_empty", [0, 1, 2])
 @pytest.mark.parametrize("rebalance", [False, True])
-def test_a_search_before_an_empty_end_is_not_softened(build, num_empty, rebalance):
+def test_search_before_empty_turns_is_not_softened(build, num_empty, rebalance):
     empty = [build.turn("unfinished", num_tokens=0)] * num_empty
     lost = [build.turn(documents=["a"], num_tokens=4), *empty]
     group = build.group(winner(build), (0.0, True, lost))
@@ -27,7 +27,7 @@ def test_a_search_before_an_empty_end_is_not_softened(build, num_empty, rebalanc
 
 
 @pytest.mark.parametrize("num_empty", [0, 1])
-def test_a_search_before_the_last_sampled_turn_is_softened(build, num_empty):
+def test_search_before_last_sampled_turn_is_softened(build, num_empty):
     empty = [build.turn("unfinished", num_tokens=0)] * num_empty
     lost = [build.turn(documents=["a"], num_tokens=4), build.turn("answer", num_tokens=2), *empty]
     group = build.group(winner(build), (0.0, True, lost))

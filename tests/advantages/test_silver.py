@@ -44,7 +44,7 @@ def test_repetition_is_strictly_above_half(first, second, expected):
     assert is_repetition(first.split(), second.split()) is expected
 
 
-def test_only_the_best_valid_trajectories_above_the_threshold_count(build):
+def test_silver_needs_best_valid_trajectories(build):
     group = build.group(
         (0.9, True, [build.turn(documents=["a", "b", "b"]), build.turn("answer")]),
         (0.9, True, [build.turn(documents=["a"]), build.turn(documents=["a"]), build.turn("answer")]),
@@ -57,14 +57,14 @@ def test_only_the_best_valid_trajectories_above_the_threshold_count(build):
 
 
 @pytest.mark.parametrize(("largest", "score"), [(2.0, 1.4), (0.5, 0.35), (1.0, 0.7)])
-def test_silver_threshold_is_a_share_of_the_largest_reward(build, largest, score):
+def test_silver_threshold_is_relative_to_largest_reward(build, largest, score):
     for given, expected in ((score, {"a": 1.0}), (score - 0.01, {})):
         group = build.group((given, True, [build.turn(documents=["a"]), build.turn("answer")]))
         group.trajectories[0].max_score = largest
         assert silver_documents(group, 0.7) == expected
 
 
-def test_a_weight_is_the_share_of_the_largest_count_not_of_the_best_trajectories(build):
+def test_silver_weight_is_relative_to_largest_count(build):
     """Three of the best: two saw a, one saw b, and nobody saw what all saw."""
     group = build.group(
         (0.9, True, [build.turn(documents=["a"]), build.turn("answer")]),
@@ -74,7 +74,7 @@ def test_a_weight_is_the_share_of_the_largest_count_not_of_the_best_trajectories
     assert silver_documents(group, 0.7) == {"a": 1.0, "b": 0.5}
 
 
-def test_an_invalid_trajectory_with_the_best_score_leaves_no_silver_set(build):
+def test_invalid_best_trajectory_leaves_no_silver(build):
     """The best score is that of the whole group; no valid trajectory reaches it here."""
     group = build.group(
         (1.0, False, [build.turn(documents=["a"]), build.turn("answer")]),
@@ -121,7 +121,7 @@ def test_search_without_documents_has_correctness_zero(build, how):
     assert turn_correctness(group.trajectories[1], silver, how) == [0.0, 0.0]
 
 
-def test_a_worthless_turn_stays_in_the_history(build):
+def test_worthless_turn_stays_in_the_history(build):
     turns = [
         build.turn(think="x", documents=["y"]),  # nothing silver
         build.turn(think="one two three", documents=["a"]),
@@ -134,7 +134,7 @@ def test_a_worthless_turn_stays_in_the_history(build):
     np.testing.assert_allclose(turn_correctness(trajectory, silver, "fraction"), [0, 1, 0, 0.5, 0])
 
 
-def test_a_judgement_says_what_is_repeated_and_what_was_found(build):
+def test_judgement_names_repetition_and_silver(build):
     """The first earlier turn counts, documents before thinks, and turns of any kind are earlier ones."""
     turns = [
         build.turn("invalid", think="one two three"),
@@ -145,9 +145,17 @@ def test_a_judgement_says_what_is_repeated_and_what_was_found(build):
     ]
     (trajectory,) = build.group((0.0, True, turns)).trajectories
     judged = judge_turns(trajectory, dict.fromkeys("abc", 1.0), "fraction")
-    assert [one.repeated for one in judged] == [None, "think of turn 1", "documents of turn 2", None, None]
-    assert [one.found_silver for one in judged] == [(), ("a", "b"), ("c",), (), ()]
-    assert [one.correctness for one in judged] == [0] * 5
+    assert [judgement.repeated for judgement in judged] == [
+        None,
+        "think of turn 1",
+        "documents of turn 2",
+        None,
+        None,
+    ]
+    assert [judgement.found_silver for judgement in judged] == [(), ("a", "b"), ("c",), (), ()]
+    assert [judgement.correctness for judgement in judged] == [0] * 5
     judged = judge_turns(trajectory, {"d": 0.5}, "max")
     assert judged[3].found_silver == ("d",) and judged[3].correctness == 0.5
-    assert {one.repeated for one in judge_turns(trajectory, {}, "max")} == {None}  # nothing is judged
+    assert {judgement.repeated for judgement in judge_turns(trajectory, {}, "max")} == {
+        None
+    }  # nothing is judged

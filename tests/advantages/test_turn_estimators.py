@@ -23,10 +23,10 @@ def turns_of(name, group, **settings):
     return [turns.tolist() for turns in credit.turns]
 
 
-def close(found, expected):
-    assert [len(one) for one in found] == [len(one) for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+def close(actual, expected):
+    assert [len(turns) for turns in actual] == [len(turns) for turns in expected]
+    for turns, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(turns, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
@@ -41,20 +41,20 @@ def searching(build):
             )
         )
         asked = made.question.__class__("q", "?", ("gold",), "test", **question)
-        for one in made.trajectories:
-            one.question = asked
-        for one, values in zip(made.trajectories, golden or [], strict=bool(golden)):
-            for turn, value in zip(one.turns, values, strict=True):
+        for trajectory in made.trajectories:
+            trajectory.question = asked
+        for trajectory, values in zip(made.trajectories, golden or [], strict=bool(golden)):
+            for turn, value in zip(trajectory.turns, values, strict=True):
                 turn.golden_logprobs = {"current": math.log(value), "initial": value}
         return Group(asked, made.trajectories)
 
     return searching
 
 
-def test_gigpo_compares_turns_before_which_the_same_was_shown(searching):
+def test_gigpo_compares_turns_after_equal_observations(searching):
     group = searching((1.0, ["x"]), (0.0, ["x"]), (0.0, ["y"]))
-    for one, shown in zip(group.trajectories, (1, 1, 2), strict=True):
-        one.turns[0].observation_ids = np.array([shown], np.int32)
+    for trajectory, shown in zip(group.trajectories, (1, 1, 2), strict=True):
+        trajectory.turns[0].observation_ids = np.array([shown], np.int32)
     # Returns 1/2 and 0 after the prompt, 1 and 0 after the first observation; the other one is alone.
     whole = [2 / 3, -1 / 3, -1 / 3]
     expected = [[whole[0] + 1 / 3, whole[0] + 1 / 2], [whole[1] - 1 / 6, whole[1] - 1 / 2]]
@@ -67,13 +67,13 @@ def test_gigpo_compares_turns_before_which_the_same_was_shown(searching):
     )
 
 
-def test_the_first_state_is_no_empty_observation(searching):
+def test_first_state_is_no_empty_observation(searching):
     """The second turn of the first trajectory saw nothing new; its peers are no first turns."""
     group = searching((1.0, [[]]), (0.0, []))
     close(turns_of("gigpo", group), [[1.0, 0.5], [-1.0]])
 
 
-def test_mt_grpo_praises_turns_that_show_a_golden_answer(searching):
+def test_mt_grpo_rewards_turns_with_golden_answers(searching):
     group = searching((1.0, ["a", "b"]), (0.0, ["c", "d"]), (0.5, ["e"]))
     first = group.trajectories[0].turns[0]
     first.documents = (Document("a", "The Gold!", "of it"), Document("z", "", ""))
@@ -81,7 +81,7 @@ def test_mt_grpo_praises_turns_that_show_a_golden_answer(searching):
     close(turns_of("mt_grpo", group), [[0.5 + 2 / 3, 0.5, 0.5], [-0.5 - 1 / 3] + [-0.5] * 2, [-1 / 3, 0.0]])
 
 
-def test_stepsearch_pays_new_wanted_documents_and_charges_those_seen(searching):
+def test_stepsearch_rewards_new_target_documents(searching):
     group = searching(
         (1.0, [["s", "x"], ["t", "x"]]),  # 1/2, then 1/2 - 1/2
         (0.0, [["x", "y"], ["x", "y"]]),  # 0, then -1
@@ -104,16 +104,19 @@ def test_igpo_standardises_gains_and_scores_together(searching):
     rewards = np.array([0.5, -0.25, 1.0, 0.25, 0.0])
     spread = (rewards - rewards.mean()) / rewards.std(ddof=1)
     for discount in (1.0, 0.5):
-        one = [spread[0] + discount * (spread[1] + discount * spread[2]), spread[1] + discount * spread[2]]
-        expected = [[*one, spread[2]], [spread[3] + discount * spread[4], spread[4]]]
+        first_turns = [
+            spread[0] + discount * (spread[1] + discount * spread[2]),
+            spread[1] + discount * spread[2],
+        ]
+        expected = [[*first_turns, spread[2]], [spread[3] + discount * spread[4], spread[4]]]
         close(turns_of("igpo", group, discount=discount, normalize_std=True), expected)
 
 
-def test_a2tgpo_compares_gains_of_one_number_and_divides_by_the_root_of_the_terms(searching):
+def test_a2tgpo_compares_gains_of_one_number(searching):
     group = searching((1.0, [[], []]), (0.0, [[], []]), golden=[[0.25, 0.75, 0.5], [0.25, 0.5, 0.75]])
     first, second = (0.5 - 0.25) / 2, (-0.25 - 0.25) / 2
     part = [(first + second) / math.sqrt(2), second, 0.0]
-    close(turns_of("a2tgpo", group), [[0.5 + one for one in part], [-0.5 - one for one in part]])
+    close(turns_of("a2tgpo", group), [[0.5 + value for value in part], [-0.5 - value for value in part]])
 
 
 def test_tips_sums_the_initial_policys_gains(searching):
@@ -122,7 +125,7 @@ def test_tips_sums_the_initial_policys_gains(searching):
     part = [(sums[0][k] - sums[1][k]) / 2 for k in (0, 1)] + [0.0]
     close(
         turns_of("tips", group, discount=0.5),
-        [[0.5 + one for one in part], [-0.5 - one for one in part]],
+        [[0.5 + value for value in part], [-0.5 - value for value in part]],
     )
 
 
@@ -145,7 +148,7 @@ def test_equal_trajectories_get_exactly_nothing(searching, name):
 @pytest.mark.parametrize(
     ("name", "policy"), [("igpo", "current"), ("a2tgpo", "current"), ("tips", "initial")]
 )
-def test_what_was_not_kept_is_one_line(searching, name, policy):
+def test_missing_golden_logprobs_are_refused(searching, name, policy):
     group = searching((1.0, [["a"]]), (0.0, []))
     group.trajectories[0].turns[1].golden_logprobs.pop(policy)
     with pytest.raises(
@@ -155,7 +158,7 @@ def test_what_was_not_kept_is_one_line(searching, name, policy):
     assert turns_of("mt_grpo", group)
 
 
-def test_what_is_probed_follows_the_estimator():
+def test_probes_follow_the_estimator():
     assert AdvantageConfig().probed == ()
     assert AdvantageConfig(name="igpo").probed == AdvantageConfig(base="a2tgpo").probed == ("current",)
     assert AdvantageConfig(name="tips", probes=["current"]).probed == ("current", "initial")
@@ -164,12 +167,12 @@ def test_what_is_probed_follows_the_estimator():
     assert not any("golden answers:" in line for line in describe(AdvantageConfig(name="mt_grpo")))
 
 
-def test_the_steps():
+def test_discounted_sums_and_standardised_groups():
     assert to_go(np.array([1.0, 2.0, 4.0]), 0.5).tolist() == [3.0, 4.0, 4.0]
     assert to_go(np.zeros(0), 0.5).tolist() == []
     values = [np.array([1.0, 5.0]), np.array([3.0])]
     config = AdvantageConfig(normalize_std=False)
-    assert [one.tolist() for one in standardised(values, ["ab", "a"], config)] == [[-1, 0], [1]]
+    assert [turns.tolist() for turns in standardised(values, ["ab", "a"], config)] == [[-1, 0], [1]]
 
 
 def test_stepsearch_subtracts_the_share_of_documents_shown_before(searching):

@@ -26,7 +26,7 @@ def make(length, trained, start=0):
     return Sample(tokens, mask, tokens.astype(np.float32), -tokens.astype(np.float32))
 
 
-def test_every_sample_is_found_again_where_it_was_placed():
+def test_packed_samples_lie_at_their_placements():
     samples = [make(n, 2, 100 * i) for i, n in enumerate([5, 9, 3, 7, 4])]
     batch = pack(samples, 12)
     placements, rows = place([5, 9, 3, 7, 4], 12)
@@ -56,7 +56,7 @@ def test_sequence_mean_weights_every_trained_trajectory_alike():
     np.testing.assert_allclose([w.sum() for w in weights], [0.5, 0.5, 0.0])
 
 
-def test_what_lies_in_rows_is_taken_back():
+def test_rows_return_values_by_sample():
     samples = [make(n, 2, 10 * i) for i, n in enumerate([5, 9, 3])]
     rows = Rows(samples, [RowShape(12, 1)])
     (batch,) = rows.batches()
@@ -67,7 +67,7 @@ def test_what_lies_in_rows_is_taken_back():
         np.testing.assert_array_equal(values[1:], sample.logprobs[1:])
 
 
-def test_microbatches_hold_all_rows_in_order_and_empty_ones_at_the_end():
+def test_microbatches_keep_order_and_pad_the_end():
     batch = pack([make(10, 1, 100 * index) for index in range(5)], 10)
     split = list(microbatches(batch, 2))
     assert [part.tokens.shape for part in split] == [(2, 10)] * 3

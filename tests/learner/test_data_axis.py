@@ -50,12 +50,12 @@ def test_rows_are_shared_by_replicas_and_shards(policy, mesh, good, bad):
 
 def test_replicas_make_the_step_of_one_device(policy):
     batch = pack(samples(9), 32)
-    one = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    single = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
     many = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    (alone, told), (shared, heard) = (
-        sgd_step(policy, mesh, batch, rows, LOSS) for mesh, rows in ((one, 4), (many, 4))
+    (alone, alone_metrics), (shared, shared_metrics) = (
+        sgd_step(policy, mesh, batch, rows, LOSS) for mesh, rows in ((single, 4), (many, 4))
     )
     close_in_norm(alone, shared)
-    assert told.keys() == heard.keys()
-    for name, value in told.items():
-        assert heard[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert alone_metrics.keys() == shared_metrics.keys()
+    for name, value in alone_metrics.items():
+        assert shared_metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name

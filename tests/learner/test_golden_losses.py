@@ -88,7 +88,7 @@ CORRECTIONS = {  # those whose masked tokens leave the mean are scaled to ours, 
 
 def config_of(case: dict) -> LossConfig:
     given = case["settings"]
-    keys = {ours: given[theirs] for theirs, ours in KEYS.items() if theirs in given}
+    keys = {ours: given[key] for key, ours in KEYS.items() if key in given}
     if "clip_ratio" in given:
         keys |= {"clip_low": given["clip_ratio"], "clip_high": given["clip_ratio"]}
     aggregation = AGGREGATIONS[given["aggregation"]]
@@ -113,8 +113,8 @@ class Chosen:
     def __init__(self, case: dict):
         rows = case["inputs"]["mask"]
         places = [[row, token] for row, mask in enumerate(rows) for token, on in enumerate(mask) if on]
-        self.candidates = [places.index(one) for one in case["expected"]["candidates"]]
-        self.chosen = [places.index(one) for one in case["expected"]["chosen"]]
+        self.candidates = [places.index(place) for place in case["expected"]["candidates"]]
+        self.chosen = [places.index(place) for place in case["expected"]["chosen"]]
 
     def choice(self, candidates, count, replace):
         assert list(candidates) == self.candidates and count == len(self.chosen) and not replace
@@ -129,8 +129,8 @@ def assert_agrees(case: dict) -> None:
     loss, gradients, metrics = packed(rows, config_of(case), rng)
     scale = scale_of(case)
     np.testing.assert_allclose(scale * loss, expected["loss"], rtol=1e-4, atol=1e-5, err_msg=case["name"])
-    for found, wanted in zip(gradients, expected["gradient"], strict=True):
-        np.testing.assert_allclose(scale * found, wanted, rtol=1e-4, atol=1e-5, err_msg=case["name"])
+    for gradient, target in zip(gradients, expected["gradient"], strict=True):
+        np.testing.assert_allclose(scale * gradient, target, rtol=1e-4, atol=1e-5, err_msg=case["name"])
     if case["loss"] in SAME_FLAGS:
         count = sum(map(sum, inputs["mask"]))
         assert metrics["actor/pg_clipfrac"] / count == pytest.approx(expected["clip_fraction"], abs=1e-6)
@@ -160,7 +160,7 @@ def test_published_corrections_between_sampler_and_learner(published, number):
     count, kept = (sum(map(sum, mask)) for mask in (inputs["mask"], expected["kept_mask"]))
     scale = count / kept
     assert scale * loss == pytest.approx(expected["loss"], rel=1e-4, abs=1e-5)
-    for found, wanted in zip(gradients, expected["gradient"], strict=True):
-        np.testing.assert_allclose(scale * found, wanted, rtol=1e-4, atol=1e-5)
+    for gradient, target in zip(gradients, expected["gradient"], strict=True):
+        np.testing.assert_allclose(scale * gradient, target, rtol=1e-4, atol=1e-5)
     if "reject" in case["settings"]:
         assert metrics["actor/sampler_masked"] == count - kept

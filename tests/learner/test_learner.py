@@ -186,7 +186,7 @@ def test_on_policy_shortcut_equals_recomputing(policy, one_device):
 
 
 @pytest.mark.medium
-def test_a_loss_without_entropy_bonus_does_not_pay_for_the_entropys_gradient(policy, one_device):
+def test_unused_entropy_gradient_is_not_computed(policy, one_device):
     plain = policy_gradient(LossConfig(), on_policy=True)
 
     def without_metrics(*arguments):
@@ -212,7 +212,7 @@ def test_a_loss_without_entropy_bonus_does_not_pay_for_the_entropys_gradient(pol
 
 
 @pytest.mark.medium
-def test_the_entropy_bonus_has_its_gradient(policy, one_device):
+def test_entropy_bonus_has_its_gradient(policy, one_device):
     """The step with the bonus, less the step without it, is the step that raises the mean entropy."""
     batch = pack(samples(), 32)
     bonus, _ = sgd_step(policy, one_device, batch, 4, policy_gradient(LossConfig(entropy_coef=0.5), True))
@@ -242,7 +242,7 @@ def test_rows_must_fill_the_mesh(policy):
 
 
 @pytest.mark.medium
-def test_any_number_of_microbatches_is_computed_by_the_same_programs(policy, one_device):
+def test_number_of_microbatches_needs_no_compilation(policy, one_device):
     learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(1))
     state = learner.init(init_params(policy, one_device, 0))
     for count in (3, 20, 9):
@@ -256,15 +256,15 @@ def test_rows_of_two_widths_in_one_update(policy, one_device):
     """The microbatch of narrow rows has more of them; the step is that of one batch."""
     chosen = samples(12)
     weights = token_weights(chosen, "token_mean")
-    expected, told = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
+    expected, expected_metrics = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
     parts = [pack(chosen[:5], 32, weights=weights[:5]), pack(chosen[5:], 16 + 4, weights=weights[5:])]
     learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(2, row_length=40, logprob_chunk=8))
     shapes = []
     values = learner._values
 
-    def seen(base, params, one, wanted):
-        shapes.append(one.tokens.shape)
-        return values(base, params, one, wanted)
+    def seen(base, params, microbatch, used):
+        shapes.append(microbatch.tokens.shape)
+        return values(base, params, microbatch, used)
 
     learner._values = seen
     state = learner.init(init_params(policy, one_device, 0))
@@ -272,5 +272,5 @@ def test_rows_of_two_widths_in_one_update(policy, one_device):
     state, metrics = learner.update(state, parts, LOSS)
     assert shapes == [(2, 32), (4, 20)]
     close_in_norm(jax.tree.map(lambda a, b: b - a, jax.device_get(state["params"]), before), expected)
-    for name, value in told.items():
+    for name, value in expected_metrics.items():
         assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name

@@ -39,7 +39,7 @@ def dual(rows):
 
 
 def kl_cov(rows):
-    flat = np.array([one for row in rows for one in row])
+    flat = np.array([token for row in rows for token in row])
     covariance = (flat[:, 2] - flat[:, 2].mean()) * (flat[:, 0] - flat[:, 0].mean())
     least = sorted(covariance)[-int(0.4 * len(flat))]
     chosen = iter(covariance >= least)
@@ -71,7 +71,7 @@ def dppo_tv(rows):
         beyond = moved > HIGH if a > 0 else -moved > LOW
         return 0.0 if beyond else -a * min(np.exp(n - o), 1.25) * n
 
-    return [[term(*one) for one in row] for row in rows]
+    return [[term(*token) for token in row] for row in rows]
 
 
 CASES = {
@@ -106,14 +106,14 @@ def made_of(rows, sampler=None):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_loss_is_its_formula(name):
+def test_loss_equals_its_formula(name):
     formula, keys = CASES[name]
     widths = {} if name in ("gpg", "kl_cov", "sapo", "dro") else {"clip_low": LOW, "clip_high": HIGH}
     rows = random_rows()
-    found, _, _ = packed(made_of(rows), LossConfig(name=name, **widths, **keys))
+    loss, _, _ = packed(made_of(rows), LossConfig(name=name, **widths, **keys))
     means = [np.mean(row) for row in formula(rows)]
     whole = np.mean([term for row in formula(rows) for term in row])
-    assert found == pytest.approx(np.mean(means) if "aggregation" in keys else whole, rel=1e-5)
+    assert loss == pytest.approx(np.mean(means) if "aggregation" in keys else whole, rel=1e-5)
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_sum", "sequence_sum_norm"])
@@ -125,25 +125,25 @@ def test_sums_are_means_over_trajectories(aggregation):
     assert packed(made_of(rows), config)[0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_trajectorys_weight_is_the_product_of_its_own_tokens():
+def test_sequence_importance_weight_is_the_product_of_tokens():
     """Beside others in one row; outside the limits it is masked, but stays in the mean."""
     rows = random_rows()
     shifts = (0.1, -0.2, 1.5)  # the learner's log-probability less the sampler's, of every token
     sampler = [[o - shift for _, o, _ in row] for row, shift in zip(rows, shifts, strict=True)]
     config = LossConfig(name="gpg", importance_level="sequence", importance_cap=1.2, importance_low=0.3)
-    found, gradients, metrics = packed(made_of(rows, sampler), config)
+    loss, gradients, metrics = packed(made_of(rows, sampler), config)
     weights = [1.2, 0.0, 1.2]  # of e^0.4, e^-1.4 and e^1.5
     total = sum(w * -a * n for w, row in zip(weights, rows, strict=True) for n, _, a in row)
-    assert found == pytest.approx(total / 12, rel=1e-5)
+    assert loss == pytest.approx(total / 12, rel=1e-5)
     assert metrics["actor/sampler_masked"] == 7 and not gradients[1].any()
     high = LossConfig(name="gpg", importance_high=3.0)
-    found, gradients, metrics = packed(made_of(rows, sampler), high)
+    loss, gradients, metrics = packed(made_of(rows, sampler), high)
     assert metrics["actor/sampler_masked"] == 1 and not gradients[2].any() and gradients[1].all()
 
 
 @pytest.mark.parametrize("over", ["token", "sequence_sum", "sequence_mean", "sequence_max"])
 @pytest.mark.parametrize("by", ["k2", "k3"])
-def test_what_is_too_far_from_the_sampler_is_rejected(by, over):
+def test_tokens_far_from_the_sampler_are_rejected(by, over):
     """Of three trajectories in one row, by the tokens of each alone."""
     rows = random_rows()
     gaps = [np.linspace(0.1, 0.2, 4), np.linspace(-0.9, 0.1, 7), np.full(1, 0.6)]
@@ -152,11 +152,11 @@ def test_what_is_too_far_from_the_sampler_is_rejected(by, over):
     ]
     each = [0.5 * gap**2 if by == "k2" else np.exp(gap) - 1 - gap for gap in gaps]
     join = {"sequence_sum": np.sum, "sequence_mean": np.mean, "sequence_max": np.max}.get(over)
-    whole = [one if join is None else np.full(len(one), join(one)) for one in each]
-    kept = [one <= 0.15 for one in whole]
-    assert any(one.any() for one in kept) and not all(one.all() for one in kept)
+    whole = [measure if join is None else np.full(len(measure), join(measure)) for measure in each]
+    kept = [measure <= 0.15 for measure in whole]
+    assert any(mask.any() for mask in kept) and not all(mask.all() for mask in kept)
     config = LossConfig(name="gpg", reject_by=by, reject_over=over, reject_above=0.15)
-    found, gradients, metrics = packed(made_of(rows, sampler), config)
+    loss, gradients, metrics = packed(made_of(rows, sampler), config)
     for gradient, stays in zip(gradients, kept, strict=True):
         np.testing.assert_array_equal(gradient != 0, stays)
     assert metrics["actor/sampler_masked"] == sum(int((~stays).sum()) for stays in kept)
@@ -165,15 +165,15 @@ def test_what_is_too_far_from_the_sampler_is_rejected(by, over):
 @pytest.mark.parametrize(
     "name", ["vanilla", "cispo", "gspo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "dro"]
 )
-def test_at_ratio_one_the_gradient_is_that_of_reinforce(name):
+def test_gradient_at_ratio_one_is_reinforces(name):
     """Each token by its own advantage; gmpo has one for all of a trajectory."""
     rows = [[(new, new, advantage) for new, _, advantage in row] for row in random_rows()]
     config = LossConfig(name=name, aggregation="sequence_mean")
     _, gradients, _ = packed(made_of(rows), config)
-    for found, row in zip(gradients, rows, strict=True):
+    for gradient, row in zip(gradients, rows, strict=True):
         advantages = np.array([advantage for *_, advantage in row])
-        wanted = np.full(len(row), advantages.mean()) if name == "gmpo" else advantages
-        np.testing.assert_allclose(found, -wanted / (3 * len(row)), rtol=1e-5)
+        effective = np.full(len(row), advantages.mean()) if name == "gmpo" else advantages
+        np.testing.assert_allclose(gradient, -effective / (3 * len(row)), rtol=1e-5)
 
 
 def one_row(ratios, advantages, mask=None, sampler=None, level=-1.0):
@@ -181,19 +181,19 @@ def one_row(ratios, advantages, mask=None, sampler=None, level=-1.0):
     return [sample(new, [level] * len(ratios), advantages, mask or [1] * len(ratios), sampler)]
 
 
-def test_a_token_that_the_dual_clip_ends_counts_as_clipped():
+def test_dual_clipped_token_counts_as_clipped():
     rows = one_row([4.0, 2.0, 4.0], [-1.0, -1.0, 0.0])
     _, (gradient,), metrics = packed(rows, LossConfig(dual_clip=3.0))
     assert metrics["actor/pg_clipfrac"] == 1 and gradient[0] == 0 and gradient[1] > 0
 
 
-def test_cispo_drops_praised_tokens_only_and_only_beyond_its_limit():
+def test_cispo_drops_positive_advantages_beyond_its_limit():
     rows = one_row([4.0, 2.0, 4.0], [1.0, 1.0, -1.0])
     _, (gradient,), _ = packed(rows, LossConfig(name="cispo", drop_above=3.0))
     np.testing.assert_allclose(gradient, [0, -1.2 / 3, 1.2 / 3], rtol=1e-5)
 
 
-def test_clip_cov_draws_from_tokens_that_are_not_clipped():
+def test_clip_cov_draws_from_unclipped_tokens():
     """The first three have a covariance between the limits, but the first of them is clipped: it stays."""
     rows = [sample([-0.1, -0.1, -3.0, -3.0], [-1.0, -0.1, -3.0, -3.0], [2, 2, -2, 2], [1, 1, 1, 1])]
     config = LossConfig(name="clip_cov", cov_low=0.5, cov_share=1.0)
@@ -202,13 +202,13 @@ def test_clip_cov_draws_from_tokens_that_are_not_clipped():
     np.testing.assert_allclose(gradient, [0, 0, 0, -2 / 4], rtol=1e-5)
 
 
-def test_a_trajectorys_weight_counts_trained_tokens_only():
+def test_sequence_importance_weight_counts_trained_tokens():
     rows = one_row([1.0, 1.0], [1.0, 1.0], mask=[1, 0], sampler=[-1.0, -9.0])
     config = LossConfig(importance_level="sequence", importance_cap=5.0)
     assert packed(rows, config)[0] == pytest.approx(-1)
 
 
-def test_a_trajectorys_weight_may_be_the_geometric_mean():
+def test_sequence_importance_weight_as_geometric_mean():
     rows = random_rows()
     shifts = (0.1, -0.2, 1.5)
     sampler = [[o - shift for _, o, _ in row] for row, shift in zip(rows, shifts, strict=True)]
@@ -253,7 +253,7 @@ def test_dppo_bounds_each_side_by_its_own_key(name, clips, kept):
     np.testing.assert_array_equal(gradient != 0, kept)
 
 
-def test_lld_gating_heeds_praised_tokens_alone():
+def test_lld_gating_reads_positive_advantages_alone():
     """The second token fell, but it is blamed: nothing that is praised did, and so there is no penalty."""
     rows = one_row([1.0, 0.9], [1.0, -1.0])
     gated, plain = (LossConfig(name="lld", lld_coef=0.5, lld_gating=gating) for gating in (True, False))

@@ -59,11 +59,11 @@ def go(samples, config, loss, learner=None):
     stub = learner or Stub()
     rng = np.random.default_rng(0)
     on_policy = on_policy_only(loss, config.minibatch_size, config.epochs)
-    found = learn(stub, {"params": 1}, samples, config, policy_gradient(loss, on_policy), rng)
-    return stub, found.metrics
+    result = learn(stub, {"params": 1}, samples, config, policy_gradient(loss, on_policy), rng)
+    return stub, result.metrics
 
 
-def test_a_look_is_at_the_policy_of_its_own_mini_batch():
+def test_batch_factor_reads_the_current_policy():
     """The last token of a sample has the largest covariance: it alone is blamed, and is the least likely."""
     config = LearnerConfig(minibatch_size=1, row_length=ROW, row_widths=1)
     samples = [of(0, [0.0, 0.0, -1.0]), of(5, [0.0, 0.0, 0.0])]
@@ -75,7 +75,7 @@ def test_a_look_is_at_the_policy_of_its_own_mini_batch():
 
 
 @pytest.mark.parametrize("name", ["vanilla", "lld"])
-def test_no_pass_is_spent_on_losses_that_need_none(name):
+def test_losses_without_logprobs_need_no_pass(name):
     stub, _ = go([of(0, [1.0, -1.0])], LearnerConfig(row_length=ROW, row_widths=1), LossConfig(name=name))
     assert not stub.asked
     factors = stub.batches[0].factors
@@ -84,13 +84,13 @@ def test_no_pass_is_spent_on_losses_that_need_none(name):
         np.testing.assert_allclose(factors[0, :2], [2.0, 0.0])  # one praised token, of weight 1/2
 
 
-def test_a_step_without_advantages_has_nothing_to_look_at():
+def test_step_without_advantages_needs_no_pass():
     stub, metrics = go([of(0, [0.0])], LearnerConfig(row_length=ROW), LossConfig(name="balance_detached"))
     assert not stub.asked and metrics["actor/computed_share"] == 0
 
 
 @pytest.mark.parametrize(("aggregation", "weight"), [("sequence_sum", 1 / 2), ("sequence_sum_norm", 1 / 20)])
-def test_sums_weigh_every_token_alike_and_report_the_share_that_was_computed(aggregation, weight):
+def test_sums_report_the_computed_share(aggregation, weight):
     norm = 10 if aggregation == "sequence_sum_norm" else 0
     loss = LossConfig(aggregation=aggregation, length_norm=norm)
     samples = [of(0, [1.0, 1.0, 1.0]), of(5, [0.0])]
@@ -103,9 +103,9 @@ def test_sums_weigh_every_token_alike_and_report_the_share_that_was_computed(agg
 def test_samples_without_a_trained_token_count_nowhere():
     empty = dataclasses.replace(of(0, [1.0]), mask=np.zeros(2, bool))
     for aggregation in ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"):
-        found = token_weights([of(0, [1.0]), empty], aggregation, 1)
-        np.testing.assert_array_equal(np.concatenate(found), [0, 1, 0, 0])
-        assert not any(one.any() for one in token_weights([empty], aggregation, 1))
+        weights = token_weights([of(0, [1.0]), empty], aggregation, 1)
+        np.testing.assert_array_equal(np.concatenate(weights), [0, 1, 0, 0])
+        assert not any(values.any() for values in token_weights([empty], aggregation, 1))
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +123,14 @@ def updated(learner, rows, loss_config):
     config = LearnerConfig(minibatch_size=4, row_length=ROW, row_widths=1, microbatch_rows=rows)
     state = learner.init(init_params(learner.policy, learner.mesh, 0))
     loss = policy_gradient(loss_config, on_policy_only(loss_config, 4, 1))
-    found = learn(learner, state, samples, config, loss, np.random.default_rng(0))
-    assert found.metrics["actor/skipped"] == 0 and found.metrics["actor/grad_norm"] > 1e-3
-    return jax.device_get(found.state["params"])
+    result = learn(learner, state, samples, config, loss, np.random.default_rng(0))
+    assert result.metrics["actor/skipped"] == 0 and result.metrics["actor/grad_norm"] > 1e-3
+    return jax.device_get(result.state["params"])
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["gspo", "lld", "clip_cov", "kl_cov"])
-def test_the_size_of_a_microbatch_changes_no_update(name, learners):
+def test_microbatch_size_changes_no_update(name, learners):
     loss_config = LossConfig(name=name, **OWN_KEYS.get(name, {}))
-    one, all_rows = (updated(learner, rows, loss_config) for rows, learner in learners.items())
-    close_in_norm(one, all_rows)
+    single_row, all_rows = (updated(learner, rows, loss_config) for rows, learner in learners.items())
+    close_in_norm(single_row, all_rows)

@@ -13,14 +13,14 @@ def batch_of(advantages, old, sampler=None):
     """One row: a prompt token, then one trained token for each advantage, equally weighted."""
     count = len(advantages)
     zero = np.zeros(1, np.float32)
-    one = Sample(
+    sample = Sample(
         np.arange(count + 1, dtype=np.int32),
         np.array([False] + [True] * count),
         np.concatenate([zero, np.asarray(advantages, np.float32)]),
         np.concatenate([zero, np.asarray(sampler or old, np.float32)]),
         np.concatenate([zero, np.asarray(old, np.float32)]),
     )
-    return pack([one], count + 1)
+    return pack([sample], count + 1)
 
 
 def columns(values):
@@ -41,7 +41,7 @@ def test_clipping_acts_on_the_pessimistic_side():
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_what_is_reported_of_tokens_counts_each_token_once(aggregation):
+def test_token_metrics_count_each_token_once(aggregation):
     """A long sequence of which nothing is clipped beside a short one of which all is."""
     samples = [
         Sample(
@@ -56,8 +56,8 @@ def test_what_is_reported_of_tokens_counts_each_token_once(aggregation):
     batch = pack(samples, 6, aggregation)
     new = jnp.full(batch.weights.shape, -1.0)
     _, metrics = policy_gradient(LossConfig(), False)(new, 0 * new + 2.0, batch, None)
-    found = {name: float(value) for name, value in metrics.items() if name != "actor/pg_loss"}
-    assert found == {
+    sums = {name: float(value) for name, value in metrics.items() if name != "actor/pg_loss"}
+    assert sums == {
         "actor/pg_clipfrac": 1,  # token of four
         "actor/entropy": 8,
         "actor/ppo_kl": -1,
@@ -82,7 +82,7 @@ def test_truncated_importance_sampling_caps_the_weight():
     assert float(metrics["actor/sampler_mismatch"]) == pytest.approx(np.log(4) + np.log(2), abs=1e-6)
 
 
-def test_a_token_that_the_sampler_found_far_likelier_keeps_its_small_weight():
+def test_importance_cap_has_no_floor():
     """The cap has no floor: e**-3 stays e**-3, for praised tokens and for blamed ones."""
     new = columns([-4.0, -4.0])
     config = LossConfig(importance_cap=2.0)

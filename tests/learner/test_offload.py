@@ -67,7 +67,7 @@ def one_device():
 
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_moments_lie_on_the_host_and_the_updates_are_the_same(name):
+def test_offloaded_moments_give_the_same_updates(name):
     states = {}
     for offload in (False, True):
         mesh = one_device()
@@ -88,7 +88,7 @@ def test_moments_lie_on_the_host_and_the_updates_are_the_same(name):
 
 
 @pytest.mark.medium
-def test_the_moments_of_a_mesh_lie_on_its_hosts():
+def test_moments_of_a_mesh_lie_on_its_hosts():
     if jax.device_count() < 8:
         pytest.skip("needs 8 (simulated) devices")
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
@@ -106,7 +106,7 @@ def test_the_moments_of_a_mesh_lie_on_its_hosts():
 
 @pytest.mark.medium
 @pytest.mark.parametrize("offload", [False, True], ids=["to_device", "to_host"])
-def test_a_checkpoint_goes_on_with_or_without_the_host(tmp_path, offload):
+def test_checkpoint_restores_with_or_without_offload(tmp_path, offload):
     """Saved by one, restored by the other or the same, and trained further."""
     mesh = one_device()
     first, then = make_learner("adamw", True, mesh), make_learner("adamw", offload, mesh)
@@ -118,11 +118,11 @@ def test_a_checkpoint_goes_on_with_or_without_the_host(tmp_path, offload):
     store.close()
     assert kinds(restored)["opt_state"] == {"pinned_host" if offload else "device"}
     expected, _ = step(first, state, 1)
-    found, _ = step(then, restored, 1)
-    jax.tree.map(close_in_norm, found, expected)
+    continued, _ = step(then, restored, 1)
+    jax.tree.map(close_in_norm, continued, expected)
 
 
-def test_each_part_brings_the_moments_of_its_parameters_only():
+def test_part_brings_moments_of_its_parameters_only():
     """Every leaf is given to one part to change; what lies on the host is given to no other."""
     step = make_learner("adamw", True, one_device())._apply
     leaves = jax.tree.leaves(make_learner("adamw", True, one_device()).abstract_state())
@@ -137,7 +137,7 @@ def test_each_part_brings_the_moments_of_its_parameters_only():
     )
 
 
-def test_parts_are_as_large_as_the_largest_parameter_or_a_quarter():
+def test_parts_are_bounded_by_largest_parameter_or_quarter():
     assert parts({"a": 3, "b": 10, "c": 7, "d": 4}) == [["b"], ["c", "a"], ["d"]]
     assert parts({"a": 1}) == [["a"]]
     assert parts({str(number): 1 for number in range(8)}) == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]

@@ -28,7 +28,7 @@ def random_lengths(seed, count=40, longest=64):
     return np.random.default_rng(seed).integers(1, longest + 1, count).tolist()
 
 
-def test_widths_are_shares_of_the_row_length_widest_first():
+def test_widths_are_shares_of_the_row_length():
     assert row_widths(16384, 1) == [16384]
     assert row_widths(16384, 2) == [16384, 8192]
     assert row_widths(16384, 3) == [16384, 12288, 8192]
@@ -36,7 +36,7 @@ def test_widths_are_shares_of_the_row_length_widest_first():
     assert row_widths(1, 5) == [1]
 
 
-def test_a_microbatch_of_narrow_rows_has_as_many_tokens_at_most():
+def test_narrow_microbatch_has_no_more_tokens():
     assert [rows_at(width, 8, 16384) for width in row_widths(16384, 5)] == [8, 8, 16, 16, 32]
     assert rows_at(20000, 8, 16384) == rows_at(7, 8, 0) == 8
 
@@ -44,12 +44,12 @@ def test_a_microbatch_of_narrow_rows_has_as_many_tokens_at_most():
 @pytest.mark.parametrize("seed", range(5))
 def test_no_two_samples_share_a_column(seed):
     lengths = random_lengths(seed)
-    found = plan(lengths, shapes(64, 48, 32, cost=lambda width: 100 + width))
-    sizes = zip(found.num_rows, found.shapes, strict=True)
+    packing = plan(lengths, shapes(64, 48, 32, cost=lambda width: 100 + width))
+    sizes = zip(packing.num_rows, packing.shapes, strict=True)
     taken_columns = [np.zeros((n, shape.length), int) for n, shape in sizes]
     segments = set()
-    for length, at in zip(lengths, found.placements, strict=True):
-        assert at.length == length and at.start + length <= found.shapes[at.batch].length
+    for length, at in zip(lengths, packing.placements, strict=True):
+        assert at.length == length and at.start + length <= packing.shapes[at.batch].length
         taken_columns[at.batch][at.row, at.start : at.start + length] += 1
         segments.add((at.batch, at.row, at.segment))
     assert all(columns.max() == 1 and columns[:, 0].all() for columns in taken_columns)
@@ -58,21 +58,21 @@ def test_no_two_samples_share_a_column(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("slope", [0.0, 0.01, 0.1])
-def test_more_widths_never_cost_more_and_a_width_must_be_worth_its_compilation(seed, slope):
+def test_extra_width_must_be_worth_its_compilation(seed, slope):
     lengths = random_lengths(seed)
 
     def cost(width):
         return 1.0 + slope * width
 
     every = shapes(64, 48, 32, cost=cost)
-    found = plan(lengths, every)
+    packing = plan(lengths, every)
     alone = [plan(lengths, [shape]) for shape in every if shape.length >= max(lengths)]
-    assert found.cost <= min(one.cost for one in alone) + 1e-9
-    if len(found.shapes) > 1:
-        assert found.cost < 0.99 * min(one.cost for one in alone)
+    assert packing.cost <= min(single.cost for single in alone) + 1e-9
+    if len(packing.shapes) > 1:
+        assert packing.cost < 0.99 * min(single.cost for single in alone)
 
 
-def test_short_samples_lie_in_narrow_rows_where_width_costs():
+def test_short_samples_take_narrow_rows():
     lengths = [64, *[16] * 40]
     narrow = plan(lengths, shapes(64, 16, cost=lambda width: 1.0 + width))
     assert [shape.length for shape in narrow.shapes] == [64, 16]
@@ -82,11 +82,11 @@ def test_short_samples_lie_in_narrow_rows_where_width_costs():
     assert [shape.length for shape in flat.shapes] == [64] and flat.positions == [12 * 64]
 
 
-def test_a_long_sample_does_not_pull_the_others_into_wide_rows():
+def test_long_sample_leaves_others_in_narrow_rows():
     lengths = [40, *[16] * 16]
-    found = plan(lengths, shapes(64, 48, 16, rows=1, cost=lambda width: 1.0 + width))
-    assert [shape.length for shape in found.shapes] == [48, 16]
-    assert [at.batch for at in found.placements] == [0, *[1] * 16]
+    packing = plan(lengths, shapes(64, 48, 16, rows=1, cost=lambda width: 1.0 + width))
+    assert [shape.length for shape in packing.shapes] == [48, 16]
+    assert [at.batch for at in packing.placements] == [0, *[1] * 16]
 
 
 def test_one_width_is_first_fit_decreasing():
@@ -102,9 +102,9 @@ def test_one_width_is_first_fit_decreasing():
 
 
 def test_nothing_takes_no_rows():
-    found = plan([], shapes(64, 32))
-    assert found.placements == [] and found.num_rows == [0] and found.positions == [0]
-    assert found.shapes[0].length == 64
+    packing = plan([], shapes(64, 32))
+    assert packing.placements == [] and packing.num_rows == [0] and packing.positions == [0]
+    assert packing.shapes[0].length == 64
 
 
 def test_too_long_a_sample_is_named():
@@ -112,7 +112,7 @@ def test_too_long_a_sample_is_named():
         plan([3, 65], shapes(64, 32))
 
 
-def test_samples_in_rows_of_two_widths_are_found_again():
+def test_rows_of_two_widths_return_samples():
     rng = np.random.default_rng(0)
     samples = []
     for length in (30, 12, 9, 16, 3):
@@ -136,18 +136,18 @@ def test_samples_in_rows_of_two_widths_are_found_again():
         np.testing.assert_allclose(values[1:], sample.logprobs[1:], rtol=1e-6)
 
 
-def test_what_wide_rows_leave_over_lies_in_a_narrower_one():
+def test_remaining_samples_take_a_narrower_row():
     lengths = [40] * 17 + [24] * 17 + [30]  # none needs a row of 64; more than are tried in other orders
-    found = plan(lengths, shapes(64, 48, rows=1))
-    assert found.num_rows == [17, 1] and found.positions == [17 * 64, 48]
+    packing = plan(lengths, shapes(64, 48, rows=1))
+    assert packing.num_rows == [17, 1] and packing.positions == [17 * 64, 48]
     assert plan([40, 40, 30], shapes(64, 48, rows=2)).positions == [4 * 48]
 
 
 def test_few_samples_are_laid_in_other_orders_too():
     lengths = [431, 369, 587, 425, 290, 496, 874, 706, 262, 187, 275, 410]
-    found = plan(lengths, shapes(1024, 768, 512))
-    assert found.positions == [4 * 1024, 2 * 768]  # in falling order they take six wide rows
-    assert found == plan(lengths, shapes(1024, 768, 512))
+    packing = plan(lengths, shapes(1024, 768, 512))
+    assert packing.positions == [4 * 1024, 2 * 768]  # in falling order they take six wide rows
+    assert packing == plan(lengths, shapes(1024, 768, 512))
     alone = plan(lengths, shapes(1024))
     assert [at.row for at in alone.placements][6:8] == [0, 1] and alone.num_rows == [6]
 
@@ -158,6 +158,6 @@ def test_many_samples_are_laid_in_few_ways(monkeypatch):
     monkeypatch.setattr(batching, "_laid", lambda *a: laid.append(1) or real(*a))
     lengths = np.random.default_rng(0).integers(100, 16_384, 2_560).tolist()
     shapes = row_shapes(16_384, 8, 3, lambda width: 1.0 + width / 65_536)
-    found = plan(lengths, shapes)
+    packing = plan(lengths, shapes)
     assert len(laid) <= 7  # choices of three widths, one way each
-    assert found.cost <= plan(lengths, shapes[:1]).cost
+    assert packing.cost <= plan(lengths, shapes[:1]).cost

@@ -45,7 +45,7 @@ def test_parameters_and_moments_are_split_over_the_mesh(policy, name):
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf.size
         for path, leaf in jax.tree_util.tree_leaves_with_path(policy.abstract_params)
     }
-    found = dict.fromkeys(SPECS, 0)
+    counts = dict.fromkeys(SPECS, 0)
     abstract = jax.tree_util.tree_leaves(learner.abstract_state())
     for (path, leaf), planned in zip(jax.tree_util.tree_leaves_with_path(state), abstract, strict=True):
         assert leaf.sharding == planned.sharding  # a checkpoint comes back to the same places
@@ -55,10 +55,10 @@ def test_parameters_and_moments_are_split_over_the_mesh(policy, name):
             if where.endswith(tail) and leaf.size == size:
                 assert leaf.sharding.spec == expected, where
                 assert leaf.addressable_shards[0].data.size * 8 == leaf.size, where
-                found[tail] += 1
+                counts[tail] += 1
     adam = {tail: 3 for tail in SPECS}  # the parameter and two moments
     matrices = {tail: 2 for tail in SPECS if "kernel" in tail}  # Muon keeps one momentum
-    assert found == (adam if name == "adamw" else adam | matrices)
+    assert counts == (adam if name == "adamw" else adam | matrices)
 
 
 @pytest.mark.medium

@@ -78,14 +78,14 @@ def rows_of(learner, monkeypatch):
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_samples_without_advantage_are_left_out_and_change_nothing(learner, state, aggregation, monkeypatch):
+def test_samples_without_advantage_change_nothing(learner, state, aggregation, monkeypatch):
     loss, every = policy_loss(True, aggregation=aggregation), samples()
     whole = jax.tree.map(np.array, state)  # the update takes the state over
     expected, direct = learner.update(whole, [pack(every, ROW, aggregation)], loss)
     seen = rows_of(learner, monkeypatch)
-    found = learn(learner, state, every, config(), loss, rng())
-    metrics = found.metrics
-    close_in_norm(jax.device_get(found.state), jax.device_get(expected))
+    result = learn(learner, state, every, config(), loss, rng())
+    metrics = result.metrics
+    close_in_norm(jax.device_get(result.state), jax.device_get(expected))
     assert int((seen[0].segment_ids > 0).sum()) == sum(
         len(sample.tokens) for index, sample in enumerate(every) if index not in (1, 2, 6)
     )
@@ -108,27 +108,27 @@ def test_other_terms_of_the_loss_keep_every_sample(learner, state, change, monke
     assert metrics["actor/computed_share"] == pytest.approx(1.0)
 
 
-def test_a_step_without_any_advantage_moves_by_momentum_only(learner, state):
+def test_step_without_advantages_moves_by_momentum(learner, state):
     loss = policy_loss(True)
     direct = learn(learner, state, samples(), config(), loss, rng())
     state = direct.state
     none = samples(idle=range(8))
     expected, _ = learner.update(jax.tree.map(np.array, state), [pack(none, ROW)], loss)
     before = jax.device_get(state["params"])
-    found = learn(learner, state, none, config(), loss, rng())
-    metrics = found.metrics
-    close_in_norm(jax.device_get(found.state), jax.device_get(expected))
+    result = learn(learner, state, none, config(), loss, rng())
+    metrics = result.metrics
+    close_in_norm(jax.device_get(result.state), jax.device_get(expected))
     assert metrics["actor/grad_norm"] == metrics["actor/computed_share"] == metrics["actor/row_fill"] == 0.0
     nothing = TOKEN_METRICS & direct.metrics.keys() | {"actor/loss", "actor/pg_loss", "perf/packing"}
     assert len(nothing) == 7 and not nothing & metrics.keys()
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, jax.device_get(found.state["params"]))
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, jax.device_get(result.state["params"]))
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
 @pytest.mark.parametrize(
     "aggregation", ["token_mean", pytest.param("sequence_mean", marks=pytest.mark.medium)]
 )
-def test_the_entropy_of_a_step_is_that_of_the_tokens_that_were_computed(learner, state, aggregation):
+def test_step_entropy_is_of_computed_tokens(learner, state, aggregation):
     """Mini-batches of one sample, some of which compute nothing."""
     loss, every = policy_loss(True, aggregation=aggregation), samples()
     frozen = Learner(learner.policy, optax.sgd(0.0), learner.mesh, LearnerOptions(2))
@@ -159,7 +159,7 @@ def test_the_entropy_of_a_step_is_that_of_the_tokens_that_were_computed(learner,
         pytest.param("sampler", 2, 3, marks=pytest.mark.medium),
     ],
 )
-def test_the_ratio_divides_by_what_the_config_says(
+def test_ratio_denominator_follows_the_config(
     learner, state, minibatch_size, epochs, denominator, monkeypatch
 ):
     changes = {"old_logprobs": denominator}
@@ -178,8 +178,8 @@ def test_the_ratio_divides_by_what_the_config_says(
     if on_policy:
         return
     for sample, own in zip(every, before, strict=True):
-        known = own if denominator == "recompute" else sample.logprobs
-        expected = pack([dataclasses.replace(sample, old_logprobs=known)], ROW).old_logprobs[0]
+        old = own if denominator == "recompute" else sample.logprobs
+        expected = pack([dataclasses.replace(sample, old_logprobs=old)], ROW).old_logprobs[0]
         trained = sorted(expected[: len(sample.tokens) - 1][sample.mask[1:]])
         held = [value for batch in seen for value in batch.old_logprobs[batch.weights > 0]]
         assert all(np.isclose(held, value, atol=1e-5).any() for value in trained)
@@ -194,13 +194,13 @@ def test_rows_of_several_widths_make_the_same_step(learner, state, monkeypatch):
     before = jax.tree.map(np.array, state)
     expected = learn(learner, state, every, wide, loss, rng())
     seen = rows_of(learner, monkeypatch)
-    found = learn(learner, before, every, narrow, loss, rng())
-    for one, other in zip(expected.samples, found.samples, strict=True):
-        np.testing.assert_allclose(one.old_logprobs, other.old_logprobs, atol=1e-5)
+    result = learn(learner, before, every, narrow, loss, rng())
+    for sample, other in zip(expected.samples, result.samples, strict=True):
+        np.testing.assert_allclose(sample.old_logprobs, other.old_logprobs, atol=1e-5)
     widths = {batch.tokens.shape[1] for batch in seen}
     assert len(widths) > 1 and widths <= {32, 24, 16, 8}
-    close_in_norm(jax.device_get(found.state), jax.device_get(expected.state))
-    norms = [one.metrics["actor/grad_norm"] for one in (found, expected)]
+    close_in_norm(jax.device_get(result.state), jax.device_get(expected.state))
+    norms = [step.metrics["actor/grad_norm"] for step in (result, expected)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     rows_per_microbatch = {32: 1, 24: 1, 16: 2, 8: 4}
     positions = sum(
@@ -209,4 +209,4 @@ def test_rows_of_several_widths_make_the_same_step(learner, state, monkeypatch):
         for width in [batch.tokens.shape[1]]
     )
     tokens = sum(len(sample.tokens) for sample in every)
-    assert found.metrics["perf/packing"] == pytest.approx(positions / tokens)
+    assert result.metrics["perf/packing"] == pytest.approx(positions / tokens)

@@ -18,7 +18,7 @@ CONFIG = {
 }
 
 
-def test_an_invalid_token_is_not_written():
+def test_invalid_token_is_not_written():
     """Three tokens of which the last is padding, into row 2 of three; the row is written at 4 and 5."""
     policy = Policy(architecture_from_hf(CONFIG), Numerics())
     params = jax.jit(policy.init)(jax.random.key(0))

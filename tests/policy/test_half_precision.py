@@ -47,8 +47,8 @@ def test_log_probabilities_are_those_of_float32(decoder, hidden, chunk):
     targets = jnp.asarray([[0, 7, 299, 12, 150, 3]])
     logprobs, entropies = token_logprobs(decoder, hidden, targets, 0.7, chunk)
     assert logprobs.dtype == entropies.dtype == jnp.float32
-    wanted = np.take_along_axis(expected, np.asarray(targets)[..., None], -1)[..., 0]
-    np.testing.assert_allclose(logprobs, wanted, atol=2e-5)
+    chosen = np.take_along_axis(expected, np.asarray(targets)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(logprobs, chosen, atol=2e-5)
     np.testing.assert_allclose(entropies, -(np.exp(expected) * expected).sum(-1), atol=2e-5)
 
 

@@ -15,7 +15,7 @@ def draw(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
-def assert_same(found, plain, *inputs):
+def assert_same(custom, plain, *inputs):
     """Values, and gradients by every input of a scalar that depends on every value."""
 
     def both(function):
@@ -25,19 +25,19 @@ def assert_same(found, plain, *inputs):
 
         return jax.jit(jax.grad(objective, argnums=tuple(range(len(inputs))), has_aux=True))(*inputs)
 
-    close_in_norm(both(found), both(plain))
+    close_in_norm(both(custom), both(plain))
 
 
-def test_products_have_the_values_and_gradients_of_the_plain_one():
+def test_product_equals_plain_product():
     assert_same(rows_product, lambda x, w: jnp.einsum("btd,df->btf", x, w), draw(0, 2, 5, 7), draw(1, 7, 3))
 
 
-def test_the_gate_has_the_values_and_gradients_of_its_formula():
+def test_gate_equals_its_formula():
     assert_same(gated, lambda gate, up: gate / (1 + jnp.exp(-gate)) * up, draw(0, 2, 5, 7), draw(1, 2, 5, 7))
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 8), (2, 5, 3, 8)])
-def test_norms_have_the_values_and_gradients_of_flaxs(shape):
+def test_norm_equals_flaxs(shape):
     def apply(kind):
         graph, _ = nnx.split(kind(8, epsilon=0.1, rngs=nnx.Rngs(0)))
         return lambda x, scale: nnx.merge(graph, {"scale": scale})(x)
@@ -53,7 +53,7 @@ def test_half_precision_stays_half_precision():
         assert out.dtype == pull(out)[0].dtype == jnp.bfloat16
 
 
-def test_weight_gradients_contract_the_one_axis_of_all_tokens():
+def test_weight_gradients_contract_one_axis():
     """Of both operands the first: neither is transposed. What JAX derives by itself sums over two axes."""
 
     def contracted(product):

@@ -52,35 +52,35 @@ def gradients(policy, chunk):
 def test_chunks_equal_the_direct_formula_with_gradients(policy, inputs):
     """The chunk does not divide the row, so that its padding is exercised too."""
     (_, direct), expected = jax.jit(gradients(policy, 0))(*inputs)
-    (_, chunked), found = jax.jit(gradients(policy, 8))(*inputs)
+    (_, chunked), actual = jax.jit(gradients(policy, 8))(*inputs)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), chunked, direct)
-    close_in_norm(found, expected)
+    close_in_norm(actual, expected)
     assert chunked[0].dtype == chunked[1].dtype == jnp.float32
     assert float(direct[0].max()) < 0 < float(direct[1].min())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_only_wanted_tokens_are_computed(policy, inputs, share):
+def test_only_used_tokens_are_computed(policy, inputs, share):
     """States without a number stand where nothing is wanted: they reach no value and no gradient."""
     params, hidden, targets = inputs
-    wanted = jax.random.uniform(jax.random.key(3), (BATCH, LENGTH)) < share
+    used = jax.random.uniform(jax.random.key(3), (BATCH, LENGTH)) < share
 
     def run(params, hidden, chunk):
         decoder = policy.merge(params)
         if chunk:
-            holes = jnp.where(wanted[..., None], hidden, jnp.nan)
-            found = token_logprobs(decoder, holes, targets, TEMPERATURE, chunk, used=wanted)
+            holes = jnp.where(used[..., None], hidden, jnp.nan)
+            outputs = token_logprobs(decoder, holes, targets, TEMPERATURE, chunk, used=used)
         else:
-            found = token_logprobs(decoder, hidden, targets, TEMPERATURE, LENGTH)
-        logprobs, entropies = (jnp.where(wanted, values, 0.0) for values in found)
+            outputs = token_logprobs(decoder, hidden, targets, TEMPERATURE, LENGTH)
+        logprobs, entropies = (jnp.where(used, values, 0.0) for values in outputs)
         return jnp.sum(jnp.sin(logprobs)) + jnp.sum(entropies**2), (logprobs, entropies)
 
     compute = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), static_argnums=2)
-    (_, expected), wanted_gradients = compute(params, hidden, 0)
-    (_, found), gradients = compute(params, hidden, 4)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+    (_, expected), expected_gradients = compute(params, hidden, 0)
+    (_, actual), gradients = compute(params, hidden, 4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
     if share:
-        close_in_norm(gradients, wanted_gradients)
+        close_in_norm(gradients, expected_gradients)
     else:
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
@@ -114,7 +114,7 @@ def test_logits_of_all_tokens_never_exist_at_once(policy, inputs, chunk, whole):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("chunk", [8, pytest.param(LENGTH, marks=pytest.mark.medium)])
-def test_entropies_that_are_only_reported_have_no_gradient_and_the_same_values(policy, inputs, chunk):
+def test_reported_entropies_have_no_gradient(policy, inputs, chunk):
     params, hidden, targets = inputs
 
     def run(hidden, entropy_gradient):

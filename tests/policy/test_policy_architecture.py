@@ -112,7 +112,7 @@ def test_original_length_of_llama3_is_found(fields, length):
         ),
     ],
 )
-def test_what_the_decoder_can_not_do_is_refused_by_name(fields, words):
+def test_unsupported_architecture_is_refused(fields, words):
     with pytest.raises(UserError, match="policy/config.json: .*") as caught:
         architecture_from_hf(BASE | fields, "policy/config.json")
     assert words in str(caught.value)

@@ -40,11 +40,11 @@ def test_llama3_scaling_equals_transformers_in_all_three_bands():
     expected, factor = ROPE_INIT_FUNCTIONS["llama3"](upstream, "cpu")
     assert factor == 1.0
     plain = np.asarray(inverse_frequencies(architecture_from_hf(CONFIG)))
-    found = np.asarray(inverse_frequencies(architecture_from_hf(CONFIG | {"rope_scaling": SCALING})))
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
+    scaled = np.asarray(inverse_frequencies(architecture_from_hf(CONFIG | {"rope_scaling": SCALING})))
+    np.testing.assert_allclose(scaled, expected.numpy(), rtol=1e-6)
     wavelengths = 2 * math.pi / plain
     bands = [wavelengths < 16, (wavelengths >= 16) & (wavelengths <= 64), wavelengths > 64]
     assert [int(band.sum()) for band in bands] == [4, 5, 7]
-    np.testing.assert_array_equal(found[bands[0]], plain[bands[0]])
-    assert ((plain / 8 < found) & (found < plain))[bands[1]].all()
-    np.testing.assert_allclose(found[bands[2]], plain[bands[2]] / 8)
+    np.testing.assert_array_equal(scaled[bands[0]], plain[bands[0]])
+    assert ((plain / 8 < scaled) & (scaled < plain))[bands[1]].all()
+    np.testing.assert_allclose(scaled[bands[2]], plain[bands[2]] / 8)

@@ -47,7 +47,7 @@ def rows(batch, seed=0):
     return tokens, np.tile(np.arange(LENGTH, dtype=np.int32), (batch, 1)), np.ones((batch, LENGTH), np.int32)
 
 
-def test_segments_of_one_row_equal_rows_of_their_own(forward, params):
+def test_packed_segments_equal_separate_rows(forward, params):
     tokens, positions, segments = rows(2)
     separate = forward(params, tokens, positions, segments)
     first, second = 9, 11  # tokens of each trajectory; the rest of the row is padding
@@ -62,7 +62,7 @@ def test_segments_of_one_row_equal_rows_of_their_own(forward, params):
     np.testing.assert_allclose(together[0, first : first + second], separate[1, :second], atol=1e-4)
 
 
-def test_a_token_sees_nothing_of_the_future(forward, params):
+def test_token_sees_nothing_of_the_future(forward, params):
     tokens, positions, segments = rows(2)
     changed = tokens.copy()
     changed[:, 10:] = (changed[:, 10:] + 1) % 64
@@ -87,8 +87,8 @@ def test_rematerialised_chunked_attention_equals_plain(forward, params):
         return jnp.mean(logits * weight), logits
 
     plain, chunked = (
-        jax.jit(jax.grad(lambda p, one=one: objective(one, p), has_aux=True))(params)
-        for one in (Policy(ARCHITECTURE, Numerics()), other)
+        jax.jit(jax.grad(lambda p, chosen=chosen: objective(chosen, p), has_aux=True))(params)
+        for chosen in (Policy(ARCHITECTURE, Numerics()), other)
     )
     np.testing.assert_allclose(plain[1], chunked[1], atol=1e-4)
     close_in_norm(chunked[0], plain[0])
@@ -106,15 +106,17 @@ def test_decoding_with_a_cache_equals_packed_rows(policy, forward, params):
     block = int(prefilled.max())
     valid = np.arange(block) < prefilled[:, None]
     hidden, cache = decode(params, tokens[:, :block], positions[:, :block], valid, cache, slots)
-    found = logits(params, hidden)
+    prefilled_logits = logits(params, hidden)
     for row in range(2):
-        np.testing.assert_allclose(found[row, : prefilled[row]], expected[row, : prefilled[row]], atol=1e-4)
+        np.testing.assert_allclose(
+            prefilled_logits[row, : prefilled[row]], expected[row, : prefilled[row]], atol=1e-4
+        )
     for offset in range(LENGTH - block):
         at = (prefilled + offset)[:, None]
         token = np.take_along_axis(tokens, at, 1)
         hidden, cache = decode(params, token, at, np.ones((2, 1), bool), cache, slots)
-        wanted = np.take_along_axis(np.asarray(expected), at[..., None], 1)
-        np.testing.assert_allclose(logits(params, hidden), wanted, atol=1e-4)
+        target = np.take_along_axis(np.asarray(expected), at[..., None], 1)
+        np.testing.assert_allclose(logits(params, hidden), target, atol=1e-4)
     assert all(not np.asarray(part)[:, 1].any() for stack in cache for part in stack)
 
 

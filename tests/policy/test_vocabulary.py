@@ -43,22 +43,22 @@ def objective(policy, chunk):
 
     Of the first rows few tokens are wanted, so that the devices have unequal work.
     """
-    wanted = jnp.arange(LENGTH) < jnp.arange(ROWS)[:, None] * LENGTH // (ROWS - 1)
+    used = jnp.arange(LENGTH) < jnp.arange(ROWS)[:, None] * LENGTH // (ROWS - 1)
 
     def run(params, hidden, tokens, targets):
         decoder = policy.merge(params)
         if chunk:
-            found = look_up(params["embed"]["embedding"], tokens, jnp.float32)
-            logprobs, entropies = token_logprobs(decoder, hidden, targets, 0.7, chunk, used=wanted)
+            embedded = look_up(params["embed"]["embedding"], tokens, jnp.float32)
+            logprobs, entropies = token_logprobs(decoder, hidden, targets, 0.7, chunk, used=used)
         else:
-            found = params["embed"]["embedding"][tokens]
+            embedded = params["embed"]["embedding"][tokens]
             every = jax.nn.log_softmax(decoder.logits(hidden) / 0.7, axis=-1)
             logprobs = jnp.take_along_axis(every, targets[..., None], axis=-1)[..., 0]
             entropies = -jnp.sum(jnp.exp(every) * every, axis=-1)
-        logprobs, entropies = jnp.where(wanted, logprobs, 0.0), jnp.where(wanted, entropies, 0.0)
+        logprobs, entropies = jnp.where(used, logprobs, 0.0), jnp.where(used, entropies, 0.0)
         weight = jnp.cos(jnp.arange(LENGTH))
-        total = jnp.sum(weight * logprobs) + jnp.sum(weight**2 * entropies) + jnp.sum(jnp.sin(found))
-        return total, (logprobs, entropies, found)
+        total = jnp.sum(weight * logprobs) + jnp.sum(weight**2 * entropies) + jnp.sum(jnp.sin(embedded))
+        return total, (logprobs, entropies, embedded)
 
     return jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
 
@@ -94,18 +94,18 @@ def on_mesh(policy, mesh, chunk):
     ],
     ids=str,
 )
-def test_a_mesh_computes_the_plain_formula_and_its_gradients(mesh, tied, vocab):
+def test_mesh_computes_the_plain_formula(mesh, tied, vocab):
     policy = make_policy(tied, vocab)
-    (_, expected), wanted = jax.jit(objective(policy, 0))(*inputs(policy))
+    (_, expected), expected_gradients = jax.jit(objective(policy, 0))(*inputs(policy))
     compiled, placed = on_mesh(policy, make_mesh(MeshConfig(**mesh)), CHUNK)
-    (_, found), gradients = compiled(*placed)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
-    close_in_norm(gradients, wanted)
+    (_, actual), gradients = compiled(*placed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
+    close_in_norm(gradients, expected_gradients)
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("mesh", "tied"), [({"fsdp": 8}, True), ({"fsdp": 4, "tensor": 2}, False)], ids=str)
-def test_the_head_is_gathered_once_a_direction_and_its_gradient_scattered_once(mesh, tied):
+def test_head_is_gathered_once_a_direction(mesh, tied):
     vocab = 40
     policy = make_policy(tied, vocab)
     sizes = make_mesh(MeshConfig(**mesh))
@@ -122,7 +122,7 @@ def test_the_head_is_gathered_once_a_direction_and_its_gradient_scattered_once(m
 
 
 @pytest.mark.medium
-def test_a_look_up_moves_the_found_columns_and_not_the_table():
+def test_look_up_moves_columns_instead_of_the_table():
     policy = make_policy(False, 40)
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
     params, _, tokens, _ = inputs(policy)
@@ -140,7 +140,7 @@ def test_a_look_up_moves_the_found_columns_and_not_the_table():
 
 
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 4, "tensor": 2}], ids=str)
-def test_gradients_of_bfloat16_look_ups_add_up_in_float32(mesh):
+def test_bfloat16_look_up_gradients_sum_in_float32(mesh):
     """A thousand additions of 1 to one row: bfloat16 would stop at 256."""
     table, tokens = jnp.zeros((40, WIDTH)), jnp.full((ROWS, 128), 7)
 
@@ -148,16 +148,18 @@ def test_gradients_of_bfloat16_look_ups_add_up_in_float32(mesh):
         return jnp.sum(look_up(table, tokens, jnp.bfloat16).astype(jnp.float32))
 
     if mesh is None:
-        found = jax.jit(jax.grad(total))(table)
+        gradient = jax.jit(jax.grad(total))(table)
     else:
         with jax.set_mesh(make_mesh(MeshConfig(**mesh))):
-            found = jax.jit(jax.grad(total))(table)
-    np.testing.assert_array_equal(found[7], ROWS * 128)  # float32 holds such whole numbers without rounding
-    assert float(jnp.abs(found).sum()) == ROWS * 128 * WIDTH
+            gradient = jax.jit(jax.grad(total))(table)
+    np.testing.assert_array_equal(
+        gradient[7], ROWS * 128
+    )  # float32 holds such whole numbers without rounding
+    assert float(jnp.abs(gradient).sum()) == ROWS * 128 * WIDTH
 
 
 @pytest.mark.medium
-def test_gradients_of_a_bfloat16_head_add_up_in_float32():
+def test_bfloat16_head_gradients_sum_in_float32():
     """Over many chunks of equal states; rounded sums would lose the later ones."""
     policy = make_policy(False, 40, jnp.bfloat16)
     params = jax.jit(policy.init)(jax.random.key(0))
@@ -170,5 +172,5 @@ def test_gradients_of_a_bfloat16_head_add_up_in_float32():
 
     kernel = params["lm_head"]["kernel"]
     many = jax.grad(total)(kernel, hidden, targets)
-    one = jax.grad(total)(kernel, hidden[:, :2], targets[:, :2])
-    close_in_norm(many, 512 * one, 1e-4)
+    pair = jax.grad(total)(kernel, hidden[:, :2], targets[:, :2])
+    close_in_norm(many, 512 * pair, 1e-4)
