@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -181,3 +182,41 @@ def test_published_values_of_the_variants(cases, build):
                 where = f"{case['name']}, trajectory {position}"
                 expected = values_of[position][:end]
                 np.testing.assert_allclose(values[:end], expected, rtol=1e-4, atol=1e-5, err_msg=where)
+
+
+LOCAL = Path(__file__).resolve().parents[1] / "golden_local" / "credit_cases.json"
+
+
+def assert_agrees(case: dict, build) -> None:
+    read = build.case(case)
+    result = compute_advantages(read.groups, read.config)
+    for positions, advantages, credit in zip(read.positions, result.advantages, result.credits, strict=True):
+        for member, position in enumerate(positions):
+            where = f"{case['name']}, trajectory {position}"
+            expected = np.array(case["expected"]["advantages"][position], np.float64)
+            assert advantages[member].dtype == np.float32
+            np.testing.assert_allclose(advantages[member], expected, rtol=1e-4, atol=1e-5, err_msg=where)
+            is_search = [turn["kind"] == "search" for turn in case["trajectories"][position]["turns"]]
+            np.testing.assert_allclose(
+                credit.correctness[member][is_search],
+                case["expected"]["correctness"][position],
+                rtol=1e-4,
+                atol=1e-5,
+                err_msg=where,
+            )
+
+
+@pytest.mark.parametrize("case", json.loads(LOCAL.read_text(encoding="utf-8")), ids=lambda case: case["name"])
+def test_hand_worked(case, build):
+    assert_agrees(case, build)
+
+
+@pytest.fixture(scope="module")
+def authors_cases(shared):
+    return json.loads((shared / "golden" / "calibadv_cases.json").read_text(encoding="utf-8"))
+
+
+def test_authors_values(authors_cases, build):
+    assert len(authors_cases) == 43
+    for case in authors_cases:
+        assert_agrees(case, build)

@@ -28,7 +28,7 @@ def of_scores(build):
     def of_scores(*scores, lengths=None, question_id="q"):
         return build.group(
             *(
-                (score, True, [build.turn("answer", num_tokens=length)])
+                build.member(score, answer=length)
                 for score, length in zip(scores, lengths or [1] * len(scores), strict=True)
             ),
             question_id=question_id,
@@ -138,8 +138,8 @@ def test_whitened_tokens_have_mean_0_and_variance_1(of_scores):
 def test_estimator_can_be_calibrated(build):
     """RLOO doubles the advantages of a pair; then as by hand for GRPO."""
     group = build.group(
-        (1.0, True, [build.turn(documents=["a"]), build.turn("answer", num_tokens=2)]),
-        (0.0, True, [build.turn(documents=["a", "x"]), build.turn("answer", num_tokens=4)]),
+        build.member(1.0, "a", answer=2),
+        build.member(0.0, "ax", answer=4),
     )
     (credit,) = compute_advantages([group], AdvantageConfig(base="rloo")).credits
     np.testing.assert_allclose(credit.before, [[1, 1], [-1, -1]])
@@ -176,10 +176,10 @@ def test_loser_exactly_at_the_threshold_is_nearly_right(of_scores):
 def test_querygroup_by_hand(build):
     """0.7 × the standardised correctness of a judged search + 0.3 × its trajectory's advantage."""
     group = build.group(
-        (1.0, True, [build.turn(documents=["a", "b"]), build.turn("answer")]),
-        (0.0, True, [build.turn(documents=["a", "x"]), build.turn("answer")]),
-        (0.0, True, [build.turn(documents=["x", "y"]), build.turn("answer")]),
-        (0.0, False, [build.turn(documents=["a", "b"]), build.turn("answer")]),  # not judged
+        build.member(1.0, "ab"),
+        build.member(0.0, "ax"),
+        build.member(0.0, "xy"),
+        build.member(0.0, "ab", valid=False),  # not judged
     )
     (credit,) = compute_advantages([group], AdvantageConfig(name="querygroup")).credits
     winner, loser = (np.array([0.75, -0.25]) / (0.5 + 1e-6)).tolist()
@@ -193,8 +193,8 @@ def test_querygroup_by_hand(build):
 
 def test_querygroup_searches_of_equal_correctness_gain_nothing(build):
     group = build.group(
-        (1.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
-        (0.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
+        build.member(1.0, "a"),
+        build.member(0.0, "a"),
     )
     (credit,) = compute_advantages([group], AdvantageConfig(name="querygroup")).credits
     whole = 0.5 / (np.sqrt(0.5) + 1e-6)

@@ -85,7 +85,7 @@ def test_one_number_a_trajectory_is_enough(own, group):
 
 
 @pytest.mark.parametrize(
-    ("source", "function", "said"),
+    ("source", "function", "phrase"),
     [
         ("def mine(group):\n    return []\n", "mine", "too many positional arguments"),
         ("def mine(groups, config, more):\n    return []\n", "mine", "missing a required argument: 'more'"),
@@ -128,7 +128,7 @@ def test_error_in_own_code_names_file_and_line(own, group):
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("result", "phrase"),
     [
         ("[]", "shorter"),
         ("[[1.0]]", "1 advantages for 3 trajectories"),

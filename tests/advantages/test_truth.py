@@ -147,7 +147,7 @@ def test_perfect_credit(build):
 
 
 def test_questions_without_supporting_passages_are_left_out(first, second, build):
-    unknown = build.group((1.0, True, [build.turn(documents=["x"]), build.turn("answer")]), question_id="u")
+    unknown = build.group(build.member(1.0, "x"), question_id="u")
     assert measured(unknown, first, second) == measured(first, second)
     assert measured(unknown) == {"groups": 0, "trajectories": 0, "searches": 0, "blamed": 0}
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from calibadv_jax.learner.batching import Rows, RowShape, Sample, microbatches, token_weights
+from calibadv_jax.learner.batching import Rows, RowShape, Sample, microbatches, pack, token_weights
 from calibadv_jax.learner.losses import policy_gradient
 
 ROW, ROWS = 40, 8  # one shape for all cases: compiled once
@@ -49,3 +49,13 @@ def packed(cases, config, rng=None, on_policy=False, order=None, row_length=ROW)
     gradients = rows.taken([np.asarray(gradient)])
     back = [gradients[order.index(index)][1:] for index in range(len(cases))]
     return float(value), back, {name: float(number) for name, number in metrics.items()}
+
+
+def batch_of(advantages, old, sampler=None):
+    """One row: a prompt token, then one trained token for each advantage, equally weighted."""
+    made, _ = sample(old, old, advantages, [1] * len(old), sampler)
+    return pack([made], len(old) + 1)
+
+
+def columns(values):
+    return jnp.asarray([[*values, 0.0]], jnp.float32)

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny_policy import NARROW
+from tiny_policy import NARROW, mesh_of, single_device, tiny
 
-from calibadv_jax.config import LearnerConfig, MeshConfig
+from calibadv_jax.config import LearnerConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.learner.batching import Rows, RowShape, Sample, microbatches, token_weights
 from calibadv_jax.learner.critic import (
@@ -25,9 +25,7 @@ from calibadv_jax.learner.critic import (
 from calibadv_jax.learner.learner import LearnerOptions, init_params
 from calibadv_jax.learner.step import sample_logprobs
 from calibadv_jax.policy.adapters import Adapters
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh, param_shardings
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.sharding import param_shardings
 from calibadv_jax.policy.weights import flatten
 
 CONFIG = NARROW | {"num_key_value_heads": 2, "tie_word_embeddings": False}
@@ -67,7 +65,7 @@ def test_published_values_and_gradients(shared):
 
 @pytest.fixture(scope="module")
 def policy():
-    return Policy(architecture_from_hf(CONFIG), Numerics())
+    return tiny(CONFIG)
 
 
 def trajectory(seed, score):
@@ -86,7 +84,7 @@ def trajectory(seed, score):
 
 
 def test_critic_shares_parameters_except_the_head(policy):
-    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    mesh = mesh_of(fsdp=4, tensor=2)
     critic = critic_of(policy)
     params = init_params(policy, mesh, 0)
     value_params = critic_params(critic, params, mesh)
@@ -103,8 +101,8 @@ def test_critic_shares_parameters_except_the_head(policy):
 
 @pytest.mark.medium
 def test_critic_with_adapters_shares_the_base():
-    policy = Policy(architecture_from_hf(CONFIG), Numerics(), Adapters(2, 4.0, ("q", "up"), "bfloat16"))
-    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    policy = tiny(CONFIG, Adapters(2, 4.0, ("q", "up"), "bfloat16"))
+    mesh = single_device()
     critic, params = critic_of(policy), init_params(policy, mesh, 0)
     trained = flatten(critic.abstract_trained)
     assert set(trained) == set(flatten(policy.abstract_trained)) | {"value_head.kernel"}
@@ -125,7 +123,7 @@ def test_critic_with_adapters_shares_the_base():
 @pytest.mark.medium
 def test_critic_learns_returns(policy):
     """Values stand before the token that they are of, and training brings them to the returns."""
-    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    mesh = single_device()
     critic = critic_of(policy)
     learner = CriticLearner(critic, optax.adam(0.02), mesh, LearnerOptions(4, row_length=16))
     state = learner.init(critic_params(critic, init_params(policy, mesh, 0), mesh))

@@ -6,17 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_policy import LLAMA3
+from tiny_policy import LLAMA3, mesh_of, single_device, tiny
 
-from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
+from calibadv_jax.config import LossConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.adapters import Adapters, joined
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import to_hf
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
 from calibadv_jax.snapshots.peft import load_adapters, save_adapters
@@ -122,13 +119,13 @@ def trained(request, tmp_path_factory):
     model.save_pretrained(folder / "adapter")
     adapters = Adapters(RANK, ALPHA, tuple(sorted(targets)), "float32")
     hf_config = read_hf_config(folder / "base")
-    policy = Policy(architecture_from_hf(hf_config), Numerics(), adapters)
+    policy = tiny(hf_config, adapters)
 
     def params(mesh):
         base = load_params(folder / "base", policy, mesh)
         return joined(base, load_adapters(folder / "adapter", policy, mesh))
 
-    one_device = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    one_device = single_device()
     tokens = samples()[1].tokens
     before = logits(policy, params(one_device), tokens), torch_logits(model, tokens)
     torch_updates(model)
@@ -165,11 +162,9 @@ def test_three_updates_are_those_of_torch(trained):
 
 
 def test_eight_devices_make_the_updates_of_one(trained):
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 (simulated) devices")
     if trained.hf_config["model_type"] != "qwen2":
         return  # one layout is enough
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
     learner, state = our_updates(trained.policy, trained.params(mesh), mesh)
     assert not learner.base["layers"]["mlp"]["up"]["kernel"].sharding.is_fully_replicated
     for leaf, other in zip(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from loss_cases import packed, sample
+from loss_cases import batch_of, columns, packed, sample
 
 from calibadv_jax.config import LossConfig
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.batching import Sample, pack
+from calibadv_jax.learner.losses import KL_ESTIMATORS, policy_gradient
 
 LOW, HIGH = 0.2, 0.3
 
@@ -193,15 +195,6 @@ def test_cispo_drops_positive_advantages_beyond_its_limit():
     np.testing.assert_allclose(gradient, [0, -1.2 / 3, 1.2 / 3], rtol=1e-5)
 
 
-def test_clip_cov_draws_from_unclipped_tokens():
-    """The first three have a covariance between the limits, but the first of them is clipped: it stays."""
-    rows = [sample([-0.1, -0.1, -3.0, -3.0], [-1.0, -0.1, -3.0, -3.0], [2, 2, -2, 2], [1, 1, 1, 1])]
-    config = LossConfig(name="clip_cov", cov_low=0.5, cov_share=1.0)
-    loss, (gradient,), _ = packed(rows, config)
-    assert loss == pytest.approx(-(1.2 * 2 + 2) / 4)
-    np.testing.assert_allclose(gradient, [0, 0, 0, -2 / 4], rtol=1e-5)
-
-
 def test_sequence_importance_weight_counts_trained_tokens():
     rows = one_row([1.0, 1.0], [1.0, 1.0], mask=[1, 0], sampler=[-1.0, -9.0])
     config = LossConfig(importance_level="sequence", importance_cap=5.0)
@@ -216,23 +209,6 @@ def test_sequence_importance_weight_as_geometric_mean():
     weights = [np.exp(0.1), np.exp(-0.2), 1.2]
     total = sum(w * -a * n for w, row in zip(weights, rows, strict=True) for n, _, a in row)
     assert packed(made_of(rows, sampler), config)[0] == pytest.approx(total / 12, rel=1e-5)
-
-
-@pytest.mark.parametrize(("over", "masked"), [("sequence_max", 0), ("sequence_mean", 0), ("sequence_sum", 4)])
-def test_distances_of_a_trajectory_are_joined_as_named(over, masked):
-    """Four tokens of 0.08 each: only their sum is above 0.15."""
-    rows = one_row([1.0] * 4, [1.0] * 4, sampler=[-1.4] * 4)
-    config = LossConfig(name="gpg", reject_by="k2", reject_over=over, reject_above=0.15)
-    assert packed(rows, config)[2]["actor/sampler_masked"] == masked
-
-
-def test_clip_cov_leaves_tokens_above_its_upper_limit():
-    """Covariances 1.45 (clipped), 1.45, 4.35 and -1.45: the second is dropped, the third is too large."""
-    rows = [sample([-0.1, -0.1, -3.0, -3.0], [-1.0, -0.1, -3.0, -3.0], [2, 2, -2, 2], [1, 1, 1, 1])]
-    config = LossConfig(name="clip_cov", cov_low=0.5, cov_high=4.0, cov_share=1.0)
-    loss, (gradient,), _ = packed(rows, config)
-    assert loss == pytest.approx(-(1.2 * 2 - 2 + 2) / 4)
-    np.testing.assert_allclose(gradient, [0, 0, 2 / 4, -2 / 4], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -273,3 +249,84 @@ def test_samples_without_advantages_move_other_terms(settings, moves):
     )
     assert loss.is_moved_by(nothing) == moves
     assert loss.is_moved_by(advantaged) and not loss.is_moved_by(untrained)
+
+
+@pytest.mark.parametrize(("keys", "third"), [({}, 0), ({"cov_high": 4.0}, -2)])
+def test_clip_cov_draws_unclipped_tokens_between_its_limits(keys, third):
+    """Covariances 1.45 (clipped), 1.45, 4.35 and -1.45: the second is dropped, the third within the limit."""
+    rows = [sample([-0.1, -0.1, -3.0, -3.0], [-1.0, -0.1, -3.0, -3.0], [2, 2, -2, 2], [1, 1, 1, 1])]
+    loss, (gradient,), _ = packed(rows, LossConfig(name="clip_cov", cov_low=0.5, cov_share=1.0, **keys))
+    assert loss == pytest.approx(-(1.2 * 2 + third + 2) / 4)
+    np.testing.assert_allclose(gradient, [0, 0, -third / 4, -2 / 4], rtol=1e-5)
+
+
+def test_clipping_acts_on_the_pessimistic_side():
+    ratios = np.array([1.5, 1.5, 0.5, 0.5])
+    advantages = [1.0, -1.0, 1.0, -1.0]
+    old = np.log([0.2] * 4)
+    new = columns(old + np.log(ratios))
+    loss, metrics = policy_gradient(LossConfig(), False)(
+        new, 0.0 * new, batch_of(advantages, list(old)), None
+    )
+    # min(r A, clip(r) A): 1.2, -1.5, 0.5, -0.8
+    assert float(loss) == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4, abs=1e-6)
+    assert float(metrics["actor/pg_clipfrac"]) == 2  # tokens
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_token_metrics_count_each_token_once(aggregation):
+    """A long sequence of which nothing is clipped beside a short one of which all is."""
+    samples = [
+        Sample(
+            np.arange(count + 1, dtype=np.int32),
+            np.arange(count + 1) > 0,
+            np.ones(count + 1, np.float32),
+            np.full(count + 1, -1.5, np.float32),
+            np.full(count + 1, old, np.float32),
+        )
+        for count, old in ((3, -1.0), (1, -2.0))
+    ]
+    batch = pack(samples, 6, aggregation)
+    new = jnp.full(batch.weights.shape, -1.0)
+    _, metrics = policy_gradient(LossConfig(), False)(new, 0 * new + 2.0, batch, None)
+    sums = {name: float(value) for name, value in metrics.items() if name != "actor/pg_loss"}
+    assert sums == {
+        "actor/pg_clipfrac": 1,  # token of four
+        "actor/entropy": 8,
+        "actor/ppo_kl": -1,
+        "actor/sampler_mismatch": pytest.approx(4 * 0.5),
+    }
+
+
+def test_truncated_importance_sampling_caps_the_weight():
+    """The cap has no floor: e**-3 stays e**-3, for positive advantages and for negative ones."""
+    old, gaps = [-4.0] * 3, np.array([np.log(4.0), -3.0, -1.0])
+    batch, new = batch_of([1.0, 1.0, -2.0], old, (old - gaps).tolist()), columns(old)
+    loss, metrics = policy_gradient(LossConfig(importance_cap=2.0), False)(new, 0.0 * new, batch, None)
+    assert float(loss) == pytest.approx(-(2.0 + np.exp(-3.0) - 2 * np.exp(-1.0)) / 3, abs=1e-6)
+    assert float(metrics["actor/sampler_mismatch"]) == pytest.approx(np.log(4) + 4, abs=1e-6)
+
+
+def test_log_ratio_is_held_within_20():
+    new = columns([0.0])
+    loss, _ = policy_gradient(LossConfig(), False)(new, 0.0 * new, batch_of([-1.0], [-500.0]), None)
+    assert float(loss) == pytest.approx(np.exp(20.0), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("kl", 0.5), ("abs", 0.5), ("mse", 0.125), ("low_var_kl", np.exp(-0.5) + 0.5 - 1)],
+)
+def test_kl_estimators(estimator, expected):
+    new, reference = columns([-1.0]), columns([-1.5])
+    assert float(KL_ESTIMATORS[estimator](reference - new)[0, 0]) == pytest.approx(expected, abs=1e-6)
+    config = LossConfig(kl_coef=0.1, kl_estimator=estimator, entropy_coef=0.01)
+    loss, metrics = policy_gradient(config, True)(new, columns([2.0]), batch_of([0.0], [-1.0]), reference)
+    assert float(loss) == pytest.approx(0.1 * expected - 0.01 * 2.0, abs=1e-6)
+    assert float(metrics["actor/kl_loss"]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_low_variance_kl_ends_at_10():
+    differences = columns([2.0, 5.0, -30.0])
+    values = np.asarray(KL_ESTIMATORS["low_var_kl"](differences))[0]
+    np.testing.assert_allclose(values[:3], [np.exp(2.0) - 3, 10.0, 10.0], rtol=1e-5)

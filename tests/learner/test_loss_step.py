@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import numpy as np
 import optax
 import pytest
 from rounding import close_in_norm
-from tiny_policy import GROUPED
+from tiny_policy import GROUPED, single_device, tiny
 
-from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
-from calibadv_jax.learner.batching import Sample, token_weights
+from calibadv_jax.config import LearnerConfig, LossConfig
+from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import on_policy_only, policy_gradient
 from calibadv_jax.learner.step import learn
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
 
 ROW, VOCAB = 16, 40
 OWN_KEYS = {
@@ -100,19 +95,11 @@ def test_sums_report_the_computed_share(aggregation, weight):
     assert metrics["actor/computed_share"] == pytest.approx(3 / 4)
 
 
-def test_samples_without_a_trained_token_count_nowhere():
-    empty = dataclasses.replace(of(0, [1.0]), mask=np.zeros(2, bool))
-    for aggregation in ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"):
-        weights = token_weights([of(0, [1.0]), empty], aggregation, 1)
-        np.testing.assert_array_equal(np.concatenate(weights), [0, 1, 0, 0])
-        assert not any(values.any() for values in token_weights([empty], aggregation, 1))
-
-
 @pytest.fixture(scope="module")
 def learners():
     """Of one policy, by their rows of a microbatch."""
-    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
-    policy = Policy(architecture_from_hf(GROUPED | {"vocab_size": VOCAB}), Numerics())
+    mesh = single_device()
+    policy = tiny(GROUPED | {"vocab_size": VOCAB})
     return {rows: Learner(policy, optax.sgd(0.1), mesh, LearnerOptions(rows)) for rows in (1, 4)}
 
 

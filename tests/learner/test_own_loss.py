@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pydantic
 import pytest
-from loss_cases import packed, sample
-from test_losses import batch_of, columns
+from loss_cases import batch_of, columns, packed, sample
 
 from calibadv_jax.config import LossConfig
 from calibadv_jax.config.sections.learner import BY_SEQUENCE, LOSS_KEYS

@@ -7,17 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_policy import GROUPED, Letters
+from tiny_policy import GROUPED, Letters, single_device, tiny
 
-from calibadv_jax.config import LearnerConfig, MeshConfig
+from calibadv_jax.config import LearnerConfig
 from calibadv_jax.contrib import probe
 from calibadv_jax.contrib.probe import BEGINNING, PROBE_TOKENS, prefixes, with_golden_logprobs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
 
 VOCAB = 128
 TEMPERATURE = 0.5
@@ -25,8 +22,8 @@ TEMPERATURE = 0.5
 
 @pytest.fixture(scope="module")
 def learner():
-    policy = Policy(architecture_from_hf(GROUPED | {"vocab_size": VOCAB}), Numerics())
-    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    policy = tiny(GROUPED | {"vocab_size": VOCAB})
+    mesh = single_device()
     return Learner(policy, optax.sgd(0.1), mesh, LearnerOptions(2, TEMPERATURE))
 
 
@@ -83,9 +80,7 @@ def golden_logprobs(group, policy):
 @pytest.mark.parametrize(
     ("row_length", "opening", "shares"), [(128, "", False), (40, "<think>", False), (128, "", True)]
 )
-def test_probe_equals_separate_forward_passes(
-    learner, policies, row_length, opening, shares
-):
+def test_probe_equals_separate_forward_passes(learner, policies, row_length, opening, shares):
     """Rows that hold several prefixes, rows that are too short for the longest ones, and shared prefixes."""
     groups = [make_group(0, opening=opening), make_group(1, golden=("Cy",), turns=(1,), opening=opening)]
     config = LearnerConfig(row_length=row_length, row_widths=2, share_prefixes=shares)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding import close_in_norm
-from tiny_policy import GROUPED
+from tiny_policy import GROUPED, single_device, tiny
 
 from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
 from calibadv_jax.core.errors import UserError
@@ -18,9 +18,8 @@ from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of, lea
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.step import learn, sample_logprobs
-from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.transformer import Policy
 
 VOCAB, ROW = 40, 48
 CONFIG = LearnerConfig(row_length=ROW, row_widths=1, microbatch_rows=1)
@@ -60,7 +59,7 @@ def groups(seed=0, questions=4, size=5):
 
 def policy_of(attention_chunk):
     config = GROUPED | {"vocab_size": VOCAB, "tie_word_embeddings": False}
-    return Policy(architecture_from_hf(config), Numerics(attention_chunk=attention_chunk))
+    return tiny(config, attention_chunk=attention_chunk)
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +147,6 @@ def test_shared_rows_make_the_step_of_plain_rows(name, attention_chunk):
 
 @pytest.mark.medium
 def test_eight_devices_equal_one(policy):
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 (simulated) devices")
     loss = policy_gradient(LossConfig(), on_policy=False)
     alone, _ = stepped(learner_of(policy), groups(), SHARED, loss)
     spread, _ = stepped(learner_of(policy, 8, fsdp=4, tensor=2), groups(), SHARED, loss)
@@ -166,7 +163,7 @@ def test_logprobs_of_trained_tokens_only(policy):
 
 @pytest.mark.medium
 def test_critic_learns_the_same_from_shared_rows(policy):
-    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    mesh = single_device()
     learner = CriticLearner(critic_of(policy), optax.sgd(1.0), mesh, LearnerOptions(2))
     samples = [dataclasses.replace(sample, old_logprobs=sample.logprobs) for sample in groups()]
     states = []
@@ -204,7 +201,7 @@ def test_row_filled_by_the_common_prefix(policy):
 def test_kernel_without_sharing_is_refused(policy):
     numerics = dataclasses.replace(policy.numerics, kernel="splash")
     splash = Policy(policy.architecture, numerics)
-    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    mesh = single_device()
     with pytest.raises(UserError, match="policy.attention is splash, .* set it to xla or cudnn"):
         Learner(splash, optax.sgd(1.0), mesh, LearnerOptions(1, shares_prefixes=True))
 

@@ -7,7 +7,7 @@ import pytest
 
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
-from calibadv_jax.learner.batching import Sample, place
+from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.losses import on_policy_only, policy_gradient
 from calibadv_jax.learner.step import learn, make_sample, mini_batches
 
@@ -79,7 +79,7 @@ class Notebook:
     """A learner that writes down its batches. Its log-probabilities name the policy and the target."""
 
     def __init__(self):
-        self.updates = []
+        self.updates, self.passes = [], 0
 
     def update(self, state, batches, loss, reference=None):
         (batch,) = batches
@@ -88,6 +88,7 @@ class Notebook:
         return {"params": version}, {"actor/loss": float(version)}
 
     def logprobs(self, params, batch):
+        self.passes += 1
         return (-params - batch.targets / 100).astype(np.float32)
 
     def position_cost(self, length):
@@ -224,24 +225,23 @@ def test_one_update_takes_everything():
         ({"minibatch_size": 2}, "recompute", True),
         ({"epochs": 2}, "recompute", True),
         ({"minibatch_size": 2}, "sampler", False),
+        ({"epochs": 2}, "sampler", False),
+        ({}, "sampler", False),
         ({}, "recompute", False),  # the loss takes the current policy's own
     ],
 )
 def test_old_logprobs_are_computed_before_the_first_update(changes, old, recomputed):
     config = LearnerConfig(row_length=ROW, row_widths=1, **changes)
-    notebook, *_ = go_over(config, LossConfig(old_logprobs=old))
+    loss = LossConfig(old_logprobs=old)
+    notebook, *_ = go_over(config, loss)
+    assert (notebook.passes > 0) == recomputed
+    on_policy = on_policy_only(loss, config.minibatch_size, config.epochs)
+    assert on_policy == (not changes and old == "recompute")
     for batch, *_ in notebook.updates:
         trained = batch.weights > 0
         expected = -1 - batch.targets / 100 if recomputed else np.full(trained.shape, -9.0)
         np.testing.assert_allclose(batch.old_logprobs[trained], expected[trained], rtol=1e-6)
         assert (batch.sampler_logprobs[trained] == -9).all()
-
-
-def test_only_one_update_of_everything_is_on_policy():
-    assert on_policy_only(LossConfig(), 0, 1)
-    assert not on_policy_only(LossConfig(), 64, 1)
-    assert not on_policy_only(LossConfig(), 0, 2)
-    assert not on_policy_only(LossConfig(old_logprobs="sampler"), 0, 1)
 
 
 def test_every_update_gets_the_loss_and_the_reference():
@@ -263,7 +263,3 @@ def test_aggregation_of_the_loss_is_used():
         ((batch, *_),) = notebook.updates
         assert batch.tokens.shape == (1, ROW)
         assert sorted(batch.weights[batch.weights > 0]) == pytest.approx(expected)
-
-
-def test_row_is_filled_to_its_last_token():
-    assert place([5, 3, 4, 4], 8)[1] == 2

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 from rounding import close_in_norm
+from tiny_policy import mesh_of
 
-from calibadv_jax.config import MeshConfig, PolicyConfig
+from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
-from calibadv_jax.policy.sharding import MESH_AXES, make_mesh
+from calibadv_jax.policy.sharding import MESH_AXES
 from calibadv_jax.policy.transformer import Numerics, packed_attention
 
 KERNELS = {
@@ -136,7 +137,7 @@ def test_mesh_with_few_heads_computes_the_same(kernel, tensor, monkeypatch):
 
     compute = jax.grad(objective, argnums=(0, 1, 2), has_aux=True)
     alone = jax.jit(compute)(q, k, v)
-    with jax.set_mesh(make_mesh(MeshConfig(data=1, fsdp=-1, tensor=tensor))):
+    with jax.set_mesh(mesh_of(data=1, fsdp=-1, tensor=tensor)):
         meshed = jax.jit(compute)(q, k, v)
     close_in_norm(meshed, alone)
 

@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rounding import close_in_norm
-from tiny_policy import NARROW
+from tiny_policy import NARROW, SHAPE, tiny
 
-from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.logprobs import token_logprobs
-from calibadv_jax.policy.transformer import Numerics, Policy
 
 BATCH, LENGTH, VOCAB, TEMPERATURE = 2, 21, 53, 0.7
 
@@ -17,7 +15,7 @@ BATCH, LENGTH, VOCAB, TEMPERATURE = 2, 21, 53, 0.7
 @pytest.fixture(scope="module")
 def policy():
     config = NARROW | {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 16}
-    return Policy(architecture_from_hf(config), Numerics())
+    return tiny(config)
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +125,38 @@ def test_reported_entropies_have_no_gradient(policy, inputs, chunk):
     alone = jax.grad(lambda hidden: jnp.sum(jnp.sin(run(hidden, True)[1][0])))(hidden)
     close_in_norm(dropped, alone)
     assert np.abs(np.asarray(kept) - np.asarray(dropped)).max() > 1e-3
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def half_decoder(request):
+    config = SHAPE | {"vocab_size": 300, "tie_word_embeddings": request.param}
+    policy = tiny(config, compute_dtype=jnp.bfloat16)
+    return policy.merge(jax.jit(policy.init)(jax.random.key(0)))
+
+
+@pytest.fixture(scope="module")
+def half_hidden():
+    return (2 * jax.random.normal(jax.random.key(1), (1, 6, 32))).astype(jnp.bfloat16)
+
+
+@pytest.mark.medium
+def test_logits_are_float32(half_decoder, half_hidden):
+    assert half_decoder.logits(half_hidden).dtype == jnp.float32
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_log_probabilities_are_those_of_float32(half_decoder, half_hidden, chunk):
+    """Summed in bfloat16 the probabilities of 300 tokens would be off by a percent."""
+    logits = np.asarray(half_decoder.logits(half_hidden), np.float64) / 0.7
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    targets = jnp.asarray([[0, 7, 299, 12, 150, 3]])
+    logprobs, entropies = token_logprobs(half_decoder, half_hidden, targets, 0.7, chunk)
+    assert logprobs.dtype == entropies.dtype == jnp.float32
+    chosen = np.take_along_axis(expected, np.asarray(targets)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(logprobs, chosen, atol=2e-5)
+    np.testing.assert_allclose(entropies, -(np.exp(expected) * expected).sum(-1), atol=2e-5)
+
+
+def test_parameters_stay_as_they_are_stored(half_decoder):
+    assert half_decoder.embed.embedding[...].dtype == jnp.float32

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from packages import need
 from real_rig import real_model
+from tiny_policy import single_device, tiny
 
-from calibadv_jax.config import Config, MeshConfig, SamplerConfig
+from calibadv_jax.config import Config, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.core.tags import STOP_STRINGS, TAGS
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.logprobs import token_logprobs
-from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.observation import Observations, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import build_prompt
@@ -71,12 +70,12 @@ def original(weights):
 
 @pytest.fixture(scope="module")
 def mesh():
-    return make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    return single_device()
 
 
 @pytest.fixture(scope="module")
 def policy(folder):
-    return Policy(architecture_from_hf(read_hf_config(folder)), Numerics())
+    return tiny(read_hf_config(folder))
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +156,7 @@ def test_bfloat16_stays_near(policy, params, prompts, expected):
     assert np.mean(np.concatenate(gaps)) > 1e-4  # else it was no bfloat16
 
 
-def test_greedy_text_equals_transformers(
-    policy, params, mesh, tokenizer, original, prompts, all_cases
-):
+def test_greedy_text_equals_transformers(policy, params, mesh, tokenizer, original, prompts, all_cases):
     import torch
 
     stops = StopRule(tokenizer, tokenizer.eos_token_id)

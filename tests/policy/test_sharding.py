@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny_policy import WIDER
+from tiny_policy import WIDER, mesh_of, tiny
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
@@ -41,8 +41,8 @@ def test_parameters_split_where_they_can():
         "num_attention_heads": 6,
         "num_key_value_heads": 3,
     }
-    abstract = Policy(architecture_from_hf(config), Numerics()).abstract_params
-    shardings = param_shardings(abstract, make_mesh(MeshConfig(data=1, fsdp=2, tensor=4)))
+    abstract = tiny(config).abstract_params
+    shardings = param_shardings(abstract, mesh_of(data=1, fsdp=2, tensor=4))
     layers = shardings["layers"]
     assert shardings["embed"]["embedding"].spec == P("tensor", "fsdp")
     assert layers["mlp"]["gate"]["kernel"].spec == P(None, "fsdp", "tensor")
@@ -54,7 +54,7 @@ def test_parameters_split_where_they_can():
 
 def test_local_copy_gathers_the_base_once():
     """Later calls bring what is trained anew; where everything is trained, everything."""
-    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    mesh = mesh_of(data=1, fsdp=4, tensor=2)
     architecture = architecture_from_hf(WIDER)
     for adapters in (Adapters(2, 4.0, ("q",), "bfloat16"), None):
         policy = Policy(architecture, Numerics(), adapters)

@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rounding import close_in_norm
-from tiny_policy import WIDER
+from tiny_policy import NARROW, WIDER, mesh_of, tiny
 
-from calibadv_jax.config import MeshConfig
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import batch_sharding, make_mesh, param_shardings
+from calibadv_jax.policy.sharding import batch_sharding, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 
 CONFIG = WIDER | {"vocab_size": 64}
@@ -123,7 +122,7 @@ def test_decoding_with_a_cache_equals_packed_rows(policy, forward, params):
 def test_eight_devices_equal_one(policy, forward, params):
     tokens, positions, segments = rows(8)
     alone = forward(params, tokens, positions, segments)
-    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    mesh = mesh_of(data=1, fsdp=4, tensor=2)
     shardings = param_shardings(policy.abstract_params, mesh)
     with jax.set_mesh(mesh):
         spread = jax.device_put(params, shardings)
@@ -133,3 +132,16 @@ def test_eight_devices_equal_one(policy, forward, params):
     assert kernel.addressable_shards[0].data.size * 8 == kernel.size
     assert len(meshed.sharding.device_set) == 8
     np.testing.assert_allclose(alone, np.asarray(meshed), atol=1e-4)
+
+
+def test_invalid_token_is_not_written():
+    """Three tokens of which the last is padding, into row 2 of three; the row is written at 4 and 5."""
+    policy = tiny(NARROW)
+    params = jax.jit(policy.init)(jax.random.key(0))
+    tokens, positions = np.array([[1, 2, 3]]), np.array([[4, 5, 6]])
+    valid, slots = np.array([[True, True, False]]), np.array([2])
+    decode = jax.jit(lambda params, *args: policy.merge(params).decode(*args))
+    _, (stack,) = decode(params, tokens, positions, valid, policy.empty_cache(3, 9), slots)
+    for array in stack:  # [L, S, K, T, H]
+        written = np.argwhere(np.asarray(array)[0].any(axis=(1, 3)))
+        assert written.tolist() == [[2, 4], [2, 5]]

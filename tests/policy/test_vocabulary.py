@@ -8,21 +8,13 @@ import numpy as np
 import pytest
 from compiled_rig import collectives
 from rounding import close_in_norm
+from tiny_policy import mesh_of, tiny
 
-from calibadv_jax.config import MeshConfig
-from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.logprobs import token_logprobs
-from calibadv_jax.policy.sharding import batch_sharding, make_mesh, param_shardings
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.sharding import batch_sharding, param_shardings
 from calibadv_jax.policy.vocabulary import look_up
 
 ROWS, LENGTH, CHUNK, WIDTH = 8, 12, 4, 16
-
-
-@pytest.fixture(autouse=True)
-def eight_devices():
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 (simulated) devices")
 
 
 def make_policy(tied, vocab, dtype=jnp.float32):
@@ -35,7 +27,7 @@ def make_policy(tied, vocab, dtype=jnp.float32):
         "num_attention_heads": 2,
         "tie_word_embeddings": tied,
     }
-    return Policy(architecture_from_hf(config), Numerics(compute_dtype=dtype))
+    return tiny(config, compute_dtype=dtype)
 
 
 def objective(policy, chunk):
@@ -97,7 +89,7 @@ def on_mesh(policy, mesh, chunk):
 def test_mesh_computes_the_plain_formula(mesh, tied, vocab):
     policy = make_policy(tied, vocab)
     (_, expected), expected_gradients = jax.jit(objective(policy, 0))(*inputs(policy))
-    compiled, placed = on_mesh(policy, make_mesh(MeshConfig(**mesh)), CHUNK)
+    compiled, placed = on_mesh(policy, mesh_of(**mesh), CHUNK)
     (_, actual), gradients = compiled(*placed)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
     close_in_norm(gradients, expected_gradients)
@@ -108,7 +100,7 @@ def test_mesh_computes_the_plain_formula(mesh, tied, vocab):
 def test_head_is_gathered_once_a_direction(mesh, tied):
     vocab = 40
     policy = make_policy(tied, vocab)
-    sizes = make_mesh(MeshConfig(**mesh))
+    sizes = mesh_of(**mesh)
     text = on_mesh(policy, sizes, CHUNK)[0].as_text()
     part = vocab // sizes.shape["tensor"]
     whole = {f"f32[{part},{WIDTH}]", f"f32[{WIDTH},{part}]"}
@@ -124,7 +116,7 @@ def test_head_is_gathered_once_a_direction(mesh, tied):
 @pytest.mark.medium
 def test_look_up_moves_columns_instead_of_the_table():
     policy = make_policy(False, 40)
-    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    mesh = mesh_of(fsdp=4, tensor=2)
     params, _, tokens, _ = inputs(policy)
     placed = jax.device_put(params, param_shardings(policy.abstract_params, mesh))["embed"]["embedding"]
     tokens = jax.device_put(tokens, batch_sharding(mesh))
@@ -150,7 +142,7 @@ def test_bfloat16_look_up_gradients_sum_in_float32(mesh):
     if mesh is None:
         gradient = jax.jit(jax.grad(total))(table)
     else:
-        with jax.set_mesh(make_mesh(MeshConfig(**mesh))):
+        with jax.set_mesh(mesh_of(**mesh)):
             gradient = jax.jit(jax.grad(total))(table)
     np.testing.assert_array_equal(
         gradient[7], ROWS * 128

@@ -3,10 +3,9 @@
 import jax
 import numpy as np
 import pytest
+from tiny_policy import tiny
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import (
     check_hf,
     flatten,
@@ -31,7 +30,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def policy():
-    return Policy(architecture_from_hf(CONFIG), Numerics())
+    return tiny(CONFIG)
 
 
 @pytest.fixture(scope="module")
