@@ -25,8 +25,8 @@ from calibadv_jax.advantages.credit import (
     sampled_turns,
     search_turns,
     spread,
+    summarise,
 )
-from calibadv_jax.advantages.diagnostics import summarise
 from calibadv_jax.core.answers import holds_answer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.own_function import failure, load_optional, own_function
@@ -471,10 +471,7 @@ _ENTRIES = (
         "arXiv 2504.02546",
     ),
     Estimator(
-        "reinforce_plus_plus",
-        compose(no_baseline, whitened),
-        f"score, {_WHITENED}",
-        "arXiv 2501.03262",
+        "reinforce_plus_plus", compose(no_baseline, whitened), f"score, {_WHITENED}", "arXiv 2501.03262"
     ),
     Estimator(
         "reinforce_plus_plus_baseline",
@@ -581,7 +578,7 @@ class AdvantageResult:
     credits: list[GroupCredit]
     """The same by turn, with correctness and silver documents."""
     metrics: dict[str, float]
-    """See `diagnostics.summarise`."""
+    """See `credit.summarise`."""
 
 
 def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> AdvantageResult:

@@ -68,8 +68,7 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
             muon_weight_dimension_numbers=_muon_dimensions,
         )
         rule = optax.GradientTransformation(
-            orthogonalise.init,
-            lambda updates, *more: orthogonalise.update(_by_layers(updates), *more),
+            orthogonalise.init, lambda updates, *more: orthogonalise.update(_by_layers(updates), *more)
         )
     else:
         moments = config.beta1, config.beta2, config.eps

@@ -414,11 +414,7 @@ class Decoder(nnx.Module):
             self.lm_head = nnx.Linear(a.hidden_size, a.vocab_size, use_bias=False, **dtypes)
 
     def __call__(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        segment_ids: jax.Array,
-        ends: jax.Array | None = None,
+        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, ends: jax.Array | None = None
     ) -> jax.Array:
         """Compute the hidden states [B, T, D] of packed rows: tokens, positions, segment_ids int32 [B, T].
 

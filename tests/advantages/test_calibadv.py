@@ -85,10 +85,7 @@ def test_final_search_is_balanced_and_not_softened(build):
 
 
 def test_silver_without_documents_leaves_advantages_alone(build):
-    group = build.group(
-        build.member(1.0, ""),
-        build.member(0.0, "a"),
-    )
+    group = build.group(build.member(1.0, ""), build.member(0.0, "a"))
     np.testing.assert_allclose(by_turn(group), [[A, A], [-A, -A]])
 
 
@@ -126,10 +123,7 @@ def test_variants(pair, switches, expected):
 
 
 def test_always_correct_searches_get_nothing(build):
-    group = build.group(
-        build.member(1.0, "a", "b"),
-        build.member(0.0, "a", "x"),
-    )
+    group = build.group(build.member(1.0, "a", "b"), build.member(0.0, "a", "x"))
     np.testing.assert_allclose(by_turn(group, softening="reset"), [[0, A, A], [0, -A, -A]])
     np.testing.assert_allclose(by_turn(group), [[A, A, A], [0, -A, -A]])
 
@@ -166,30 +160,20 @@ def test_describe_names_every_variant(switches, phrase):
 
 @pytest.mark.parametrize(("documents", "left"), [("axy", 0.0), ("axyz", -0.75 * A)])
 def test_aggressive_softening_forgives_all_from_one_third(build, documents, left):
-    group = build.group(
-        build.member(1.0, "a"),
-        build.member(0.0, documents),
-    )
+    group = build.group(build.member(1.0, "a"), build.member(0.0, documents))
     turns = by_turn(group, softening="aggressive", rebalance=False)
     np.testing.assert_allclose(turns, [[A, A], [left, -A]], rtol=1e-12, atol=1e-15)
 
 
 def test_upper_limit_is_the_groups_best_advantage(build):
     """Wherever the best trajectory stands: half of the way from the loser's -A to A is 0."""
-    group = build.group(
-        build.member(0.0, "ax"),
-        build.member(1.0, "a"),
-    )
+    group = build.group(build.member(0.0, "ax"), build.member(1.0, "a"))
     turns = by_turn(group, softening="upper_limit", rebalance=False)
     np.testing.assert_allclose(turns, [[0, -A], [A, A]], rtol=1e-12, atol=1e-15)
 
 
 def test_invalid_trajectories_do_not_count_for_reset(build):
-    members = [
-        build.member(1.0, "a"),
-        build.member(0.0, "a"),
-        build.member(0.0, "x", valid=False),
-    ]
+    members = [build.member(1.0, "a"), build.member(0.0, "a"), build.member(0.0, "x", valid=False)]
     turns = by_turn(build.group(*members), softening="reset", rebalance=False)
     assert turns[0][0] == turns[1][0] == 0 and turns[2][0] == turns[2][1] < 0
     assert by_turn(build.group(*members), softening="plain", rebalance=False)[0][0] > 0
@@ -204,10 +188,7 @@ def test_invalid_trajectories_do_not_count_for_reset(build):
     ],
 )
 def test_rebalance_excess_leaves_groups_within_the_target(build, tokens, answers):
-    group = build.group(
-        build.member(1.0, "", answer=1),
-        build.member(0.0, "", answer=tokens),
-    )
+    group = build.group(build.member(1.0, "", answer=1), build.member(0.0, "", answer=tokens))
     turns = by_turn(group, rebalance_excess=True, target_ratio=2.0)
     np.testing.assert_allclose([trajectory[1] for trajectory in turns], answers, rtol=1e-12)
 
@@ -268,20 +249,13 @@ def test_silver_threshold_is_relative_to_largest_reward(build, largest, score):
 
 def test_silver_weight_is_relative_to_largest_count(build):
     """Three of the best: two saw a, one saw b, and nobody saw what all saw."""
-    group = build.group(
-        build.member(0.9, "a"),
-        build.member(0.9, "ab"),
-        build.member(0.9),
-    )
+    group = build.group(build.member(0.9, "a"), build.member(0.9, "ab"), build.member(0.9))
     assert silver_documents(group, 0.7) == {"a": 1.0, "b": 0.5}
 
 
 def test_invalid_best_trajectory_leaves_no_silver(build):
     """The best score is that of the whole group; no valid trajectory reaches it here."""
-    group = build.group(
-        build.member(1.0, "a", valid=False),
-        build.member(0.8, "b"),
-    )
+    group = build.group(build.member(1.0, "a", valid=False), build.member(0.8, "b"))
     assert silver_documents(group, 0.7) == {}
 
 

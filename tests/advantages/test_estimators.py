@@ -36,10 +36,7 @@ def test_results_follow_the_order_of_groups_and_trajectories(build):
 
 
 def test_inputs_are_left_alone(build):
-    group = build.group(
-        build.member(0.0, "a"),
-        build.member(1.0, "a"),
-    )
+    group = build.group(build.member(0.0, "a"), build.member(1.0, "a"))
     before = [trajectory.response_ids for trajectory in group.trajectories]
     compute_advantages([group], AdvantageConfig())
     assert [trajectory.answer_score for trajectory in group.trajectories] == [0.0, 1.0]
@@ -176,11 +173,7 @@ def test_failed_trajectory_may_have_any_score(build):
 
 def test_metrics(build):
     mixed = build.group(
-        (
-            1.0,
-            True,
-            [build.turn(documents=["a", "b"], num_tokens=3), build.turn("answer", num_tokens=2)],
-        ),
+        (1.0, True, [build.turn(documents=["a", "b"], num_tokens=3), build.turn("answer", num_tokens=2)]),
         (
             0.0,
             True,

@@ -137,10 +137,7 @@ def test_whitened_tokens_have_mean_0_and_variance_1(of_scores):
 
 def test_estimator_can_be_calibrated(build):
     """RLOO doubles the advantages of a pair; then as by hand for GRPO."""
-    group = build.group(
-        build.member(1.0, "a", answer=2),
-        build.member(0.0, "ax", answer=4),
-    )
+    group = build.group(build.member(1.0, "a", answer=2), build.member(0.0, "ax", answer=4))
     (credit,) = compute_advantages([group], AdvantageConfig(base="rloo")).credits
     np.testing.assert_allclose(credit.before, [[1, 1], [-1, -1]])
     np.testing.assert_allclose(credit.turns, [[1, 2], [-0.5, -1]])
@@ -192,10 +189,7 @@ def test_querygroup_by_hand(build):
 
 
 def test_querygroup_searches_of_equal_correctness_gain_nothing(build):
-    group = build.group(
-        build.member(1.0, "a"),
-        build.member(0.0, "a"),
-    )
+    group = build.group(build.member(1.0, "a"), build.member(0.0, "a"))
     (credit,) = compute_advantages([group], AdvantageConfig(name="querygroup")).credits
     whole = 0.5 / (np.sqrt(0.5) + 1e-6)
     np.testing.assert_allclose(credit.turns, [[0.3 * whole, whole], [-0.3 * whole, -whole]], rtol=1e-12)

@@ -29,12 +29,7 @@ def policy_loss(on_policy, **changes):
 def learner():
     config = GROUPED | {"vocab_size": VOCAB}
     mesh = single_device()
-    return Learner(
-        tiny(config),
-        optax.sgd(0.1, momentum=0.5),
-        mesh,
-        LearnerOptions(2),
-    )
+    return Learner(tiny(config), optax.sgd(0.1, momentum=0.5), mesh, LearnerOptions(2))
 
 
 @pytest.fixture
