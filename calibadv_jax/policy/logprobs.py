@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from calibadv_jax.policy.kernels.custom_gradients import inner_product
+from calibadv_jax.policy.sharding import Layout, layout_of
 from calibadv_jax.policy.transformer import Decoder
-from calibadv_jax.policy.vocabulary import Layout, layout_of
 
 PARTS = 8  # chunks of a row, at least: where few tokens are used, little of the last chunk is in vain
 

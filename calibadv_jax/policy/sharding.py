@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -208,3 +209,75 @@ def axis_size(mesh: Mesh | AbstractMesh, names: str | tuple[str, ...] | None) ->
     if names is None:
         return 1
     return int(np.prod([mesh.shape[name] for name in ((names,) if isinstance(names, str) else names)]))
+
+
+# --- The two weights that are as large as the vocabulary ---
+# The compiler would gather such a weight wherever a product or a look-up reads it. `transformer.look_up`
+# exchanges looked up columns, never the table, and `logprobs.token_logprobs` gathers the head once.
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Mesh axes over which the rows of a batch, the width D and the vocabulary V are split; empty: none.
+
+    Methods are called by each device with its own parts.
+    """
+
+    rows: tuple[str, ...] = ()
+    width: str | None = None
+    vocab: str | None = None
+
+    def on_devices(self, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Any:
+        """Apply `function` to each device's parts, or to the whole arrays if nothing is split."""
+        if not (self.rows or self.vocab):
+            return function
+        return jax.shard_map(function, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+    def spec(self, *axes: str | None) -> P:
+        """Return the specification of an array whose axes are "rows", "width", "vocab" or None."""
+        names = {"rows": self.rows or None, "width": self.width, "vocab": self.vocab, None: None}
+        return P(*(names[axis] for axis in axes))
+
+    def first(self, size: int) -> jax.Array | int:
+        """Return the first of the `size` entries of the vocabulary that this device holds."""
+        return 0 if self.vocab is None else jax.lax.axis_index(self.vocab) * size
+
+    def over_vocab(self, x: jax.Array) -> jax.Array:
+        """Sum over all parts of the vocabulary."""
+        return x if self.vocab is None else jax.lax.psum(x, self.vocab)
+
+    def gathered(self, weights: jax.Array, axis: int) -> jax.Array:
+        """Gather the whole width of the weights, which is their `axis`."""
+        if self.width is None:
+            return weights
+        return jax.lax.all_gather(weights, self.width, axis=axis, tiled=True)
+
+    def scattered(self, gradient: jax.Array, axis: int) -> jax.Array:
+        """Sum all devices' gradients of the whole width, and return this device's part."""
+        if self.width is not None:
+            gradient = jax.lax.psum_scatter(gradient, self.width, scatter_dimension=axis, tiled=True)
+        return self.over_replicas(gradient)
+
+    def largest_of_rows(self, x: jax.Array) -> jax.Array:
+        """Return the largest value over the devices."""
+        return jax.lax.pmax(x, self.rows) if self.rows else x
+
+    def over_replicas(self, gradient: jax.Array) -> jax.Array:
+        """Sum over the rows' axes that do not split the width."""
+        others = tuple(name for name in self.rows if name != self.width)
+        return jax.lax.psum(gradient, others) if others else gradient
+
+
+def layout_of(num_rows: int, width: int, vocab: int) -> Layout:
+    """Return the layout by the table of `sharding` on the current mesh; undivided if rows do not divide."""
+    mesh = jax.sharding.get_abstract_mesh()
+    batch, embed, heads = RULES["batch"], RULES["embed"], RULES["vocab"]
+    assert isinstance(batch, tuple) and isinstance(embed, str) and isinstance(heads, str)
+    if mesh.empty or num_rows % axis_size(mesh, batch):
+        return Layout()
+
+    def fitted(size: int, name: str) -> str | None:
+        return name if axis_size(mesh, name) > 1 and size % axis_size(mesh, name) == 0 else None
+
+    rows = tuple(name for name in batch if axis_size(mesh, name) > 1)
+    return Layout(rows, fitted(width, embed), fitted(vocab, heads))

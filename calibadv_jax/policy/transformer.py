@@ -6,6 +6,7 @@ Layers are stacked on a leading axis. Parameters are passed around as a plain ne
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +24,7 @@ from calibadv_jax.policy.architecture import Architecture, RopeScaling
 from calibadv_jax.policy.kernels.blockwise import MASKED, blockwise_attention
 from calibadv_jax.policy.kernels.custom_gradients import RMSNorm, gated, rows_product
 from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
-from calibadv_jax.policy.sharding import RULES, axis_size, constrain, pin_rows
-from calibadv_jax.policy.vocabulary import look_up
+from calibadv_jax.policy.sharding import RULES, Layout, axis_size, constrain, layout_of, pin_rows
 
 Params = dict[str, Any]
 Rope = tuple[jax.Array, jax.Array]  # cosines and sines of each token's angles [B, T, H/2]
@@ -318,6 +318,61 @@ def _cached_rows(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array)
     out = jnp.einsum("bkqt,bkth->bkqh", weights, v)
     out = out.reshape(batch, num_kv, num_new, num_heads // num_kv, head_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(batch, num_new, num_heads, head_dim)
+
+
+# --- The look-up of tokens ---
+
+
+def look_up(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+    """Return rows of `table` [V, D] at `tokens` int32 [B, T]: [B, T, D] of `dtype`; gradients in float32."""
+    return _look_up(layout_of(tokens.shape[0], table.shape[1], table.shape[0]), dtype, table, tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _look_up(layout: Layout, dtype: Any, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        tokens = _of_all_columns(layout, tokens)
+        index = tokens - layout.first(table.shape[0])
+        rows = table.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        rows = layout.over_vocab(rows.astype(dtype))
+        if layout.width is None:
+            return rows
+        return jax.lax.all_to_all(rows, layout.width, split_axis=0, concat_axis=2, tiled=True)
+
+    inputs = layout.spec("vocab", "width"), layout.spec("rows", None)
+    return layout.on_devices(local, inputs, layout.spec("rows", None, None))(table, tokens)
+
+
+def _look_up_forward(
+    layout: Layout, dtype: Any, table: jax.Array, tokens: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _look_up(layout, dtype, table, tokens), (table, tokens)
+
+
+def _look_up_backward(
+    layout: Layout, dtype: Any, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, None]:
+    def local(table: jax.Array, tokens: jax.Array, gradient: jax.Array) -> jax.Array:
+        tokens = _of_all_columns(layout, tokens)
+        if layout.width is not None:
+            gradient = jax.lax.all_to_all(gradient, layout.width, split_axis=2, concat_axis=0, tiled=True)
+        index = tokens - layout.first(table.shape[0])
+        total = jnp.zeros(table.shape, jnp.float32)
+        total = total.at[index].add(gradient.astype(jnp.float32), mode="drop", wrap_negative_indices=False)
+        return layout.over_replicas(total).astype(table.dtype)
+
+    table, tokens = saved
+    weights = layout.spec("vocab", "width")
+    inputs = weights, layout.spec("rows", None), layout.spec("rows", None, None)
+    return layout.on_devices(local, inputs, weights)(table, tokens, gradient), None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+def _of_all_columns(layout: Layout, tokens: jax.Array) -> jax.Array:
+    """Gather the tokens of all devices that hold columns of the same rows of the table."""
+    return tokens if layout.width is None else jax.lax.all_gather(tokens, layout.width, tiled=True)
 
 
 # --- The decoder ---

@@ -12,7 +12,7 @@ from tiny_policy import mesh_of, tiny
 
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import batch_sharding, param_shardings
-from calibadv_jax.policy.vocabulary import look_up
+from calibadv_jax.policy.transformer import look_up
 
 ROWS, LENGTH, CHUNK, WIDTH = 8, 12, 4, 16
 
