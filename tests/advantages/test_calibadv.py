@@ -17,10 +17,8 @@ A = 0.5 / (np.sqrt(0.5) + 1e-6)  # advantage of the better of two scores 1 and 0
 @pytest.fixture
 def pair(build):
     """Winner: search, answer of 2 tokens. Loser: a search that finds a silver document, answer of 4."""
-    return build.group(
-        (1.0, True, [build.turn(documents=["a"], num_observed=1), build.turn("answer", num_tokens=2)]),
-        (0.0, True, [build.turn(documents=["a", "x"], num_observed=1), build.turn("answer", num_tokens=4)]),
-    )
+    winner = build.member(1.0, "a", answer=2, observed=1)
+    return build.group(winner, build.member(0.0, "ax", answer=4, observed=1))
 
 
 def by_turn(group, **switches):
@@ -91,16 +89,11 @@ def test_silver_without_documents_leaves_advantages_alone(build):
 
 def test_describe_names_every_switch():
     lines = "\n".join(describe(AdvantageConfig(target_ratio=0.5, adjust="negative", correctness="mean")))
-    assert "soft penalty ON" in lines
-    assert "rebalance ON" in lines
-    assert "the negative side is rescaled" in lines
+    assert "soft penalty ON" in lines and "correctness mean" in lines and "at least 0.7" in lines
+    assert "rebalance ON" in lines and "the negative side is rescaled" in lines
     assert "positive sum = 0.5 (lambda)" in lines
-    assert "correctness mean" in lines
-    assert "at least 0.7" in lines
     lines = "\n".join(describe(AdvantageConfig(soft_penalty=False, rebalance=False, normalize_std=False)))
-    assert "soft penalty OFF" in lines
-    assert "rebalance OFF" in lines
-    assert "Dr. GRPO" in lines
+    assert "soft penalty OFF" in lines and "rebalance OFF" in lines and "Dr. GRPO" in lines
     assert "no CalibAdv calibration" in "\n".join(describe(AdvantageConfig(name="grpo")))
 
 
@@ -135,7 +128,7 @@ def test_step_balanced_as_a_whole(build):
     groups = [answers("one", 1.0, 0.0), answers("sided", 0.0, 0.0), answers("alone", 1.0)]
     config = AdvantageConfig(rebalance_within="step", normalize_std=False)
     credits = compute_advantages(groups, config).credits
-    # Blame 1/2, praise 1/2 + 1: a group that is one-sided is balanced by the others.
+    # Negative 1/2, positive 1/2 + 1: a group that is one-sided is balanced by the others.
     np.testing.assert_allclose(credits[0].turns, [[1 / 6], [-1 / 2]])
     np.testing.assert_allclose(credits[2].turns, [[1 / 3]])
 

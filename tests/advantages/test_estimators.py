@@ -77,21 +77,17 @@ def test_scores_must_be_finite(build, score):
         compute_advantages([group], AdvantageConfig(name="grpo"))
 
 
-def winner(build):
-    return (1.0, True, [build.turn(documents=["a"], num_observed=1), build.turn("answer", num_tokens=2)])
-
-
 @pytest.mark.parametrize("num_empty", [0, 1, 2])
 @pytest.mark.parametrize("rebalance", [False, True])
 def test_search_before_empty_turns_is_not_softened(build, num_empty, rebalance):
     empty = [build.turn("unfinished", num_tokens=0)] * num_empty
     lost = [build.turn(documents=["a"], num_tokens=4), *empty]
-    group = build.group(winner(build), (0.0, True, lost))
+    group = build.group(build.member(1.0, "a", answer=2, observed=1), (0.0, True, lost))
     config = AdvantageConfig(rebalance=rebalance)
     result = compute_advantages([group], config)
     assert result.credits[0].correctness[1][0] == 1.0  # it found the silver document
     right, wrong = result.advantages[0]
-    assert (wrong < 0).all()  # all of the blame stays
+    assert (wrong < 0).all()  # the whole negative advantage stays
     assert wrong[0] == pytest.approx(-np.sqrt(0.5), abs=1e-5)
     assert right[-1] == pytest.approx(np.sqrt(0.5) * (2 if rebalance else 1), abs=1e-5)
 
@@ -100,7 +96,7 @@ def test_search_before_empty_turns_is_not_softened(build, num_empty, rebalance):
 def test_search_before_last_sampled_turn_is_softened(build, num_empty):
     empty = [build.turn("unfinished", num_tokens=0)] * num_empty
     lost = [build.turn(documents=["a"], num_tokens=4), build.turn("answer", num_tokens=2), *empty]
-    group = build.group(winner(build), (0.0, True, lost))
+    group = build.group(build.member(1.0, "a", answer=2, observed=1), (0.0, True, lost))
     wrong = compute_advantages([group], AdvantageConfig(rebalance=False)).advantages[0][1]
     np.testing.assert_allclose(wrong[:4], 0.0, atol=1e-12)
     assert (wrong[4:] < 0).all()
@@ -121,11 +117,8 @@ def fail(group, *indices):
 
 def members(build):
     """Scores 1, 0.5 and 0, searches among silver and other documents, answers of different lengths."""
-    rows = [(1.0, ["a", "b"], 2), (0.5, ["c", "x"], 3), (0.0, ["a", "x"], 4)]
-    return [
-        (score, True, [build.turn(documents=docs, num_observed=2), build.turn("answer", num_tokens=length)])
-        for score, docs, length in rows
-    ]
+    rows = [(1.0, "ab", 2), (0.5, "cx", 3), (0.0, "ax", 4)]
+    return [build.member(score, shown, answer=length, observed=2) for score, shown, length in rows]
 
 
 def broken_off(build):

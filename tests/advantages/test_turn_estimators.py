@@ -44,12 +44,7 @@ def searching(build):
     """A group of (score, [document ids of each search]); then comes an answer turn."""
 
     def searching(*members, golden=None, **question):
-        made = build.group(
-            *(
-                (score, True, [*(build.turn(documents=ids) for ids in searches), build.turn("answer")])
-                for score, searches in members
-            )
-        )
+        made = build.group(*(build.member(score, *searches) for score, searches in members))
         asked = made.question.__class__("q", "?", ("gold",), "test", **question)
         for trajectory in made.trajectories:
             trajectory.question = asked
@@ -91,22 +86,26 @@ def test_mt_grpo_rewards_turns_with_golden_answers(searching):
     close(turns_of("mt_grpo", group), [[0.5 + 2 / 3, 0.5, 0.5], [-0.5 - 1 / 3] + [-0.5] * 2, [-1 / 3, 0.0]])
 
 
-def test_stepsearch_rewards_new_target_documents(searching):
-    group = searching(
-        (1.0, [["s", "x"], ["t", "x"]]),  # 1/2, then 1/2 - 1/2
-        (0.0, [["x", "y"], ["x", "y"]]),  # 0, then -1
-        supporting_ids=("s", "t"),
-    )
-    sums = [[0.5, 0.0], [-1.0, -1.0]]
-    expected = [[0.5 + (sums[0][k] - sums[1][k]) / 2 for k in (0, 1)] + [0.5]]
-    expected.append([-0.5 + (sums[1][k] - sums[0][k]) / 2 for k in (0, 1)] + [-0.5])
-    close(turns_of("stepsearch", group), expected)
-    # Where the question names none, the winner's documents are wanted: s, x, t.
-    bare = searching((1.0, [["s", "x"], ["t", "x"]]), (0.0, [["x", "y"], ["x", "y"]]))
-    sums = [[2 / 3 + 1 / 3 - 1 / 2, 1 / 3 - 1 / 2], [1 / 3 - 1, -1.0]]
-    expected = [[0.5 + (sums[0][k] - sums[1][k]) / 2 for k in (0, 1)] + [0.5]]
-    expected.append([-0.5 + (sums[1][k] - sums[0][k]) / 2 for k in (0, 1)] + [-0.5])
-    close(turns_of("stepsearch", bare), expected)
+def compared(winner, loser):
+    """Turns of two trajectories of scores 1 and 0, whose turns have these rewards; the last turn has none."""
+    halves = [(own - other) / 2 for own, other in zip(winner, loser, strict=True)]
+    return [[0.5 + value for value in (*halves, 0)], [-0.5 - value for value in (*halves, 0)]]
+
+
+@pytest.mark.parametrize(
+    ("winner", "loser", "targets", "rewards"),
+    [
+        # Gains less redundancy: 1/2, then 1/2 - 1/2; 0, then -1.
+        (["sx", "tx"], ["xy", "xy"], "st", ([0.5, 0.0], [-1.0, -1.0])),
+        # If the question names none, the winner's documents are the targets: s, x, t.
+        (["sx", "tx"], ["xy", "xy"], "", ([2 / 3 + 1 / 3 - 1 / 2, 1 / 3 - 1 / 2], [1 / 3 - 1, -1.0])),
+        # Of four documents two were among the three of the first search: 1/4 new less 2/4.
+        (["axy", "xyzb"], ["w", "v"], "abcd", ([1 / 4 - 1 / 4, 1 / 4 - 2 / 4], [0.0, 0.0])),
+    ],
+)
+def test_stepsearch_rewards_new_target_documents(searching, winner, loser, targets, rewards):
+    group = searching((1.0, winner), (0.0, loser), supporting_ids=tuple(targets))
+    close(turns_of("stepsearch", group), compared(*rewards))
 
 
 def test_igpo_standardises_gains_and_scores_together(searching):
@@ -131,12 +130,8 @@ def test_a2tgpo_compares_gains_of_one_number(searching):
 
 def test_tips_sums_the_initial_policys_gains(searching):
     group = searching((1.0, [[], []]), (0.0, [[], []]), golden=[[0.1, 0.2, 0.9], [0.1, 0.4, 0.3]])
-    sums = [[0.1 + 0.5 * 0.7, 0.7], [0.3 - 0.5 * 0.1, -0.1]]
-    part = [(sums[0][k] - sums[1][k]) / 2 for k in (0, 1)] + [0.0]
-    close(
-        turns_of("tips", group, discount=0.5),
-        [[0.5 + value for value in part], [-0.5 - value for value in part]],
-    )
+    rewards = [0.1 + 0.5 * 0.7, 0.7], [0.3 - 0.5 * 0.1, -0.1]
+    close(turns_of("tips", group, discount=0.5), compared(*rewards))
 
 
 @pytest.mark.parametrize("name", [name for name in BY_TURN if name != "igpo"])
@@ -183,15 +178,6 @@ def test_discounted_sums_and_standardised_groups():
     values = [np.array([1.0, 5.0]), np.array([3.0])]
     config = AdvantageConfig(normalize_std=False)
     assert [turns.tolist() for turns in standardised(values, ["ab", "a"], config)] == [[-1, 0], [1]]
-
-
-def test_stepsearch_subtracts_the_share_of_documents_shown_before(searching):
-    """A second search of four documents, two of which the three of the first one held: 1/4 new less 2/4."""
-    group = searching((1.0, ["axy", "xyzb"]), (0.0, ["w", "v"]), supporting_ids=("a", "b", "c", "d"))
-    gains = [[1 / 4 - 1 / 4, 1 / 4 - 2 / 4], [0.0, 0.0]]  # of each turn and those after it, discount 1
-    expected = [[0.5 + (own - other) / 2 for own, other in zip(*gains, strict=True)] + [0.5]]
-    expected.append([-0.5 + (other - own) / 2 for own, other in zip(*gains, strict=True)] + [-0.5])
-    close(turns_of("stepsearch", group, discount=1.0), expected)
 
 
 hypothesis = pytest.importorskip("hypothesis")

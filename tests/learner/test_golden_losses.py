@@ -17,42 +17,43 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": "sequence_sum_norm",
     "mean over rows": "sequence_mean",
 }
-NAMES = {
-    "vanilla": "vanilla",
+RENAMED = {  # other published losses have our names, but for hyphens
     "clip-higher": "vanilla",
     "dual-clip": "vanilla",
-    "lld": "lld",
-    "balance": "balance",
-    "cispo": "cispo",
     "cispo_verl": "cispo",
-    "clip-cov": "clip_cov",
-    "kl-cov": "kl_cov",
-    "gspo": "gspo",
     "geo-mean": "gmpo",
-    "gpg": "gpg",
-    "sapo": "sapo",
-    "dppo-tv": "dppo_tv",
-    "dppo-kl": "dppo_kl",
-    "dro": "dro",
 }
+SAME = (
+    "vanilla",
+    "lld",
+    "balance",
+    "cispo",
+    "clip-cov",
+    "kl-cov",
+    "gspo",
+    "gpg",
+    "sapo",
+    "dppo-tv",
+    "dppo-kl",
+)
+NAMES = {name: name.replace("-", "_") for name in (*SAME, "dro")} | RENAMED
 SAME_FLAGS = ("vanilla", "clip-higher", "lld", "balance", "gspo")  # others count other tokens as clipped
-KEYS = {
-    "clip_low": "clip_low",
-    "clip_high": "clip_high",
-    "dual_clip": "dual_clip",
-    "drop_above": "drop_above",
+SAME_KEYS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "drop_above",
+    "lld_coef",
+    "cov_share",
+    "cov_low",
+    "cov_high",
+)
+KEYS = {name: name for name in (*SAME_KEYS, "ratio_cap", "tau_positive", "tau_negative")} | {
     "gating": "lld_gating",
-    "lld_coef": "lld_coef",
     "pg_loss_ratio": "balance_ratio",
-    "cov_share": "cov_share",
-    "cov_low": "cov_low",
-    "cov_high": "cov_high",
     "kl_coef": "cov_kl_coef",
     "limit_low": "clip_low",
     "limit_high": "clip_high",
-    "ratio_cap": "ratio_cap",
-    "tau_positive": "tau_positive",
-    "tau_negative": "tau_negative",
     "beta": "dro_beta",
 }
 
