@@ -1,10 +1,10 @@
 """CalibAdv (arXiv 2604.18235): advantages of an estimator, by default GRPO, calibrated turn by turn.
 
-Silver documents are those that the best trajectories of a group saw. A search is correct as far as it newly
-shows some. Soft penalty: a losing trajectory's correct search gets a smaller negative advantage. Rebalance:
-within a group the positive and negative advantage of the answer turns is brought to a given ratio. An answer
-turn is a trajectory's last sampled turn, whatever its kind; the two never touch the same turn. Variants of
-the authors' code: `calibadv_variants`.
+Silver documents are the documents that a group's best trajectories saw. A search is correct as far as it
+newly shows some. Soft penalty: a losing trajectory's correct search gets a smaller negative advantage.
+Rebalance: within a group the positive and negative advantage of the answer turns is brought to a given ratio.
+An answer turn is a trajectory's last sampled turn, whatever its kind; the two never touch the same turn.
+Variants of the authors' code: `calibadv_variants`.
 """
 
 from __future__ import annotations

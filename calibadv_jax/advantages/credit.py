@@ -155,7 +155,7 @@ def summarise(credits: Sequence[GroupCredit]) -> dict[str, float]:
         answer/: sum of the positive and magnitude of the negative advantage over answer-turn tokens,
             and negative / positive, before and after calibration
         search/negative_: magnitude of the negative advantage over search-turn tokens, before and after
-        search/softened_share: of the search turns with negative advantage, those that were softened
+        search/softened_share: softened share of the search turns with negative advantage
         correctness/: mean and histogram over the search turns that were judged
         silver/: share of groups with silver documents, mean number of documents in those
         tokens/: number of sampled tokens with positive and negative advantage, by search and answer turns

@@ -124,10 +124,10 @@ def test_page_correctness_variants(credit_of, how):
 def test_page_soft_penalty(credit_of):
     softened = credit_of(rebalance=False)
     (rows,) = tables("Step 5: the soft penalty")
-    blamed = [
+    negative_turns = [
         turn for turn in TURNS if turn["kind"] == "search" and softened.raw[int(turn["trajectory"]) - 1] < 0
     ]
-    assert [(turn["trajectory"], turn["turn"]) for turn in blamed] == [
+    assert [(turn["trajectory"], turn["turn"]) for turn in negative_turns] == [
         (row["trajectory"], row["turn"]) for row in rows
     ]
     for row in rows:

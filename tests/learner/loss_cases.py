@@ -28,15 +28,20 @@ def sample(new, old, advantages, mask, sampler=None):
     return made, after(new)
 
 
-def packed(cases, config, rng=None, on_policy=False, order=None, row_length=ROW):
-    """Loss, gradient [T] of each case as they came, and metrics, of cases from `sample`."""
+def packed(cases, config, rng=None, on_policy=False, order=None, row_length=ROW, loss=None):
+    """Loss, gradient [T] of each case as they came, and metrics, of cases from `sample`.
+
+    `loss` replaces that of the config.
+    """
     order = list(range(len(cases))) if order is None else order
     samples, new = [cases[index][0] for index in order], [cases[index][1] for index in order]
     weights = token_weights(samples, config.aggregation, config.length_norm)
     rng = rng or np.random.default_rng(0)
-    loss = policy_gradient(config, on_policy)
+    policy_loss = policy_gradient(config, on_policy)
+    factors = None if loss else policy_loss.factors(samples, weights, new, rng)
+    loss = loss or policy_loss
     rows = Rows(samples, [RowShape(row_length, ROWS)], weights)
-    (laid,) = rows.batches(loss.factors(samples, weights, new, rng))
+    (laid,) = rows.batches(factors)
     (batch,) = microbatches(laid, ROWS)
     columns = np.zeros((ROWS, row_length), np.float32)
     for at, values in zip(rows.plan.placements, new, strict=True):

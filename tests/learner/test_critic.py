@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from loss_cases import packed, sample
 from tiny_policy import NARROW, mesh_of, single_device, tiny
 
-from calibadv_jax.config import LearnerConfig
+from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
-from calibadv_jax.learner.batching import Rows, RowShape, Sample, microbatches, token_weights
 from calibadv_jax.learner.critic import (
     CriticLearner,
     ValueLoss,
@@ -33,21 +33,10 @@ CONFIG = NARROW | {"num_key_value_heads": 2, "tie_word_embeddings": False}
 
 def value_case(case):
     """Our loss and gradient [row][token] of a published case."""
-    given = case["inputs"]
-    samples = []
-    for mask, old, returns in zip(given["mask"], given["old_values"], given["returns"], strict=True):
-        columns = [np.concatenate([[0], column]).astype(np.float32) for column in (mask, returns, old)]
-        tokens = np.zeros(len(columns[0]), np.int32)
-        samples.append(Sample(tokens, columns[0] > 0, columns[1], columns[2] * 0, columns[2]))
-    rows = Rows(samples, [RowShape(40, 8)], token_weights(samples, "token_mean"))
-    (laid,) = rows.batches()
-    (batch,) = microbatches(laid, 8)  # one shape for all cases
-    values = np.zeros(batch.tokens.shape, np.float32)
-    for at, row in zip(rows.plan.placements, given["values"], strict=True):
-        values[at.row, at.start : at.start + at.length - 1] = row
-    loss = ValueLoss(case["settings"]["clip_value"])
-    (total, metrics), gradient = jax.value_and_grad(lambda x: loss(x, x, batch, None), has_aux=True)(values)
-    return float(total), float(metrics["critic/clipfrac"]), rows.taken([np.asarray(gradient)])
+    columns = [case["inputs"][name] for name in ("values", "old_values", "returns", "mask")]
+    cases = [sample(*row) for row in zip(*columns, strict=True)]
+    loss, gradients, metrics = packed(cases, LossConfig(), loss=ValueLoss(case["settings"]["clip_value"]))
+    return loss, metrics["critic/clipfrac"], gradients
 
 
 def test_published_values_and_gradients(shared):
@@ -60,7 +49,7 @@ def test_published_values_and_gradients(shared):
         np.testing.assert_allclose(loss, expected["loss"], rtol=1e-5, atol=1e-6)
         assert clipped == pytest.approx(expected["clip_fraction"], abs=1e-6)
         for gradient, target in zip(gradients, expected["gradient"], strict=True):
-            np.testing.assert_allclose(gradient[1:], target, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(gradient, target, rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +133,9 @@ def test_critic_learns_returns(policy):
         f"critic/{name}" for name in ("loss", "clipfrac", "grad_norm", "skipped", "updates")
     }
     predicted = sample_logprobs(learner, state["params"], samples, config)
-    for sample, values in zip(samples, predicted, strict=True):
+    for trained, values in zip(samples, predicted, strict=True):
         decoder = critic.merge(state["params"])
-        row = sample.tokens[None]
+        row = trained.tokens[None]
         hidden = decoder(row, np.arange(row.shape[1])[None], np.ones_like(row))
         expected = np.asarray(decoder.values(hidden))[0]
         np.testing.assert_allclose(values[1:], expected[:-1], rtol=1e-4, atol=1e-5)
@@ -161,4 +150,4 @@ def test_value_loss_by_hand(clip, errors, clipped, gradient):
     inputs = {"mask": [[1, 1]], "old_values": [[0, 0]], "returns": [[1, 0]], "values": [[0.5, 0.5]]}
     loss, share, (gradients,) = value_case({"inputs": inputs, "settings": {"clip_value": clip}})
     assert loss == pytest.approx(0.5 * sum(errors) / 2) and share == clipped
-    np.testing.assert_allclose(gradients[1:], gradient, rtol=1e-5)
+    np.testing.assert_allclose(gradients, gradient, rtol=1e-5)

@@ -49,10 +49,10 @@ def kl_cov(rows):
 
 
 def lld(rows):
-    praised = [max(0, o - n) for row in rows for n, o, a in row if a > 0]
+    falls = [max(0, o - n) for row in rows for n, o, a in row if a > 0]
     count = sum(map(len, rows))
-    # The mean over praised tokens, spread so that the mean over all tokens gives it.
-    extra = 0.5 * np.mean(praised)
+    # The mean over tokens with positive advantages, spread so that the mean over all tokens gives it.
+    extra = 0.5 * np.mean(falls)
     terms = [[clipped(np.exp(n - o), a) for n, o, a in row] for row in rows]
     terms[0][0] += extra * count
     return terms
@@ -230,7 +230,7 @@ def test_dppo_bounds_each_side_by_its_own_key(name, clips, kept):
 
 
 def test_lld_gating_reads_positive_advantages_alone():
-    """The second token fell, but it is blamed: nothing that is praised did, and so there is no penalty."""
+    """The second token fell, but its advantage is negative: there is no penalty."""
     rows = one_row([1.0, 0.9], [1.0, -1.0])
     gated, plain = (LossConfig(name="lld", lld_coef=0.5, lld_gating=gating) for gating in (True, False))
     np.testing.assert_allclose(packed(rows, gated)[1][0], [-1 / 2, 0.9 / 2], rtol=1e-5)

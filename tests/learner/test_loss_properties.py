@@ -134,7 +134,7 @@ def test_rounding_of_the_old_logprobs_chooses_no_gradient(name):
 
 
 def test_balance_detached_moves_both_sides():
-    """At ratio 1: praised terms come to -4/3, blamed ones to 1/3; the factor is 1.75 x 4."""
+    """At ratio 1: terms of positive advantages come to -4/3, others to 1/3; the factor is 1.75 x 4."""
     row = [-1.0, -2.0, -0.5], [-1.0, -2.0, -0.5], [1.0, 3.0, -1.0], [1, 1, 1]
     config = LossConfig(name="balance_detached", balance_ratio=1.75)
     loss, (gradient,), _ = packed([sample(*row)], config)

@@ -130,7 +130,7 @@ def test_shared_rows_return_values_by_sample(widths):
     ],
 )
 def test_shared_rows_make_the_step_of_plain_rows(name, attention_chunk):
-    """Losses over sequences and with a look at the mini-batch, and log-probabilities before the step."""
+    """Losses over sequences, with batch factors, and log-probabilities before the step."""
     learner, samples = learner_of(policy_of(attention_chunk)), groups()
     chosen = LossConfig(name=name, aggregation="sequence_mean", entropy_coef=0.01, importance_cap=2.0)
     loss = policy_gradient(chosen, on_policy=False)

@@ -210,7 +210,7 @@ def go(samples, config, loss, learner=None):
 
 
 def test_batch_factor_reads_the_current_policy():
-    """The last token of a sample has the largest covariance: it alone is blamed, and is the least likely."""
+    """The last token of a sample has the largest covariance: a negative advantage, and the least likely."""
     config = LearnerConfig(minibatch_size=1, row_length=SHORT_ROW, row_widths=1)
     samples = [of(0, [0.0, 0.0, -1.0]), of(5, [0.0, 0.0, 0.0])]
     stub, metrics = go(samples, config, LossConfig(name="kl_cov", cov_share=0.25))
@@ -227,7 +227,7 @@ def test_losses_without_logprobs_need_no_pass(name):
     factors = stub.batches[0].factors
     assert (factors is None) == (name == "vanilla")
     if name == "lld":
-        np.testing.assert_allclose(factors[0, :2], [2.0, 0.0])  # one praised token, of weight 1/2
+        np.testing.assert_allclose(factors[0, :2], [2.0, 0.0])  # one positive advantage, of weight 1/2
 
 
 def test_step_without_advantages_needs_no_pass():
