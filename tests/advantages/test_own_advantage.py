@@ -54,12 +54,13 @@ def test_example_through_the_config(group):
 
 
 def test_own_function_is_checked_once(group, own, monkeypatch):
-    config = advantage_config(own("def mine(groups, config):\n    return [[1.0, 2.0, 3.0]]\n"))
+    source = "def mine(groups, config):\n    '''1 to {3}.'''\n    return [[1.0, 2.0, 3.0]]\n"
+    config = advantage_config(own(source))
     looked_up, real = [], own_function.inspect.signature
     monkeypatch.setattr(
         own_function.inspect, "signature", lambda function: looked_up.append(function) or real(function)
     )
-    describe(config)
+    assert describe(config)[1] == "advantage = 1 to {3}"
     for _ in range(3):
         compute_advantages([group], config)
     assert [function.__name__ for function in looked_up] == ["mine"]

@@ -141,17 +141,6 @@ def test_non_finite_gradient_is_skipped(policy, one_device):
 
 
 @pytest.mark.medium
-def test_on_policy_shortcut_equals_recomputing(policy, one_device):
-    batch = pack(samples(), 32)
-    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(4))
-    batch.old_logprobs[:] = learner.logprobs(init_params(policy, one_device, 0), batch)
-    config = LossConfig()
-    shortcut, _ = sgd_step(policy, one_device, batch, 4, policy_gradient(config, on_policy=True))
-    recomputed, _ = sgd_step(policy, one_device, batch, 4, policy_gradient(config, on_policy=False))
-    close_in_norm(shortcut, recomputed)
-
-
-@pytest.mark.medium
 def test_unused_entropy_gradient_is_not_computed(policy, one_device):
     plain = policy_gradient(LossConfig(), on_policy=True)
 
