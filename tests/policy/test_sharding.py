@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny_policy import WIDER, mesh_of, tiny
+from tiny_policy import GROUPED, WIDER, mesh_of, tiny
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
@@ -32,12 +32,9 @@ def test_sizes_that_do_not_fit_are_refused(sizes):
 
 def test_parameters_split_where_they_can():
     """Key and value heads of width 18 do not divide by tensor=4: that axis stays whole, the other splits."""
-    config = {
-        "model_type": "qwen2",
+    config = GROUPED | {
         "vocab_size": 32,
         "hidden_size": 36,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
         "num_attention_heads": 6,
         "num_key_value_heads": 3,
     }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from compiled_rig import collectives
 from rounding import close_in_norm
-from tiny_policy import mesh_of, tiny
+from tiny_policy import NARROW, mesh_of, tiny
 
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import batch_sharding, param_shardings
@@ -18,22 +18,14 @@ ROWS, LENGTH, CHUNK, WIDTH = 8, 12, 4, 16
 
 
 def make_policy(tied, vocab, dtype=jnp.float32):
-    config = {
-        "model_type": "qwen2",
-        "vocab_size": vocab,
-        "hidden_size": WIDTH,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "tie_word_embeddings": tied,
-    }
-    return tiny(config, compute_dtype=dtype)
+    shape = {"vocab_size": vocab, "hidden_size": WIDTH, "tie_word_embeddings": tied}
+    return tiny(NARROW | shape, compute_dtype=dtype)
 
 
 def objective(policy, chunk):
     """(params, hidden, tokens, targets) -> a scalar of the three outputs, the outputs; and gradients.
 
-    Of the first rows few tokens are wanted, so that the devices have unequal work.
+    Of the first rows few tokens are used, so that the devices have unequal work.
     """
     used = jnp.arange(LENGTH) < jnp.arange(ROWS)[:, None] * LENGTH // (ROWS - 1)
 
