@@ -1,7 +1,8 @@
 """One decoder for Qwen2/2.5, Qwen3 and Llama 3.x (Flax NNX).
 
-Layers are stacked on a leading axis. Parameters are passed around as a plain nested dict of arrays;
-`merge` joins them with the modules.
+From top to bottom: numerics, rotary embeddings, attention of the learner (packed rows) and of the sampler (KV
+cache), look-up of tokens, the decoder, and `Policy`. Layers are stacked on a leading axis. Parameters are a
+plain nested dict of arrays, which `Policy.merge` joins with the modules.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -29,20 +29,21 @@ from calibadv_jax.policy.sharding import RULES, Layout, axis_size, constrain, la
 Params = dict[str, Any]
 Rope = tuple[jax.Array, jax.Array]  # cosines and sines of each token's angles [B, T, H/2]
 
-UNROLLED_LAYERS = 4  # so few layers are unrolled: faster, and they compile as fast as a loop
+Kernel = Literal["xla", "splash", "triton", "cudnn"]
+Local = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+Stack = tuple[jax.Array, jax.Array]  # keys and values of successive layers [L, S, K, T, H]
+Cache = list[Stack]  # all layers in one stack; few layers, which are unrolled, in a stack each
+Window = tuple[
+    Sequence[int], jax.Array | int
+]  # widths that may be read of a cache, and the chosen one's index
 
+UNROLLED_LAYERS = 4  # so few layers are unrolled: faster, and they compile as fast as a loop
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-Kernel = Literal["xla", "splash", "triton", "cudnn"]
 KERNELS: dict[str, Kernel] = {"tpu": "splash", "gpu": "triton"}  # of a backend; "xla" where none is named
-SHARING: tuple[Kernel, ...] = ("xla", "cudnn")  # in which sequences may share what they begin with
-Local = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-Stack = tuple[jax.Array, jax.Array]  # keys and values of successive layers [L, S, K, T, H]
-Cache = list[Stack]  # all layers in one stack; few layers, which are unrolled, in a stack each
-Window = tuple[Sequence[int], jax.Array | int]  # widths that may be read of a cache, and which one is
-
+SHARING: tuple[Kernel, ...] = ("xla", "cudnn")  # in which sequences may share prefixes
 SCORE_BYTES = 2**28  # of float32 scores at once, on each device, in attention to a KV cache
 
 
@@ -282,7 +283,7 @@ class CacheView:
             return cached_attention(queries, keys, values, self.positions)
 
         widths, number = self.window
-        branches = [partial(mixed, width) for width in widths]
+        branches = [functools.partial(mixed, width) for width in widths]
         return branches[0]() if len(widths) == 1 else jax.lax.switch(number, branches)
 
 
