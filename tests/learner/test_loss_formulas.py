@@ -164,6 +164,14 @@ def test_tokens_far_from_the_sampler_are_rejected(by, over):
     assert metrics["actor/sampler_masked"] == sum(int((~stays).sum()) for stays in kept)
 
 
+@pytest.mark.parametrize(("over", "masked"), [("sequence_max", 0), ("sequence_mean", 0), ("sequence_sum", 4)])
+def test_sequence_mismatch_is_reduced_as_named(over, masked):
+    """Four tokens of 0.08 each: only their sum is above 0.15."""
+    rows = one_row([1.0] * 4, [1.0] * 4, sampler=[-1.4] * 4)
+    config = LossConfig(name="gpg", reject_by="k2", reject_over=over, reject_above=0.15)
+    assert packed(rows, config)[2]["actor/sampler_masked"] == masked
+
+
 @pytest.mark.parametrize(
     "name", ["vanilla", "cispo", "gspo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "dro"]
 )
