@@ -27,7 +27,7 @@ import numpy as np
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig, PolicyConfig, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.learner.batching import Batch, Sample, pack
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
@@ -219,7 +219,9 @@ def learner_results(
 ) -> list[Result]:
     mesh = make_mesh(MeshConfig())
     optimizer = make_optimizer(OptimizerConfig(lr=1e-6), make_schedule(OptimizerConfig(), 100))
-    learner = Learner(policy, optimizer, mesh, arguments.microbatch, logprob_chunk=config.logprob_chunk)
+    learner = Learner(
+        policy, optimizer, mesh, LearnerOptions(arguments.microbatch, logprob_chunk=config.logprob_chunk)
+    )
     params = init_params(policy, mesh, 0)
     tokens = batch.tokens.size
     flops = policy.architecture.flops_per_token(arguments.length / 4) * tokens

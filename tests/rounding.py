@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibadv_jax.learner.learner import Learner
-from calibadv_jax.policy.kernels import cpu_products
+from calibadv_jax.policy.kernels import custom_gradients
 
 
 def close_in_norm(actual: Any, expected: Any, relative: float = 1e-5) -> None:
@@ -40,7 +40,7 @@ def close_in_norm(actual: Any, expected: Any, relative: float = 1e-5) -> None:
     pairs = dict(jax.tree_util.tree_leaves_with_path(pairs, is_leaf=lambda node: isinstance(node, list)))
     norm = np.sqrt(sum(np.sum(other**2) for _, other in pairs.values()))
     allowed = relative * (norm or 1.0)
-    apart = {name: np.linalg.norm(actual - other) for name, (actual, other) in pairs.items()}
+    apart = {name: np.linalg.norm(leaf - other) for name, (leaf, other) in pairs.items()}
     far = {jax.tree_util.keystr(name): gap for name, gap in apart.items() if not gap <= allowed}  # NaN too
     assert not far, f"of norm {norm:.3g}, further off than {allowed:.3g}: {far}"
 
@@ -53,7 +53,7 @@ def perturb() -> None:
     same every time, and one row of a product like another, as on a real machine. Programs that a test starts
     as processes of their own are as ever.
     """
-    plain_product, plain_step = cpu_products._product, Learner._applied
+    plain_product, plain_step = custom_gradients._product, Learner._applied
 
     def product(x: jax.Array, weights: jax.Array) -> jax.Array:
         out = plain_product(x, weights)
@@ -62,11 +62,11 @@ def perturb() -> None:
     def applied(self: Learner, state: Any, gradients: Any) -> Any:
         def moved(leaf: jax.Array) -> jax.Array:
             size = jnp.abs(leaf).max()
-            return jnp.where(leaf == 0, leaf, leaf + size * _noise(leaf, (leaf.shape, self.offload)))
+            return jnp.where(leaf == 0, leaf, leaf + size * _noise(leaf, (leaf.shape, self.options.offload)))
 
         return plain_step(self, state, jax.tree.map(moved, gradients))
 
-    cpu_products._product, Learner._applied = product, applied  # type: ignore[assignment, method-assign]
+    custom_gradients._product, Learner._applied = product, applied  # type: ignore[assignment, method-assign]
 
 
 def _noise(like: jax.Array, program: tuple[Any, ...]) -> np.ndarray:

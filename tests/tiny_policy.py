@@ -1,4 +1,11 @@
-"""Shapes of tiny policies, and a tokenizer of letters."""
+"""Shapes of tiny policies, the policies themselves, meshes, and a tokenizer of letters."""
+
+import jax
+
+from calibadv_jax.config import MeshConfig
+from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import make_mesh
+from calibadv_jax.policy.transformer import Numerics, Policy
 
 SHAPE = {
     "model_type": "qwen3",
@@ -41,6 +48,18 @@ LLAMA3 = {  # rotary frequencies that are scaled, as in Llama 3.1 and later
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+def tiny(config, adapters=None, **numerics):
+    return Policy(architecture_from_hf(config), Numerics(**numerics), adapters)
+
+
+def mesh_of(devices=8, **sizes):
+    return make_mesh(MeshConfig(**(sizes or {"fsdp": 1})), devices=jax.devices()[:devices])
+
+
+def single_device():
+    return mesh_of(1)
 
 
 class Letters:

@@ -44,7 +44,7 @@ from calibadv_jax.contrib.planning.gpu_targets import GPUS
 from calibadv_jax.contrib.planning.hardware import Target, find_target
 from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, program_memory, shares_base
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.attention import Kernel
+from calibadv_jax.policy.transformer import Kernel
 
 KERNELS: dict[str, Kernel] = {
     "tpu": "splash",

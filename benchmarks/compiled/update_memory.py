@@ -21,13 +21,12 @@ from jax.experimental import topologies
 
 from benchmarks.device import SHAPES
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
-from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.attention import KERNELS
 from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.transformer import KERNELS, Numerics, Policy
 
 MIB = 2**20
 
@@ -44,7 +43,12 @@ def make_learner(arguments: argparse.Namespace) -> Learner:
     config = OptimizerConfig(offload=arguments.offload)
     optimizer = make_optimizer(config, make_schedule(config, 100))
     rows = len(devices) * arguments.rows
-    return Learner(policy, optimizer, mesh, rows, entropy_gradient=False, offload=arguments.offload == "host")
+    return Learner(
+        policy,
+        optimizer,
+        mesh,
+        LearnerOptions(rows, entropy_gradient=False, offload=arguments.offload == "host"),
+    )
 
 
 def main() -> None:

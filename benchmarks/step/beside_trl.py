@@ -40,7 +40,7 @@ from calibadv_jax.config import Config, load_config
 from calibadv_jax.core.interfaces import Sampler, SamplingParams
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.learner.batching import Sample
-from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.learner.step import learn
@@ -181,10 +181,12 @@ class Arm:
             model.policy,
             make_optimizer(optimizer, make_schedule(optimizer, 1000)),
             model.mesh,
-            learner.microbatch_rows,
-            logprob_chunk=config.policy.logprob_chunk,
-            entropy_gradient=False,
-            row_length=learner.row_length,
+            LearnerOptions(
+                learner.microbatch_rows,
+                logprob_chunk=config.policy.logprob_chunk,
+                entropy_gradient=False,
+                row_length=learner.row_length,
+            ),
         )
         self.loss = policy_gradient(replace(config.loss, importance_cap=0.0), on_policy=True)
         self.state = self.learner.init(initial_params(config, model, arguments.model))

@@ -49,11 +49,10 @@ from benchmarks.device import SHAPES
 from benchmarks.update.update_speed import drawn, seconds
 from calibadv_jax.config import Config, LearnerConfig, LossConfig, MeshConfig, OptimizerConfig, load_config
 from calibadv_jax.contrib.worlds.world import write_world
-from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.batching import Batch, Sample, pack, place, token_weights
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
-from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import learn, sample_logprobs
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
@@ -165,7 +164,9 @@ SETTINGS = {"quickstart": quickstart, "30m": middle}
 def learner_calls(setting: Setting, policy: Policy, mesh: Any, params: Any) -> Calls:
     """As a training step does it, packing included."""
     optimizer = make_optimizer(OPTIMIZER, make_schedule(OPTIMIZER, 1000))
-    learner = Learner(policy, optimizer, mesh, setting.learner.microbatch_rows, entropy_gradient=False)
+    learner = Learner(
+        policy, optimizer, mesh, LearnerOptions(setting.learner.microbatch_rows, entropy_gradient=False)
+    )
     holder = [learner.init(params)]
     loss = policy_gradient(LOSS, on_policy=True)
 

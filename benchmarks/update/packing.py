@@ -18,12 +18,11 @@ import optax
 
 from benchmarks.device import SHAPES
 from calibadv_jax.config import MeshConfig
-from calibadv_jax.learner.learner import Learner
-from calibadv_jax.learner.packing import plan, row_shapes
+from calibadv_jax.learner.batching import plan, row_shapes
+from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.attention import Kernel
 from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.transformer import Kernel, Numerics, Policy
 
 Draw = Callable[[np.random.Generator], np.ndarray]
 MOST = 5  # widths
@@ -62,7 +61,7 @@ def measured(setting: tuple[str, Kernel, int, int], lengths: np.ndarray) -> list
     """Positions a token and relative costs by the number of widths, and the bound."""
     shape, kernel, row_length, rows = setting
     policy = Policy(architecture_from_hf(SHAPES[shape]), Numerics(kernel=kernel))
-    learner = Learner(policy, optax.sgd(1.0), make_mesh(MeshConfig(data=-1, fsdp=1)), rows)
+    learner = Learner(policy, optax.sgd(1.0), make_mesh(MeshConfig(data=-1, fsdp=1)), LearnerOptions(rows))
     plans = [
         plan(lengths.tolist(), row_shapes(row_length, rows, count, learner.position_cost))
         for count in range(1, MOST + 1)

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.sampling.rollout_loops import shape
 from calibadv_jax.config import MeshConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack, token_weights
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -41,7 +41,7 @@ def make_steps(hidden: int, layers: int, tokens: int) -> tuple[Callable[[], None
     policy = Policy(architecture_from_hf(shape(hidden, layers)), Numerics())
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     optimizer = make_optimizer(OptimizerConfig(), make_schedule(OptimizerConfig(), 1000))
-    learner = Learner(policy, optimizer, mesh, rows=1)
+    learner = Learner(policy, optimizer, mesh, LearnerOptions(1))
     holder = [learner.init(init_params(policy, mesh, 0))]
     ids = np.random.default_rng(0).integers(11, policy.architecture.vocab_size, tokens).astype(np.int32)
     nothing = np.zeros(tokens, np.float32)

@@ -33,11 +33,10 @@ from calibadv_jax.commands.sft import encode_demonstration
 from calibadv_jax.config import Config, LearnerConfig, load_config
 from calibadv_jax.contrib.worlds.demonstrations import imperfect
 from calibadv_jax.contrib.worlds.world import write_world
-from calibadv_jax.learner.batching import Sample, pack, token_weights
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.batching import Sample, pack, place, token_weights
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
-from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import learn
 from calibadv_jax.policy import transformer
 from calibadv_jax.run.model import Model, build_model
@@ -115,7 +114,9 @@ def step_arm(config: Config, model: Model, samples: list[Sample], name: str) -> 
     per_step = config.rollout.questions_per_step * config.rollout.group_size
     chosen = samples[:per_step]
     optimizer = make_optimizer(config.learner.optimizer, make_schedule(config.learner.optimizer, 1000))
-    learner = Learner(model.policy, optimizer, model.mesh, rows, logprob_chunk=config.policy.logprob_chunk)
+    learner = Learner(
+        model.policy, optimizer, model.mesh, LearnerOptions(rows, logprob_chunk=config.policy.logprob_chunk)
+    )
     holder = [learner.init(init_params(model.policy, model.mesh, 0))]
     loss = policy_gradient(dataclasses.replace(config.loss, entropy_coef=0.0), on_policy=False)
     definition = dataclasses.replace(loss.definition, every_sample=":all" in name)
@@ -136,7 +137,7 @@ def sft_arm(config: Config, model: Model, samples: list[Sample], name: str) -> C
     weights = token_weights(samples[:count], "token_mean")
     batch = pack(samples[:count], row_length, weights=weights)
     optimizer = make_optimizer(config.sft.optimizer, make_schedule(config.sft.optimizer, 1000))
-    learner = Learner(model.policy, optimizer, model.mesh, rows, rows_key="sft.rows")
+    learner = Learner(model.policy, optimizer, model.mesh, LearnerOptions(rows, rows_key="sft.rows"))
     holder = [learner.init(init_params(model.policy, model.mesh, 0))]
 
     def call() -> None:

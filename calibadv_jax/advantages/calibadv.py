@@ -1,42 +1,44 @@
-"""CalibAdv: advantages of an estimator, by default GRPO, calibrated turn by turn (arXiv 2604.18235).
+"""CalibAdv (arXiv 2604.18235): advantages of an estimator, by default GRPO, calibrated turn by turn.
 
-Soft penalty: a losing trajectory's search turn that found silver documents gets a smaller penalty.
-Rebalance: within a group, the positive and negative advantage of the answer turns is brought to a
-given ratio. An answer turn is a trajectory's last sampled turn, whatever its kind. The two never touch
-the same turn. The variants of the authors' code stand in `calibadv_variants`.
+Silver documents are the documents that a group's best trajectories saw. A search is correct as far as it
+newly shows some. Soft penalty: a losing trajectory's correct search gets a smaller negative advantage.
+Rebalance: within a group the positive and negative advantage of the answer turns is brought to a given ratio.
+An answer turn is a trajectory's last sampled turn, whatever its kind; the two never touch the same turn.
+Variants of the authors' code: `calibadv_variants`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rapidfuzz.distance import Levenshtein
 
 from calibadv_jax.advantages.calibadv_variants import (
     is_rebalance_variant,
     rebalance_variant,
+    side_factors,
     soften_variant,
 )
 from calibadv_jax.advantages.credit import GroupCredit, answer_mass, last_sampled_turn
-from calibadv_jax.advantages.silver import judge_turns, silver_documents
+from calibadv_jax.core.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
     from calibadv_jax.config import AdvantageConfig
 
+# Weights of a turn's good documents (at least one), number of all its documents -> correctness.
+_CORRECTNESS: dict[str, Callable[[Sequence[float], int], float]] = {
+    "fraction": lambda weights, num_documents: len(weights) / num_documents,
+    "max": lambda weights, num_documents: max(weights),
+    "mean": lambda weights, num_documents: sum(weights) / num_documents,
+}
+_MAX_SHARED_DOCUMENTS = 1
 
-def judge(credit: GroupCredit, config: AdvantageConfig) -> GroupCredit:
-    """Add the group's silver documents, and the correctness of each search by them."""
-    silver = silver_documents(credit.group, config.silver_threshold)
-    judged = [judge_turns(trajectory, silver, config.correctness) for trajectory in credit.group.trajectories]
-    return replace(
-        credit,
-        silver=silver,
-        correctness=[np.array([turn.correctness for turn in turns], np.float64) for turns in judged],
-        repeated=[[turn.repeated for turn in turns] for turns in judged],
-        found_silver=[[turn.found_silver for turn in turns] for turns in judged],
-    )
+
+# --- The rule ---
 
 
 def calibrate(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[GroupCredit]:
@@ -64,17 +66,9 @@ def _soften(credit: GroupCredit) -> GroupCredit:
 
 
 def _rebalance(credit: GroupCredit, config: AdvantageConfig) -> GroupCredit:
-    """Rescale one side of the answer turns: |negative| / positive sum over their tokens is target_ratio.
-
-    Where a side is empty nothing can balance the other: all become 0. The factor is unbounded, as upstream.
-    """
+    """Rescale one side of the answer turns until |negative| / positive sum over their tokens is λ."""
     positive, negative = answer_mass(credit.group, credit.answer_advantages())
-    if positive == 0 or negative == 0:
-        factors = 0.0, 0.0
-    elif config.adjust == "positive":
-        factors = negative / (positive * config.target_ratio), 1.0
-    else:
-        factors = 1.0, config.target_ratio * positive / negative
+    factors = side_factors(positive, negative, config)
     turns = [advantages.copy() for advantages in credit.turns]
     for trajectory, advantages in zip(credit.group.trajectories, turns, strict=True):
         answer = last_sampled_turn(trajectory)
@@ -83,56 +77,94 @@ def _rebalance(credit: GroupCredit, config: AdvantageConfig) -> GroupCredit:
     return replace(credit, turns=turns)
 
 
-_CORRECTNESS_WORDS = {
-    "fraction": "number of its newly found silver documents / number of its documents",
-    "max": "largest weight among its newly found silver documents",
-    "mean": "sum of the weights of its newly found silver documents / number of its documents",
-}
+# --- Silver documents and correctness ---
 
 
-_SOFTENING_WORDS = {
-    "plain": "a negative advantage of a search turn is scaled by 1 - correctness",
-    "aggressive": "a negative advantage of a search turn is scaled by 1 - correctness, and 0 from 1/3",
-    "upper_limit": "a negative advantage of a search turn moves towards the group's largest by correctness",
-    "reset": "a negative advantage of a search turn is scaled by 1 - correctness, and a positive one is 0"
-    " where all search turns of its number are correct",
-}
-_BALANCED_WORDS = {
-    "answer": ("the answer turns", "answer turns of one-sided groups"),
-    "turn": ("the answer turns, of the first search turns, of the second ones …", "one-sided ones"),
-    "all": ("all turns", "those that are one-sided"),
-}
+@dataclass(frozen=True)
+class Judgement:
+    """The correctness of a turn by its group's silver documents, and its reason."""
+
+    correctness: float = 0.0  # in [0, 1]
+    repeated: str | None = None  # what it repeats: "think of turn 1" or "documents of turn 2", counted from 1
+    found_silver: tuple[str, ...] = ()  # ids of its silver documents that no earlier turn saw, in its order
 
 
-def describe(config: AdvantageConfig) -> list[str]:
-    """Describe the calibration of this configuration, a line a switch."""
-    lines = []
-    if config.soft_penalty:
-        lines += [
-            f"soft penalty ON: {_SOFTENING_WORDS[config.softening]};"
-            " a turn's correctness is 0 if it repeats an earlier one",
-            f"  correctness {config.correctness}: {_CORRECTNESS_WORDS[config.correctness]}",
-            "  silver documents: those seen by the group's best format-valid trajectories, if their score"
-            f" is at least {config.silver_threshold:g} of the largest reward",
-        ]
-    else:
-        lines.append("soft penalty OFF: search turns keep their trajectory's whole advantage")
-    if config.rebalance and config.adjust == "clip":
-        lines.append(
-            f"rebalance ON: within each {config.rebalance_within}, negative advantages are cut at"
-            f" {config.target_ratio:g} (lambda) × the mean positive one over the tokens of"
-            f" {_BALANCED_WORDS[config.rebalance_over][0]}"
-        )
-    elif config.rebalance:
-        within = f"each {config.rebalance_within}" if config.rebalance_within == "group" else "the whole step"
-        turns, alone = _BALANCED_WORDS[config.rebalance_over]
-        measure = "sum" if config.rebalance_by == "advantage" else "number"
-        only = ", where it is above that" if config.rebalance_excess else ""
-        lines.append(
-            f"rebalance ON: within {within} the {config.adjust} side is rescaled until |negative {measure}| /"
-            f" positive {measure} = {config.target_ratio:g} (lambda) over the tokens of {turns}{only};"
-            f" {alone} become 0"
-        )
-    else:
-        lines.append("rebalance OFF: answer turns keep their trajectory's whole advantage")
-    return lines
+def judge(credit: GroupCredit, config: AdvantageConfig) -> GroupCredit:
+    """Add the group's silver documents, and the correctness of each search by them."""
+    silver = silver_documents(credit.group, config.silver_threshold)
+    judged = [judge_turns(trajectory, silver, config.correctness) for trajectory in credit.group.trajectories]
+    return replace(
+        credit,
+        silver=silver,
+        correctness=[np.array([turn.correctness for turn in turns], np.float64) for turns in judged],
+        repeated=[[turn.repeated for turn in turns] for turns in judged],
+        found_silver=[[turn.found_silver for turn in turns] for turns in judged],
+    )
+
+
+def silver_documents(group: Group, threshold: float) -> dict[str, float]:
+    """Return document id -> weight in (0, 1] of the documents that the group's best trajectories saw.
+
+    Best: format valid, relative score >= `threshold` and score equal to the group's maximum. A document's
+    weight is the number of best trajectories that saw it over the largest such number. Empty where no
+    trajectory is good enough, or where none of the best saw a document.
+    """
+    best = max(group.trajectories, key=lambda trajectory: trajectory.answer_score, default=None)
+    if best is None or best.relative_score < threshold:
+        return {}
+    counts: Counter[str] = Counter()
+    for trajectory in group.trajectories:
+        if trajectory.format_valid and trajectory.answer_score == best.answer_score:
+            ids = (document.id for turn in trajectory.turns for document in turn.documents)
+            counts.update(dict.fromkeys(ids, 1))
+    largest = max(counts.values(), default=1)
+    return {document: count / largest for document, count in counts.items()}
+
+
+def judge_turns(trajectory: Trajectory, silver: dict[str, float], how: str) -> list[Judgement]:
+    """Judge each turn, length K; the judgement of a turn that is no action is empty.
+
+    Every action is judged as a search is; one that brings no documents is worth 0. A search turn's
+    good documents are silver and not seen before in the trajectory. It is worth 0 without any, or if it
+    repeats an earlier turn: its think is more than half the same words in edit distance, or it shares two or
+    more distinct documents. Nothing is judged in a format-invalid trajectory, nor without silver documents.
+    `how` is fraction, max or mean; see AdvantageConfig.correctness.
+    """
+    judgements = [Judgement() for _ in trajectory.turns]
+    if not silver or not trajectory.format_valid:
+        return judgements
+    thinks: list[list[str]] = []  # of the earlier turns
+    documents: list[set[str]] = []
+    for index, turn in enumerate(trajectory.turns):
+        words, shown = turn.think.split(), list(dict.fromkeys(document.id for document in turn.documents))
+        if turn.is_action:
+            seen = set().union(*documents)
+            good = tuple(document for document in shown if document in silver and document not in seen)
+            repeated = _repeated(words, set(shown), thinks, documents)
+            correctness = 0.0
+            if good and repeated is None:
+                weights = [silver[document] for document in good]
+                correctness = _CORRECTNESS[how](weights, len(turn.documents))
+            judgements[index] = Judgement(correctness, repeated, good)
+        thinks.append(words)
+        documents.append(set(shown))
+    return judgements
+
+
+def _repeated(
+    words: list[str], shown: set[str], thinks: list[list[str]], documents: list[set[str]]
+) -> str | None:
+    """Name the first earlier turn that a turn repeats, documents before thinks; None if there is none."""
+    for number, earlier_documents in enumerate(documents, 1):
+        if len(shown & earlier_documents) > _MAX_SHARED_DOCUMENTS:
+            return f"documents of turn {number}"
+    for number, think in enumerate(thinks, 1):
+        if is_repetition(words, think):
+            return f"think of turn {number}"
+    return None
+
+
+def is_repetition(words: Sequence[str], earlier: Sequence[str]) -> bool:
+    """Return whether 1 - edit distance / longer length > 0.5, in words; two empty texts are no repetition."""
+    limit = (max(len(words), len(earlier)) - 1) // 2  # the largest distance below half of the longer length
+    return limit >= 0 and Levenshtein.distance(words, earlier, score_cutoff=limit) <= limit

@@ -1,33 +1,402 @@
-"""Entry of the advantage stage, and the registry of estimators.
+"""Estimators of advantages, their registry (`ESTIMATORS`), and the advantage stage (`compute_advantages`).
 
-`compute_advantages` estimates, calibrates, lays the credit over tokens and sums it up. `ESTIMATORS` holds
-everything about an estimator that a config can name.
+An estimator is composed of a baseline, which looks at one group, and a spread, which looks at all groups of
+the step; or it rewards turns, besides GRPO's advantage; or it is a function of its own. Estimators that need
+a probe of the golden answer: `contrib.turn_estimators`. All is float64 on the host, and every sum is exact to
+one rounding, so that the order of trajectories and groups does not matter. Formulas and sources:
+docs/credit.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from calibadv_jax.advantages import calibadv, steps, turn_estimators
-from calibadv_jax.advantages.credit import GroupCredit, credit_of, no_credit, spread
-from calibadv_jax.advantages.diagnostics import summarise
+from calibadv_jax.advantages.calibadv import calibrate, judge, judge_turns, silver_documents
+from calibadv_jax.advantages.calibadv_variants import describe_calibration
+from calibadv_jax.advantages.credit import (
+    ByToken,
+    GroupCredit,
+    credit_of,
+    sampled_turns,
+    search_turns,
+    spread,
+    summarise,
+)
+from calibadv_jax.core.answers import holds_answer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.own_function import failure, own_function
-from calibadv_jax.core.trajectory import Group
+from calibadv_jax.core.own_function import failure, load_optional, own_function
+from calibadv_jax.core.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
     from calibadv_jax.config import AdvantageConfig
 
+EPSILON = 1e-6  # added to a standard deviation
+_VARIANCE = 1e-8  # added to a variance, where advantages are whitened
+_CORRECTNESS_SHARE = 0.7  # querygroup: of a search's advantage; the rest is its trajectory's
+_MIN_CORRECTNESS = 1e-6  # querygroup: of a search that found nothing new
 OWN_PARAMETERS = ("groups", "config")
 OWN_EXPECTED = (
     "def advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[list[float | np.ndarray]],"
     " as in examples/own_advantage.py"
 )
-Formula = Callable[["AdvantageConfig"], str]
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """Scores and lengths of a group of G trajectories, at least one."""
+
+    scores: np.ndarray  # float64 [G]
+    tokens: np.ndarray  # int64 [G]: sampled ones
+    max_score: float = 1.0  # largest answer reward
+
+
+OfGroup = Sequence[float | np.ndarray | ByToken] | np.ndarray  # by trajectory: one number, or float64 [K]
+Estimate = Sequence[OfGroup]
+EstimateFunction = Callable[[Sequence[Group], "AdvantageConfig"], Estimate]  # of groups that are not empty
+ByTurn = list[np.ndarray]  # by trajectory: float64 [n], its n turns up to the last sampled one, or fewer
+TurnRewards = Callable[[Group, "AdvantageConfig"], ByTurn]
+Scored = Sequence[ScoredGroup]
+Values = Sequence[np.ndarray]  # by group: float64 [G]
+Baseline = Callable[[ScoredGroup, "AdvantageConfig"], np.ndarray]  # -> float64 [G]: scores less a baseline
+Spread = Callable[[Scored, Values, "AdvantageConfig"], Values]
+
+
+def compose(baseline: Baseline, spread: Spread | None = None) -> EstimateFunction:
+    """Return the estimator that takes these two steps, or the first alone."""
+
+    def estimate(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
+        scored = [scored_group(group) for group in groups]
+        values = [baseline(group, config) for group in scored]
+        return values if spread is None else spread(scored, values, config)
+
+    return estimate
+
+
+def scored_group(group: Group) -> ScoredGroup:
+    """Return scores and numbers of sampled tokens; ValueError where a score is not finite."""
+    scores = np.array([trajectory.answer_score for trajectory in group.trajectories], np.float64)
+    if not np.isfinite(scores).all():
+        raise ValueError(f"question {group.question.id!r}: answer scores {scores.tolist()} are not finite")
+    tokens = [sum(len(turn.token_ids) for turn in trajectory.turns) for trajectory in group.trajectories]
+    return ScoredGroup(scores, np.array(tokens, np.int64), group.trajectories[0].max_score)
+
+
+def is_tied(values: np.ndarray) -> bool:
+    """Return whether two or more values are all equal.
+
+    The rounded mean of equal values may differ from them by one ulp, which a division would enlarge.
+    """
+    return len(values) > 1 and bool(values.min() == values.max())
+
+
+def mean_and_std(scores: np.ndarray) -> tuple[float, float]:
+    """Return mean and standard deviation, with Bessel's correction.
+
+    Of one score: 0 and 1, as upstream; of equal scores: their value and 0.
+    """
+    if len(scores) == 1:
+        return 0.0, 1.0
+    if is_tied(scores):
+        return float(scores[0]), 0.0
+    mean = math.fsum(scores) / len(scores)
+    return mean, math.sqrt(math.fsum((scores - mean) ** 2) / (len(scores) - 1))
+
+
+# --- Baselines ---
+
+
+def no_baseline(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
+    return group.scores
+
+
+def less_mean(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
+    """Subtract the mean of the group; equal scores give exactly 0, a group of one keeps its score."""
+    return group.scores - mean_and_std(group.scores)[0]
+
+
+def less_others(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
+    """Subtract the mean of the other trajectories of the group; a group of one keeps its score."""
+    size = len(group.scores)
+    return less_mean(group, config) * (size / (size - 1) if size > 1 else 1.0)
+
+
+def less_mean_by_length(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
+    """Subtract the group's mean weighted by sampled tokens; a group of one keeps its score.
+
+    Where nothing was sampled there is no such mean: 0.
+    """
+    total = int(group.tokens.sum())
+    if len(group.scores) == 1:
+        return group.scores
+    if is_tied(group.scores) or total == 0:
+        return np.zeros(len(group.scores))
+    return group.scores - math.fsum(group.tokens * group.scores) / total
+
+
+def best_less_second(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
+    """Give the best trajectory its score less the second best, the others 0; 0 in a group of one."""
+    advantages = np.zeros(len(group.scores))
+    if len(group.scores) > 1:
+        second, best = np.sort(group.scores)[-2:]
+        advantages[np.argmax(group.scores)] = best - second
+    return advantages
+
+
+def neutral(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
+    """Apply `less_mean`, where a loser of at least advantage.score_threshold counts as if it scored 0."""
+    centred = less_mean(group, config)
+    mean = mean_and_std(group.scores)[0]
+    return np.where(_nearly_right(group, centred, config), 0.0 - mean, centred)
+
+
+def acceptable(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
+    """Apply `less_mean`, where a loser of at least advantage.score_threshold gets 0."""
+    centred = less_mean(group, config)
+    return np.where(_nearly_right(group, centred, config), 0.0, centred)
+
+
+def _nearly_right(group: ScoredGroup, centred: np.ndarray, config: AdvantageConfig) -> np.ndarray:
+    return (centred < 0) & (group.scores / group.max_score >= config.score_threshold)
+
+
+# --- Spreads ---
+
+
+def over_std(groups: Scored, centred: Values, config: AdvantageConfig) -> Values:
+    """Divide by the standard deviation of the group's or the step's scores, if advantage.normalize_std."""
+    if not config.normalize_std:
+        return centred
+    if config.std_over == "group":
+        stds = [mean_and_std(group.scores)[1] for group in groups]
+    else:
+        scores = np.concatenate([group.scores for group in groups])
+        # Groups of one, which keep their score, would be divided by next to nothing where all are equal.
+        stds = [1.0 if is_tied(scores) else mean_and_std(scores)[1]] * len(groups)
+    return [values / (std + EPSILON) for values, std in zip(centred, stds, strict=True)]
+
+
+def over_share_of_scores(groups: Scored, centred: Values, config: AdvantageConfig) -> Values:
+    """Divide by the share of the step's trajectories whose score is not 0."""
+    scores = np.concatenate([group.scores for group in groups])
+    factor = len(scores) / max(1, int(np.count_nonzero(scores)))
+    return [values * factor for values in centred]
+
+
+def whitened(groups: Scored, centred: Values, config: AdvantageConfig) -> Values:
+    """Whiten over all sampled tokens of the step."""
+    return whiten(centred, [group.tokens for group in groups])
+
+
+def whiten(values: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return (value - mean) / sqrt(variance + 1e-8), where a value counts so often; 0 where all are equal."""
+    joined, weights = np.concatenate([np.zeros(0), *values]), np.concatenate([np.zeros(0, int), *counts])
+    total, present = int(weights.sum()), joined[weights > 0]
+    if len(present) == 0 or present.min() == present.max():
+        return [np.zeros(len(part)) for part in values]
+    mean = math.fsum(weights * joined) / total
+    variance = math.fsum(weights * (joined - mean) ** 2) / (total - 1)
+    return [(part - mean) / math.sqrt(variance + _VARIANCE) for part in values]
+
+
+grpo = compose(less_mean, over_std)
+
+
+# --- Rewards by turn ---
+
+
+def to_go(rewards: np.ndarray, discount: float) -> np.ndarray:
+    """Return each turn's reward plus the discounted ones of the turns after it."""
+    sums = rewards.astype(np.float64)
+    for index in reversed(range(len(sums) - 1)):
+        sums[index] += discount * sums[index + 1]
+    return sums
+
+
+def standardised(values: ByTurn, labels: Sequence[Sequence[Hashable]], config: AdvantageConfig) -> ByTurn:
+    """Return (value - mean) / (std + 1e-6) among the turns of a group with the same label.
+
+    Without advantage.normalize_std only less the mean. 0 for a turn that is alone, and among equal values.
+    """
+    places: dict[Hashable, list[tuple[int, int]]] = {}
+    for position, of_trajectory in enumerate(labels):
+        for index, label in enumerate(of_trajectory):
+            places.setdefault(label, []).append((position, index))
+    results = [np.zeros(len(turns)) for turns in values]
+    for together in places.values():
+        members = np.array([values[position][index] for position, index in together])
+        if len(members) < 2 or is_tied(members):
+            continue
+        mean, std = mean_and_std(members)
+        divisor = std + EPSILON if config.normalize_std else 1.0
+        for position, index in together:
+            results[position][index] = (values[position][index] - mean) / divisor
+    return results
+
+
+def by_number(values: ByTurn, config: AdvantageConfig) -> ByTurn:
+    """Standardise among the first turns, the second ones, and so on."""
+    return standardised(values, [range(len(turns)) for turns in values], config)
+
+
+def beside_grpo(turn_rewards: TurnRewards) -> EstimateFunction:
+    """Return the estimator that adds advantage.turn_weight × these rewards to GRPO's advantage."""
+
+    def estimate(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
+        advantages = []
+        for group, whole in zip(groups, grpo(groups, config), strict=True):
+            turns = _each_turn(group, whole)
+            for values, own in zip(turns, turn_rewards(group, config), strict=True):
+                values[: len(own)] += config.turn_weight * own
+            advantages.append(turns)
+        return advantages
+
+    return estimate
+
+
+def _each_turn(group: Group, whole: OfGroup) -> ByTurn:
+    pairs = zip(group.trajectories, whole, strict=True)
+    return [np.full(len(trajectory.turns), value) for trajectory, value in pairs]
+
+
+def gigpo(group: Group, config: AdvantageConfig) -> ByTurn:
+    """Compare discounted scores among turns before which the environment showed the same."""
+    returns, states = [], []
+    for trajectory in group.trajectories:
+        turns = sampled_turns(trajectory)
+        score = np.zeros(len(turns))
+        score[-1:] = trajectory.answer_score
+        returns.append(to_go(score, config.discount))
+        states.append([None, *(turn.observation_ids.tobytes() for turn in turns[:-1])][: len(turns)])
+    return standardised(returns, states, config)
+
+
+def mt_grpo(group: Group, config: AdvantageConfig) -> ByTurn:
+    """Compare among turns of one number whether a turn shows a golden answer."""
+    golden, rewards = group.question.golden_answers, []
+    for trajectory in group.trajectories:
+        pages = [turn.documents for turn in sampled_turns(trajectory)[:-1]]
+        shows = [any(holds_answer(f"{page.title}\n{page.text}", golden) for page in shown) for shown in pages]
+        rewards.append(np.array(shows, np.float64))
+    return by_number(rewards, config)
+
+
+def stepsearch(group: Group, config: AdvantageConfig) -> ByTurn:
+    """Compare gain less redundancy of a turn and of those after it, among turns of one number.
+
+    Targets are the passages that the question names, or else the silver documents.
+    """
+    targets = set(group.question.supporting_ids or silver_documents(group, config.silver_threshold))
+    rewards = [_gain_less_redundancy(trajectory, targets) for trajectory in group.trajectories]
+    return by_number([to_go(turns, config.discount) for turns in rewards], config)
+
+
+def _gain_less_redundancy(trajectory: Trajectory, targets: Collection[str]) -> np.ndarray:
+    """Return by turn the share of the targets that is new, less the share of its documents that is not."""
+    seen: set[str] = set()
+    rewards = []
+    for turn in sampled_turns(trajectory)[:-1]:
+        shown = {document.id for document in turn.documents}
+        gain = len((shown - seen) & set(targets)) / max(1, len(targets))
+        rewards.append(gain - len(shown & seen) / max(1, len(shown)))
+        seen |= shown
+    return np.array(rewards)
+
+
+def querygroup(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
+    """Give a judged search 0.7 × (correctness - mean) / (std + 1e-6) + 0.3 × its trajectory's advantage.
+
+    Mean and standard deviation are over the judged searches of the group, where there are two or more.
+    Other turns get their trajectory's advantage, which is GRPO's. By CalibAdv's authors.
+    """
+    whole = grpo(groups, config)
+    return [_querygroup(group, values, config) for group, values in zip(groups, whole, strict=True)]
+
+
+def _querygroup(group: Group, whole: OfGroup, config: AdvantageConfig) -> ByTurn:
+    silver = silver_documents(group, config.silver_threshold)
+    advantages = _each_turn(group, whole)
+    places: list[tuple[int, int]] = []
+    correctness: list[float] = []
+    for position, trajectory in enumerate(group.trajectories):
+        if silver and trajectory.format_valid:
+            judged = judge_turns(trajectory, silver, config.correctness)
+            for index in search_turns(trajectory):
+                places.append((position, index))
+                correctness.append(judged[index].correctness or _MIN_CORRECTNESS)
+    if places:
+        values = np.array(correctness)
+        mean, std = mean_and_std(values)
+        for (position, index), value in zip(places, values, strict=True):
+            gain = 0.0 if is_tied(values) else (value - mean) / (std + EPSILON)
+            turns = advantages[position]
+            turns[index] = _CORRECTNESS_SHARE * gain + (1 - _CORRECTNESS_SHARE) * turns[index]
+    return advantages
+
+
+# --- Generalised advantage estimation: a score set against a critic's values, token by token ---
+# Only sampled tokens count: after the last one of a turn comes the first one of the next turn, whatever the
+# environment showed in between. The score stands at the last sampled token.
+
+
+def gae(groups: Sequence[Group], config: AdvantageConfig) -> list[list[ByToken]]:
+    """Return the advantages of the sampled tokens, whitened over those of the step."""
+    raw = [gae_and_returns(trajectory, config)[0] for group in groups for trajectory in group.trajectories]
+    advantages = iter(whiten(raw, [np.ones(len(tokens), int) for tokens in raw]))
+    return [
+        [_cut_into_turns(trajectory, next(advantages)) for trajectory in group.trajectories]
+        for group in groups
+    ]
+
+
+def gae_and_returns(trajectory: Trajectory, config: AdvantageConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Return advantages before whitening, and the returns that the critic learns: both float64 [n]."""
+    values = critic_values(trajectory).astype(np.float64)
+    rewards = np.zeros(len(values))
+    rewards[-1:] = trajectory.answer_score
+    advantages = token_advantages(rewards, values, config.discount, config.gae_lambda)
+    return advantages, advantages + values
+
+
+def critic_values(trajectory: Trajectory) -> np.ndarray:
+    """Return the critic's values before the sampled tokens, float32 [n]; UserError if none were kept."""
+    values = [turn.values for turn in trajectory.turns if turn.values is not None]
+    if len(values) < len(trajectory.turns):
+        raise UserError(
+            f"question {trajectory.question.id!r}: no values of a critic were kept, and gae cannot"
+            " do without: only a run with advantage.name=gae, or advantage.base=gae, has a critic; choose"
+            " another advantage.name"
+        )
+    return np.concatenate([np.zeros(0, np.float32), *values])
+
+
+def token_advantages(rewards: np.ndarray, values: np.ndarray, discount: float, decay: float) -> np.ndarray:
+    """Return each token's temporal difference plus the discounted ones of the tokens after it: float64 [n].
+
+    Args:
+        rewards: float64 [n], after each sampled token.
+        values: float64 [n], before each of them; after the last one nothing is expected.
+        decay: lambda.
+    """
+    advantages = np.zeros(len(values))
+    later = next_value = 0.0
+    for index in reversed(range(len(values))):
+        difference = rewards[index] + discount * next_value - values[index]
+        later = advantages[index] = difference + discount * decay * later
+        next_value = values[index]
+    return advantages
+
+
+def _cut_into_turns(trajectory: Trajectory, advantages: np.ndarray) -> ByToken:
+    ends = np.cumsum([len(turn.token_ids) for turn in trajectory.turns])[:-1]
+    return ByToken(np.split(advantages, ends) if trajectory.turns else [])
+
+
+# --- Registry ---
 
 
 @dataclass(frozen=True)
@@ -35,197 +404,151 @@ class Estimator:
     """An estimator of advantages with its description."""
 
     name: str
-    estimate: steps.EstimateFunction
-    formula: Formula  # right of "advantage = "
+    function: EstimateFunction | str  # "module:name" of an optional part, see `load_optional`
+    template: str  # right of "advantage = ", see `formula`
     source: str  # as docs/credit.md cites it
     by_turn: str = ""  # how turns get advantages of their own; empty: they share their trajectory's
     needs: str = ""  # a critic, or golden_logprobs under the policy "current" or "initial"; empty: neither
     judges: bool = False  # whether searches get a correctness by silver documents
     is_own: bool = False  # the user's
+    centred: str = "score - mean"  # divided by a standard deviation where the template has {scaled}
 
     @property
     def carried(self) -> str:
-        """What a sampled token carries."""
+        """Describe the advantage of a sampled token."""
         return self.by_turn or "every sampled token of a trajectory carries the trajectory's advantage"
 
-
-def _over_std(centred: str, more: str = "") -> Formula:
-    def formula(config: AdvantageConfig) -> str:
-        if not config.normalize_std:
-            return f"{centred}{' (Dr. GRPO)' if centred == 'score - mean' else ''}{more}"
+    def formula(self, config: AdvantageConfig) -> str:
+        """Return the right side of "advantage = " with these settings."""
         std = "std" if config.std_over == "group" else "std of the step's scores"
-        return f"({centred}) / ({std} + 1e-6){more}"
+        scaled = f"({self.centred}) / ({std} + 1e-6)"
+        if not config.normalize_std:
+            scaled = f"{self.centred}{' (Dr. GRPO)' if self.centred == 'score - mean' else ''}"
+        return self.template.format(scaled=scaled, config=config)
 
-    return formula
-
-
-def _of_losers(replacement: str) -> Formula:
-    plain = _over_std("score - mean")
-
-    def formula(config: AdvantageConfig) -> str:
-        return f"{plain(config)}; below the mean but at least {config.score_threshold:g}: {replacement}"
-
-    return formula
-
-
-def _fixed(text: str) -> Formula:
-    return lambda config: text
+    def estimate(self, groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
+        """Estimate the advantages of groups that are not empty."""
+        if not isinstance(self.function, str):
+            return self.function(groups, config)
+        module, _, name = self.function.partition(":")
+        function: EstimateFunction = getattr(load_optional(module), name)
+        return function(groups, config)
 
 
-def _beside(turn_rewards: str) -> Formula:
-    plain = _over_std("score - mean")
-    return lambda config: f"{plain(config)}, + {config.turn_weight:g} × of each turn: {turn_rewards}"
-
-
-def _gae_formula(config: AdvantageConfig) -> str:
-    return (
-        "GAE: the score less the critic's value before the token, with gamma"
-        f" {config.discount:g} and lambda {config.gae_lambda:g}, whitened over the step's sampled tokens"
-    )
-
-
+_LOSERS = "{scaled}; below the mean but at least {config.score_threshold:g}: "
+_BESIDE = "{scaled}, + {config.turn_weight:g} × of each turn: "
+_WHITENED = "whitened over the sampled tokens of the step"
 _ENTRIES = (
-    Estimator(
-        "grpo",
-        steps.grpo,
-        _over_std("score - mean"),
-        "DeepSeekMath, arXiv 2402.03300",
-    ),
-    Estimator(
-        "dr_grpo",
-        steps.compose(steps.less_mean, steps.unscaled),
-        _fixed("score - mean (Dr. GRPO)"),
-        "arXiv 2503.20783",
-    ),
+    Estimator("grpo", grpo, "{scaled}", "DeepSeekMath, arXiv 2402.03300"),
+    Estimator("dr_grpo", compose(less_mean), "score - mean (Dr. GRPO)", "arXiv 2503.20783"),
     Estimator(
         "grpo_neutral",
-        steps.compose(steps.neutral, steps.over_std),
-        _of_losers("as if the score were 0"),
+        compose(neutral, over_std),
+        _LOSERS + "as if the score were 0",
         "CalibAdv's authors, `neutral`",
     ),
     Estimator(
         "grpo_acceptable",
-        steps.compose(steps.acceptable, steps.over_std),
-        _of_losers("0"),
+        compose(acceptable, over_std),
+        _LOSERS + "0",
         "CalibAdv's authors, `acceptable_mask`",
     ),
     Estimator(
         "grpo_passk",
-        steps.compose(steps.best_less_second, steps.over_std),
-        _over_std("best score - second best", " for the best trajectory, 0 for the others"),
+        compose(best_less_second, over_std),
+        "{scaled} for the best trajectory, 0 for the others",
         "verl, `grpo_passk`",
+        centred="best score - second best",
     ),
+    Estimator("rloo", compose(less_others), "score - mean of the others", "arXiv 2402.14740"),
     Estimator(
-        "rloo",
-        steps.compose(steps.less_others, steps.unscaled),
-        _fixed("score - mean of the others"),
-        "arXiv 2402.14740",
-    ),
-    Estimator(
-        "opo",
-        steps.compose(steps.less_mean_by_length, steps.unscaled),
-        _fixed("score - mean weighted by sampled tokens"),
-        "arXiv 2505.23585",
+        "opo", compose(less_mean_by_length), "score - mean weighted by sampled tokens", "arXiv 2505.23585"
     ),
     Estimator(
         "gpg",
-        steps.compose(steps.less_mean, steps.over_share_of_scores),
-        _fixed("(score - mean) / share of the step's scores that are not 0"),
+        compose(less_mean, over_share_of_scores),
+        "(score - mean) / share of the step's scores that are not 0",
         "arXiv 2504.02546",
     ),
     Estimator(
-        "reinforce_plus_plus",
-        steps.compose(steps.no_baseline, steps.whitened),
-        _fixed("score, whitened over the sampled tokens of the step"),
-        "arXiv 2501.03262",
+        "reinforce_plus_plus", compose(no_baseline, whitened), f"score, {_WHITENED}", "arXiv 2501.03262"
     ),
     Estimator(
         "reinforce_plus_plus_baseline",
-        steps.compose(steps.less_mean, steps.whitened),
-        _fixed("score - mean of the group, whitened over the sampled tokens of the step"),
+        compose(less_mean, whitened),
+        f"score - mean of the group, {_WHITENED}",
         "the same",
     ),
     Estimator(
         "querygroup",
-        turn_estimators.querygroup,
-        _over_std(
-            "score - mean",
-            "; a judged search: 0.7 × its correctness, standardised in the group, + 0.3 × that",
-        ),
+        querygroup,
+        "{scaled}; a judged search: 0.7 × its correctness, standardised in the group, + 0.3 × that",
         "CalibAdv's authors",
-        by_turn="searches are compared with each other, the other turns carry their trajectory's advantage",
+        "searches are compared with each other, the other turns carry their trajectory's advantage",
         judges=True,
     ),
     Estimator(
         "gigpo",
-        turn_estimators.gigpo,
-        _beside("the score × discount^(turns to the end), compared where the last observation is the same"),
+        beside_grpo(gigpo),
+        _BESIDE + "the score × discount^(turns to the end), compared where the last observation is the same",
         "GiGPO, arXiv 2505.10978",
-        by_turn="turns before which the environment showed the same are compared with each other too",
+        "turns before which the environment showed the same are compared with each other too",
     ),
     Estimator(
         "mt_grpo",
-        turn_estimators.mt_grpo,
-        _beside("whether the turn shows a golden answer, compared among turns of one number"),
+        beside_grpo(mt_grpo),
+        _BESIDE + "whether the turn shows a golden answer, compared among turns of one number",
         "MT-GRPO, arXiv 2505.11821",
-        by_turn="turns that show a golden answer are praised besides",
+        "turns that show a golden answer get more",
     ),
     Estimator(
         "stepsearch",
-        turn_estimators.stepsearch,
-        _beside(
-            "the wanted documents that it and later turns newly show, less those seen before, compared among"
-            " turns of one number"
-        ),
+        beside_grpo(stepsearch),
+        _BESIDE + "the target documents that it and later turns newly show, less those seen before, compared"
+        " among turns of one number",
         "StepSearch, arXiv 2505.15107",
-        by_turn="searches that show new wanted documents are praised besides: the passages that the question"
-        " names, or else the silver documents",
+        "searches that show new target documents get more: the passages that the question names, or else the"
+        " silver documents",
     ),
     Estimator(
         "igpo",
-        turn_estimators.igpo,
-        _over_std(
-            "gain - mean",
-            ", summed over the turns from it on; the last turn's gain is the score, another's by how much it"
-            " raises the golden answer's probability; mean and std are over all turns of the group",
-        ),
+        "turn_estimators:igpo",
+        "{scaled}, summed over the turns from it on; the last turn's gain is the score, another's by how much"
+        " it raises the golden answer's probability; mean and std are over all turns of the group",
         "IGPO, arXiv 2510.14967",
-        by_turn="turns are paid by how much they raise the golden answer's probability",
+        "turns are paid by how much they raise the golden answer's probability",
         needs="current",
+        centred="gain - mean",
     ),
     Estimator(
         "a2tgpo",
-        turn_estimators.a2tgpo,
-        _beside(
-            "by how much it raises the golden answer's probability, compared among turns of one number,"
-            " summed over the turns from it on / root of their number"
-        ),
+        "turn_estimators:a2tgpo",
+        _BESIDE + "by how much it raises the golden answer's probability, compared among turns of one number,"
+        " summed over the turns from it on / root of their number",
         "A²TGPO, arXiv 2605.06200",
-        by_turn="turns that raise the golden answer's probability are praised besides",
+        "turns that raise the golden answer's probability get more",
         needs="current",
     ),
     Estimator(
         "tips",
-        turn_estimators.tips,
-        _beside(
-            "by how much it and later turns raise the golden answer's log-probability under the initial"
-            " policy, compared among turns of one number"
-        ),
+        "turn_estimators:tips",
+        _BESIDE + "by how much it and later turns raise the golden answer's log-probability under the initial"
+        " policy, compared among turns of one number",
         "TIPS, arXiv 2603.22293",
-        by_turn="turns that raise the initial policy's log-probability of the golden answer are praised"
-        " besides",
+        "turns that raise the initial policy's log-probability of the golden answer get more",
         needs="initial",
     ),
     Estimator(
         "gae",
-        turn_estimators.gae,
-        _gae_formula,
+        gae,
+        "GAE: the score less the critic's value before the token, with gamma {config.discount:g} and lambda"
+        " {config.gae_lambda:g}, whitened over the step's sampled tokens",
         "[PPO with a critic](#ppo-with-a-critic)",
-        by_turn="PPO with a critic; every sampled token has an advantage of its own; a turn shows the mean",
+        "PPO with a critic; every sampled token has an advantage of its own; a turn shows the mean",
         needs="critic",
     ),
 )
-ESTIMATORS = {entry.name: entry for entry in _ENTRIES}
+ESTIMATORS = {estimator.name: estimator for estimator in _ENTRIES}
 
 
 def find_estimator(config: AdvantageConfig) -> Estimator:
@@ -238,15 +561,12 @@ def find_estimator(config: AdvantageConfig) -> Estimator:
         return ESTIMATORS[config.estimator]
     key = "advantage.base" if config.is_calibrated else "advantage.name"
     function = own_function(config.estimator, key, OWN_PARAMETERS, OWN_EXPECTED)
-    summary = (function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
-    return Estimator(
-        config.estimator,
-        function,
-        _fixed(summary or "what that function gives"),
-        source="",
-        by_turn="a function of your own",
-        is_own=True,
-    )
+    summary = (function.__doc__ or "").strip().partition("\n")[0].rstrip(".") or "the result of that function"
+    template = summary.replace("{", "{{").replace("}", "}}")
+    return Estimator(config.estimator, function, template, "", "a function of your own", is_own=True)
+
+
+# --- The advantage stage ---
 
 
 @dataclass(frozen=True)
@@ -258,15 +578,15 @@ class AdvantageResult:
     credits: list[GroupCredit]
     """The same by turn, with correctness and silver documents."""
     metrics: dict[str, float]
-    """See `diagnostics.summarise`."""
+    """See `credit.summarise`."""
 
 
 def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> AdvantageResult:
     """Compute the advantages of scored groups; statistics in float64 on the host.
 
-    A trajectory without a sampled token gets 0 everywhere, but its score counts in its group. A group is as
-    if it did not have those that failed. One that is left alone has nothing to be compared with and gets 0;
-    its score does not count in statistics of the step.
+    A trajectory without a sampled token gets 0 everywhere, but its score counts in its group. Failed
+    trajectories do not count in their group. If they leave a single one, it has nothing to be compared with:
+    it gets 0, and its score does not count in statistics of the step.
 
     Raises:
         ValueError: a group mixes questions, or an answer score is not finite.
@@ -279,10 +599,12 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> Adva
                     f"a trajectory of question {trajectory.question.id!r} is in the group"
                     f" of {group.question.id!r}"
                 )
-    compared = [len(group.trajectories) > (1 if group.failed else 0) for group in groups]
-    estimated = iter(_estimate([group for group, some in zip(groups, compared, strict=True) if some], config))
+    is_compared = [len(group.trajectories) > (1 if group.failed else 0) for group in groups]
+    pairs = list(zip(groups, is_compared, strict=True))
+    estimated = iter(_estimate([group for group, compared in pairs if compared], config))
     credits = [
-        next(estimated) if some else no_credit(group) for group, some in zip(groups, compared, strict=True)
+        next(estimated) if compared else credit_of(group, np.zeros(len(group.trajectories)))
+        for group, compared in pairs
     ]
     return AdvantageResult([spread(credit) for credit in credits], credits, summarise(credits))
 
@@ -293,8 +615,8 @@ def _estimate(groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCre
         return []
     credits = _credits(find_estimator(config), groups, config)
     if judges(config):
-        credits = [calibadv.judge(credit, config) for credit in credits]
-    return calibadv.calibrate(credits, config) if config.is_calibrated else credits
+        credits = [judge(credit, config) for credit in credits]
+    return calibrate(credits, config) if config.is_calibrated else credits
 
 
 def _credits(estimator: Estimator, groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:
@@ -335,12 +657,8 @@ def describe(config: AdvantageConfig) -> list[str]:
     ]
     if config.is_calibrated:
         base = "GRPO" if config.base == "grpo" else config.base
-        return [
-            f"advantage calibadv: {base} calibrated by turn",
-            formula,
-            *calibadv.describe(config),
-            *probed,
-        ]
+        lines = describe_calibration(config)
+        return [f"advantage calibadv: {base} calibrated by turn", formula, *lines, *probed]
     return [
         f"advantage {config.name}: {estimator.carried}",
         formula,

@@ -30,11 +30,10 @@ from calibadv_jax.core.tags import behind_opening, neutralise_observation, parse
 from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
 from calibadv_jax.data.demonstrations import Demonstration
 from calibadv_jax.hosts.joining import alone
-from calibadv_jax.learner.batching import Batch, Sample, pack, token_weights
-from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.batching import Batch, Sample, pack, place, token_weights
+from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.losses import negative_log_likelihood
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
-from calibadv_jax.learner.packing import place
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
@@ -93,11 +92,13 @@ def _run(config: Config, console: Console) -> None:
         model.policy,
         make_optimizer(sft.optimizer, schedule),
         model.mesh,
-        sft.rows,
-        logprob_chunk=config.policy.logprob_chunk,
-        rows_key="sft.rows",
-        entropy_gradient=False,
-        offload=sft.optimizer.offload == "host",
+        LearnerOptions(
+            sft.rows,
+            logprob_chunk=config.policy.logprob_chunk,
+            rows_key="sft.rows",
+            entropy_gradient=False,
+            offload=sft.optimizer.offload == "host",
+        ),
     )
     identity = {
         "demonstrations": content_hash([dataclasses.asdict(one) for one in training]),

@@ -1,7 +1,7 @@
-"""How likely a policy finds the golden answer after every turn: one packed forward pass.
+"""The golden answer's probability after every turn, in one packed forward pass.
 
-A trajectory up to a turn, an answer's beginning and the golden answer are a sample of their own, so that
-nothing leaks from one into another. Tokens that several trajectories share are computed once.
+A trajectory up to a turn, an answer's beginning and the golden answer are a sample, so that nothing leaks
+from one into another. Equal samples are computed once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def with_golden_logprobs(
     config: LearnerConfig,
     tokenizer: Any,
 ) -> tuple[list[Group], dict[str, float]]:
-    """Copies of the groups whose turns have `golden_logprobs` under each of these policies, and metrics.
+    """Return copies of the groups whose turns have `golden_logprobs` under each policy, and metrics.
 
     Raises:
         UserError: the tokenizer makes nothing of a question's golden answers.
@@ -44,7 +44,7 @@ def with_golden_logprobs(
     places: list[list[list[int]]] = []  # by group, trajectory and turn
     for group in groups:
         places.append([])
-        if group.trajectories:  # all of them are asked the same, in later turns what they are in the second
+        if group.trajectories:  # the same for all of them; later turns continue as the second does
             asked = [_asked(group.trajectories[0], number, tokenizer) for number in (0, 1)]
         for trajectory in group.trajectories:
             probed = []

@@ -1,8 +1,8 @@
 """Credit against the truth, where questions name their supporting passages.
 
-A search is truly good where it shows a supporting passage that no earlier turn of its trajectory showed;
-every other search is truly useless. Searches are the search turns before a trajectory's last sampled turn,
-which CalibAdv treats as its answer turn. Blame is negative advantage × sampled tokens.
+A search is truly good if it shows a supporting passage that no earlier turn of its trajectory showed, else
+truly useless. Searches are the search turns before a trajectory's last sampled turn, CalibAdv's answer turn.
+Blame is negative advantage × sampled tokens.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def join(parts: Iterable[Evidence]) -> Evidence:
 def measure(evidence: Evidence) -> dict[str, float]:
     """Compute MEASURES, after the numbers of groups, trajectories, searches and blamed searches.
 
-    Silver documents: means over the groups that have some. Searches: shares of searches; auc is the chance
-    that a truly good one has the larger correctness, ties counting half. Blame: of the searches with negative
-    raw advantage. What would be a mean, share or ratio of nothing is left out.
+    Silver documents: means over the groups with some. Searches: shares of searches; auc is the chance that a
+    truly good search has the larger correctness, ties counting half. Blame: of the searches with negative raw
+    advantage. Means, shares and ratios of nothing are omitted.
     """
     searches = evidence.searches
     counts = {
@@ -131,11 +131,7 @@ def measure(evidence: Evidence) -> dict[str, float]:
 
 
 def verdicts(evidence: Evidence, calibadv: Evidence) -> dict[str, float]:
-    """Compute VERDICTS on the advantages as trained; what would be a share of nothing is left out.
-
-    Args:
-        calibadv: of the same searches, under CalibAdv.
-    """
+    """Compute VERDICTS on the trained advantages, given those of the same searches under CalibAdv."""
     searches = evidence.searches
     good, advantage = searches["good"], searches["advantage"]
     mass = advantage * searches["tokens"]

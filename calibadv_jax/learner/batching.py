@@ -1,17 +1,24 @@
-"""Trajectories laid end to end in rows, and the rows cut into microbatches."""
+"""Samples, their plan in rows of a few widths, packed rows, rows with shared prefixes, microbatches."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from fractions import Fraction
+from itertools import combinations
 from typing import Any
 
 import jax
 import numpy as np
 
 from calibadv_jax.config import Aggregation
-from calibadv_jax.learner.packing import Plan, RowShape, plan
+
+WIDTHS = (Fraction(1), Fraction(1, 2), Fraction(3, 4), Fraction(1, 4), Fraction(3, 8))  # most useful first
+WORTH = 0.01  # share of the cost that another width must save: it takes a compilation
+FEW = 32  # samples, of which a microbatch is a large share: more packings are tried
+ORDERS = 32  # for FEW samples, besides that by length
+PLACED = 3_000  # placements for one choice of widths, over all packings
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class Sample:
 
     @property
     def prompt_ids(self) -> np.ndarray:
-        """int32 [P]: the tokens that all samples of its question begin with."""
+        """The tokens that all samples of its question begin with, int32 [P]."""
         if self.prompt is not None:
             return self.tokens[: self.prompt]
         return self.tokens[: int(np.argmax(self.mask))] if self.mask.any() else self.tokens
@@ -39,7 +46,7 @@ class Batch:
     """Packed rows. Column t describes the token that *follows* it, so device code never shifts.
 
     Shapes [R, L]. The mask is owned here: a column with weight 0 has no influence on the loss. Where samples
-    share computed tokens (`sharing`), only `tokens`, `positions` and `ends` are of the computed columns.
+    share computed tokens (`SharedRows`), only `tokens`, `positions` and `ends` are of the computed columns.
     """
 
     tokens: Any  # int32, input
@@ -58,12 +65,9 @@ class Batch:
 def token_weights(
     samples: Sequence[Sample], aggregation: Aggregation, length_norm: int = 1
 ) -> list[np.ndarray]:
-    """Return the weight of each token's term, float32 [T] for each sample.
+    """Return the weight of each token's term, float32 [T] for each sample; those of a mean sum to 1.
 
-    Samples without a trained token count nowhere. The weights of a mean sum to 1.
-
-    Args:
-        length_norm: tokens by which ``sequence_sum_norm`` divides.
+    Samples without a trained token count nowhere. ``sequence_sum_norm`` divides by `length_norm`.
     """
     counts = [int(sample.mask.sum()) for sample in samples]
     trained = sum(count > 0 for count in counts)
@@ -95,8 +99,182 @@ def content_of(samples: Sequence[Sample]) -> str:
     return content.hexdigest()
 
 
+# --- The plan: places of samples in rows ---
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Place of a sample in the rows."""
+
+    row: int
+    start: int
+    length: int
+    segment: int  # its number in the row, from 1
+    batch: int = 0  # of several, each with rows of another width
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """Rows of one width."""
+
+    length: int  # tokens
+    rows: int  # of a microbatch
+    cost: float = 1.0  # of computing one position
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Placements of all samples, and the rows of each batch."""
+
+    placements: list[Placement]
+    shapes: list[RowShape]
+    num_rows: list[int]  # of each shape
+
+    @property
+    def positions(self) -> list[int]:
+        """Return the computed positions of each shape, empty rows of a microbatch included."""
+        return [
+            -(-rows // shape.rows) * shape.rows * shape.length
+            for rows, shape in zip(self.num_rows, self.shapes, strict=True)
+        ]
+
+    @property
+    def cost(self) -> float:
+        return sum(n * shape.cost for n, shape in zip(self.positions, self.shapes, strict=True))
+
+
+def rows_at(length: int, rows: int, row_length: int) -> int:
+    """Return the rows of `length` in a microbatch with at most the tokens of `rows` of `row_length`."""
+    return rows * max(1, row_length // length)
+
+
+def row_widths(row_length: int, count: int) -> list[int]:
+    """Return `row_length` and the `count` - 1 most useful narrower widths, widest first."""
+    return sorted({int(row_length * share) for share in WIDTHS[:count]} - {0}, reverse=True)
+
+
+def row_shapes(row_length: int, rows: int, count: int, cost: Callable[[int], float]) -> list[RowShape]:
+    """Return the rows of `count` widths that a learner computes, for `plan`.
+
+    Args:
+        row_length: of the widest rows.
+        rows: of a microbatch of the widest rows.
+        cost: of a position, by the length of its row.
+    """
+    widths = row_widths(row_length, count)
+    return [RowShape(width, rows_at(width, rows, row_length), cost(width)) for width in widths]
+
+
+def place(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int]:
+    """Return a placement for each sample in rows of one width, and the number of rows; errors as `plan`."""
+    packing = plan(lengths, [RowShape(row_length, 1)])
+    return packing.placements, sum(packing.num_rows)
+
+
+def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
+    """Return the cheapest of several first-fit decreasing packings into rows of some of these widths.
+
+    Attention computes more for a token in a wide row than in a narrow one, but a long sample needs a wide
+    row. Long samples open rows of the narrowest chosen width that holds them; the space left there, and in
+    the empty rows of the last microbatch, is offered to shorter samples. Several numbers of microbatches of
+    the widest rows are tried, and other orders of few samples.
+
+    Args:
+        shapes: widest first. Each is compiled once.
+
+    Raises:
+        ValueError: a sample is longer than a row.
+    """
+    longest = max(lengths, default=0)
+    if longest > shapes[0].length:
+        index = int(np.argmax(lengths))
+        raise ValueError(f"sample {index} has {longest} tokens, but a row holds {shapes[0].length}")
+    choices = [
+        list(chosen)
+        for count in range(1, len(shapes) + 1)
+        for chosen in combinations(shapes, count)
+        if chosen[0].length >= longest
+    ]
+    plans = (
+        _laid(lengths, order, chosen, more)
+        for order in _orders(lengths, len(shapes))
+        for chosen in choices
+        for more in _offers(lengths, chosen)
+    )
+    return min(plans, key=lambda candidate: candidate.cost * (1.0 + WORTH * len(candidate.shapes)))
+
+
+def _offers(lengths: Sequence[int], shapes: Sequence[RowShape]) -> list[int]:
+    """Return the numbers of microbatches of the widest rows to try, from none to enough for all samples."""
+    most = sum(lengths) // (shapes[0].rows * shapes[0].length) if len(shapes) > 1 else 0
+    tried = min(most + 1, max(1, PLACED // max(1, len(lengths))))
+    return sorted({round(offer) for offer in np.linspace(0, most, tried)})
+
+
+def _orders(lengths: Sequence[int], num_shapes: int) -> Iterator[list[int]]:
+    """Yield the samples by falling length, then by lengths raised at random, up to their double."""
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    yield order
+    rng = np.random.default_rng(0)
+    for _ in range(ORDERS if 1 < len(lengths) <= FEW and num_shapes > 1 else 0):
+        raised = np.asarray(lengths) * rng.uniform(1.0, 2.0, len(lengths))
+        yield np.argsort(-raised, kind="stable").tolist()
+
+
+def _laid(lengths: Sequence[int], order: list[int], shapes: Sequence[RowShape], more: int) -> Plan:
+    """Lay samples in `order` into rows of the useful `shapes`.
+
+    `more` microbatches of the widest rows are offered to all samples, besides those that long ones open.
+    """
+    placements: dict[int, Placement] = {}
+    used: list[RowShape] = []
+    num_rows: list[int] = []
+    narrower = [shape.length for shape in shapes[1:]] + [0]
+    for shape, limit in zip(shapes, narrower, strict=True):
+        left = [index for index in order if index not in placements]
+        needed = [index for index in left if lengths[index] > limit]
+        offered = 0 if used else more * shape.rows
+        if not needed and not offered and (limit or used):
+            continue
+        rows = _Bins(shape.length, len(left) + offered)
+        placed = {index: rows.put(lengths[index], opens=True) for index in needed}
+        rows.count = -(-rows.count // shape.rows) * shape.rows + offered
+        placed |= {index: rows.put(lengths[index], opens=False) for index in left if index not in placed}
+        batch = len(used)
+        placements |= {index: replace(at, batch=batch) for index, at in placed.items() if at is not None}
+        used.append(shape)
+        num_rows.append(int(np.count_nonzero(rows.segments)))
+    return Plan([placements[index] for index in range(len(lengths))], used, num_rows)
+
+
+class _Bins:
+    """Rows of one width that are filled from the left."""
+
+    def __init__(self, length: int, most: int):
+        self.length = length
+        self.free = np.full(most, length)
+        self.segments = np.zeros(most, np.int64)
+        self.count = 0  # rows that may be used
+
+    def put(self, length: int, opens: bool) -> Placement | None:
+        """Place a sample in the first row that has room, if need be in a new one; None: nowhere."""
+        fits = self.free[: self.count] >= length
+        row = int(np.argmax(fits)) if fits.any() else self.count
+        if row == self.count:
+            if not opens:
+                return None
+            self.count += 1
+        start = self.length - int(self.free[row])
+        self.free[row] -= length
+        self.segments[row] += 1
+        return Placement(row, start, length, int(self.segments[row]))
+
+
+# --- Packed rows ---
+
+
 class Rows:
-    """Samples laid end to end in packed rows: the way there, and back.
+    """Samples laid end to end in packed rows.
 
     Args:
         shapes: of the rows that may be used, widest first.
@@ -121,21 +299,21 @@ class Rows:
 
     @property
     def tokens(self) -> int:
-        """Of all samples."""
+        """Return the number of tokens of all samples."""
         return sum(len(sample.tokens) for sample in self.samples)
 
     @property
     def computed(self) -> int:
-        """Columns that hold a token."""
+        """Return the number of columns with a token."""
         return self.tokens
 
     @property
     def positions(self) -> int:
-        """Columns that are computed, those of empty rows of a microbatch included."""
+        """Return the number of computed columns, empty rows of a microbatch included."""
         return sum(self.plan.positions)
 
     def batches(self, factors: Sequence[np.ndarray] | None = None) -> list[Batch]:
-        """The rows [R, L], a batch for each width L that is used.
+        """Return the rows [R, L], a batch for each used width L.
 
         Args:
             factors: float32 [T] of each sample, for a loss with a `BatchFactor`.
@@ -165,7 +343,7 @@ class Rows:
         tokens: slice | np.ndarray,
         factors: Sequence[np.ndarray] | None,
     ) -> None:
-        """Writes the loss's inputs of these tokens of a sample into these columns."""
+        """Write the loss's inputs of these tokens of a sample into these columns."""
         sample = self.samples[index]
         old = sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
         batch.targets[row, columns] = sample.tokens[tokens]
@@ -177,10 +355,7 @@ class Rows:
             batch.factors[row, columns] = factors[index][tokens]
 
     def taken(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Per-column values [R, L] of each batch, back as [T] a sample.
-
-        Entry t belongs to token t, entry 0 is 0.
-        """
+        """Return values [R, L] of each batch by sample, [T]: entry t belongs to token t, entry 0 is 0."""
         return [
             np.concatenate(
                 [np.zeros(1, values[p.batch].dtype), values[p.batch][p.row, p.start : p.start + p.length - 1]]
@@ -195,17 +370,13 @@ def pack(
     aggregation: Aggregation = "token_mean",
     weights: Sequence[np.ndarray] | None = None,
 ) -> Batch:
-    """Packs samples into as many rows of `row_length` as they need.
-
-    Args:
-        weights: per-token weights instead of those of `aggregation`.
-    """
+    """Pack samples into rows of `row_length`; `weights` replace those of `aggregation`."""
     weights = token_weights(samples, aggregation) if weights is None else weights
     return Rows(samples, [RowShape(row_length, 1)], weights).batches()[0]
 
 
 def microbatches(batch: Batch, rows: int) -> Iterator[Batch]:
-    """[R, L] -> batches [rows, L], the last one filled up with empty rows; at least one."""
+    """Cut [R, L] into batches [rows, L], at least one, the last one filled up with empty rows."""
     for start in range(0, max(1, len(batch.tokens)), rows):
         part = jax.tree.map(lambda array, at=start: array[at : at + rows], batch)
         padding = (0, rows - len(part.tokens)), (0, 0)
@@ -215,7 +386,7 @@ def microbatches(batch: Batch, rows: int) -> Iterator[Batch]:
 def abstract_batch(
     shape: tuple[int, ...], sharding: jax.sharding.Sharding, shares_prefixes: bool = False
 ) -> Batch:
-    """ShapeDtypeStructs of a batch, for compiling ahead of time."""
+    """Return ShapeDtypeStructs of a batch, for compiling ahead of time."""
     batch = _empty((0, 0))
     if shares_prefixes:
         batch.ends = batch.sources = batch.tokens
@@ -226,3 +397,151 @@ def _empty(shape: tuple[int, int]) -> Batch:
     integers = {"tokens", "positions", "segment_ids", "targets"}
     names = [field.name for field in fields(Batch) if field.default is MISSING]
     return Batch(**{name: np.zeros(shape, np.int32 if name in integers else np.float32) for name in names})
+
+
+# --- Shared prefixes ---
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A prefix tree of samples. Its nodes are numbered in depth-first order."""
+
+    samples: list[int]  # their numbers
+    paths: list[np.ndarray]  # int64 [T] of each sample: the node of each of its tokens
+    tokens: np.ndarray  # int32 [N]
+    positions: np.ndarray  # int32 [N], from the root
+    ends: np.ndarray  # int32 [N], one past the last node below this one: the first that does not see it
+    num_trained: int  # columns that the samples' trained tokens take
+
+
+class SharedRows(Rows):
+    """Packed rows in which tokens that several samples begin with are computed once.
+
+    The trajectories of a group begin with one prompt, and often with one search and its documents. Each node
+    of the tree of their tokens is computed once, in depth-first order, and sees its ancestors. The trained
+    tokens of a sample stand in columns of its own beside the tree, each with the node whose state predicts
+    it. Loss and gradient are those of `Rows`; only the order of sums differs. The common prefix of all
+    samples stands once at the beginning of every row.
+    """
+
+    def _planned(self, shapes: Sequence[RowShape]) -> Plan:
+        if max(map(len, (sample.tokens for sample in self.samples)), default=0) > shapes[0].length:
+            return super()._planned(shapes)  # raises
+        self.common = _shared_by_all(self.samples)
+        self.trees = list(trees(self.samples, shapes[0].length, self.common))
+        needed = [max(len(tree.tokens) - self.common, tree.num_trained) for tree in self.trees]
+        own = [_longer(shape, -self.common) for shape in shapes if shape.length > self.common]
+        packing = plan(needed, own)
+        return replace(packing, shapes=[_longer(shape, self.common) for shape in packing.shapes])
+
+    @property
+    def computed(self) -> int:
+        own = sum(len(tree.tokens) - self.common for tree in self.trees)
+        return sum(self.plan.num_rows) * self.common + own
+
+    def batches(self, factors: Sequence[np.ndarray] | None = None) -> list[Batch]:
+        batches = self._empty(factors)
+        for batch in batches:
+            batch.sources, batch.ends = np.zeros_like(batch.tokens), np.zeros_like(batch.tokens)
+        for tree, at in zip(self.trees, self.plan.placements, strict=True):
+            batch, row, own = batches[at.batch], at.row, slice(self.common, None)
+            here = slice(self.common + at.start, len(tree.tokens) + at.start)
+            for of_rows, of_tree in ((batch.tokens, tree.tokens), (batch.positions, tree.positions)):
+                of_rows[row, : self.common] = of_tree[: self.common]
+                of_rows[row, here] = of_tree[own]
+            batch.ends[row, : self.common] = batch.ends.shape[1]
+            batch.ends[row, here] = tree.ends[own] + at.start
+        for index, before, trained, at, here in self._columns():
+            batch, row = batches[at.batch], at.row
+            batch.sources[row, here] = np.where(before < self.common, before, before + at.start)
+            batch.segment_ids[row, here] = index + 1
+            self._fill(batch, row, here, index, trained, factors)
+        return batches
+
+    def taken(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the values of the trained tokens as `Rows.taken` does; entries of others are 0."""
+        taken = [np.zeros(len(sample.tokens), values[0].dtype) for sample in self.samples]
+        for index, _, trained, at, here in self._columns():
+            taken[index][trained] = values[at.batch][at.row, here]
+        return taken
+
+    def _columns(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, Placement, slice]]:
+        """Yield each sample's number, the nodes before its trained tokens, these tokens, the place of its
+        tree, and the columns of the loss that its trained tokens take.
+        """
+        for tree, at in zip(self.trees, self.plan.placements, strict=True):
+            start = at.start
+            for index, path in zip(tree.samples, tree.paths, strict=True):
+                trained = _trained(self.samples[index])
+                end = start + len(trained)
+                yield index, path[trained - 1], trained, at, slice(start, end)
+                start = end
+
+
+def trees(samples: Sequence[Sample], most: int, common: int) -> Iterator[Tree]:
+    """Group samples by prefix: those of one prompt are one tree, or several of up to `most` nodes.
+
+    Args:
+        common: length of the prefix of all samples. It and a tree's trained tokens are `most` at most, too.
+    """
+    order = sorted(range(len(samples)), key=lambda index: samples[index].tokens.astype(">u4").tobytes())
+    chosen: list[int] = []
+    begins: list[int] = []
+    nodes = trained = 0
+    for index in order:
+        sample, more, same = samples[index], len(_trained(samples[index])), 0
+        if chosen:
+            last = samples[chosen[-1]]
+            same = _shared(last.tokens, sample.tokens)
+            is_other = same < min(len(last.prompt_ids), len(sample.prompt_ids))
+            if is_other or nodes + len(sample.tokens) - same > most or trained + more > most - common:
+                yield _tree(samples, chosen, begins, trained)
+                chosen, begins, nodes, trained, same = [], [], 0, 0, 0
+        chosen.append(index)
+        begins.append(same)
+        nodes += len(sample.tokens) - same
+        trained += more
+    if chosen:
+        yield _tree(samples, chosen, begins, trained)
+
+
+def _tree(samples: Sequence[Sample], chosen: list[int], shared: list[int], num_trained: int) -> Tree:
+    """Make a tree of samples in the order of their tokens; `shared` counts tokens of the sample before."""
+    paths: list[np.ndarray] = []
+    last, count = np.zeros(0, np.int64), 0
+    for index, same in zip(chosen, shared, strict=True):
+        new = len(samples[index].tokens) - same
+        last = np.concatenate([last[:same], np.arange(count, count + new)])
+        paths.append(last)
+        count += new
+    tokens, positions, ends = np.zeros((3, count), np.int32)
+    for index, path in zip(chosen, paths, strict=True):
+        tokens[path] = samples[index].tokens
+        positions[path] = np.arange(len(path))
+        ends[path] = path[-1] + 1  # of the last path through the node
+    return Tree(chosen, paths, tokens, positions, ends, num_trained)
+
+
+def _longer(shape: RowShape, tokens: int) -> RowShape:
+    return replace(shape, length=shape.length + tokens)
+
+
+def _trained(sample: Sample) -> np.ndarray:
+    """Return the numbers of the tokens with a column of the loss; the first token has none."""
+    return np.flatnonzero(sample.mask[1:]) + 1
+
+
+def _shared(first: np.ndarray, second: np.ndarray) -> int:
+    """Return the length of the common prefix."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    return int(np.argmax(differs)) if differs.any() else length
+
+
+def _shared_by_all(samples: Sequence[Sample]) -> int:
+    """Return how many tokens of their prompts all samples begin with; 0 where sharing them is no gain."""
+    if len(samples) < 2:
+        return 0
+    first = samples[0].tokens
+    shared = min(_shared(first, sample.tokens) for sample in samples)
+    return min(shared, *(min(len(sample.prompt_ids), len(sample.tokens) - 1) for sample in samples))

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from calibadv_jax.config import Config, LearnerConfig
 from calibadv_jax.core.trajectory import Trajectory
 from calibadv_jax.learner.batching import Batch, Sample, token_weights
-from calibadv_jax.learner.learner import Learner, State, states
+from calibadv_jax.learner.learner import Learner, LearnerOptions, State, states
 from calibadv_jax.learner.losses import Metrics
 from calibadv_jax.learner.optimizer import make_optimizer
 from calibadv_jax.learner.step import make_sample, mini_batches, packed
@@ -26,7 +26,7 @@ from calibadv_jax.policy.transformer import Critic, Params, Policy
 
 
 class CriticLearner(Learner):
-    """Trains a critic. Where a `Learner` has the log-probability of a target, it has the value before it."""
+    """Trains a critic: the value before a target stands in place of its log-probability."""
 
     metrics_of = "critic"
 
@@ -40,48 +40,39 @@ class CriticLearner(Learner):
 
 
 def critic_of(policy: Policy) -> Policy:
-    """A critic of the policy's shape, without its output head. Of a policy with adapters: with such ones."""
+    """Return a critic of the policy's shape, with a value head, and with adapters if the policy has some."""
     architecture = replace(policy.architecture, tie_word_embeddings=True)
     return Policy(architecture, policy.numerics, policy.adapters, Critic)
 
 
 def critic_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.Schedule) -> CriticLearner:
-    """Return the learner of the critic that belongs to a policy.
-
-    Raises:
-        UserError: as `learner.policy_learner`.
-    """
+    """Return the learner of a policy's critic; UserError as `learner.policy_learner`."""
     settings, optimizer = config.learner, config.critic.optimizer
-    return CriticLearner(
-        critic_of(policy),
-        make_optimizer(optimizer, schedule),
-        mesh,
+    options = LearnerOptions(
         settings.microbatch_rows,
         row_length=settings.row_length,
         offload=optimizer.offload == "host",
         shares_prefixes=settings.share_prefixes,
     )
+    return CriticLearner(critic_of(policy), make_optimizer(optimizer, schedule), mesh, options)
 
 
 def critic_params(critic: Policy, params: Params, mesh: Mesh) -> Params:
-    """A policy's parameters with the head of a critic, in their shardings. Shared arrays are not copied."""
-    placed = param_shardings(critic.abstract_params, mesh)
+    """Return a policy's parameters with the head of a critic, in their shardings; no array is copied."""
     head = jax.tree.map(
         lambda leaf, at: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), at),
         critic.abstract_params["value_head"],
-        placed["value_head"],
+        param_shardings(critic.abstract_params, mesh)["value_head"],
     )
-    return {name: params[name] for name in critic.abstract_params if name != "value_head"} | {
-        "value_head": head
-    }
+    shared = {name: params[name] for name in critic.abstract_params if name != "value_head"}
+    return shared | {"value_head": head}
 
 
 @dataclass(frozen=True, eq=False)
 class ValueLoss:
     """Half the squared error of the values, or of the clipped values where that is larger.
 
-    The batch holds the returns where a policy's has advantages, and the values before the step where it has
-    the ratio's denominator.
+    The batch's `advantages` are the returns, its `old_logprobs` the values before the step.
     """
 
     clip: float  # 0: none
@@ -101,12 +92,7 @@ class ValueLoss:
 
 
 def value_sample(trajectory: Trajectory, values: np.ndarray, returns: np.ndarray) -> Sample:
-    """The sample of a trajectory that a critic learns from.
-
-    Args:
-        values: float32 [n], of its sampled tokens before the step.
-        returns: float64 [n], what they should have been.
-    """
+    """Return a critic's sample, given the sampled tokens' values before the step and returns, both [n]."""
     mask = trajectory.mask
     targets, old = np.zeros((2, len(mask)), np.float32)
     targets[mask], old[mask] = returns, values
@@ -123,7 +109,7 @@ def learn_values(
     loss: ValueLoss,
     rng: np.random.Generator,
 ) -> tuple[State, dict[str, float]]:
-    """Goes over the step's samples as `learn` does with the policy. Every sampled token weighs the same.
+    """Train on the step's samples in mini-batches; every sampled token weighs the same.
 
     Returns:
         The new state, and means over the updates; no metrics where no sample has a sampled token.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,78 +15,70 @@ from jax.sharding import Mesh
 
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches
+from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches, rows_at
 from calibadv_jax.learner.losses import LossFunction, Metrics
 from calibadv_jax.learner.optimizer import SplitStep, make_optimizer
-from calibadv_jax.learner.packing import rows_at
-from calibadv_jax.policy import attention
 from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import batch_sharding, param_shardings, placed_params, replicated
-from calibadv_jax.policy.transformer import Decoder, Params, Policy
+from calibadv_jax.policy.transformer import SHARING, Decoder, Params, Policy, keys_computed
 from calibadv_jax.policy.weights import flatten, unflatten
 
 State = dict[str, Any]  # {"params", "opt_state", "updates": int32 []}; as in a checkpoint
 HOST = "pinned_host"  # JAX's name of host memory from which devices copy
 
 
+@dataclass(frozen=True)
+class LearnerOptions:
+    """Memory and numerics of a learner's programs."""
+
+    rows: int  # packed rows of one microbatch; a multiple of data x fsdp devices
+    temperature: float = 1.0  # of the sampler; the learner's logits are divided by it, too
+    logprob_chunk: int = 1024  # tokens of each of `rows` rows whose logits exist at once
+    row_length: int = 0  # of the widest rows; a microbatch has more of narrower ones. 0: `rows` of any width
+    entropy_gradient: bool = True  # False: the entropy is no term of the loss, only reported
+    offload: bool = False  # the optimizer's moments lie in host memory between the updates
+    shares_prefixes: bool = False  # samples share computed tokens, see `batching.SharedRows`
+    rows_key: str = "learner.microbatch_rows"  # the config key of `rows`, for messages
+
+    def check(self, policy: Policy, mesh: Mesh) -> None:
+        """Raise UserError if the devices cannot divide the rows, or the kernel cannot share tokens."""
+        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        if self.rows % shards:
+            raise UserError(
+                f"{self.rows_key} is {self.rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards}"
+                f" devices: set it to {-(-self.rows // shards) * shards}"
+            )
+        if self.shares_prefixes and policy.numerics.kernel not in SHARING:
+            raise UserError(
+                f"learner.share_prefixes is true, but policy.attention is {policy.numerics.kernel}, which"
+                f" cannot share tokens here: set it to {' or '.join(SHARING)}, or"
+                " learner.share_prefixes=false"
+            )
+
+
 class Learner:
     """Owns the compiled functions; the state is passed to its methods and donated by `update`.
 
-    The state's parameters are those that are trained. Where a policy has adapters, the others are `base`,
-    which is never donated: samplers may share it. Parameters that a method is given complete the base.
-
-    Args:
-        rows: packed rows of one microbatch; a multiple of data x fsdp devices.
-        temperature: of the sampler; the learner's log-probabilities divide by it, too.
-        logprob_chunk: tokens of each of `rows` rows whose logits exist at once.
-        rows_key: the config key that `rows` comes from, for the message.
-        entropy_gradient: False where the loss does not contain the entropy, so that it is only reported.
-        row_length: of the widest rows; a microbatch has more of the narrower ones. 0: `rows` of any width.
-        offload: the optimizer's moments lie in host memory between the updates.
-        shares_prefixes: samples share computed tokens (`sharing`).
+    The state holds the trained parameters. The frozen ones of a policy with adapters are `base`, which is
+    never donated: samplers may share it. Methods complete the base by the parameters that they get.
 
     Attributes:
         base: the frozen parameters, from `init`; empty where all are trained.
 
     Raises:
-        UserError: the devices cannot share the rows, or attention's kernel no tokens.
+        UserError: see `LearnerOptions.check`.
     """
 
     metrics_of = "actor"  # prefix of its metrics
 
     def __init__(
-        self,
-        policy: Policy,
-        optimizer: optax.GradientTransformation,
-        mesh: Mesh,
-        rows: int,
-        temperature: float = 1.0,
-        logprob_chunk: int = 1024,
-        rows_key: str = "learner.microbatch_rows",
-        entropy_gradient: bool = True,
-        row_length: int = 0,
-        offload: bool = False,
-        shares_prefixes: bool = False,
+        self, policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh, options: LearnerOptions
     ):
-        shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        if rows % shards:
-            raise UserError(
-                f"{rows_key} is {rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards} devices:"
-                f" set it to {-(-rows // shards) * shards}"
-            )
-        if shares_prefixes and policy.numerics.kernel not in attention.SHARING:
-            raise UserError(
-                f"learner.share_prefixes is true, but policy.attention is {policy.numerics.kernel}, which"
-                f" cannot share tokens here: set it to {' or '.join(attention.SHARING)}, or"
-                " learner.share_prefixes=false"
-            )
-        self.policy, self.optimizer, self.mesh = policy, optimizer, mesh
-        self.rows, self.temperature, self.logprob_chunk = rows, temperature, logprob_chunk
-        self.entropy_gradient, self.row_length, self.offload = entropy_gradient, row_length, offload
-        self.shares_prefixes = shares_prefixes
+        options.check(policy, mesh)
+        self.policy, self.optimizer, self.mesh, self.options = policy, optimizer, mesh, options
         self.base: Params = {}
-        self._kept = self._shardings(jax.eval_shape(self._state_of, policy.abstract_trained), offload)
+        self._kept = self._shardings(jax.eval_shape(self._state_of, policy.abstract_trained), options.offload)
         self._accumulate: dict[LossFunction, jax.stages.Wrapped] = {}
         self._apply = self._make_apply()
         placed = param_shardings(policy.abstract_trained, mesh)
@@ -97,29 +90,28 @@ class Learner:
         self._norm = jax.jit(optax.tree.norm)
 
     def abstract_state(self) -> State:
-        """ShapeDtypeStructs with shardings, for restoring a checkpoint."""
+        """Return ShapeDtypeStructs with shardings, for restoring a checkpoint."""
         shapes = jax.eval_shape(self._state_of, self.policy.abstract_trained)
         return jax.tree.map(
             lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, self._kept
         )
 
     def init(self, params: Params) -> State:
-        """State of the first step. `params` must be in their shardings; the trained ones are donated."""
+        """Return the first state. `params` must be in their shardings; the trained ones are donated."""
         self.base, trained = self.policy.split(params)
         return jax.jit(self._state_of, out_shardings=self._kept, donate_argnums=0)(trained)
 
     def whole(self, params: Params) -> Params:
-        """The base and these parameters; no array is copied."""
+        """Join the base and these parameters; no array is copied."""
         return joined(self.base, params)
 
     def update(
         self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
     ) -> tuple[State, dict[str, float]]:
-        """One optimizer update over all rows of packed batches [R, L], each with an L of its own.
+        """Update once, over all rows of packed batches [R, L], each with an L of its own.
 
-        One program adds the gradient of a microbatch, another applies the sum: the number of microbatches is
-        no part of any. A non-finite gradient leaves the state as it was and is reported as
-        ``skipped`` = 1.
+        One program adds the gradient of a microbatch, another applies the sum, whatever the number of
+        microbatches. A non-finite gradient leaves the state unchanged and is reported as ``skipped`` = 1.
 
         Args:
             loss: from `losses`; the same object must be passed every time (one compilation each).
@@ -141,25 +133,25 @@ class Learner:
         return state, totals | {name: float(value) for name, value in applied.items()}
 
     def is_finite(self, params: Params) -> bool:
-        """Whether the norm of the parameters is finite: one pass over them."""
+        """Return whether the norm of the parameters is finite."""
         with jax.set_mesh(self.mesh):
             return bool(np.isfinite(jax.device_get(self._norm(params))))
 
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
-        """Log-probabilities of the targets of packed rows: float32 [R, L]."""
+        """Return the log-probabilities of the targets of packed rows: float32 [R, L]."""
         with jax.set_mesh(self.mesh):
             placed = self._placed([batch])
             parts = [self._logprobs(self.base, params, microbatch) for microbatch in placed]
         return np.concatenate(jax.device_get(parts))[: batch.tokens.shape[0]]
 
     def position_cost(self, length: int) -> float:
-        """Floating-point operations of a forward pass for one position of a row of `length` tokens."""
+        """Return a forward pass' floating-point operations for a position of a row of `length` tokens."""
         numerics = self.policy.numerics
-        seen = attention.keys_computed(numerics.kernel, length, numerics.attention_chunk)
+        seen = keys_computed(numerics.kernel, length, numerics.attention_chunk)
         return self.policy.architecture.flops_per_token(seen)
 
     def lower_update(self, length: int, loss: LossFunction) -> jax.stages.Lowered:
-        """The gradient of a microbatch of rows of `length` tokens added to a sum, to compile ahead of time.
+        """Lower the program that adds a microbatch's gradient, of rows of `length` tokens, to a sum.
 
         Its arguments are all that lies on the devices meanwhile, the optimizer's state too. The devices need
         not be attached: they may be a topology's (``jax.experimental.topologies``).
@@ -170,27 +162,29 @@ class Learner:
             return self._compile(loss).lower(base, state, gradients, microbatch, None)
 
     def lower_apply(self) -> jax.stages.Lowered:
-        """The optimizer's step with a sum of gradients, as `lower_update`."""
+        """Lower the optimizer's step with a sum of gradients, as `lower_update`."""
         with jax.set_mesh(self.mesh):
             if isinstance(self._apply, SplitStep):
                 return self._apply.lower(self._abstract_gradients())
             return self._apply.lower(self.abstract_state(), self._abstract_gradients())
 
     def lower_logprobs(self, length: int) -> jax.stages.Lowered:
-        """The log-probabilities of one microbatch, as `lower_update`."""
+        """Lower the log-probabilities of one microbatch, as `lower_update`."""
         with jax.set_mesh(self.mesh):
             params, microbatch = self.abstract_state()["params"], self._abstract_microbatch(length)
             return self._logprobs.lower(self._abstract_base(), params, microbatch)
 
     def _placed(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Every microbatch, on the devices."""
+        """Yield every microbatch, on the devices."""
         for batch in batches:
-            rows = rows_at(batch.tokens.shape[1], self.rows, self.row_length)
-            for microbatch in microbatches(batch, rows):
+            for microbatch in microbatches(batch, self._rows_at(batch.tokens.shape[1])):
                 yield self._put(microbatch)
 
+    def _rows_at(self, length: int) -> int:
+        return rows_at(length, self.options.rows, self.options.row_length)
+
     def _put(self, microbatch: Batch) -> Batch:
-        """A microbatch in its sharding; every process has all of it, and puts its own rows."""
+        """Place a microbatch; every process has all of it, and puts its own rows."""
         at = batch_sharding(self.mesh)
         if not self._is_shared:
             return jax.device_put(microbatch, at)
@@ -222,7 +216,7 @@ class Learner:
         return jax.jit(accumulate, donate_argnums=2, keep_unused=True, out_shardings=(placed, None))
 
     def _make_apply(self) -> SplitStep | jax.stages.Wrapped:
-        if not self.offload:
+        if not self.options.offload:
             return jax.jit(self._applied, donate_argnums=0, out_shardings=(self._kept, None))
         state = self.abstract_state()
         owners = jax.tree.leaves(self._owners(state))
@@ -251,24 +245,24 @@ class Learner:
         return placed_params(self.policy.split(self.policy.abstract_params)[0], self.mesh)
 
     def _abstract_microbatch(self, length: int) -> Batch:
-        shape = rows_at(length, self.rows, self.row_length), length
-        return abstract_batch(shape, batch_sharding(self.mesh), self.shares_prefixes)
+        shape = self._rows_at(length), length
+        return abstract_batch(shape, batch_sharding(self.mesh), self.options.shares_prefixes)
 
     def _values(
         self, base: Params, params: Params, microbatch: Batch, used: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities of the targets and entropies, both float32 [R, L].
+        """Return log-probabilities of the targets and entropies, both float32 [R, L].
 
         Args:
             used: bool [R, L], the columns whose values are used; None: all. Most columns of a search
                 agent's rows hold documents, and the head is a large part of a small model.
         """
-        decoder = self.policy.merge(joined(base, params))
+        decoder, options = self.policy.merge(joined(base, params)), self.options
         hidden = states(decoder, microbatch)
         # More rows: as many logits at once.
-        chunk = max(1, self.logprob_chunk * self.rows // len(microbatch.tokens))
+        chunk = max(1, options.logprob_chunk * options.rows // len(microbatch.tokens))
         return token_logprobs(
-            decoder, hidden, microbatch.targets, self.temperature, chunk, self.entropy_gradient, used
+            decoder, hidden, microbatch.targets, options.temperature, chunk, options.entropy_gradient, used
         )
 
     def _state_of(self, params: Params) -> State:
@@ -279,11 +273,10 @@ class Learner:
         }
 
     def _shardings(self, state: State, offload: bool) -> State:
-        """Moments live where their parameter lives, or near it."""
+        """Place moments with their parameter, or in host memory near it."""
         placed = flatten(param_shardings(self.policy.abstract_trained, self.mesh))
         moments = {name: at.with_memory_kind(HOST) if offload else at for name, at in placed.items()}
-        for of in (placed, moments):
-            of[""] = replicated(self.mesh)
+        placed[""] = moments[""] = replicated(self.mesh)
         return {
             part: jax.tree.map((moments if part == "opt_state" else placed).__getitem__, names)
             for part, names in self._owners(state).items()
@@ -304,25 +297,25 @@ class Learner:
 
 
 def states(decoder: Decoder, batch: Batch) -> jax.Array:
-    """[R, L, D]: the state that predicts the target of each column."""
+    """Return the state that predicts the target of each column, [R, L, D]."""
     hidden = decoder(batch.tokens, batch.positions, batch.segment_ids, batch.ends)
     return hidden if batch.sources is None else jnp.take_along_axis(hidden, batch.sources[..., None], axis=1)
 
 
 def _is_masked(leaf: Any) -> bool:
-    """Whether a part of the optimizer leaves this parameter to another part."""
+    """Return whether a part of the optimizer leaves this parameter to another part."""
     return isinstance(leaf, optax.MaskedNode)
 
 
 def init_params(policy: Policy, mesh: Mesh, seed: int, only_trained: bool = False) -> Params:
-    """Random parameters, created in their shardings; all, or those that are trained."""
+    """Draw parameters in their shardings; all, or the trained ones."""
     with jax.set_mesh(mesh):
         return _initializer(policy, mesh, only_trained)(jax.random.key(seed))
 
 
 @functools.lru_cache(maxsize=4)
 def _initializer(policy: Policy, mesh: Mesh, only_trained: bool) -> Callable[[jax.Array], Params]:
-    """Kept: a policy and the reference of its KL term are drawn by one program."""
+    """Return the program; cached, since a policy and the reference of its KL term are drawn by one."""
     if only_trained:
         trained = param_shardings(policy.abstract_trained, mesh)
         return jax.jit(lambda key: policy.split(policy.init(key))[1], out_shardings=trained)
@@ -330,21 +323,15 @@ def _initializer(policy: Policy, mesh: Mesh, only_trained: bool) -> Callable[[ja
 
 
 def policy_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.Schedule) -> Learner:
-    """Return the learner of a run's training steps.
-
-    Raises:
-        UserError: rows that do not divide over the mesh, or prefixes that the attention kernel cannot share.
-    """
+    """Return the learner of a run's training steps; UserError as `LearnerOptions.check`."""
     settings = config.learner
-    return Learner(
-        policy,
-        make_optimizer(settings.optimizer, schedule),
-        mesh,
+    options = LearnerOptions(
         settings.microbatch_rows,
         config.rollout.temperature or 1.0,
         config.policy.logprob_chunk,
+        settings.row_length,
         entropy_gradient=config.loss.entropy_coef != 0,
-        row_length=settings.row_length,
         offload=settings.optimizer.offload == "host",
         shares_prefixes=settings.share_prefixes,
     )
+    return Learner(policy, make_optimizer(settings.optimizer, schedule), mesh, options)

@@ -60,11 +60,7 @@ class Tokens:
 
     @property
     def required_factors(self) -> jax.Array:
-        """Return `factors`.
-
-        Raises:
-            ValueError: the batch has none.
-        """
+        """Return `factors`; ValueError if the batch has none."""
         if self.factors is None:
             raise ValueError("this loss needs batch.factors, which learner.step lays beside the samples")
         return self.factors
@@ -83,11 +79,7 @@ def segment_maxima(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
 
 
 def _over_segments(reduce: Callable[..., jax.Array], values: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Reduce by a scan, not a scatter: the order is the same on every device, and rows stay on theirs.
-
-    Args:
-        reduce: an operation whose neutral element is 0.
-    """
+    """Reduce, with neutral element 0, by a scan: the same order on every device, and rows stay on theirs."""
     edges = segment_ids[:, 1:] != segment_ids[:, :-1]
     edge = jnp.ones((len(segment_ids), 1), bool)
     starts, ends = jnp.concatenate([edge, edges], axis=1), jnp.concatenate([edges, edge], axis=1)
@@ -374,7 +366,9 @@ LOSSES: dict[str, Loss] = {
         every_sample=True,
     ),
     "lld": Loss(
-        lld, "PPO with a penalty on praised tokens that have become less likely", positive_mean_factor
+        lld,
+        "PPO with a penalty on tokens of positive advantage that have become less likely",
+        positive_mean_factor,
     ),
     "balance": Loss(
         scaled_vanilla,
@@ -397,8 +391,8 @@ LOSSES: dict[str, Loss] = {
     ),
     "balance_detached": Loss(
         scaled_vanilla,
-        "PPO with the blamed tokens' terms rescaled to balance_ratio times those of the praised ones; one"
-        " more forward pass an update",
+        "PPO with the terms of negative advantages rescaled to balance_ratio times those of positive ones;"
+        " one more forward pass an update",
         balance_detached_factor,
         needs_logprobs=True,
     ),
@@ -407,11 +401,7 @@ LOSSES: dict[str, Loss] = {
 
 @functools.cache  # one object a loss: programs are compiled for it
 def find_loss(name: str) -> Loss:
-    """Return the loss of `loss.name`, which is one of LOSSES or ``package.module:function``.
-
-    Raises:
-        UserError: there is no such function, or it has another signature.
-    """
+    """Return the loss of `loss.name`, one of LOSSES or ``package.module:function``; UserError if unusable."""
     if not is_address(name):
         return LOSSES[name]
     function = own_function(name, "loss.name", ("tokens", "config"), EXPECTED)
@@ -428,11 +418,7 @@ def find_loss(name: str) -> Loss:
 
 
 def check_loss(config: LossConfig) -> list[str]:
-    """Return the summary of the loss, empty for the default. An own loss is tried on abstract tokens.
-
-    Raises:
-        UserError: an own loss cannot be used.
-    """
+    """Return the summary of the loss, empty for the default. UserError if an own loss cannot be used."""
     loss = find_loss(config.name)
     if is_address(config.name):
         _check_returned(loss.terms, config)
@@ -465,7 +451,7 @@ def corrected_for_sampler(
         gap: learner's less sampler's log-probabilities, float32 [R, L].
 
     Returns:
-        The terms, and which tokens are masked; None if the config masks none.
+        The terms, and the masked tokens; None if the config masks none.
     """
     if config.importance_cap == 0 and not config.masks_by_mismatch:
         return terms, None
@@ -523,9 +509,8 @@ class PolicyLoss:
     """The loss of `loss.name` with advantages given per token, and the KL and entropy terms.
 
     Called by the learner's programs with log-probabilities [R, L], entropies [R, L], the batch, and the
-    reference policy's log-probabilities (or None), it returns the loss, and metrics. The terms of the loss
-    are sums of weighted token values, those of TOKEN_METRICS sums over the trained tokens of the batch,
-    which their number divides.
+    reference policy's log-probabilities (or None), it returns the loss, and metrics: sums of weighted token
+    values, or sums over the trained tokens for TOKEN_METRICS.
     """
 
     config: LossConfig
@@ -534,7 +519,7 @@ class PolicyLoss:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the ratio divides by the learner's probabilities before the step's first update."""
+        """Return whether the ratio divides by the learner's probabilities before the step's first update."""
         return self.config.old_logprobs == "recompute" and not self.on_policy
 
     def is_moved_by(self, sample: Sample) -> bool:
@@ -617,24 +602,20 @@ class PolicyLoss:
 
 
 def on_policy_only(loss: LossConfig, minibatch_size: int, epochs: int) -> bool:
-    """Return whether every rollout gets exactly one update, so that old and current policy are the same."""
+    """Return whether every rollout gets exactly one update: old and current policy are then the same."""
     return loss.old_logprobs == "recompute" and minibatch_size == 0 and epochs == 1
 
 
 def policy_gradient(config: LossConfig, on_policy: bool) -> PolicyLoss:
-    """Return the loss of a config.
+    """Return the loss of a config; UserError as `find_loss`.
 
-    Args:
-        on_policy: see `on_policy_only`; it saves the pass that would recompute the denominator.
-
-    Raises:
-        UserError: an own loss cannot be imported, or has another signature.
+    `on_policy` (see `on_policy_only`) saves the pass that would recompute the denominator.
     """
     return PolicyLoss(config, on_policy, find_loss(config.name))
 
 
 def policy_loss(config: Config) -> PolicyLoss:
-    """Return the loss of a run's training steps; simpler if every rollout gets one update."""
+    """Return the loss of a run's training steps."""
     settings = config.learner
     return policy_gradient(config.loss, on_policy_only(config.loss, settings.minibatch_size, settings.epochs))
 

@@ -24,16 +24,12 @@ STACKED_MATRICES = ("kernel", LORA_A, LORA_B)  # last names of the layers' matri
 
 
 def total_updates(learner: LearnerConfig, trajectories: int) -> int:
-    """Return the number of optimizer updates of a run.
-
-    Args:
-        trajectories: of a step.
-    """
+    """Return the number of optimizer updates of a run, given the trajectories of a step."""
     return learner.steps * learner.epochs * -(-trajectories // (learner.minibatch_size or trajectories))
 
 
 def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
-    """Learning rate by optimizer update: linear warm-up, then constant, cosine or linear to 0."""
+    """Return the learning rate by optimizer update: linear warm-up, then constant, cosine or linear to 0."""
     decay = max(1, (config.decay_updates or total_updates) - config.warmup_steps)
     main = {
         "constant": lambda: optax.constant_schedule(config.lr),
@@ -47,13 +43,13 @@ def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule
 
 
 def schedule_of(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:
-    """Return the learning rate by update over a whole run, of the policy's optimizer or of the critic's."""
+    """Return the learning rate by update of a whole run, of the policy's or the critic's optimizer."""
     trajectories = config.rollout.questions_per_step * config.rollout.group_size
     return make_schedule(optimizer, total_updates(config.learner, trajectories))
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Clips the global gradient norm, then AdamW or Muon.
+    """Return the clip of the global gradient norm, then AdamW or Muon.
 
     Muon orthogonalises the stacked layer matrices, each device those of some layers; embeddings, head, norms
     and biases get AdamW.
@@ -72,18 +68,11 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
             muon_weight_dimension_numbers=_muon_dimensions,
         )
         rule = optax.GradientTransformation(
-            orthogonalise.init,
-            lambda updates, *more: orthogonalise.update(_by_layers(updates), *more),
+            orthogonalise.init, lambda updates, *more: orthogonalise.update(_by_layers(updates), *more)
         )
     else:
-        rule = optax.adamw(
-            schedule,
-            config.beta1,
-            config.beta2,
-            config.eps,
-            weight_decay=config.weight_decay,
-            mask=_decayed,
-        )
+        moments = config.beta1, config.beta2, config.eps
+        rule = optax.adamw(schedule, *moments, weight_decay=config.weight_decay, mask=_decayed)
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), rule)
 
 
@@ -92,21 +81,21 @@ def _is_matrix(path: Any) -> bool:
 
 
 def _by_layers(gradients: Any) -> Any:
-    """Stacked matrices are split by layers over the devices, which would all compute the same otherwise."""
+    """Split stacked matrices by layers over the devices, which would all compute the same otherwise."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: constrain(leaf, "stack") if _is_matrix(path) else leaf, gradients
     )
 
 
 def _muon_dimensions(params: Any) -> Any:
-    """Stacked matrices [L, in, out] are L independent matrices; everything else is None (AdamW)."""
+    """Take stacked matrices [L, in, out] for L independent matrices; everything else is None (AdamW)."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: MuonDimensionNumbers(1, 2) if _is_matrix(path) else None, params
     )
 
 
 def _decayed(params: Any) -> Any:
-    """Weight decay acts on matrices only."""
+    """Decay the weights of matrices only."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key in (*STACKED_MATRICES, "embedding"), params
     )
@@ -115,14 +104,14 @@ def _decayed(params: Any) -> Any:
 class SplitStep:
     """Applies a sum of gradients by several programs, each with the moments of some parameters.
 
-    Within one program TPU's compiler brings all moments at once, whatever order the program asks for. Every
-    part traces the whole step, and the compiler drops all that belongs to other parameters.
+    In a single program TPU's compiler would bring all moments at once. Every part traces the whole step, and
+    the compiler drops all that belongs to other parameters.
 
     Args:
         step: the whole step, of a state on the devices.
-        abstract: ShapeDtypeStructs of the state, with the shardings that it is kept in.
+        abstract: ShapeDtypeStructs of the state, with its shardings between the updates.
         placed: the shardings of its leaves in the step.
-        owners: of each leaf the parameter that it belongs to; "" for leaves that all parameters share.
+        owners: the parameter of each leaf; "" for leaves that all parameters share.
     """
 
     def __init__(
@@ -138,7 +127,7 @@ class SplitStep:
         self._parts = [(names, self._compiled(names)) for names in groups]
 
     def __call__(self, state: State, gradients: Params) -> tuple[State, Metrics]:
-        """The new state, and the metrics. The state is donated."""
+        """Return the new state, and the metrics. The state is donated."""
         leaves, metrics = jax.tree.leaves(state), {}
         for names, part in self._parts:
             new, metrics = part(*self._divided(leaves, names), gradients)
@@ -146,12 +135,12 @@ class SplitStep:
         return jax.tree.unflatten(self._tree, leaves), metrics
 
     def lower(self, gradients: Params) -> jax.stages.Lowered:
-        """The largest part, to compile ahead of time, with all that lies on the devices meanwhile."""
+        """Lower the largest part with all that lies on the devices meanwhile."""
         names, part = self._parts[0]
         return part.lower(*self._divided(self._abstract, names), gradients)
 
     def _divided(self, leaves: Sequence[Any], names: Sequence[str]) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Leaves of these parameters, and leaves of others that lie on the devices; by index."""
+        """Return the leaves of these parameters, and of others that lie on the devices, by index."""
         mine = {index: leaf for index, leaf in enumerate(leaves) if self._owners[index] in names}
         near = (index for index, leaf in enumerate(self._abstract) if leaf.sharding == self._placed[index])
         return mine, {index: leaves[index] for index in near if index not in mine}
@@ -181,14 +170,12 @@ def most_at_once(sizes: Collection[int]) -> float:
 
 
 def parts(sizes: dict[str, int]) -> list[list[str]]:
-    """Names in groups, the largest first: each has at most `most_at_once`."""
+    """Divide names into groups of at most `most_at_once` elements, the largest first."""
     most = most_at_once(sizes.values())
     groups: list[list[str]] = []
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         room = (group for group in groups if sum(sizes[other] for other in group) + sizes[name] <= most)
-        group = next(room, None)
-        if group is None:
-            groups.append([name])
-        else:
-            group.append(name)
+        if (group := next(room, None)) is None:
+            groups.append(group := [])
+        group.append(name)
     return sorted(groups, key=lambda group: -sum(sizes[name] for name in group))

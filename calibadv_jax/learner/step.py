@@ -12,11 +12,17 @@ import numpy as np
 
 from calibadv_jax.config import LearnerConfig
 from calibadv_jax.core.trajectory import Trajectory
-from calibadv_jax.learner.batching import Batch, Rows, Sample, token_weights, weight_total
+from calibadv_jax.learner.batching import (
+    Batch,
+    Rows,
+    Sample,
+    SharedRows,
+    row_shapes,
+    token_weights,
+    weight_total,
+)
 from calibadv_jax.learner.learner import State
 from calibadv_jax.learner.losses import TOKEN_METRICS, LossFunction, PolicyLoss
-from calibadv_jax.learner.packing import row_shapes
-from calibadv_jax.learner.sharing import SharedRows
 from calibadv_jax.policy.transformer import Params
 
 FIXED_TOKENS = 256
@@ -24,7 +30,7 @@ LOSS_TERMS = frozenset({"actor/loss", "actor/pg_loss", "actor/kl_loss"})
 
 
 def make_sample(trajectory: Trajectory, advantages: np.ndarray) -> Sample:
-    """Prompt and response concatenated; advantages float32 [T] are those of the response."""
+    """Concatenate prompt and response; advantages are float32 [T] of the response."""
     prompt = trajectory.prompt_ids.astype(np.int32)
     nothing = np.zeros(len(prompt), np.float32)
     return Sample(
@@ -52,16 +58,15 @@ class Updater(Protocol):
 class Learned:
     """The result of a step of the learner.
 
-    ``actor/entropy`` and the other TOKEN_METRICS are means over the trained tokens that were computed, whose
-    share of the weights is ``actor/computed_share``. The other metrics are means over the updates; the loss
-    and its terms are those of all samples. Where nothing was computed, the loss and the token means are
-    omitted. ``actor/row_fill`` is the share of the packed rows that holds tokens,
-    ``perf/packing`` the positions computed for each token of the samples: below 1 where they share many.
+    TOKEN_METRICS are means over the computed trained tokens, whose share of the weights is
+    ``actor/computed_share``; other metrics are means over the updates. If nothing was computed, the loss and
+    the token means are omitted. ``actor/row_fill`` is the share of the packed rows that holds tokens,
+    ``perf/packing`` the computed positions per token of the samples: below 1 if they share many.
     """
 
     state: State
-    metrics: dict[str, float]  # none where no sample has a token to train
-    samples: list[Sample]  # as they were given, with the log-probabilities that were computed before
+    metrics: dict[str, float]  # empty if no sample has a token to train
+    samples: list[Sample]  # in their order, with recomputed `old_logprobs`
 
 
 def learn(
@@ -73,10 +78,10 @@ def learn(
     rng: np.random.Generator,
     reference: Params | None = None,
 ) -> Learned:
-    """Goes over the step's samples, `config.epochs` times in mini-batches of `config.minibatch_size`.
+    """Train on the step's samples, `config.epochs` times in mini-batches of `config.minibatch_size`.
 
-    Samples without a token to train count nowhere. Those that cannot change the gradient, as they have no
-    advantage, are not computed; they count in the mean all the same.
+    Samples without a token to train count nowhere. Samples that cannot change the gradient, since they have
+    no advantage, are not computed, but count in the mean.
     """
     aggregation = loss.config.aggregation
     samples, moving = list(samples), [loss.is_moved_by(sample) for sample in samples]
@@ -94,7 +99,7 @@ def learn(
         computed = [samples[chosen[at]] for at in kept]
         rows = packed(learner, computed, config, [weights[at] for at in kept])
         needs_logprobs = loss.definition.needs_logprobs and kept
-        current = _computed(learner, state["params"], rows) if needs_logprobs else None
+        current = _logprobs(learner, state["params"], rows) if needs_logprobs else None
         batches = rows.batches(loss.factors(rows.samples, rows.weights, current, rng))
         state, metrics = learner.update(state, batches, loss, reference)
         share = float(sum(batch.weights.sum() for batch in batches)) / weight_total(weights, aggregation)
@@ -109,18 +114,18 @@ def learn(
 def sample_logprobs(
     learner: Updater, params: Params, samples: Sequence[Sample], config: LearnerConfig
 ) -> list[np.ndarray]:
-    """A policy's log-probability of every token, float32 [T] of each sample, 0 at its first.
+    """Return a policy's log-probability of every token, float32 [T] of each sample, 0 at its first.
 
-    With `config.share_prefixes` only those of the tokens of its mask; the others are 0.
+    With `config.share_prefixes` tokens outside the mask have 0.
 
     Raises:
         ValueError: a sample is longer than `config.row_length`.
     """
-    return _computed(learner, params, packed(learner, samples, config))
+    return _logprobs(learner, params, packed(learner, samples, config))
 
 
 def fixed_text(vocab_size: int, max_length: int) -> np.ndarray:
-    """Random tokens int32 [T], always the same ones; room is left for one that a worker samples."""
+    """Draw tokens int32 [T], always the same ones, with room for one that a worker samples."""
     length = min(FIXED_TOKENS, max_length - 1)
     return np.random.default_rng(0).integers(0, vocab_size, length).astype(np.int32)
 
@@ -136,8 +141,7 @@ def agreement(
 
     Args:
         tokens: int32 [T].
-        worker_logprobs: float32 [T - 1] of each worker, of tokens 1 … T - 1. Without a worker there are no
-            metrics.
+        worker_logprobs: float32 [T - 1] of each worker, of tokens 1 … T - 1. No metrics without a worker.
     """
     if not worker_logprobs:
         return {}
@@ -152,7 +156,7 @@ def agreement(
     }
 
 
-def _computed(learner: Updater, params: Params, rows: Rows) -> list[np.ndarray]:
+def _logprobs(learner: Updater, params: Params, rows: Rows) -> list[np.ndarray]:
     return rows.taken([learner.logprobs(params, batch) for batch in rows.batches()])
 
 
@@ -162,7 +166,7 @@ def packed(
     config: LearnerConfig,
     weights: Sequence[np.ndarray] | None = None,
 ) -> Rows:
-    """The samples in rows of the widths that a plan may choose, with the `weights` of their tokens."""
+    """Pack the samples, with the `weights` of their tokens, into rows of the widths of the config."""
     shapes = row_shapes(config.row_length, config.microbatch_rows, config.row_widths, learner.position_cost)
     return (SharedRows if config.share_prefixes else Rows)(samples, shapes, weights)
 
@@ -170,11 +174,16 @@ def packed(
 def mini_batches(
     samples: Sequence[Sample], config: LearnerConfig, rng: np.random.Generator
 ) -> Iterator[np.ndarray]:
-    """Numbers of the samples with a token to train, `config.minibatch_size` at a time, once in each epoch."""
+    """Yield numbers of samples with a token to train, `config.minibatch_size` at a time, each epoch."""
     trained = np.flatnonzero([sample.mask.any() for sample in samples])
     if not len(trained):
         return
-    shuffled = _by_prompt(samples, trained) if config.shuffle == "groups" else list(trained[:, None])
+    shuffled = list(trained[:, None])
+    if config.shuffle == "groups":  # in the order in which their prompts are first met
+        groups: dict[bytes, list[int]] = {}
+        for number in trained:
+            groups.setdefault(samples[number].prompt_ids.tobytes(), []).append(number)
+        shuffled = [np.array(group) for group in groups.values()]
     size = config.minibatch_size or len(trained)
     for _ in range(config.epochs):
         order = rng.permutation(len(shuffled)) if size < len(trained) else range(len(shuffled))
@@ -183,16 +192,8 @@ def mini_batches(
             yield numbers[start : start + size]
 
 
-def _by_prompt(samples: Sequence[Sample], numbers: np.ndarray) -> list[np.ndarray]:
-    """The numbers of the samples of each prompt, in the order in which the prompts are first met."""
-    groups: dict[bytes, list[int]] = {}
-    for number in numbers:
-        groups.setdefault(samples[number].prompt_ids.tobytes(), []).append(number)
-    return [np.array(group) for group in groups.values()]
-
-
 def _means(history: Sequence[Mapping[str, float]], counts: Mapping[str, int]) -> dict[str, float]:
-    """A step's metrics from those of its updates."""
+    """Return a step's metrics, given those of its updates."""
     means = {"actor/updates": float(len(history))}
     for name in history[0]:
         total = math.fsum(metrics[name] for metrics in history)

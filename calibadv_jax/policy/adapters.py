@@ -1,9 +1,7 @@
-"""Low-rank adapters (LoRA): what a frozen layer's product gets besides, and how the two become one weight.
+"""Low-rank adapters (LoRA) beside the frozen products of the layers.
 
-Own code, since Qwix 0.1.8 does not fit this decoder. It finds a product's weight by the identity of an array
-and its module by the Python frames above it; here the layers are merged anew inside a scan, and on the CPU
-their products are a function with a gradient of its own. It also wraps one method of a model, where the
-learner and the sampler each have one, and gives adapters the precision of the base.
+Own code: Qwix 0.1.8 identifies a weight by its array and a module by its Python frames, but here layers are
+merged anew inside a scan. It also wraps one method of a model, where learner and sampler each have one.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ LORA_A, LORA_B = "lora_a", "lora_b"  # last names of an adapter's two parameters
 
 @dataclass(frozen=True)
 class Adapters:
-    """Which products have adapters, and of what shape."""
+    """Rank, scale and places of the adapters."""
 
     rank: int
     alpha: float
@@ -37,34 +35,30 @@ class Adapters:
 
     @classmethod
     def from_config(cls, config: LoraConfig) -> Adapters | None:
-        """None where everything is trained."""
+        """Return None if everything is trained."""
         if not config.rank:
             return None
         return cls(config.rank, config.alpha, tuple(sorted(config.targets)), config.base_dtype)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Adapters:
-        """Back from `as_dict`."""
+        """Read the values of `as_dict`."""
         return cls(**dict(values) | {"targets": tuple(values["targets"])})
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self) | {"targets": list(self.targets)}
 
     @property
     def scale(self) -> float:
-        """What the two matrices' product is multiplied with."""
+        """The factor of the two matrices' product."""
         return self.alpha / self.rank
 
 
 class Linear(nnx.Linear):
-    """Flax's, which its adapter, if it has one, changes by x @ lora_a @ lora_b * scale.
+    """Flax's linear layer plus x @ lora_a @ lora_b * scale, if `adapters` has this `target`.
 
-    Args:
-        adapters: of the whole policy, or None.
-        target: the name of this product among theirs.
-        param_dtype: of what is trained. With adapters, all that this class's parent holds is frozen and has
-            their `base_dtype`.
+    With adapters, `param_dtype` is theirs, and the layer's own parameters have their `base_dtype`.
     """
 
     def __init__(
@@ -101,22 +95,24 @@ class Linear(nnx.Linear):
 
 
 def split(params: Mapping[str, Any]) -> tuple[Params, Params]:
-    """The base and the adapters of nested parameters, a critic's head among them; leaves of any kind."""
-    flat = flatten(params)
-    names = {path for path in flat if _last(path) in (LORA_A, LORA_B) or path.startswith("value_head.")}
-    base = {path: leaf for path, leaf in flat.items() if path not in names}
-    return unflatten(base), unflatten({path: flat[path] for path in flat if path in names})
+    """Split nested parameters into the base, and the adapters with a critic's head; leaves of any kind."""
+    base: Params = {}
+    adapters: Params = {}
+    for path, leaf in flatten(params).items():
+        is_trained = path.endswith((LORA_A, LORA_B)) or path.startswith("value_head.")
+        (adapters if is_trained else base)[path] = leaf
+    return unflatten(base), unflatten(adapters)
 
 
 def joined(base: Mapping[str, Any], more: Mapping[str, Any]) -> Params:
-    """Both in one nested dict: the way back from `split`. No array is copied."""
+    """Join the two results of `split` in one nested dict. No array is copied."""
     return unflatten(flatten(base) | flatten(more))
 
 
 def merged(params: Mapping[str, Any], scale: float, dtype: Any) -> Params:
-    """Parameters without adapters that compute the same, in `dtype`: kernel + lora_a @ lora_b * scale.
+    """Return parameters without adapters that compute the same: kernel + lora_a @ lora_b * scale.
 
-    The sum is made in float32, one layer at a time, and rounded once.
+    The sum is computed in float32, one layer at a time, and rounded to `dtype` once.
     """
     base, adapters = (flatten(part) for part in split(params))
 
@@ -131,7 +127,7 @@ def merged(params: Mapping[str, Any], scale: float, dtype: Any) -> Params:
 
 @partial(jax.jit, static_argnums=(3, 4))
 def _summed(kernel: jax.Array, first: jax.Array, second: jax.Array, scale: float, dtype: Any) -> jax.Array:
-    """kernel [L, D, F], first [L, D, r], second [L, r, F] -> [L, D, F] of `dtype`."""
+    """Sum kernel [L, D, F] and first [L, D, r] @ second [L, r, F] * scale, in `dtype`."""
 
     def layer(parts: tuple[jax.Array, ...]) -> jax.Array:
         weights, a, b = (part.astype(jnp.float32) for part in parts)
@@ -142,9 +138,5 @@ def _summed(kernel: jax.Array, first: jax.Array, second: jax.Array, scale: float
 
 
 def count(abstract: Mapping[str, Any]) -> int:
-    """Elements of all leaves."""
+    """Count the elements of all leaves."""
     return sum(math.prod(leaf.shape) for leaf in flatten(abstract).values())
-
-
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]

@@ -25,7 +25,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the decoder needs to know of its shape."""
+    """Shape of a decoder."""
 
     model_type: str
     vocab_size: int
@@ -57,9 +57,9 @@ class Architecture:
         return self.num_layers * layer + embeddings + self.hidden_size
 
     def flops_per_token(self, context: float) -> float:
-        """Floating-point operations of one forward pass for one token that attends to `context` others.
+        """Return a forward pass' floating-point operations for a token that attends to `context` others.
 
-        2 per multiply-accumulate; embedding look-up not counted, output head counted.
+        2 per multiply-accumulate; without the embedding look-up, with the output head.
         """
         matrices = self.num_layers * (
             self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
@@ -71,9 +71,9 @@ class Architecture:
 
 
 def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
-    """Translates the fields of a HuggingFace ``config.json`` (transformers 4 and 5 spellings).
+    """Translate a HuggingFace ``config.json`` (transformers 4 and 5 spellings).
 
-    Fields that are absent have the defaults of the model type's class in transformers; sizes have none.
+    Absent fields have the defaults of the model type's class in transformers; sizes have none.
 
     Raises:
         UserError: unsupported model type, attention variant or rope type, or a missing field.

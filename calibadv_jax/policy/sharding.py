@@ -1,4 +1,4 @@
-"""Where every array is placed: one table from logical axis to mesh axis.
+"""Placement of arrays: one table from logical axis to mesh axis.
 
 Mesh axes: `data` (replicas), `fsdp` (parameters and batch split), `tensor` (heads, MLP, vocabulary).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
-    """A mesh of all devices; one axis may be -1 and takes what the others leave.
+    """Make a mesh of all devices; one axis may be -1 and takes the rest.
 
     Raises:
         UserError: the sizes do not multiply to the number of devices.
@@ -61,18 +62,13 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
 
 
 def _owners(mesh: Mesh) -> list[int]:
-    """The process of each device, in the mesh's order."""
     return [device.process_index for device in mesh.devices.flat]
 
 
 def local_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
-    """The mesh of one process' embedded sampler, on the devices that the process has.
+    """Return the mesh sizes of a process' embedded sampler on its devices, given those of the whole mesh.
 
-    Its `tensor` axis is that of the whole mesh, its `fsdp` axis as long as the devices allow, up to that of
-    the whole.
-
-    Args:
-        sizes: of the axes of the whole mesh.
+    `tensor` is that of the whole mesh, `fsdp` as long as the devices allow, up to that of the whole.
 
     Raises:
         UserError: a process has no whole `tensor` axis.
@@ -88,19 +84,15 @@ def local_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
 
 
 class LocalCopy:
-    """Copies parameters that lie on the devices of several processes onto those of each of them.
+    """Copies parameters of several processes' devices onto the devices of each process.
 
     Args:
         mesh: of all processes' devices, of which each process has as many.
         dtype: of the copy.
-        split: gives the frozen and the trained ones of all parameters, as `Policy.split`. The frozen ones are
-            copied once: they must be the same in every call.
+        split: `Policy.split`. The frozen parameters are copied once: they must be the same in every call.
 
     Attributes:
-        mesh: of this process' devices, see `local_sizes`.
-
-    Raises:
-        UserError: as `local_sizes`.
+        mesh: of this process' devices, see `local_sizes`, whose errors it raises.
     """
 
     def __init__(self, mesh: Mesh, dtype: Any, split: Callable[[Any], tuple[Any, Any]]):
@@ -123,7 +115,7 @@ class LocalCopy:
         )
 
     def __call__(self, params: Any) -> Any:
-        """All processes call this together."""
+        """Copy parameters; all processes call this together."""
         frozen, trained = self._split(params)
         if self._frozen is None:
             self._frozen = self._copied(frozen)
@@ -141,28 +133,28 @@ class LocalCopy:
 
 
 def spec(*axes: str | None) -> P:
-    """PartitionSpec of an array with these logical axes."""
+    """Return the PartitionSpec of an array with these logical axes."""
     return P(*(None if axis is None else RULES[axis] for axis in axes))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins an intermediate array to the table's layout; no effect outside `jax.set_mesh`."""
+    """Pin an intermediate array to the table's layout; no effect outside `jax.set_mesh`."""
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, spec(*axes))
 
 
 def pin_rows(x: jax.Array) -> jax.Array:
-    """Pins [B, n, D] with n > 1 inside a `vmap` over the groups of rows that the devices hold.
+    """Pin [B, n, D] with n > 1 inside a `vmap` over the devices' groups of rows: weights are gathered.
 
-    The weights are then gathered. Without it the compiler may split D and sum it over the devices after
-    every product, which costs less for one token and far more for many. No effect outside `jax.set_mesh`.
+    Else the compiler may split D and sum over the devices after every product, which costs far more for many
+    tokens. No effect outside `jax.set_mesh`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty or x.shape[1] == 1 else jax.lax.with_sharding_constraint(x, P(None, None, None))
 
 
 def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """NamedSharding for every parameter of a nested dict, by its path.
+    """Return the NamedSharding of every parameter of a nested dict, by its path.
 
     An axis whose size a mesh axis does not divide is not split: that is slower, never wrong.
     """
@@ -177,7 +169,7 @@ def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any = None) -> Any:
-    """Parameters as ShapeDtypeStructs of `dtype` with shardings; no mesh: the first device.
+    """Return parameters as ShapeDtypeStructs of `dtype` with shardings; no mesh: the first device.
 
     Args:
         abstract: nested dict of leaves with a shape, such as `Policy.abstract_params`.
@@ -196,7 +188,7 @@ def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any = None) -> Any:
 
 
 def cache_axes(num_kv_heads: int, tensor: int) -> tuple[str, str | None]:
-    """Logical axes of a KV cache's slots and heads.
+    """Return the logical axes of a KV cache's slots and heads.
 
     Devices of a `tensor` axis that does not divide the heads have all heads of slots of their own.
     """
@@ -204,7 +196,7 @@ def cache_axes(num_kv_heads: int, tensor: int) -> tuple[str, str | None]:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over data and fsdp."""
+    """Place rows over data and fsdp."""
     return NamedSharding(mesh, P(RULES["batch"]))
 
 
@@ -213,7 +205,79 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def axis_size(mesh: Mesh | AbstractMesh, names: str | tuple[str, ...] | None) -> int:
-    """Devices along an axis of the mesh, or along several."""
+    """Return the number of devices along an axis of the mesh, or along several."""
     if names is None:
         return 1
     return int(np.prod([mesh.shape[name] for name in ((names,) if isinstance(names, str) else names)]))
+
+
+# --- The two weights that are as large as the vocabulary ---
+# The compiler would gather such a weight wherever a product or a look-up reads it. `transformer.look_up`
+# exchanges looked up columns, never the table, and `logprobs.token_logprobs` gathers the head once.
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Mesh axes over which the rows of a batch, the width D and the vocabulary V are split; empty: none.
+
+    Methods are called by each device with its own parts.
+    """
+
+    rows: tuple[str, ...] = ()
+    width: str | None = None
+    vocab: str | None = None
+
+    def on_devices(self, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Any:
+        """Apply `function` to each device's parts, or to the whole arrays if nothing is split."""
+        if not (self.rows or self.vocab):
+            return function
+        return jax.shard_map(function, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+    def spec(self, *axes: str | None) -> P:
+        """Return the specification of an array whose axes are "rows", "width", "vocab" or None."""
+        names = {"rows": self.rows or None, "width": self.width, "vocab": self.vocab, None: None}
+        return P(*(names[axis] for axis in axes))
+
+    def first(self, size: int) -> jax.Array | int:
+        """Return the first of the `size` entries of the vocabulary that this device holds."""
+        return 0 if self.vocab is None else jax.lax.axis_index(self.vocab) * size
+
+    def over_vocab(self, x: jax.Array) -> jax.Array:
+        """Sum over all parts of the vocabulary."""
+        return x if self.vocab is None else jax.lax.psum(x, self.vocab)
+
+    def gathered(self, weights: jax.Array, axis: int) -> jax.Array:
+        """Gather the whole width of the weights, which is their `axis`."""
+        if self.width is None:
+            return weights
+        return jax.lax.all_gather(weights, self.width, axis=axis, tiled=True)
+
+    def scattered(self, gradient: jax.Array, axis: int) -> jax.Array:
+        """Sum all devices' gradients of the whole width, and return this device's part."""
+        if self.width is not None:
+            gradient = jax.lax.psum_scatter(gradient, self.width, scatter_dimension=axis, tiled=True)
+        return self.over_replicas(gradient)
+
+    def largest_of_rows(self, x: jax.Array) -> jax.Array:
+        """Return the largest value over the devices."""
+        return jax.lax.pmax(x, self.rows) if self.rows else x
+
+    def over_replicas(self, gradient: jax.Array) -> jax.Array:
+        """Sum over the rows' axes that do not split the width."""
+        others = tuple(name for name in self.rows if name != self.width)
+        return jax.lax.psum(gradient, others) if others else gradient
+
+
+def layout_of(num_rows: int, width: int, vocab: int) -> Layout:
+    """Return the layout by the table of `sharding` on the current mesh; undivided if rows do not divide."""
+    mesh = jax.sharding.get_abstract_mesh()
+    batch, embed, heads = RULES["batch"], RULES["embed"], RULES["vocab"]
+    assert isinstance(batch, tuple) and isinstance(embed, str) and isinstance(heads, str)
+    if mesh.empty or num_rows % axis_size(mesh, batch):
+        return Layout()
+
+    def fitted(size: int, name: str) -> str | None:
+        return name if axis_size(mesh, name) > 1 and size % axis_size(mesh, name) == 0 else None
+
+    rows = tuple(name for name in batch if axis_size(mesh, name) > 1)
+    return Layout(rows, fitted(width, embed), fitted(vocab, heads))

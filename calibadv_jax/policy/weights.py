@@ -1,7 +1,6 @@
 """The weight-name table: our parameter path <-> HuggingFace name, layout and logical axes.
 
-One row a parameter, used in both directions and for sharding. `layers` parameters are stacked on a
-leading axis here and are one tensor a layer in HuggingFace's files.
+`layers` parameters are stacked on a leading axis here, and one tensor a layer in HuggingFace's files.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ LISTED = 3  # differences that an error message names; the rest are counted
 
 @dataclass(frozen=True)
 class Weight:
-    """How one parameter is named and laid out."""
+    """Name and layout of a parameter."""
 
     hf: str  # HuggingFace name; {layer} for stacked parameters
     axes: tuple[str, ...]  # logical axes of our array
@@ -38,16 +37,16 @@ def _layer(name: str, *axes: str, transposed: bool = False) -> Weight:
 
 
 def _with_adapters(table: dict[str, Weight]) -> dict[str, Weight]:
-    """And the adapters that the stacked products may have, named as in PEFT's files."""
-    found = dict(table)
+    """Add the adapters that the stacked products may have, named as in PEFT's files."""
+    extended = dict(table)
     for path, weight in table.items():
         if weight.stacked and weight.transposed:
             layers, inner, outer = weight.axes
             name = PEFT + weight.hf.removesuffix("weight")
             module = path.removesuffix("kernel")
-            found[module + "lora_a"] = Weight(name + "lora_A.weight", (layers, inner, "rank"), True)
-            found[module + "lora_b"] = Weight(name + "lora_B.weight", (layers, "rank", outer), True)
-    return found
+            extended[module + "lora_a"] = Weight(name + "lora_A.weight", (layers, inner, "rank"), True)
+            extended[module + "lora_b"] = Weight(name + "lora_B.weight", (layers, "rank", outer), True)
+    return extended
 
 
 PEFT = "base_model.model."  # what PEFT's names begin with
@@ -79,7 +78,7 @@ WEIGHTS = _with_adapters(_PLAIN)
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dict -> {dotted path: leaf}."""
+    """Flatten a nested dict to {dotted path: leaf}."""
     flat: dict[str, Any] = {}
     for name, value in params.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
@@ -87,7 +86,7 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """{dotted path: leaf} -> nested dict."""
+    """Nest {dotted path: leaf}."""
     nested: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, name = path.split(".")
@@ -99,7 +98,7 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_hf(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields HuggingFace names and host arrays, one layer at a time, from a nested dict of arrays."""
+    """Yield HuggingFace names and host arrays, one layer at a time, of a nested dict of arrays."""
     for path, value in flatten(params).items():
         weight = WEIGHTS[path]
         array = np.asarray(value)
@@ -108,7 +107,7 @@ def to_hf(params: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def hf_shapes(abstract: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """HuggingFace name -> shape, for a nested dict of arrays or ShapeDtypeStructs."""
+    """Return HuggingFace name -> shape, for a nested dict of arrays or ShapeDtypeStructs."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path, leaf in flatten(abstract).items():
         weight = WEIGHTS[path]
@@ -118,37 +117,34 @@ def hf_shapes(abstract: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_hf(found: Mapping[str, tuple[int, ...]], abstract: Mapping[str, Any], source: str) -> None:
-    """Compares a checkpoint's HuggingFace names and shapes with the policy's.
+def check_hf(shapes: Mapping[str, tuple[int, ...]], abstract: Mapping[str, Any], source: str) -> None:
+    """Compare a checkpoint's HuggingFace names and shapes with the policy's.
 
     Raises:
         UserError: one line with the first missing, extra and misshapen tensors and the count of the rest.
     """
-    problems = shape_problems(found, hf_shapes(abstract))
+    problems = shape_problems(shapes, hf_shapes(abstract))
     if problems:
         raise UserError(f"{source}: {len(problems)} tensor(s) do not fit config.json: {summary(problems)}")
 
 
 def shape_problems(
-    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """Every missing, extra and misshapen tensor, one phrase each.
-
-    The three kinds take turns, short names first, so that the first few phrases tell most.
-    """
-    names = sorted(found.keys() | expected.keys(), key=lambda name: (len(name), name))
-    missing = [f"missing {name} {list(expected[name])}" for name in names if name not in found]
-    unexpected = [f"unexpected {name} {list(found[name])}" for name in names if name not in expected]
+    """Describe every missing, extra and misshapen tensor, the three kinds in turn, short names first."""
+    names = sorted(shapes.keys() | expected.keys(), key=lambda name: (len(name), name))
+    missing = [f"missing {name} {list(expected[name])}" for name in names if name not in shapes]
+    unexpected = [f"unexpected {name} {list(shapes[name])}" for name in names if name not in expected]
     misshapen = [
-        f"{name} has shape {list(found[name])} instead of {list(expected[name])}"
+        f"{name} has shape {list(shapes[name])} instead of {list(expected[name])}"
         for name in names
-        if name in found and name in expected and tuple(found[name]) != tuple(expected[name])
+        if name in shapes and name in expected and tuple(shapes[name]) != tuple(expected[name])
     ]
     return [problem for problem in chain(*zip_longest(missing, unexpected, misshapen)) if problem]
 
 
 def summary(problems: Sequence[str]) -> str:
-    """The first few of `problems` and the count of the rest, on one line."""
+    """Join the first few problems and the count of the rest, on one line."""
     rest = len(problems) - LISTED
     return "; ".join(problems[:LISTED]) + (f"; and {rest} more" if rest > 0 else "")
 
@@ -156,16 +152,16 @@ def summary(problems: Sequence[str]) -> str:
 def from_hf(
     path: str, read: Callable[[str, Region], np.ndarray], num_layers: int, region: Region, dtype: Any
 ) -> np.ndarray:
-    """Assembles a region of our parameter at dotted `path`, in `dtype`.
+    """Assemble a region of our parameter at dotted `path`, in `dtype`.
 
     Args:
         read: (HuggingFace name, region of that tensor) -> host array.
-        region: of our array; only what it covers is read.
+        region: of our array; nothing else is read.
     """
     weight = WEIGHTS[path]
     layers, inner = (range(num_layers)[region[0]], region[1:]) if weight.stacked else (range(1), region)
-    wanted = inner[::-1] if weight.transposed else inner
-    tensors = [read(weight.hf.format(layer=layer), wanted) for layer in layers]
+    hf_region = inner[::-1] if weight.transposed else inner
+    tensors = [read(weight.hf.format(layer=layer), hf_region) for layer in layers]
     parts = [tensor.T if weight.transposed else tensor for tensor in tensors]
     if not weight.stacked:
         return np.ascontiguousarray(parts[0], dtype)

@@ -35,7 +35,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from calibadv_jax.policy.adapters import joined
-from calibadv_jax.policy.cache import Cache, Window
 from calibadv_jax.policy.sharding import (
     RULES,
     axis_size,
@@ -45,7 +44,7 @@ from calibadv_jax.policy.sharding import (
     replicated,
     spec,
 )
-from calibadv_jax.policy.transformer import Decoder, Params, Policy
+from calibadv_jax.policy.transformer import Cache, Decoder, Params, Policy, Window
 from calibadv_jax.policy.weights import flatten, unflatten
 from calibadv_jax.sampler.prefixes import Copy, Prefixes
 from calibadv_jax.sampler.sampling import sample_tokens

@@ -24,6 +24,12 @@ def make_turn(kind="search", think="", documents=(), num_tokens=1, num_observed=
     )
 
 
+def make_member(score, *searches, answer=1, valid=True, observed=0):
+    """A member of a group: a search for each string of document ids (letters), then an answer turn."""
+    turns = [make_turn(documents=documents, num_observed=observed) for documents in searches]
+    return score, valid, [*turns, make_turn("answer", num_tokens=answer)]
+
+
 def make_group(*members, question_id="q") -> Group:
     """Members are (answer_score, format_valid, turns)."""
     question = Question(question_id, "?", ("gold",), "test")
@@ -84,4 +90,4 @@ def read_case(case: dict) -> SimpleNamespace:
 
 @pytest.fixture(scope="session")
 def build() -> SimpleNamespace:
-    return SimpleNamespace(turn=make_turn, group=make_group, case=read_case)
+    return SimpleNamespace(turn=make_turn, member=make_member, group=make_group, case=read_case)

@@ -119,7 +119,7 @@ def test_without_calibration_it_is_its_base(build, step, config):
 
 @EXAMPLES
 @hypothesis.given(step=STEPS, config=CONFIGS, variant=VARIANTS, data=st.data())
-def test_order_of_groups_and_of_members_does_not_matter(build, step, config, variant, data):
+def test_order_of_groups_and_members_is_irrelevant(build, step, config, variant, data):
     groups, config = build_step(build, step), dataclasses.replace(config, **variant)
     reference = {
         (group.question.id, trajectory.index): values
@@ -139,25 +139,25 @@ def test_order_of_groups_and_of_members_does_not_matter(build, step, config, var
 
 @EXAMPLES
 @hypothesis.given(step=STEPS, config=CONFIGS)
-def test_the_two_calibrations_touch_different_turns(build, step, config):
+def test_calibrations_touch_different_turns(build, step, config):
     """So neither needs to know whether the other has run before it."""
     groups = build_step(build, step)
     both, softened, rebalanced = (
         compute_advantages(groups, dataclasses.replace(config, soft_penalty=soft, rebalance=balance)).credits
         for soft, balance in ((True, True), (True, False), (False, True))
     )
-    for one, soft, balanced in zip(both, softened, rebalanced, strict=True):
-        for index, trajectory in enumerate(one.group.trajectories):
+    for credit, soft, balanced in zip(both, softened, rebalanced, strict=True):
+        for index, trajectory in enumerate(credit.group.trajectories):
             last = last_sampled_turn(trajectory)
             expected = soft.turns[index].copy()
             if last is not None:
                 expected[last] = balanced.turns[index][last]
-            np.testing.assert_array_equal(one.turns[index], expected)
+            np.testing.assert_array_equal(credit.turns[index], expected)
 
 
 @hypothesis.settings(max_examples=50, deadline=None)
 @hypothesis.given(step=STEPS, config=CONFIGS, variant=VARIANTS)
-def test_whatever_is_balanced_has_the_target_ratio(build, step, config, variant):
+def test_balanced_sets_have_the_target_ratio(build, step, config, variant):
     """All turns of a group or of the step together; where it was not above the ratio, it may stay."""
     variant |= {"name": "calibadv", "rebalance_over": "all", "rebalance_by": "advantage"}
     hypothesis.assume(variant["adjust"] != "clip")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
+from calibadv_jax.advantages.calibadv import is_repetition, judge_turns, silver_documents
 from calibadv_jax.advantages.estimators import compute_advantages, describe
 from calibadv_jax.config import AdvantageConfig
 
@@ -14,10 +17,8 @@ A = 0.5 / (np.sqrt(0.5) + 1e-6)  # advantage of the better of two scores 1 and 0
 @pytest.fixture
 def pair(build):
     """Winner: search, answer of 2 tokens. Loser: a search that finds a silver document, answer of 4."""
-    return build.group(
-        (1.0, True, [build.turn(documents=["a"], num_observed=1), build.turn("answer", num_tokens=2)]),
-        (0.0, True, [build.turn(documents=["a", "x"], num_observed=1), build.turn("answer", num_tokens=4)]),
-    )
+    winner = build.member(1.0, "a", answer=2, observed=1)
+    return build.group(winner, build.member(0.0, "ax", answer=4, observed=1))
 
 
 def by_turn(group, **switches):
@@ -44,29 +45,24 @@ def test_switches(pair, switches, expected):
     np.testing.assert_allclose(by_turn(pair, **switches), expected, rtol=1e-12)
 
 
-def test_all_wrong_group_is_zero_and_not_a_crash(build):
-    group = build.group(*[(0.0, True, [build.turn(documents=["a"]), build.turn("answer")])] * 3)
+def test_all_wrong_group_is_zero(build):
+    group = build.group(*[build.member(0.0, "a")] * 3)
     assert by_turn(group) == [[0.0, 0.0]] * 3
-
-
-def test_all_right_group_of_inexact_scores_is_zero(build):
-    group = build.group(*[(6 / 7, True, [build.turn(documents=["a"]), build.turn("answer")])] * 5)
-    assert by_turn(group) == [[0.0, 0.0]] * 5
 
 
 @pytest.mark.parametrize("soft_penalty", [True, False])
 @pytest.mark.parametrize("adjust", ["positive", "negative"])
 def test_one_sided_group_zeroes_answers_and_keeps_searches(build, soft_penalty, adjust):
-    winner = (1.0, True, [build.turn(documents=["a"]), build.turn("answer", num_tokens=3)])
+    winner = build.member(1.0, "a", answer=3)
     loser = (0.0, False, [build.turn(num_tokens=0, num_observed=2)])  # nothing to train on
     turns = by_turn(build.group(winner, loser), soft_penalty=soft_penalty, adjust=adjust)
     np.testing.assert_allclose(turns[0], [A, 0.0])
 
 
-def test_trajectory_without_sampled_token_is_skipped_but_its_score_counts(build):
+def test_score_of_trajectory_without_tokens_counts(build):
     empty = (0.0, False, [build.turn(num_tokens=0, num_observed=2)])
     none = (0.0, False, [])
-    winner = (1.0, True, [build.turn(documents=["a"]), build.turn("answer")])
+    winner = build.member(1.0, "a")
     loser = (0.0, False, [build.turn("invalid")])
     result = compute_advantages([build.group(empty, none, winner, loser)], AdvantageConfig())
     advantages = result.advantages[0]
@@ -78,34 +74,26 @@ def test_trajectory_without_sampled_token_is_skipped_but_its_score_counts(build)
     assert result.metrics["advantage/skipped_trajectories"] == 2
 
 
-def test_a_trajectory_that_ends_in_a_search_is_balanced_there_and_not_softened(build):
+def test_final_search_is_balanced_and_not_softened(build):
     group = build.group(
-        (1.0, True, [build.turn(documents=["a", "b"]), build.turn("answer")]),
+        build.member(1.0, "ab"),
         (0.0, True, [build.turn(documents=["a"]), build.turn(documents=["b"], num_tokens=2)]),
     )
     np.testing.assert_allclose(by_turn(group), [[A, 2 * A], [0.0, -A]])
 
 
 def test_silver_without_documents_leaves_advantages_alone(build):
-    group = build.group(
-        (1.0, True, [build.turn(), build.turn("answer")]),
-        (0.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
-    )
+    group = build.group(build.member(1.0, ""), build.member(0.0, "a"))
     np.testing.assert_allclose(by_turn(group), [[A, A], [-A, -A]])
 
 
 def test_describe_names_every_switch():
     lines = "\n".join(describe(AdvantageConfig(target_ratio=0.5, adjust="negative", correctness="mean")))
-    assert "soft penalty ON" in lines
-    assert "rebalance ON" in lines
-    assert "the negative side is rescaled" in lines
+    assert "soft penalty ON" in lines and "correctness mean" in lines and "at least 0.7" in lines
+    assert "rebalance ON" in lines and "the negative side is rescaled" in lines
     assert "positive sum = 0.5 (lambda)" in lines
-    assert "correctness mean" in lines
-    assert "at least 0.7" in lines
     lines = "\n".join(describe(AdvantageConfig(soft_penalty=False, rebalance=False, normalize_std=False)))
-    assert "soft penalty OFF" in lines
-    assert "rebalance OFF" in lines
-    assert "Dr. GRPO" in lines
+    assert "soft penalty OFF" in lines and "rebalance OFF" in lines and "Dr. GRPO" in lines
     assert "no CalibAdv calibration" in "\n".join(describe(AdvantageConfig(name="grpo")))
 
 
@@ -127,31 +115,26 @@ def test_variants(pair, switches, expected):
     np.testing.assert_allclose(by_turn(pair, **switches), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_searches_that_everybody_gets_right_are_not_praised(build):
-    group = build.group(
-        (1.0, True, [build.turn(documents=["a"]), build.turn(documents=["b"]), build.turn("answer")]),
-        (0.0, True, [build.turn(documents=["a"]), build.turn(documents=["x"]), build.turn("answer")]),
-    )
+def test_always_correct_searches_get_nothing(build):
+    group = build.group(build.member(1.0, "a", "b"), build.member(0.0, "a", "x"))
     np.testing.assert_allclose(by_turn(group, softening="reset"), [[0, A, A], [0, -A, -A]])
     np.testing.assert_allclose(by_turn(group), [[A, A, A], [0, -A, -A]])
 
 
-def test_a_step_may_be_balanced_as_a_whole(build):
+def test_step_balanced_as_a_whole(build):
     def answers(question_id, *scores):
-        return build.group(
-            *((score, True, [build.turn("answer")]) for score in scores), question_id=question_id
-        )
+        return build.group(*(build.member(score) for score in scores), question_id=question_id)
 
     groups = [answers("one", 1.0, 0.0), answers("sided", 0.0, 0.0), answers("alone", 1.0)]
     config = AdvantageConfig(rebalance_within="step", normalize_std=False)
     credits = compute_advantages(groups, config).credits
-    # Blame 1/2, praise 1/2 + 1: a group that is one-sided is balanced by the others.
+    # Negative 1/2, positive 1/2 + 1: a group that is one-sided is balanced by the others.
     np.testing.assert_allclose(credits[0].turns, [[1 / 6], [-1 / 2]])
     np.testing.assert_allclose(credits[2].turns, [[1 / 3]])
 
 
 @pytest.mark.parametrize(
-    ("switches", "said"),
+    ("switches", "phrase"),
     [
         ({"softening": "aggressive"}, "0 from 1/3"),
         ({"softening": "upper_limit"}, "towards the group's largest"),
@@ -163,37 +146,27 @@ def test_a_step_may_be_balanced_as_a_whole(build):
         ({"adjust": "clip"}, "cut at 1 (lambda) × the mean positive one"),
     ],
 )
-def test_describe_names_every_variant(switches, said):
-    assert said in "\n".join(describe(AdvantageConfig(**switches)))
-    assert said not in "\n".join(describe(AdvantageConfig()))
+def test_describe_names_every_variant(switches, phrase):
+    assert phrase in "\n".join(describe(AdvantageConfig(**switches)))
+    assert phrase not in "\n".join(describe(AdvantageConfig()))
 
 
 @pytest.mark.parametrize(("documents", "left"), [("axy", 0.0), ("axyz", -0.75 * A)])
 def test_aggressive_softening_forgives_all_from_one_third(build, documents, left):
-    group = build.group(
-        (1.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
-        (0.0, True, [build.turn(documents=documents), build.turn("answer")]),
-    )
+    group = build.group(build.member(1.0, "a"), build.member(0.0, documents))
     turns = by_turn(group, softening="aggressive", rebalance=False)
     np.testing.assert_allclose(turns, [[A, A], [left, -A]], rtol=1e-12, atol=1e-15)
 
 
 def test_upper_limit_is_the_groups_best_advantage(build):
     """Wherever the best trajectory stands: half of the way from the loser's -A to A is 0."""
-    group = build.group(
-        (0.0, True, [build.turn(documents=["a", "x"]), build.turn("answer")]),
-        (1.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
-    )
+    group = build.group(build.member(0.0, "ax"), build.member(1.0, "a"))
     turns = by_turn(group, softening="upper_limit", rebalance=False)
     np.testing.assert_allclose(turns, [[0, -A], [A, A]], rtol=1e-12, atol=1e-15)
 
 
 def test_invalid_trajectories_do_not_count_for_reset(build):
-    members = [
-        (1.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
-        (0.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
-        (0.0, False, [build.turn(documents=["x"]), build.turn("answer")]),
-    ]
+    members = [build.member(1.0, "a"), build.member(0.0, "a"), build.member(0.0, "x", valid=False)]
     turns = by_turn(build.group(*members), softening="reset", rebalance=False)
     assert turns[0][0] == turns[1][0] == 0 and turns[2][0] == turns[2][1] < 0
     assert by_turn(build.group(*members), softening="plain", rebalance=False)[0][0] > 0
@@ -208,9 +181,142 @@ def test_invalid_trajectories_do_not_count_for_reset(build):
     ],
 )
 def test_rebalance_excess_leaves_groups_within_the_target(build, tokens, answers):
-    group = build.group(
-        (1.0, True, [build.turn(), build.turn("answer", num_tokens=1)]),
-        (0.0, True, [build.turn(), build.turn("answer", num_tokens=tokens)]),
-    )
+    group = build.group(build.member(1.0, "", answer=1), build.member(0.0, "", answer=tokens))
     turns = by_turn(group, rebalance_excess=True, target_ratio=2.0)
     np.testing.assert_allclose([trajectory[1] for trajectory in turns], answers, rtol=1e-12)
+
+
+def slow_edit_distance(first, second):
+    row = list(range(len(second) + 1))
+    for i, left in enumerate(first, 1):
+        diagonal, row[0] = row[0], i
+        for j, right in enumerate(second, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (left != right))
+    return row[-1]
+
+
+def test_repetition_equals_the_textbook_programme():
+    draw = random.Random(0)
+    for _ in range(1500):
+        words = "abcdefgh"[: draw.randint(1, 8)]
+        first = draw.choices(words, k=draw.randint(0, 80))
+        second = draw.choices(words, k=draw.randint(0, 80))
+        expected = slow_edit_distance(first, second)
+        longest = max(len(first), len(second))
+        assert is_repetition(first, second) == (longest > 0 and 1 - expected / longest > 0.5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("", "", False),
+        ("a", "", False),
+        ("a b", "a c", False),  # similarity exactly 1/2
+        ("a b c", "a b d", True),
+        ("a b c d", "d c b a", False),  # the same words, another order
+    ],
+)
+def test_repetition_is_strictly_above_half(first, second, expected):
+    assert is_repetition(first.split(), second.split()) is expected
+
+
+def test_silver_needs_best_valid_trajectories(build):
+    group = build.group(
+        build.member(0.9, "abb"),
+        build.member(0.9, "a", "a"),
+        (0.9, False, [build.turn(documents=["invalid"])]),
+        (0.8, True, [build.turn(documents=["second best"]), build.turn("answer")]),
+    )
+    assert silver_documents(group, 0.7) == {"a": 1.0, "b": 0.5}
+    assert silver_documents(group, 0.9) == {"a": 1.0, "b": 0.5}
+    assert silver_documents(group, 0.91) == {}
+
+
+@pytest.mark.parametrize(("largest", "score"), [(2.0, 1.4), (0.5, 0.35), (1.0, 0.7)])
+def test_silver_threshold_is_relative_to_largest_reward(build, largest, score):
+    for given, expected in ((score, {"a": 1.0}), (score - 0.01, {})):
+        group = build.group(build.member(given, "a"))
+        group.trajectories[0].max_score = largest
+        assert silver_documents(group, 0.7) == expected
+
+
+def test_silver_weight_is_relative_to_largest_count(build):
+    """Three of the best: two saw a, one saw b, and nobody saw what all saw."""
+    group = build.group(build.member(0.9, "a"), build.member(0.9, "ab"), build.member(0.9))
+    assert silver_documents(group, 0.7) == {"a": 1.0, "b": 0.5}
+
+
+def test_invalid_best_trajectory_leaves_no_silver(build):
+    """The best score is that of the whole group; no valid trajectory reaches it here."""
+    group = build.group(build.member(1.0, "a", valid=False), build.member(0.8, "b"))
+    assert silver_documents(group, 0.7) == {}
+
+
+def test_silver_trajectories_without_documents_have_no_silver_set(build):
+    group = build.group(build.member(1.0, ""), build.member(0.0))
+    assert silver_documents(group, 0.7) == {}
+    assert silver_documents(build.group(), 0.0) == {}
+
+
+def turn_correctness(*arguments):
+    return [judgement.correctness for judgement in judge_turns(*arguments)]
+
+
+def test_only_search_turns_of_valid_trajectories_have_correctness(build):
+    turns = [build.turn(documents=["a"]), build.turn("invalid", documents=["b"]), build.turn("answer")]
+    valid, invalid = build.group((0.0, True, turns), (0.0, False, turns)).trajectories
+    silver = {"a": 1.0, "b": 1.0}
+    np.testing.assert_array_equal(turn_correctness(valid, silver, "fraction"), [1.0, 0.0, 0.0])
+    np.testing.assert_array_equal(turn_correctness(invalid, silver, "fraction"), [0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(turn_correctness(valid, {}, "fraction"), [0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("how", ["fraction", "max", "mean"])
+def test_search_without_documents_has_correctness_zero(build, how):
+    """Also where the only search of a right trajectory found nothing: that makes no silver documents."""
+    turns = [build.turn(think="a"), build.turn(think="b", documents=["a"]), build.turn("answer")]
+    group = build.group((1.0, True, turns), (1.0, True, [build.turn(think="c"), build.turn("answer")]))
+    silver = silver_documents(group, 0.7)
+    assert silver == {"a": 1.0}
+    assert turn_correctness(group.trajectories[0], silver, how) == [0.0, 1.0, 0.0]
+    assert turn_correctness(group.trajectories[1], silver, how) == [0.0, 0.0]
+
+
+def test_worthless_turn_stays_in_the_history(build):
+    turns = [
+        build.turn(think="x", documents=["y"]),  # nothing silver
+        build.turn(think="one two three", documents=["a"]),
+        build.turn(think="one two four", documents=["b"]),  # repeats the second: worth 0
+        build.turn(think="five six", documents=["b", "c"]),  # b is seen, c is new
+        build.turn("answer"),
+    ]
+    (trajectory,) = build.group((0.0, True, turns)).trajectories
+    silver = dict.fromkeys("abc", 1.0)
+    np.testing.assert_allclose(turn_correctness(trajectory, silver, "fraction"), [0, 1, 0, 0.5, 0])
+
+
+def test_judgement_names_repetition_and_silver(build):
+    """The first earlier turn counts, documents before thinks, and turns of any kind are earlier ones."""
+    turns = [
+        build.turn("invalid", think="one two three"),
+        build.turn(think="one two four", documents=["a", "b", "a"]),  # repeats the invalid turn
+        build.turn(think="one two five", documents=["b", "a", "c"]),  # its documents, and both thinks
+        build.turn(think="nothing alike", documents=["a", "d"]),  # one shared document is no repetition
+        build.turn("answer", think="nothing alike"),
+    ]
+    (trajectory,) = build.group((0.0, True, turns)).trajectories
+    judged = judge_turns(trajectory, dict.fromkeys("abc", 1.0), "fraction")
+    assert [judgement.repeated for judgement in judged] == [
+        None,
+        "think of turn 1",
+        "documents of turn 2",
+        None,
+        None,
+    ]
+    assert [judgement.found_silver for judgement in judged] == [(), ("a", "b"), ("c",), (), ()]
+    assert [judgement.correctness for judgement in judged] == [0] * 5
+    judged = judge_turns(trajectory, {"d": 0.5}, "max")
+    assert judged[3].found_silver == ("d",) and judged[3].correctness == 0.5
+    assert {judgement.repeated for judgement in judge_turns(trajectory, {}, "max")} == {
+        None
+    }  # nothing is judged

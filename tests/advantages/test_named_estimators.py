@@ -28,7 +28,7 @@ def of_scores(build):
     def of_scores(*scores, lengths=None, question_id="q"):
         return build.group(
             *(
-                (score, True, [build.turn("answer", num_tokens=length)])
+                build.member(score, answer=length)
                 for score, length in zip(scores, lengths or [1] * len(scores), strict=True)
             ),
             question_id=question_id,
@@ -62,7 +62,7 @@ def test_ties_are_exactly_zero(of_scores, name, std_over, score):
 
 @pytest.mark.parametrize("name", sorted(OVER_THE_STEP))
 @pytest.mark.parametrize("score", [0.1, 2 / 3, 6 / 7])
-def test_a_step_of_equal_scores_is_exactly_zero(of_scores, name, score):
+def test_step_of_equal_scores_is_exactly_zero(of_scores, name, score):
     groups = [of_scores(*[score] * size, question_id=str(size)) for size in (3, 5)]
     assert raw(name, *groups) == [[0.0] * 3, [0.0] * 5]
 
@@ -87,13 +87,13 @@ def test_groups_of_one(of_scores, name):
     assert alone == pytest.approx(
         0.0 if name in {"grpo_passk", "igpo", "gae", *OVER_THE_STEP} else 0.6, abs=1e-6
     )
-    same = [of_scores(0.6, question_id=one) for one in "abc"]
+    same = [of_scores(0.6, question_id=question) for question in "abc"]
     for value in raw(name, *same, std_over="step"):
         assert abs(value[0]) <= 0.6  # no division by the standard deviation of equal scores
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
-def test_who_is_left_alone_gets_nothing_and_does_not_count(of_scores, name):
+def test_only_survivor_does_not_count_in_the_step(of_scores, name):
     left = of_scores(1.0, 0.0, question_id="left")
     left.trajectories[1].error = "retriever: gone"
     left = Group.of(left.question, left.trajectories)
@@ -104,21 +104,21 @@ def test_who_is_left_alone_gets_nothing_and_does_not_count(of_scores, name):
 
 
 def test_formulas_by_hand(of_scores):
-    one, two = of_scores(1.0, 0.0, 0.5, lengths=[1, 2, 5]), of_scores(0.0, 0.8, question_id="two")
+    first, two = of_scores(1.0, 0.0, 0.5, lengths=[1, 2, 5]), of_scores(0.0, 0.8, question_id="two")
     for name, expected in {
         "rloo": [[0.75, -0.75, 0.0], [-0.8, 0.8]],
         "opo": [[1 - 3.5 / 8, -3.5 / 8, 0.5 - 3.5 / 8], [-0.4, 0.4]],
         "gpg": [[0.5 / 0.6, -0.5 / 0.6, 0.0], [-0.4 / 0.6, 0.4 / 0.6]],
         "dr_grpo": [[0.5, -0.5, 0.0], [-0.4, 0.4]],
     }.items():
-        for found, values in zip(raw(name, one, two), expected, strict=True):
-            np.testing.assert_allclose(found, values, rtol=1e-12, atol=1e-15)
-    assert raw("grpo_passk", one, two, normalize_std=False) == [[0.5, 0.0, 0.0], [0.0, 0.8]]
+        for actual, values in zip(raw(name, first, two), expected, strict=True):
+            np.testing.assert_allclose(actual, values, rtol=1e-12, atol=1e-15)
+    assert raw("grpo_passk", first, two, normalize_std=False) == [[0.5, 0.0, 0.0], [0.0, 0.8]]
     assert raw("grpo_neutral", of_scores(1.0, 0.7, 1.0), normalize_std=False)[0][1] == pytest.approx(-0.9)
     assert raw("grpo_acceptable", of_scores(1.0, 0.7, 1.0), normalize_std=False)[0][1] == 0
 
 
-def test_score_threshold_is_a_share_of_the_largest_reward(of_scores):
+def test_score_threshold_is_relative_to_largest_reward(of_scores):
     for score, is_masked in ((1.4, True), (1.3, False)):
         group = of_scores(2.0, score, 2.0)
         for trajectory in group.trajectories:
@@ -126,21 +126,18 @@ def test_score_threshold_is_a_share_of_the_largest_reward(of_scores):
         assert (raw("grpo_acceptable", group, normalize_std=False)[0][1] == 0) == is_masked
 
 
-def test_whitened_advantages_have_mean_0_and_variance_1_over_tokens(of_scores):
+def test_whitened_tokens_have_mean_0_and_variance_1(of_scores):
     groups = [of_scores(1.0, 0.0, 0.5, lengths=[1, 2, 5]), of_scores(0.0, 0.8, question_id="two")]
     for name in OVER_THE_STEP:
-        found = compute_advantages(groups, AdvantageConfig(name=name)).advantages
-        tokens = np.concatenate([values for group in found for values in group]).astype(np.float64)
+        advantages = compute_advantages(groups, AdvantageConfig(name=name)).advantages
+        tokens = np.concatenate([values for group in advantages for values in group]).astype(np.float64)
         assert tokens.mean() == pytest.approx(0, abs=1e-6)
         assert tokens.var(ddof=1) == pytest.approx(1, abs=1e-5)
 
 
-def test_an_estimator_can_be_calibrated(build):
+def test_estimator_can_be_calibrated(build):
     """RLOO doubles the advantages of a pair; then as by hand for GRPO."""
-    group = build.group(
-        (1.0, True, [build.turn(documents=["a"]), build.turn("answer", num_tokens=2)]),
-        (0.0, True, [build.turn(documents=["a", "x"]), build.turn("answer", num_tokens=4)]),
-    )
+    group = build.group(build.member(1.0, "a", answer=2), build.member(0.0, "ax", answer=4))
     (credit,) = compute_advantages([group], AdvantageConfig(base="rloo")).credits
     np.testing.assert_allclose(credit.before, [[1, 1], [-1, -1]])
     np.testing.assert_allclose(credit.turns, [[1, 2], [-0.5, -1]])
@@ -149,7 +146,7 @@ def test_an_estimator_can_be_calibrated(build):
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
-def test_each_says_what_it_does(name):
+def test_estimator_describes_itself(name):
     lines = describe(AdvantageConfig(name=name))
     assert lines[0].startswith(f"advantage {name}: ")
     assert lines[1].startswith("advantage = ") and "no CalibAdv calibration" in lines[2]
@@ -158,7 +155,7 @@ def test_each_says_what_it_does(name):
     assert calibrated[0].endswith("calibrated by turn") and calibrated[1] == lines[1]
 
 
-def test_the_formula_follows_the_switches():
+def test_formula_follows_the_switches():
     plain = AdvantageConfig(name="grpo_neutral", score_threshold=0.4)
     assert "at least 0.4" in describe(plain)[1] and "std + 1e-6" in describe(plain)[1]
     assert "std of the step's scores" in describe(dataclasses.replace(plain, std_over="step"))[1]
@@ -176,10 +173,10 @@ def test_loser_exactly_at_the_threshold_is_nearly_right(of_scores):
 def test_querygroup_by_hand(build):
     """0.7 × the standardised correctness of a judged search + 0.3 × its trajectory's advantage."""
     group = build.group(
-        (1.0, True, [build.turn(documents=["a", "b"]), build.turn("answer")]),
-        (0.0, True, [build.turn(documents=["a", "x"]), build.turn("answer")]),
-        (0.0, True, [build.turn(documents=["x", "y"]), build.turn("answer")]),
-        (0.0, False, [build.turn(documents=["a", "b"]), build.turn("answer")]),  # not judged
+        build.member(1.0, "ab"),
+        build.member(0.0, "ax"),
+        build.member(0.0, "xy"),
+        build.member(0.0, "ab", valid=False),  # not judged
     )
     (credit,) = compute_advantages([group], AdvantageConfig(name="querygroup")).credits
     winner, loser = (np.array([0.75, -0.25]) / (0.5 + 1e-6)).tolist()
@@ -192,10 +189,7 @@ def test_querygroup_by_hand(build):
 
 
 def test_querygroup_searches_of_equal_correctness_gain_nothing(build):
-    group = build.group(
-        (1.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
-        (0.0, True, [build.turn(documents=["a"]), build.turn("answer")]),
-    )
+    group = build.group(build.member(1.0, "a"), build.member(0.0, "a"))
     (credit,) = compute_advantages([group], AdvantageConfig(name="querygroup")).credits
     whole = 0.5 / (np.sqrt(0.5) + 1e-6)
     np.testing.assert_allclose(credit.turns, [[0.3 * whole, whole], [-0.3 * whole, -whole]], rtol=1e-12)

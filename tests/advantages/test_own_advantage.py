@@ -43,7 +43,7 @@ def group(build):
     return build.group((1.0, True, turns("a")), (0.5, True, turns("x", "a")), (0.0, True, turns("y")))
 
 
-def test_the_example_through_the_config(group):
+def test_example_through_the_config(group):
     config = advantage_config(EXAMPLE)
     (credit,) = compute_advantages([group], config).credits
     expected = [[1 / 3, 2 / 3], [0, 0], [-1 / 3, -2 / 3]]
@@ -53,17 +53,20 @@ def test_the_example_through_the_config(group):
     assert "The share of the group that a trajectory beats" in describe(config)[1]
 
 
-def test_it_is_looked_up_and_checked_once_in_all_steps(group, own, monkeypatch):
-    config = advantage_config(own("def mine(groups, config):\n    return [[1.0, 2.0, 3.0]]\n"))
+def test_own_function_is_checked_once(group, own, monkeypatch):
+    source = "def mine(groups, config):\n    '''1 to {3}.'''\n    return [[1.0, 2.0, 3.0]]\n"
+    config = advantage_config(own(source))
     looked_up, real = [], own_function.inspect.signature
-    monkeypatch.setattr(own_function.inspect, "signature", lambda one: looked_up.append(one) or real(one))
-    describe(config)
+    monkeypatch.setattr(
+        own_function.inspect, "signature", lambda function: looked_up.append(function) or real(function)
+    )
+    assert describe(config)[1] == "advantage = 1 to {3}"
     for _ in range(3):
         compute_advantages([group], config)
-    assert [one.__name__ for one in looked_up] == ["mine"]
+    assert [function.__name__ for function in looked_up] == ["mine"]
 
 
-def test_the_example_calibrated(group):
+def test_example_is_calibrated(group):
     group.trajectories[2].answer_score = 0.5  # two losers, one of which found a silver document
     config = advantage_config(EXAMPLE, "base")
     assert describe(config)[0] == f"advantage calibadv: {EXAMPLE} calibrated by turn"
@@ -83,7 +86,7 @@ def test_one_number_a_trajectory_is_enough(own, group):
 
 
 @pytest.mark.parametrize(
-    ("source", "function", "said"),
+    ("source", "function", "phrase"),
     [
         ("def mine(group):\n    return []\n", "mine", "too many positional arguments"),
         ("def mine(groups, config, more):\n    return []\n", "mine", "missing a required argument: 'more'"),
@@ -93,11 +96,11 @@ def test_one_number_a_trajectory_is_enough(own, group):
         ("def mine(\n", "mine", "was never closed"),
     ],
 )
-def test_what_cannot_be_called_is_refused_at_the_start(own, source, function, said):
+def test_uncallable_own_function_is_refused(own, source, function, phrase):
     name = own(source, function)
     with pytest.raises(UserError) as error:
         describe(advantage_config(name))
-    assert str(error.value).startswith(f"advantage.name is {name}, but ") and said in str(error.value)
+    assert str(error.value).startswith(f"advantage.name is {name}, but ") and phrase in str(error.value)
     if "importing" not in str(error.value):
         assert "expected: def advantages(groups: Sequence[Group], config: AdvantageConfig)" in str(
             error.value
@@ -126,7 +129,7 @@ def test_error_in_own_code_names_file_and_line(own, group):
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("result", "phrase"),
     [
         ("[]", "shorter"),
         ("[[1.0]]", "1 advantages for 3 trajectories"),
@@ -136,11 +139,11 @@ def test_error_in_own_code_names_file_and_line(own, group):
         ("[['a', 'b', 'c']]", "could not convert"),
     ],
 )
-def test_a_result_of_another_shape_is_refused(own, group, result, said):
+def test_own_result_of_wrong_shape_is_refused(own, group, result, phrase):
     name = own(f"def mine(groups, config):\n    return {result}\n")
     with pytest.raises(UserError) as error:
         compute_advantages([group], advantage_config(name))
-    assert said in str(error.value) and "one list for each group" in str(error.value)
+    assert phrase in str(error.value) and "one list for each group" in str(error.value)
     assert str(error.value).startswith(f"{name}: ") and "\n" not in str(error.value)
 
 

@@ -17,8 +17,8 @@ CENTRED = AdvantageConfig(normalize_std=False)  # advantages are thirds
 def about(group, *supporting):
     """The group, of a question with these supporting passages."""
     group.question = replace(group.question, supporting_ids=supporting)
-    for one in group.trajectories:
-        one.question = group.question
+    for trajectory in group.trajectories:
+        trajectory.question = group.question
     return group
 
 
@@ -56,23 +56,23 @@ def measured(*groups, config=CENTRED):
     return measure(gather(compute_advantages(groups, config).credits))
 
 
-def test_a_search_is_truly_good_where_it_shows_a_new_supporting_passage(build):
+def test_truly_good_search_shows_new_supporting_passage(build):
     shown = [["x"], ["p1", "x"], ["p1"], [], ["p1", "p2"], ["p2", "p1"]]
     (trajectory,) = about(
-        build.group((1.0, True, [build.turn(documents=one) for one in shown])), "p1", "p2", "p3"
+        build.group((1.0, True, [build.turn(documents=documents) for documents in shown])), "p1", "p2", "p3"
     ).trajectories
     assert truly_good(trajectory) == [False, True, False, False, True, False]
 
 
 def test_by_hand(first, second):
-    found = measured(first, second)
-    assert {name: found[name] for name in found if name not in MEASURES} == {
+    measures = measured(first, second)
+    assert {name: measures[name] for name in measures if name not in MEASURES} == {
         "groups": 2,
         "trajectories": 4,  # without the one that failed
         "searches": 7,  # 2 + 3 + 1, and the first one of the second group
         "blamed": 4,
     }
-    assert {name: found[name] for name in MEASURES} == pytest.approx(
+    assert {name: measures[name] for name in MEASURES} == pytest.approx(
         {
             "silver/group_share": 1 / 2,
             "silver/size": 5,
@@ -115,17 +115,22 @@ def test_other_settings_of_the_calibration(first):
     assert "blame/spared_good_share" not in hard  # nothing is taken away
 
 
-def test_grpo_blames_and_spares_nothing(first):
-    found = measured(first, config=replace(CENTRED, name="grpo"))
-    assert found["silver/group_share"] == found["search/judged_share"] == found["blame/good_spared"] == 0
-    assert found["blame/good_blamed"] == 2 / 4
-    missing = set(MEASURES) - found.keys()
+def test_grpo_softens_nothing(first):
+    measures = measured(first, config=replace(CENTRED, name="grpo"))
+    assert (
+        measures["silver/group_share"]
+        == measures["search/judged_share"]
+        == measures["blame/good_spared"]
+        == 0
+    )
+    assert measures["blame/good_blamed"] == 2 / 4
+    missing = set(MEASURES) - measures.keys()
     assert missing == {name for name in MEASURES if name.startswith(("silver/", "search/"))} - {
         "silver/group_share", "search/good_share", "search/judged_share",
     } | {"blame/spared_good_share"}  # fmt: skip
 
 
-def test_the_best_credit_there_is(build):
+def test_perfect_credit(build):
     """All good ones are called good and spared whole, no useless one is."""
     winner = [build.turn(think="a", documents=["p1"]), build.turn("answer")]
     loser = [
@@ -133,16 +138,16 @@ def test_the_best_credit_there_is(build):
         build.turn(think="c", documents=["p1"], num_tokens=5),
         build.turn("answer"),
     ]
-    found = measured(about(build.group((1.0, True, winner), (0.0, True, loser)), "p1"))
+    measures = measured(about(build.group((1.0, True, winner), (0.0, True, loser)), "p1"))
     ones = ("silver/precision", "silver/recall", "search/precision", "search/recall", "search/agreement")
     ones += ("search/auc", "blame/good_spared", "blame/good_softened", "blame/spared_good_share")
-    assert {found[name] for name in ones} == {1.0}
-    assert found["blame/useless_spared"] == found["blame/useless_softened"] == 0
-    assert found["blame/good_blamed"] == 1 / 2  # by GRPO, although nothing is left of it
+    assert {measures[name] for name in ones} == {1.0}
+    assert measures["blame/useless_spared"] == measures["blame/useless_softened"] == 0
+    assert measures["blame/good_blamed"] == 1 / 2  # by GRPO, although nothing is left of it
 
 
 def test_questions_without_supporting_passages_are_left_out(first, second, build):
-    unknown = build.group((1.0, True, [build.turn(documents=["x"]), build.turn("answer")]), question_id="u")
+    unknown = build.group(build.member(1.0, "x"), question_id="u")
     assert measured(unknown, first, second) == measured(first, second)
     assert measured(unknown) == {"groups": 0, "trajectories": 0, "searches": 0, "blamed": 0}
 
@@ -154,7 +159,7 @@ def test_steps_are_pooled(first, second):
     assert measure(parts[0])["search/good_share"] == 4 / 6 and measure(parts[1])["search/good_share"] == 1
 
 
-def test_a_search_that_ends_its_trajectory_is_no_search(build):
+def test_final_search_is_no_search(build):
     """The rebalance takes all of it, which would look as if the soft penalty had."""
     lost = [build.turn(think="a", documents=["x"]), build.turn(think="b", documents=["p1"])]
     won = [build.turn(think="c", documents=["p1"]), build.turn("answer")]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.estimators import compute_advantages, describe
-from calibadv_jax.advantages.steps import standardised, to_go
+from calibadv_jax.advantages.estimators import (
+    compute_advantages,
+    describe,
+    gae_and_returns,
+    standardised,
+    to_go,
+    token_advantages,
+    whiten,
+)
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Group
@@ -24,10 +33,10 @@ def turns_of(name, group, **settings):
     return [turns.tolist() for turns in credit.turns]
 
 
-def close(found, expected):
-    assert [len(one) for one in found] == [len(one) for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+def close(actual, expected):
+    assert [len(turns) for turns in actual] == [len(turns) for turns in expected]
+    for turns, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(turns, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
@@ -35,27 +44,22 @@ def searching(build):
     """A group of (score, [document ids of each search]); then comes an answer turn."""
 
     def searching(*members, golden=None, **question):
-        made = build.group(
-            *(
-                (score, True, [*(build.turn(documents=ids) for ids in searches), build.turn("answer")])
-                for score, searches in members
-            )
-        )
+        made = build.group(*(build.member(score, *searches) for score, searches in members))
         asked = made.question.__class__("q", "?", ("gold",), "test", **question)
-        for one in made.trajectories:
-            one.question = asked
-        for one, values in zip(made.trajectories, golden or [], strict=bool(golden)):
-            for turn, value in zip(one.turns, values, strict=True):
+        for trajectory in made.trajectories:
+            trajectory.question = asked
+        for trajectory, values in zip(made.trajectories, golden or [], strict=bool(golden)):
+            for turn, value in zip(trajectory.turns, values, strict=True):
                 turn.golden_logprobs = {"current": math.log(value), "initial": value}
         return Group(asked, made.trajectories)
 
     return searching
 
 
-def test_gigpo_compares_turns_before_which_the_same_was_shown(searching):
+def test_gigpo_compares_turns_after_equal_observations(searching):
     group = searching((1.0, ["x"]), (0.0, ["x"]), (0.0, ["y"]))
-    for one, shown in zip(group.trajectories, (1, 1, 2), strict=True):
-        one.turns[0].observation_ids = np.array([shown], np.int32)
+    for trajectory, shown in zip(group.trajectories, (1, 1, 2), strict=True):
+        trajectory.turns[0].observation_ids = np.array([shown], np.int32)
     # Returns 1/2 and 0 after the prompt, 1 and 0 after the first observation; the other one is alone.
     whole = [2 / 3, -1 / 3, -1 / 3]
     expected = [[whole[0] + 1 / 3, whole[0] + 1 / 2], [whole[1] - 1 / 6, whole[1] - 1 / 2]]
@@ -68,13 +72,13 @@ def test_gigpo_compares_turns_before_which_the_same_was_shown(searching):
     )
 
 
-def test_the_first_state_is_no_empty_observation(searching):
+def test_first_state_is_no_empty_observation(searching):
     """The second turn of the first trajectory saw nothing new; its peers are no first turns."""
     group = searching((1.0, [[]]), (0.0, []))
     close(turns_of("gigpo", group), [[1.0, 0.5], [-1.0]])
 
 
-def test_mt_grpo_praises_turns_that_show_a_golden_answer(searching):
+def test_mt_grpo_rewards_turns_with_golden_answers(searching):
     group = searching((1.0, ["a", "b"]), (0.0, ["c", "d"]), (0.5, ["e"]))
     first = group.trajectories[0].turns[0]
     first.documents = (Document("a", "The Gold!", "of it"), Document("z", "", ""))
@@ -82,22 +86,26 @@ def test_mt_grpo_praises_turns_that_show_a_golden_answer(searching):
     close(turns_of("mt_grpo", group), [[0.5 + 2 / 3, 0.5, 0.5], [-0.5 - 1 / 3] + [-0.5] * 2, [-1 / 3, 0.0]])
 
 
-def test_stepsearch_pays_new_wanted_documents_and_charges_those_seen(searching):
-    group = searching(
-        (1.0, [["s", "x"], ["t", "x"]]),  # 1/2, then 1/2 - 1/2
-        (0.0, [["x", "y"], ["x", "y"]]),  # 0, then -1
-        supporting_ids=("s", "t"),
-    )
-    sums = [[0.5, 0.0], [-1.0, -1.0]]
-    expected = [[0.5 + (sums[0][k] - sums[1][k]) / 2 for k in (0, 1)] + [0.5]]
-    expected.append([-0.5 + (sums[1][k] - sums[0][k]) / 2 for k in (0, 1)] + [-0.5])
-    close(turns_of("stepsearch", group), expected)
-    # Where the question names none, the winner's documents are wanted: s, x, t.
-    bare = searching((1.0, [["s", "x"], ["t", "x"]]), (0.0, [["x", "y"], ["x", "y"]]))
-    sums = [[2 / 3 + 1 / 3 - 1 / 2, 1 / 3 - 1 / 2], [1 / 3 - 1, -1.0]]
-    expected = [[0.5 + (sums[0][k] - sums[1][k]) / 2 for k in (0, 1)] + [0.5]]
-    expected.append([-0.5 + (sums[1][k] - sums[0][k]) / 2 for k in (0, 1)] + [-0.5])
-    close(turns_of("stepsearch", bare), expected)
+def compared(winner, loser):
+    """Turns of two trajectories of scores 1 and 0, whose turns have these rewards; the last turn has none."""
+    halves = [(own - other) / 2 for own, other in zip(winner, loser, strict=True)]
+    return [[0.5 + value for value in (*halves, 0)], [-0.5 - value for value in (*halves, 0)]]
+
+
+@pytest.mark.parametrize(
+    ("winner", "loser", "targets", "rewards"),
+    [
+        # Gains less redundancy: 1/2, then 1/2 - 1/2; 0, then -1.
+        (["sx", "tx"], ["xy", "xy"], "st", ([0.5, 0.0], [-1.0, -1.0])),
+        # If the question names none, the winner's documents are the targets: s, x, t.
+        (["sx", "tx"], ["xy", "xy"], "", ([2 / 3 + 1 / 3 - 1 / 2, 1 / 3 - 1 / 2], [1 / 3 - 1, -1.0])),
+        # Of four documents two were among the three of the first search: 1/4 new less 2/4.
+        (["axy", "xyzb"], ["w", "v"], "abcd", ([1 / 4 - 1 / 4, 1 / 4 - 2 / 4], [0.0, 0.0])),
+    ],
+)
+def test_stepsearch_rewards_new_target_documents(searching, winner, loser, targets, rewards):
+    group = searching((1.0, winner), (0.0, loser), supporting_ids=tuple(targets))
+    close(turns_of("stepsearch", group), compared(*rewards))
 
 
 def test_igpo_standardises_gains_and_scores_together(searching):
@@ -105,26 +113,25 @@ def test_igpo_standardises_gains_and_scores_together(searching):
     rewards = np.array([0.5, -0.25, 1.0, 0.25, 0.0])
     spread = (rewards - rewards.mean()) / rewards.std(ddof=1)
     for discount in (1.0, 0.5):
-        one = [spread[0] + discount * (spread[1] + discount * spread[2]), spread[1] + discount * spread[2]]
-        expected = [[*one, spread[2]], [spread[3] + discount * spread[4], spread[4]]]
+        first_turns = [
+            spread[0] + discount * (spread[1] + discount * spread[2]),
+            spread[1] + discount * spread[2],
+        ]
+        expected = [[*first_turns, spread[2]], [spread[3] + discount * spread[4], spread[4]]]
         close(turns_of("igpo", group, discount=discount, normalize_std=True), expected)
 
 
-def test_a2tgpo_compares_gains_of_one_number_and_divides_by_the_root_of_the_terms(searching):
+def test_a2tgpo_compares_gains_of_one_number(searching):
     group = searching((1.0, [[], []]), (0.0, [[], []]), golden=[[0.25, 0.75, 0.5], [0.25, 0.5, 0.75]])
     first, second = (0.5 - 0.25) / 2, (-0.25 - 0.25) / 2
     part = [(first + second) / math.sqrt(2), second, 0.0]
-    close(turns_of("a2tgpo", group), [[0.5 + one for one in part], [-0.5 - one for one in part]])
+    close(turns_of("a2tgpo", group), [[0.5 + value for value in part], [-0.5 - value for value in part]])
 
 
 def test_tips_sums_the_initial_policys_gains(searching):
     group = searching((1.0, [[], []]), (0.0, [[], []]), golden=[[0.1, 0.2, 0.9], [0.1, 0.4, 0.3]])
-    sums = [[0.1 + 0.5 * 0.7, 0.7], [0.3 - 0.5 * 0.1, -0.1]]
-    part = [(sums[0][k] - sums[1][k]) / 2 for k in (0, 1)] + [0.0]
-    close(
-        turns_of("tips", group, discount=0.5),
-        [[0.5 + one for one in part], [-0.5 - one for one in part]],
-    )
+    rewards = [0.1 + 0.5 * 0.7, 0.7], [0.3 - 0.5 * 0.1, -0.1]
+    close(turns_of("tips", group, discount=0.5), compared(*rewards))
 
 
 @pytest.mark.parametrize("name", [name for name in BY_TURN if name != "igpo"])
@@ -146,7 +153,7 @@ def test_equal_trajectories_get_exactly_nothing(searching, name):
 @pytest.mark.parametrize(
     ("name", "policy"), [("igpo", "current"), ("a2tgpo", "current"), ("tips", "initial")]
 )
-def test_what_was_not_kept_is_one_line(searching, name, policy):
+def test_missing_golden_logprobs_are_refused(searching, name, policy):
     group = searching((1.0, [["a"]]), (0.0, []))
     group.trajectories[0].turns[1].golden_logprobs.pop(policy)
     with pytest.raises(
@@ -156,7 +163,7 @@ def test_what_was_not_kept_is_one_line(searching, name, policy):
     assert turns_of("mt_grpo", group)
 
 
-def test_what_is_probed_follows_the_estimator():
+def test_probes_follow_the_estimator():
     assert AdvantageConfig().probed == ()
     assert AdvantageConfig(name="igpo").probed == AdvantageConfig(base="a2tgpo").probed == ("current",)
     assert AdvantageConfig(name="tips", probes=["current"]).probed == ("current", "initial")
@@ -165,18 +172,147 @@ def test_what_is_probed_follows_the_estimator():
     assert not any("golden answers:" in line for line in describe(AdvantageConfig(name="mt_grpo")))
 
 
-def test_the_steps():
+def test_discounted_sums_and_standardised_groups():
     assert to_go(np.array([1.0, 2.0, 4.0]), 0.5).tolist() == [3.0, 4.0, 4.0]
     assert to_go(np.zeros(0), 0.5).tolist() == []
     values = [np.array([1.0, 5.0]), np.array([3.0])]
     config = AdvantageConfig(normalize_std=False)
-    assert [one.tolist() for one in standardised(values, ["ab", "a"], config)] == [[-1, 0], [1]]
+    assert [turns.tolist() for turns in standardised(values, ["ab", "a"], config)] == [[-1, 0], [1]]
 
 
-def test_stepsearch_subtracts_the_share_of_documents_shown_before(searching):
-    """A second search of four documents, two of which the three of the first one held: 1/4 new less 2/4."""
-    group = searching((1.0, ["axy", "xyzb"]), (0.0, ["w", "v"]), supporting_ids=("a", "b", "c", "d"))
-    gains = [[1 / 4 - 1 / 4, 1 / 4 - 2 / 4], [0.0, 0.0]]  # of each turn and those after it, discount 1
-    expected = [[0.5 + (own - other) / 2 for own, other in zip(*gains, strict=True)] + [0.5]]
-    expected.append([-0.5 + (other - own) / 2 for own, other in zip(*gains, strict=True)] + [-0.5])
-    close(turns_of("stepsearch", group, discount=1.0), expected)
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+
+PLAIN = AdvantageConfig(name="gae")
+
+
+def test_published_values(shared):
+    """verl's, which carries value and advantage over the tokens that nobody sampled."""
+    cases = json.loads((shared / "golden" / "estimators.json").read_text(encoding="utf-8"))
+    chosen = [case for case in cases if case.get("estimator") == "gae_masked"]
+    assert len(chosen) == 6
+    for case in chosen:
+        masks = [np.array(row, bool) for row in case["inputs"]["mask"]]
+
+        def sampled(rows, masks=masks):
+            return [np.array(row)[mask] for row, mask in zip(rows, masks, strict=True)]
+
+        rewards, values = sampled(case["inputs"]["rewards"]), sampled(case["inputs"]["values"])
+        settings = case["settings"]
+        advantages = [
+            token_advantages(*row, settings["gamma"], settings["lam"])
+            for row in zip(rewards, values, strict=True)
+        ]
+        returns = [own + value for own, value in zip(advantages, values, strict=True)]
+        for ours, key in ((returns, "returns"), (whitened(*advantages), "advantages")):
+            for row, expected in zip(ours, sampled(case["expected"][key]), strict=True):
+                np.testing.assert_allclose(row, expected, rtol=1e-6, atol=1e-7, err_msg=case["name"])
+
+
+def whitened(*tokens):
+    return whiten(tokens, [np.ones(len(values), int) for values in tokens])
+
+
+def turn(build, kind, values, num_observed=0):
+    made = build.turn(kind=kind, num_tokens=len(values), num_observed=num_observed)
+    return replace(made, values=np.array(values, np.float32))
+
+
+def test_by_hand(build):
+    """Score 1, gamma 1/2, lambda 1/2: the surprise of a token, and a quarter of what follows it."""
+    turns = [turn(build, "search", [0.0, 0.5], num_observed=3), turn(build, "answer", [1.0, 0.0])]
+    group = build.group((1.0, True, turns))
+    config = replace(PLAIN, discount=0.5, gae_lambda=0.5)
+    advantages, returns = gae_and_returns(group.trajectories[0], config)
+    last = 1.0
+    third = 0.5 * 0.0 - 1.0 + 0.25 * last
+    second = 0.5 * 1.0 - 0.5 + 0.25 * third  # what follows the search is the answer, not the documents
+    first = 0.5 * 0.5 - 0.0 + 0.25 * second
+    assert advantages.tolist() == [first, second, third, last]
+    assert returns.tolist() == [first, second + 0.5, third + 1.0, last]
+    (tokens,) = compute_advantages([group], config).advantages[0]
+    (white,) = whitened(np.array([first, second, third, last]))
+    np.testing.assert_allclose(tokens, [*white[:2], 0, 0, 0, *white[2:]], rtol=1e-6)
+
+
+def test_lambda_1_is_the_score_less_the_value(build):
+    group = build.group((0.7, True, [turn(build, "answer", [0.25, 0.5, 2.0])]))
+    advantages, returns = gae_and_returns(group.trajectories[0], PLAIN)
+    np.testing.assert_allclose(advantages, 0.7 - np.array([0.25, 0.5, 2.0]))
+    np.testing.assert_allclose(returns, 0.7)
+
+
+def test_calibration_moves_tokens_of_a_turn_alike(build):
+    """A search of silver documents in a losing trajectory: its mean becomes 0, its tokens stay apart."""
+    right = [
+        replace(build.turn(documents="a", num_tokens=2), values=np.zeros(2, np.float32)),
+        turn(build, "answer", [0.0]),
+    ]
+    wrong = [
+        replace(build.turn(documents="a", num_tokens=2), values=np.array([0.5, 1.0], np.float32)),
+        turn(build, "answer", [0.5]),
+    ]
+    group = build.group((1.0, True, right), (0.0, True, wrong))
+    plain = compute_advantages([group], PLAIN)
+    eased = compute_advantages([group], replace(PLAIN, name="calibadv", base="gae"))
+    before, after = plain.advantages[0][1], eased.advantages[0][1]
+    assert before[:2].mean() < 0
+    assert after[:2].mean() == pytest.approx(0, abs=1e-6)
+    assert after[1] - after[0] == pytest.approx(before[1] - before[0])
+    assert eased.credits[0].softened[1].tolist() == [True, False]
+
+
+def test_missing_critic_values_are_refused(build):
+    group = build.group((1.0, True, [replace(build.turn(), values=None)]))
+    with pytest.raises(
+        UserError, match="no values of a critic were kept, and gae cannot do without"
+    ) as error:
+        compute_advantages([group], PLAIN)
+    assert "\n" not in str(error.value)
+
+
+VALUES = st.lists(st.floats(-2, 2, width=32), max_size=4)
+TURNS = st.lists(st.tuples(VALUES, st.integers(0, 3)), max_size=4)
+TRAJECTORIES = st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), TURNS), min_size=1, max_size=5)
+
+
+@hypothesis.given(TRAJECTORIES, st.sampled_from([0.5, 1.0]), st.sampled_from([0.0, 0.9, 1.0]), st.randoms())
+@hypothesis.settings(max_examples=40)
+def test_properties(build, members, discount, decay, random):
+    """Neither observations nor order nor the cuts between turns change what a sampled token gets."""
+    config = replace(PLAIN, discount=discount, gae_lambda=decay)
+
+    def group_of(chosen, observed=lambda count: count):
+        return build.group(
+            *(
+                (score, True, [turn(build, "search", values, observed(count)) for values, count in turns])
+                for score, turns in chosen
+            )
+        )
+
+    def sampled(group):
+        advantages = compute_advantages([group], config).advantages[0]
+        for trajectory, values in zip(group.trajectories, advantages, strict=True):
+            assert not values[~trajectory.mask].any()
+        return [
+            values[trajectory.mask] for trajectory, values in zip(group.trajectories, advantages, strict=True)
+        ]
+
+    plain = sampled(group_of(members))
+    np.testing.assert_equal(sampled(group_of(members, lambda count: 0)), plain)
+    order = random.sample(range(len(members)), len(members))
+    moved = sampled(group_of([members[index] for index in order]))
+    np.testing.assert_equal(moved, [plain[index] for index in order])
+    joined = [(score, [(sum((values for values, _ in turns), []), 0)]) for score, turns in members]
+    for values, other in zip(sampled(group_of(joined)), plain, strict=True):
+        np.testing.assert_allclose(values, other, rtol=1e-5, atol=1e-6)
+    tokens = np.concatenate(plain)
+    if len(tokens) > 1 and np.ptp(tokens):
+        assert tokens.mean() == pytest.approx(0, abs=1e-5)
+
+
+def test_groups_of_a_step_are_whitened_together(build):
+    first, other = (build.group((score, True, [turn(build, "answer", [0.0])])) for score in (1.0, 0.0))
+    advantages = compute_advantages([first, other], PLAIN).advantages
+    assert advantages[0][0][0] == -advantages[1][0][0] == pytest.approx(2**-0.5)
+    assert isinstance(first, Group)

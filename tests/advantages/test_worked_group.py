@@ -19,13 +19,13 @@ TEXT = PAGE.read_text(encoding="utf-8")
 def tables(heading):
     """The tables of a section: lists of rows, each a dict by column; cells are text."""
     (section,) = re.findall(rf"(?ms)^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", TEXT)
-    found = []
+    parsed = []
     for block in re.findall(r"(?m)(?:^\|.*\n)+", section):
         head, _, *rows = [
             [cell.strip() for cell in row.strip("|\n").split("|")] for row in block.splitlines()
         ]
-        found.append([dict(zip(head, row, strict=True)) for row in rows])
-    return found
+        parsed.append([dict(zip(head, row, strict=True)) for row in rows])
+    return parsed
 
 
 (TURNS,) = tables("The group")
@@ -40,8 +40,8 @@ def the_group(build):
     for row in SCORES:
         own = [turn for turn in TURNS if turn["trajectory"] == row["trajectory"]]
         turns = [
-            build.turn(one["kind"], one["thought"], one["documents"].split(), int(one["sampled tokens"]))
-            for one in own
+            build.turn(turn["kind"], turn["thought"], turn["documents"].split(), int(turn["sampled tokens"]))
+            for turn in own
         ]
         keeps_to_the_format = row["format"] == "1"
         members.append((f1(row["answer"], (GOLDEN,)) * keeps_to_the_format, keeps_to_the_format, turns))
@@ -73,13 +73,13 @@ def credit(credit_of):
     return credit_of()
 
 
-def test_the_scores(credit):
+def test_page_scores(credit):
     for row, trajectory in zip(SCORES, credit.group.trajectories, strict=True):
         assert row["F1"] == shown(f1(row["answer"], (GOLDEN,)))
         assert row["score"] == shown(trajectory.answer_score)
 
 
-def test_the_statistics_and_advantages_of_grpo(credit):
+def test_page_grpo_advantages(credit):
     scores = np.array([trajectory.answer_score for trajectory in credit.group.trajectories])
     text = " ".join(TEXT.split())
     assert f"The mean is {scores.mean():g}." in text
@@ -89,7 +89,7 @@ def test_the_statistics_and_advantages_of_grpo(credit):
     assert [row["advantage"] for row in rows] == [shown(value) for value in credit.raw]
 
 
-def test_the_silver_documents(credit):
+def test_page_silver_documents(credit):
     (rows,) = tables("Step 3: silver documents")
     assert {row["document"]: row["weight"] for row in rows} == {
         document: shown(weight) for document, weight in credit.silver.items()
@@ -97,16 +97,16 @@ def test_the_silver_documents(credit):
     best = ("1", "2")  # as the page says
     for row in rows:
         seen = [
-            one["trajectory"]
-            for one in TURNS
-            if row["document"] in one["documents"].split() and one["trajectory"] in best
+            turn["trajectory"]
+            for turn in TURNS
+            if row["document"] in turn["documents"].split() and turn["trajectory"] in best
         ]
         assert row["seen by"] == " ".join(seen)
 
 
-def test_the_correctness_of_every_search(credit):
+def test_page_correctness(credit):
     rows, _ = tables("Step 4: correctness")
-    searches = [(one["trajectory"], one["turn"]) for one in TURNS if one["kind"] == "search"]
+    searches = [(turn["trajectory"], turn["turn"]) for turn in TURNS if turn["kind"] == "search"]
     assert [(row["trajectory"], row["turn"]) for row in rows] == searches
     for row in rows:
         assert row["correctness"] == shown(at(credit.correctness, row))
@@ -115,19 +115,19 @@ def test_the_correctness_of_every_search(credit):
 
 
 @pytest.mark.parametrize("how", ["fraction", "max", "mean"])
-def test_the_ways_to_count_correctness(credit_of, how):
+def test_page_correctness_variants(credit_of, how):
     _, rows = tables("Step 4: correctness")
-    found = credit_of(correctness=how).correctness
-    assert [row[how] for row in rows] == [shown(at(found, row)) for row in rows]
+    correctness = credit_of(correctness=how).correctness
+    assert [row[how] for row in rows] == [shown(at(correctness, row)) for row in rows]
 
 
-def test_the_soft_penalty(credit_of):
+def test_page_soft_penalty(credit_of):
     softened = credit_of(rebalance=False)
     (rows,) = tables("Step 5: the soft penalty")
-    blamed = [
-        one for one in TURNS if one["kind"] == "search" and softened.raw[int(one["trajectory"]) - 1] < 0
+    negative_turns = [
+        turn for turn in TURNS if turn["kind"] == "search" and softened.raw[int(turn["trajectory"]) - 1] < 0
     ]
-    assert [(one["trajectory"], one["turn"]) for one in blamed] == [
+    assert [(turn["trajectory"], turn["turn"]) for turn in negative_turns] == [
         (row["trajectory"], row["turn"]) for row in rows
     ]
     for row in rows:
@@ -136,7 +136,7 @@ def test_the_soft_penalty(credit_of):
         assert row["after the soft penalty"] == shown(at(softened.turns, row))
 
 
-def test_the_answer_turns_and_their_mass(credit):
+def test_page_answer_mass(credit):
     rows, _ = tables("Step 6: the rebalance")
     after = credit.answer_advantages()
     for row, trajectory, raw, value in zip(rows, credit.group.trajectories, credit.raw, after, strict=True):
@@ -151,35 +151,35 @@ def test_the_answer_turns_and_their_mass(credit):
     assert f"= {negative:.0f} / {positive:.0f} = {negative / positive:g}." in text
 
 
-def test_the_rebalance_by_lambda_and_side(credit_of):
+def test_page_rebalance(credit_of):
     _, rows = tables("Step 6: the rebalance")
     assert len(rows) == 4
     for row in rows:
-        found = credit_of(target_ratio=float(row["λ"]), adjust=row["adjusted side"])
-        one, two, _, four, five = map(shown, found.answer_advantages())
-        assert one == two == row["answers of 1 and 2"]
+        rebalanced = credit_of(target_ratio=float(row["λ"]), adjust=row["adjusted side"])
+        first, two, _, four, five = map(shown, rebalanced.answer_advantages())
+        assert first == two == row["answers of 1 and 2"]
         assert four == five == row["answers of 4 and 5"]
-        positive, negative = answer_mass(found.group, found.answer_advantages())
+        positive, negative = answer_mass(rebalanced.group, rebalanced.answer_advantages())
         assert (row["positive mass"], row["negative mass"]) == (f"{positive:.0f}", f"{negative:.0f}")
         assert row["ratio"] == shown(negative / positive)
 
 
-def test_the_result(credit_of, credit):
+def test_page_result(credit_of, credit):
     rows, metrics = tables("The result")
     assert [(row["trajectory"], row["turn"], row["kind"]) for row in rows] == [
-        (one["trajectory"], one["turn"], one["kind"]) for one in TURNS
+        (turn["trajectory"], turn["turn"], turn["kind"]) for turn in TURNS
     ]
     assert [row["GRPO"] for row in rows] == [shown(at(credit_of(name="grpo").turns, row)) for row in rows]
     assert [row["CalibAdv"] for row in rows] == [shown(at(credit.turns, row)) for row in rows]
-    found = compute_advantages([credit.group], AdvantageConfig()).metrics
+    values = compute_advantages([credit.group], AdvantageConfig()).metrics
     assert {row["metric"].strip("`"): row["value"] for row in metrics} == {
-        row["metric"].strip("`"): shown(found[row["metric"].strip("`")]) for row in metrics
+        row["metric"].strip("`"): shown(values[row["metric"].strip("`")]) for row in metrics
     }
     assert len(metrics) == 5
 
 
-def test_the_python_example_prints_what_it_says(capsys):
+def test_page_python_example(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    said = [line.removeprefix("# ") for line in code.splitlines() if line.startswith("# ")]
+    printed = [line.removeprefix("# ") for line in code.splitlines() if line.startswith("# ")]
     exec(compile(code, str(PAGE), "exec"), {})
-    assert capsys.readouterr().out.splitlines() == said
+    assert capsys.readouterr().out.splitlines() == printed

@@ -15,10 +15,9 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
-from calibadv_jax.learner.batching import Sample, pack
-from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.batching import Sample, pack, place
+from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.optimizer import make_optimizer
-from calibadv_jax.learner.packing import place
 from calibadv_jax.run.model import build_model, initial_params
 
 # Tokens of a row, rows, tokens of the shortest and of the longest sample.
@@ -333,7 +332,9 @@ def test_the_held_out_loss_is_measured_and_is_the_mean_over_their_tokens(tmp_pat
     assert sorted(measured) == [2, 4, 5]
 
     model = build_model(config, str(tmp_path / "run/sft"))
-    learner = Learner(model.policy, make_optimizer(config.sft.optimizer, lambda _: 0.0), model.mesh, 8)
+    learner = Learner(
+        model.policy, make_optimizer(config.sft.optimizer, lambda _: 0.0), model.mesh, LearnerOptions(8)
+    )
     params = initial_params(config, model, str(tmp_path / "run/sft"))
     _, held_out = split_off(load_demonstrations(path), 0.5, config.run.seed)
     assert len(held_out) == 2

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from calibadv_jax.learner.batching import Rows, Sample, microbatches, token_weights
+from calibadv_jax.learner.batching import Rows, RowShape, Sample, microbatches, pack, token_weights
 from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.packing import RowShape
 
 ROW, ROWS = 40, 8  # one shape for all cases: compiled once
 
@@ -29,15 +28,20 @@ def sample(new, old, advantages, mask, sampler=None):
     return made, after(new)
 
 
-def packed(cases, config, rng=None, on_policy=False, order=None, row_length=ROW):
-    """Loss, gradient [T] of each case as they came, and metrics, of cases from `sample`."""
+def packed(cases, config, rng=None, on_policy=False, order=None, row_length=ROW, loss=None):
+    """Loss, gradient [T] of each case as they came, and metrics, of cases from `sample`.
+
+    `loss` replaces that of the config.
+    """
     order = list(range(len(cases))) if order is None else order
     samples, new = [cases[index][0] for index in order], [cases[index][1] for index in order]
     weights = token_weights(samples, config.aggregation, config.length_norm)
     rng = rng or np.random.default_rng(0)
-    loss = policy_gradient(config, on_policy)
+    policy_loss = policy_gradient(config, on_policy)
+    factors = None if loss else policy_loss.factors(samples, weights, new, rng)
+    loss = loss or policy_loss
     rows = Rows(samples, [RowShape(row_length, ROWS)], weights)
-    (laid,) = rows.batches(loss.factors(samples, weights, new, rng))
+    (laid,) = rows.batches(factors)
     (batch,) = microbatches(laid, ROWS)
     columns = np.zeros((ROWS, row_length), np.float32)
     for at, values in zip(rows.plan.placements, new, strict=True):
@@ -50,3 +54,13 @@ def packed(cases, config, rng=None, on_policy=False, order=None, row_length=ROW)
     gradients = rows.taken([np.asarray(gradient)])
     back = [gradients[order.index(index)][1:] for index in range(len(cases))]
     return float(value), back, {name: float(number) for name, number in metrics.items()}
+
+
+def batch_of(advantages, old, sampler=None):
+    """One row: a prompt token, then one trained token for each advantage, equally weighted."""
+    made, _ = sample(old, old, advantages, [1] * len(old), sampler)
+    return pack([made], len(old) + 1)
+
+
+def columns(values):
+    return jnp.asarray([[*values, 0.0]], jnp.float32)

@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny_policy import NARROW
+from loss_cases import packed, sample
+from tiny_policy import NARROW, mesh_of, single_device, tiny
 
-from calibadv_jax.config import LearnerConfig, MeshConfig
+from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
-from calibadv_jax.learner.batching import Rows, Sample, microbatches, token_weights
 from calibadv_jax.learner.critic import (
     CriticLearner,
     ValueLoss,
@@ -22,13 +22,10 @@ from calibadv_jax.learner.critic import (
     learn_values,
     value_sample,
 )
-from calibadv_jax.learner.learner import init_params
-from calibadv_jax.learner.packing import RowShape
+from calibadv_jax.learner.learner import LearnerOptions, init_params
 from calibadv_jax.learner.step import sample_logprobs
 from calibadv_jax.policy.adapters import Adapters
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh, param_shardings
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.sharding import param_shardings
 from calibadv_jax.policy.weights import flatten
 
 CONFIG = NARROW | {"num_key_value_heads": 2, "tie_word_embeddings": False}
@@ -36,21 +33,10 @@ CONFIG = NARROW | {"num_key_value_heads": 2, "tie_word_embeddings": False}
 
 def value_case(case):
     """Our loss and gradient [row][token] of a published case."""
-    given = case["inputs"]
-    samples = []
-    for mask, old, returns in zip(given["mask"], given["old_values"], given["returns"], strict=True):
-        columns = [np.concatenate([[0], one]).astype(np.float32) for one in (mask, returns, old)]
-        tokens = np.zeros(len(columns[0]), np.int32)
-        samples.append(Sample(tokens, columns[0] > 0, columns[1], columns[2] * 0, columns[2]))
-    rows = Rows(samples, [RowShape(40, 8)], token_weights(samples, "token_mean"))
-    (laid,) = rows.batches()
-    (batch,) = microbatches(laid, 8)  # one shape for all cases
-    values = np.zeros(batch.tokens.shape, np.float32)
-    for at, row in zip(rows.plan.placements, given["values"], strict=True):
-        values[at.row, at.start : at.start + at.length - 1] = row
-    loss = ValueLoss(case["settings"]["clip_value"])
-    (found, metrics), gradient = jax.value_and_grad(lambda x: loss(x, x, batch, None), has_aux=True)(values)
-    return float(found), float(metrics["critic/clipfrac"]), rows.taken([np.asarray(gradient)])
+    columns = [case["inputs"][name] for name in ("values", "old_values", "returns", "mask")]
+    cases = [sample(*row) for row in zip(*columns, strict=True)]
+    loss, gradients, metrics = packed(cases, LossConfig(), loss=ValueLoss(case["settings"]["clip_value"]))
+    return loss, metrics["critic/clipfrac"], gradients
 
 
 def test_published_values_and_gradients(shared):
@@ -62,13 +48,13 @@ def test_published_values_and_gradients(shared):
         expected = case["expected"]
         np.testing.assert_allclose(loss, expected["loss"], rtol=1e-5, atol=1e-6)
         assert clipped == pytest.approx(expected["clip_fraction"], abs=1e-6)
-        for found, wanted in zip(gradients, expected["gradient"], strict=True):
-            np.testing.assert_allclose(found[1:], wanted, rtol=1e-4, atol=1e-6)
+        for gradient, target in zip(gradients, expected["gradient"], strict=True):
+            np.testing.assert_allclose(gradient, target, rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
 def policy():
-    return Policy(architecture_from_hf(CONFIG), Numerics())
+    return tiny(CONFIG)
 
 
 def trajectory(seed, score):
@@ -81,35 +67,35 @@ def trajectory(seed, score):
         return Turn(kind, ids[0], np.zeros(3, np.float32), observation_ids=ids[1][:observed], values=values)
 
     question = Question("q", "?", ("a",), "test")
-    one = Trajectory(question, np.arange(2, dtype=np.int32), [turn("search", 2), turn("answer", 0)])
-    one.answer_score = score
-    return one
+    trajectory = Trajectory(question, np.arange(2, dtype=np.int32), [turn("search", 2), turn("answer", 0)])
+    trajectory.answer_score = score
+    return trajectory
 
 
-def test_its_parameters_are_the_policys_without_the_output_head(policy):
-    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+def test_critic_shares_parameters_except_the_head(policy):
+    mesh = mesh_of(fsdp=4, tensor=2)
     critic = critic_of(policy)
     params = init_params(policy, mesh, 0)
-    found = critic_params(critic, params, mesh)
-    assert set(found) == (set(params) - {"lm_head"}) | {"value_head"}
-    assert found["layers"] is params["layers"]
-    assert not np.asarray(found["value_head"]["kernel"]).any()
+    value_params = critic_params(critic, params, mesh)
+    assert set(value_params) == (set(params) - {"lm_head"}) | {"value_head"}
+    assert value_params["layers"] is params["layers"]
+    assert not np.asarray(value_params["value_head"]["kernel"]).any()
     shardings = param_shardings(critic.abstract_params, mesh)
     assert shardings["layers"]["mlp"]["up"]["kernel"].spec == P(None, "fsdp", "tensor")
     assert all(
         leaf.sharding == at
-        for leaf, at in zip(jax.tree.leaves(found), jax.tree.leaves(shardings), strict=True)
+        for leaf, at in zip(jax.tree.leaves(value_params), jax.tree.leaves(shardings), strict=True)
     )
 
 
 @pytest.mark.medium
-def test_beside_adapters_it_has_adapters_of_its_own_and_the_same_base():
-    policy = Policy(architecture_from_hf(CONFIG), Numerics(), Adapters(2, 4.0, ("q", "up"), "bfloat16"))
-    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+def test_critic_with_adapters_shares_the_base():
+    policy = tiny(CONFIG, Adapters(2, 4.0, ("q", "up"), "bfloat16"))
+    mesh = single_device()
     critic, params = critic_of(policy), init_params(policy, mesh, 0)
     trained = flatten(critic.abstract_trained)
     assert set(trained) == set(flatten(policy.abstract_trained)) | {"value_head.kernel"}
-    learner = CriticLearner(critic, optax.adam(0.02), mesh, 4, row_length=16)
+    learner = CriticLearner(critic, optax.adam(0.02), mesh, LearnerOptions(4, row_length=16))
     state = learner.init(critic_params(critic, params, mesh))
     assert learner.base["embed"]["embedding"] is params["embed"]["embedding"]
     config = LearnerConfig(row_length=16, microbatch_rows=4, row_widths=1)
@@ -124,18 +110,18 @@ def test_beside_adapters_it_has_adapters_of_its_own_and_the_same_base():
 
 
 @pytest.mark.medium
-def test_it_learns_what_trajectories_are_worth(policy):
+def test_critic_learns_returns(policy):
     """Values stand before the token that they are of, and training brings them to the returns."""
-    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    mesh = single_device()
     critic = critic_of(policy)
-    learner = CriticLearner(critic, optax.adam(0.02), mesh, 4, row_length=16)
+    learner = CriticLearner(critic, optax.adam(0.02), mesh, LearnerOptions(4, row_length=16))
     state = learner.init(critic_params(critic, init_params(policy, mesh, 0), mesh))
     config = LearnerConfig(row_length=16, microbatch_rows=4, row_widths=1)
     trajectories = [trajectory(seed, score) for seed, score in enumerate((1.0, 0.0, 0.5))]
-    returns = [np.full(6, one.answer_score) for one in trajectories]
+    returns = [np.full(6, member.answer_score) for member in trajectories]
     samples = [
-        value_sample(one, np.zeros(6, np.float32), wanted)
-        for one, wanted in zip(trajectories, returns, strict=True)
+        value_sample(member, np.zeros(6, np.float32), target)
+        for member, target in zip(trajectories, returns, strict=True)
     ]
     rng, loss, losses = np.random.default_rng(0), ValueLoss(0.0), []
     for _ in range(30):
@@ -146,10 +132,10 @@ def test_it_learns_what_trajectories_are_worth(policy):
     assert set(metrics) == {
         f"critic/{name}" for name in ("loss", "clipfrac", "grad_norm", "skipped", "updates")
     }
-    found = sample_logprobs(learner, state["params"], samples, config)
-    for sample, values in zip(samples, found, strict=True):
+    predicted = sample_logprobs(learner, state["params"], samples, config)
+    for trained, values in zip(samples, predicted, strict=True):
         decoder = critic.merge(state["params"])
-        row = sample.tokens[None]
+        row = trained.tokens[None]
         hidden = decoder(row, np.arange(row.shape[1])[None], np.ones_like(row))
         expected = np.asarray(decoder.values(hidden))[0]
         np.testing.assert_allclose(values[1:], expected[:-1], rtol=1e-4, atol=1e-5)
@@ -164,4 +150,4 @@ def test_value_loss_by_hand(clip, errors, clipped, gradient):
     inputs = {"mask": [[1, 1]], "old_values": [[0, 0]], "returns": [[1, 0]], "values": [[0.5, 0.5]]}
     loss, share, (gradients,) = value_case({"inputs": inputs, "settings": {"clip_value": clip}})
     assert loss == pytest.approx(0.5 * sum(errors) / 2) and share == clipped
-    np.testing.assert_allclose(gradients[1:], gradient, rtol=1e-5)
+    np.testing.assert_allclose(gradients, gradient, rtol=1e-5)

@@ -17,42 +17,43 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": "sequence_sum_norm",
     "mean over rows": "sequence_mean",
 }
-NAMES = {
-    "vanilla": "vanilla",
+RENAMED = {  # other published losses have our names, but for hyphens
     "clip-higher": "vanilla",
     "dual-clip": "vanilla",
-    "lld": "lld",
-    "balance": "balance",
-    "cispo": "cispo",
     "cispo_verl": "cispo",
-    "clip-cov": "clip_cov",
-    "kl-cov": "kl_cov",
-    "gspo": "gspo",
     "geo-mean": "gmpo",
-    "gpg": "gpg",
-    "sapo": "sapo",
-    "dppo-tv": "dppo_tv",
-    "dppo-kl": "dppo_kl",
-    "dro": "dro",
 }
+SAME = (
+    "vanilla",
+    "lld",
+    "balance",
+    "cispo",
+    "clip-cov",
+    "kl-cov",
+    "gspo",
+    "gpg",
+    "sapo",
+    "dppo-tv",
+    "dppo-kl",
+)
+NAMES = {name: name.replace("-", "_") for name in (*SAME, "dro")} | RENAMED
 SAME_FLAGS = ("vanilla", "clip-higher", "lld", "balance", "gspo")  # others count other tokens as clipped
-KEYS = {
-    "clip_low": "clip_low",
-    "clip_high": "clip_high",
-    "dual_clip": "dual_clip",
-    "drop_above": "drop_above",
+SAME_KEYS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "drop_above",
+    "lld_coef",
+    "cov_share",
+    "cov_low",
+    "cov_high",
+)
+KEYS = {name: name for name in (*SAME_KEYS, "ratio_cap", "tau_positive", "tau_negative")} | {
     "gating": "lld_gating",
-    "lld_coef": "lld_coef",
     "pg_loss_ratio": "balance_ratio",
-    "cov_share": "cov_share",
-    "cov_low": "cov_low",
-    "cov_high": "cov_high",
     "kl_coef": "cov_kl_coef",
     "limit_low": "clip_low",
     "limit_high": "clip_high",
-    "ratio_cap": "ratio_cap",
-    "tau_positive": "tau_positive",
-    "tau_negative": "tau_negative",
     "beta": "dro_beta",
 }
 
@@ -68,12 +69,7 @@ CORRECTIONS = {  # those whose masked tokens leave the mean are scaled to ours, 
         "importance_high": 1 / 0.9,
         "importance_level": "sequence_geometric",
     },
-    8: {
-        "importance_cap": 2.0,
-        "reject_by": "k3",
-        "reject_over": "sequence_max",
-        "reject_above": 0.5,
-    },
+    8: {"importance_cap": 2.0, "reject_by": "k3", "reject_over": "sequence_max", "reject_above": 0.5},
     9: {"reject_by": "k3", "reject_above": 0.1},
     11: {"reject_by": "k2", "reject_over": "sequence_max", "reject_above": 0.4},
     12: {"importance_cap": 2.0, "importance_low": 0.5, "importance_high": 2.0},
@@ -88,7 +84,7 @@ CORRECTIONS = {  # those whose masked tokens leave the mean are scaled to ours, 
 
 def config_of(case: dict) -> LossConfig:
     given = case["settings"]
-    keys = {ours: given[theirs] for theirs, ours in KEYS.items() if theirs in given}
+    keys = {ours: given[key] for key, ours in KEYS.items() if key in given}
     if "clip_ratio" in given:
         keys |= {"clip_low": given["clip_ratio"], "clip_high": given["clip_ratio"]}
     aggregation = AGGREGATIONS[given["aggregation"]]
@@ -113,8 +109,8 @@ class Chosen:
     def __init__(self, case: dict):
         rows = case["inputs"]["mask"]
         places = [[row, token] for row, mask in enumerate(rows) for token, on in enumerate(mask) if on]
-        self.candidates = [places.index(one) for one in case["expected"]["candidates"]]
-        self.chosen = [places.index(one) for one in case["expected"]["chosen"]]
+        self.candidates = [places.index(place) for place in case["expected"]["candidates"]]
+        self.chosen = [places.index(place) for place in case["expected"]["chosen"]]
 
     def choice(self, candidates, count, replace):
         assert list(candidates) == self.candidates and count == len(self.chosen) and not replace
@@ -129,8 +125,8 @@ def assert_agrees(case: dict) -> None:
     loss, gradients, metrics = packed(rows, config_of(case), rng)
     scale = scale_of(case)
     np.testing.assert_allclose(scale * loss, expected["loss"], rtol=1e-4, atol=1e-5, err_msg=case["name"])
-    for found, wanted in zip(gradients, expected["gradient"], strict=True):
-        np.testing.assert_allclose(scale * found, wanted, rtol=1e-4, atol=1e-5, err_msg=case["name"])
+    for gradient, target in zip(gradients, expected["gradient"], strict=True):
+        np.testing.assert_allclose(scale * gradient, target, rtol=1e-4, atol=1e-5, err_msg=case["name"])
     if case["loss"] in SAME_FLAGS:
         count = sum(map(sum, inputs["mask"]))
         assert metrics["actor/pg_clipfrac"] / count == pytest.approx(expected["clip_fraction"], abs=1e-6)
@@ -160,7 +156,7 @@ def test_published_corrections_between_sampler_and_learner(published, number):
     count, kept = (sum(map(sum, mask)) for mask in (inputs["mask"], expected["kept_mask"]))
     scale = count / kept
     assert scale * loss == pytest.approx(expected["loss"], rel=1e-4, abs=1e-5)
-    for found, wanted in zip(gradients, expected["gradient"], strict=True):
-        np.testing.assert_allclose(scale * found, wanted, rtol=1e-4, atol=1e-5)
+    for gradient, target in zip(gradients, expected["gradient"], strict=True):
+        np.testing.assert_allclose(scale * gradient, target, rtol=1e-4, atol=1e-5)
     if "reject" in case["settings"]:
         assert metrics["actor/sampler_masked"] == count - kept

@@ -5,18 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from rounding import close_in_norm
-from tiny_policy import GROUPED
+from tiny_policy import GROUPED, NARROW, mesh_of, single_device, tiny
 
-from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
+from calibadv_jax.config import LossConfig, OptimizerConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import Sample, pack, token_weights
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh, param_shardings
-from calibadv_jax.policy.transformer import Numerics, Policy
 
 VOCAB = 40
 
@@ -24,12 +22,12 @@ VOCAB = 40
 @pytest.fixture(scope="module")
 def policy():
     config = GROUPED | {"vocab_size": VOCAB, "tie_word_embeddings": False}
-    return Policy(architecture_from_hf(config), Numerics(remat="full"))
+    return tiny(config, remat="full")
 
 
 @pytest.fixture(scope="module")
 def one_device():
-    return make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    return single_device()
 
 
 def sample(rng, length, prompt=3):
@@ -51,7 +49,7 @@ def samples(count=9, seed=0):
 
 def sgd_step(policy, mesh, batch, rows, loss, seed=0):
     """One plain gradient step, so that parameters differ by exactly -gradient."""
-    learner = Learner(policy, optax.sgd(1.0), mesh, rows)
+    learner = Learner(policy, optax.sgd(1.0), mesh, LearnerOptions(rows))
     state = learner.init(init_params(policy, mesh, seed))
     before = jax.device_get(state["params"])
     state, metrics = learner.update(state, [batch], loss)
@@ -85,36 +83,15 @@ def test_microbatches_equal_the_batch(policy, one_device, aggregation):
 
 
 @pytest.mark.medium
-def test_eight_devices_equal_one(policy, one_device):
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 (simulated) devices")
-    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+@pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+def test_eight_devices_equal_one(policy, one_device, sizes):
     batch = pack(samples(), 24)
     alone, metrics = sgd_step(policy, one_device, batch, 4, LOSS)
-    sharded, metrics_sharded = sgd_step(policy, mesh, batch, 4, LOSS)
+    sharded, sharded_metrics = sgd_step(policy, mesh_of(**sizes), batch, 4, LOSS)
     close_in_norm(alone, sharded)
-    assert metrics["actor/grad_norm"] == pytest.approx(metrics_sharded["actor/grad_norm"], rel=1e-4)
-    kernel = param_shardings(policy.abstract_params, mesh)["layers"]["mlp"]["gate"]["kernel"]
-    assert kernel.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
-
-
-@pytest.mark.medium
-def test_optimizer_state_lives_where_its_parameter_lives(policy):
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 (simulated) devices")
-    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
-    for name in ("adamw", "muon"):
-        optimizer = make_optimizer(OptimizerConfig(name=name), make_schedule(OptimizerConfig(), 10))
-        learner = Learner(policy, optimizer, mesh, 4)
-        state = learner.init(init_params(policy, mesh, 0))
-        kernel = state["params"]["layers"]["mlp"]["down"]["kernel"]
-        moments = [
-            leaf
-            for path, leaf in jax.tree_util.tree_leaves_with_path(state["opt_state"])
-            if leaf.shape == kernel.shape and "down" in jax.tree_util.keystr(path)
-        ]
-        assert moments
-        assert all(leaf.sharding == kernel.sharding for leaf in moments)
+    assert metrics.keys() == sharded_metrics.keys()
+    for name, value in metrics.items():
+        assert sharded_metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.medium
@@ -139,21 +116,10 @@ def test_untrained_tokens_have_no_influence(policy, one_device):
     jax.tree.map(np.testing.assert_array_equal, clean, same)
 
 
-def test_gradient_of_masked_logprobs_is_exactly_zero(policy, one_device):
-    batch = pack(samples(), 32)
-
-    def total(logprobs):
-        return LOSS(logprobs, np.zeros_like(batch.weights), batch, None)[0]
-
-    gradient = jax.grad(total)(np.full_like(batch.weights, -1.0))
-    assert np.all(np.asarray(gradient)[batch.weights == 0] == 0.0)
-    assert np.any(np.asarray(gradient)[batch.weights > 0] != 0.0)
-
-
 def test_recomputed_logprobs_match_the_loss(policy, one_device):
     chosen = samples()
     batch = pack(chosen, 32)
-    learner = Learner(policy, optax.sgd(1.0), one_device, 4)
+    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(4))
     params = init_params(policy, one_device, 0)
     logprobs = learner.logprobs(params, batch)
     assert logprobs.shape == batch.tokens.shape
@@ -166,7 +132,7 @@ def test_non_finite_gradient_is_skipped(policy, one_device):
     batch = pack(samples(), 32)
     batch.advantages[0, 3] = np.nan
     batch.weights[0, 3] = 0.1
-    learner = Learner(policy, optax.adamw(0.1), one_device, 4)
+    learner = Learner(policy, optax.adamw(0.1), one_device, LearnerOptions(4))
     state = learner.init(init_params(policy, one_device, 0))
     before = jax.device_get(state)
     state, metrics = learner.update(state, [batch], LOSS)
@@ -175,18 +141,7 @@ def test_non_finite_gradient_is_skipped(policy, one_device):
 
 
 @pytest.mark.medium
-def test_on_policy_shortcut_equals_recomputing(policy, one_device):
-    batch = pack(samples(), 32)
-    learner = Learner(policy, optax.sgd(1.0), one_device, 4)
-    batch.old_logprobs[:] = learner.logprobs(init_params(policy, one_device, 0), batch)
-    config = LossConfig()
-    shortcut, _ = sgd_step(policy, one_device, batch, 4, policy_gradient(config, on_policy=True))
-    recomputed, _ = sgd_step(policy, one_device, batch, 4, policy_gradient(config, on_policy=False))
-    close_in_norm(shortcut, recomputed)
-
-
-@pytest.mark.medium
-def test_a_loss_without_entropy_bonus_does_not_pay_for_the_entropys_gradient(policy, one_device):
+def test_unused_entropy_gradient_is_not_computed(policy, one_device):
     plain = policy_gradient(LossConfig(), on_policy=True)
 
     def without_metrics(*arguments):
@@ -201,9 +156,7 @@ def test_a_loss_without_entropy_bonus_does_not_pay_for_the_entropys_gradient(pol
             policy,
             optax.sgd(1.0),
             one_device,
-            4,
-            logprob_chunk=chunk,
-            entropy_gradient=entropy_gradient,
+            LearnerOptions(4, logprob_chunk=chunk, entropy_gradient=entropy_gradient),
         )
         return learner.lower_update(32, loss).cost_analysis()["flops"]
 
@@ -214,7 +167,7 @@ def test_a_loss_without_entropy_bonus_does_not_pay_for_the_entropys_gradient(pol
 
 
 @pytest.mark.medium
-def test_the_entropy_bonus_has_its_gradient(policy, one_device):
+def test_entropy_bonus_has_its_gradient(policy, one_device):
     """The step with the bonus, less the step without it, is the step that raises the mean entropy."""
     batch = pack(samples(), 32)
     bonus, _ = sgd_step(policy, one_device, batch, 4, policy_gradient(LossConfig(entropy_coef=0.5), True))
@@ -232,20 +185,27 @@ def test_the_entropy_bonus_has_its_gradient(policy, one_device):
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
 
 
-def test_rows_must_fill_the_mesh(policy):
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 (simulated) devices")
-    mesh = make_mesh(MeshConfig())
-    words = "learner.microbatch_rows is 4, but must be a multiple of mesh.data x mesh.fsdp = 8 .*set it to 8"
-    with pytest.raises(UserError, match=words):
-        Learner(policy, optax.sgd(1.0), mesh, 4)
-    with pytest.raises(UserError, match="sft.rows is 12, .*set it to 16"):
-        Learner(policy, optax.sgd(1.0), mesh, 12, rows_key="sft.rows")
+@pytest.mark.parametrize(
+    ("sizes", "rows", "key", "message"),
+    [
+        ({"fsdp": 8}, 4, "learner.microbatch_rows", "= 8 devices: set it to 8"),
+        ({"fsdp": 8}, 12, "sft.rows", "= 8 devices: set it to 16"),
+        ({"data": 2, "fsdp": 4}, 4, "learner.microbatch_rows", "= 8 devices: set it to 8"),
+        ({"data": 8, "fsdp": 1}, 1, "learner.microbatch_rows", "= 8 devices: set it to 8"),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 2, "learner.microbatch_rows", "= 4 devices: set it to 4"),
+        ({"data": 1, "fsdp": 2, "tensor": 4}, 1, "learner.microbatch_rows", "= 2 devices: set it to 2"),
+    ],
+)
+def test_rows_must_fill_the_mesh(policy, sizes, rows, key, message):
+    mesh = mesh_of(**sizes)
+    with pytest.raises(UserError, match=f"{key} is {rows}, but must be a multiple of .* {message}"):
+        LearnerOptions(rows, rows_key=key).check(policy, mesh)
+    LearnerOptions(int(message.rpartition(" ")[2])).check(policy, mesh)
 
 
 @pytest.mark.medium
-def test_any_number_of_microbatches_is_computed_by_the_same_programs(policy, one_device):
-    learner = Learner(policy, optax.sgd(1.0), one_device, 1)
+def test_number_of_microbatches_needs_no_compilation(policy, one_device):
+    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(1))
     state = learner.init(init_params(policy, one_device, 0))
     for count in (3, 20, 9):
         state, _ = learner.update(state, [pack(samples(count), 32)], LOSS)
@@ -258,15 +218,15 @@ def test_rows_of_two_widths_in_one_update(policy, one_device):
     """The microbatch of narrow rows has more of them; the step is that of one batch."""
     chosen = samples(12)
     weights = token_weights(chosen, "token_mean")
-    expected, told = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
+    expected, expected_metrics = sgd_step(policy, one_device, pack(chosen, 32), 4, LOSS)
     parts = [pack(chosen[:5], 32, weights=weights[:5]), pack(chosen[5:], 16 + 4, weights=weights[5:])]
-    learner = Learner(policy, optax.sgd(1.0), one_device, 2, row_length=40, logprob_chunk=8)
+    learner = Learner(policy, optax.sgd(1.0), one_device, LearnerOptions(2, row_length=40, logprob_chunk=8))
     shapes = []
     values = learner._values
 
-    def seen(base, params, one, wanted):
-        shapes.append(one.tokens.shape)
-        return values(base, params, one, wanted)
+    def seen(base, params, microbatch, used):
+        shapes.append(microbatch.tokens.shape)
+        return values(base, params, microbatch, used)
 
     learner._values = seen
     state = learner.init(init_params(policy, one_device, 0))
@@ -274,5 +234,92 @@ def test_rows_of_two_widths_in_one_update(policy, one_device):
     state, metrics = learner.update(state, parts, LOSS)
     assert shapes == [(2, 32), (4, 20)]
     close_in_norm(jax.tree.map(lambda a, b: b - a, jax.device_get(state["params"]), before), expected)
-    for name, value in told.items():
+    for name, value in expected_metrics.items():
         assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+TIED_CONFIG = NARROW | {"num_key_value_heads": 2, "tie_word_embeddings": True}
+SPECS = {  # of the leaves that are split, by the end of their path
+    "mlp/gate/kernel": P(None, "fsdp", "tensor"),
+    "mlp/up/kernel": P(None, "fsdp", "tensor"),
+    "mlp/down/kernel": P(None, "tensor", "fsdp"),
+    "attn/q/kernel": P(None, "fsdp", "tensor"),
+    "attn/o/kernel": P(None, "tensor", "fsdp"),
+    "embed/embedding": P("tensor", "fsdp"),
+}
+
+
+@pytest.fixture(scope="module")
+def tied_policy():
+    return tiny(TIED_CONFIG)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_parameters_and_moments_are_split_over_the_mesh(tied_policy, name):
+    mesh = mesh_of(fsdp=4, tensor=2)
+    config = OptimizerConfig(name=name)
+    learner = Learner(tied_policy, make_optimizer(config, make_schedule(config, 10)), mesh, LearnerOptions(4))
+    state = learner.init(init_params(tied_policy, mesh, 0))
+    sizes = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tied_policy.abstract_params)
+    }
+    counts = dict.fromkeys(SPECS, 0)
+    abstract = jax.tree_util.tree_leaves(learner.abstract_state())
+    for (path, leaf), planned in zip(jax.tree_util.tree_leaves_with_path(state), abstract, strict=True):
+        assert leaf.sharding == planned.sharding  # a checkpoint comes back to the same places
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        for tail, expected in SPECS.items():
+            (size,) = (size for parameter, size in sizes.items() if parameter.endswith(tail))
+            if where.endswith(tail) and leaf.size == size:
+                assert leaf.sharding.spec == expected, where
+                assert leaf.addressable_shards[0].data.size * 8 == leaf.size, where
+                counts[tail] += 1
+    adam = {tail: 3 for tail in SPECS}  # the parameter and two moments
+    matrices = {tail: 2 for tail in SPECS if "kernel" in tail}  # Muon keeps one momentum
+    assert counts == (adam if name == "adamw" else adam | matrices)
+
+
+@pytest.mark.medium
+def test_logprobs_and_loss_are_those_of_the_temperature(tied_policy):
+    """Against the decoder's logits, in a row that the chunk does not divide."""
+    mesh = single_device()
+    learner = Learner(tied_policy, optax.sgd(0.5), mesh, LearnerOptions(1, temperature=0.5, logprob_chunk=4))
+    params = init_params(tied_policy, mesh, 0)
+    params["embed"]["embedding"] = params["embed"]["embedding"] * 30  # far from uniform
+    tokens = np.random.default_rng(0).integers(0, 16, 7).astype(np.int32)
+    nothing = np.zeros(7, np.float32)
+    batch = pack([Sample(tokens, np.arange(7) > 2, nothing, nothing)], 7)
+
+    def logits(params):
+        decoder = tied_policy.merge(params)
+        return decoder.logits(decoder(batch.tokens, batch.positions, batch.segment_ids))[0]
+
+    table = np.asarray(jax.nn.log_softmax(jax.jit(logits)(params) / 0.5))
+    assert np.ptp(table) > 1
+    expected = table[np.arange(6), tokens[1:]]
+    np.testing.assert_allclose(learner.logprobs(params, batch)[0, :6], expected, atol=1e-4)
+    entropy = float(-np.mean(np.sum(np.exp(table[2:6]) * table[2:6], axis=-1)))
+    before = jax.tree.map(jnp.copy, params)
+    state, metrics = learner.update(learner.init(params), [batch], negative_log_likelihood)
+    assert metrics["actor/loss"] == pytest.approx(-float(expected[2:].mean()), abs=1e-4)
+    assert metrics["sft/entropy"] == pytest.approx(entropy, abs=1e-4)
+    moved = jax.tree.map(lambda a, b: a - b, before, state["params"])
+    assert float(optax.tree.norm(moved)) == pytest.approx(0.5 * metrics["actor/grad_norm"], rel=1e-3)
+    assert int(state["updates"]) == 1
+    assert metrics["actor/skipped"] == 0
+
+
+@pytest.mark.medium
+def test_temporary_memory_is_linear_in_the_row_length():
+    config = GROUPED | {"vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    policy = tiny(config, compute_dtype=jnp.bfloat16, remat="full", attention_chunk=256)
+    options = LearnerOptions(1, logprob_chunk=256, entropy_gradient=False)
+    learner = Learner(policy, optax.adam(1e-3), single_device(), options)
+    loss = policy_gradient(LossConfig(), on_policy=True)
+    short, middle, long = (
+        learner.lower_update(length, loss).compile().memory_analysis().temp_size_in_bytes
+        for length in (2048, 8192, 32768)
+    )
+    assert long - middle == pytest.approx(4 * (middle - short), rel=0.1)
+    assert long < 32768 * 32768  # one byte for each pair of tokens would be more

@@ -6,17 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_policy import LLAMA3
+from tiny_policy import LLAMA3, mesh_of, single_device, tiny
 
-from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
+from calibadv_jax.config import LossConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack
-from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.adapters import Adapters, joined
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import to_hf
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
 from calibadv_jax.snapshots.peft import load_adapters, save_adapters
@@ -53,13 +50,13 @@ LOSS = policy_gradient(LossConfig(), on_policy=True)
 
 def samples():
     rng = np.random.default_rng(3)
-    found = []
+    made = []
     for length in (18, 24, 15, 21):
         mask = np.arange(length) >= 5
         advantages = np.float32(rng.normal()) * mask
         tokens = rng.integers(0, COMMON["vocab_size"], length).astype(np.int32)
-        found.append(Sample(tokens, mask, advantages.astype(np.float32), np.zeros(length, np.float32)))
-    return found
+        made.append(Sample(tokens, mask, advantages.astype(np.float32), np.zeros(length, np.float32)))
+    return made
 
 
 def torch_logits(model, tokens):
@@ -69,30 +66,32 @@ def torch_logits(model, tokens):
 
 def torch_updates(model):
     """GRPO on what is trained, as its formula says: every token's ratio is 1 and has a gradient."""
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=OPTIMIZER.lr, eps=OPTIMIZER.eps, weight_decay=0.0)
     batch = samples()
-    count = sum(int(one.mask.sum()) for one in batch)
+    count = sum(int(sample.mask.sum()) for sample in batch)
     for _ in range(UPDATES):
         optimizer.zero_grad()
         total = torch.zeros(())
-        for one in batch:
-            tokens = torch.from_numpy(one.tokens[None]).long()
+        for sample in batch:
+            tokens = torch.from_numpy(sample.tokens[None]).long()
             logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
             chosen = logprobs.gather(-1, tokens[0, 1:, None])[:, 0]
             ratio = torch.exp(chosen - chosen.detach())
-            weight = torch.from_numpy(one.advantages[1:] * one.mask[1:])
+            weight = torch.from_numpy(sample.advantages[1:] * sample.mask[1:])
             total = total - (ratio * weight).sum() / count
         total.backward()
-        norm = torch.sqrt(sum((one.grad**2).sum() for one in trained))
-        for one in trained:
-            one.grad *= torch.clamp(OPTIMIZER.max_grad_norm / norm, max=1.0)
+        norm = torch.sqrt(sum((parameter.grad**2).sum() for parameter in trained))
+        for parameter in trained:
+            parameter.grad *= torch.clamp(OPTIMIZER.max_grad_norm / norm, max=1.0)
         optimizer.step()
 
 
 def our_updates(policy, params, mesh):
     """The learner and its state after the updates."""
-    learner = Learner(policy, make_optimizer(OPTIMIZER, make_schedule(OPTIMIZER, 10)), mesh, mesh.size)
+    learner = Learner(
+        policy, make_optimizer(OPTIMIZER, make_schedule(OPTIMIZER, 10)), mesh, LearnerOptions(mesh.size)
+    )
     state = learner.init(params)
     for _ in range(UPDATES):
         state, metrics = learner.update(state, [pack(samples(), 48)], LOSS)
@@ -109,28 +108,28 @@ def trained(request, tmp_path_factory):
     model = transformers.AutoModelForCausalLM.from_config(kind(**COMMON | fields)).float()
     model.save_pretrained(folder / "base")
     targets = TARGETS[request.param].split()
-    wanted = peft.LoraConfig(
+    lora_config = peft.LoraConfig(
         r=RANK,
         lora_alpha=ALPHA,
         target_modules=[f"{target}_proj" for target in targets],
         init_lora_weights=False,
         task_type="CAUSAL_LM",
     )
-    model = peft.get_peft_model(model, wanted)
+    model = peft.get_peft_model(model, lora_config)
     model.save_pretrained(folder / "adapter")
     adapters = Adapters(RANK, ALPHA, tuple(sorted(targets)), "float32")
     hf_config = read_hf_config(folder / "base")
-    policy = Policy(architecture_from_hf(hf_config), Numerics(), adapters)
+    policy = tiny(hf_config, adapters)
 
     def params(mesh):
         base = load_params(folder / "base", policy, mesh)
         return joined(base, load_adapters(folder / "adapter", policy, mesh))
 
-    one = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    one_device = single_device()
     tokens = samples()[1].tokens
-    before = logits(policy, params(one), tokens), torch_logits(model, tokens)
+    before = logits(policy, params(one_device), tokens), torch_logits(model, tokens)
     torch_updates(model)
-    learner, state = our_updates(policy, params(one), one)
+    learner, state = our_updates(policy, params(one_device), one_device)
     return SimpleNamespace(**locals())
 
 
@@ -144,8 +143,8 @@ def logits(policy, params, tokens):
 
 
 def test_logits_are_those_of_peft(trained):
-    ours, theirs = trained.before
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    ours, peft_logits = trained.before
+    np.testing.assert_allclose(ours, peft_logits, atol=1e-5)
     base = logits(trained.policy, trained.learner.base, trained.tokens)
     with trained.model.disable_adapter():
         np.testing.assert_allclose(base, torch_logits(trained.model, trained.tokens), atol=1e-5)
@@ -153,27 +152,25 @@ def test_logits_are_those_of_peft(trained):
 
 
 def test_three_updates_are_those_of_torch(trained):
-    theirs = peft.get_peft_model_state_dict(trained.model)
+    peft_params = peft.get_peft_model_state_dict(trained.model)
     ours = dict(to_hf(trained.state["params"]))
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == peft_params.keys()
     before = dict(to_hf(load_adapters(trained.folder / "adapter", trained.policy, None)))
     for name, array in ours.items():
-        np.testing.assert_allclose(array, theirs[name].numpy(), atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(array, peft_params[name].numpy(), atol=1e-6, err_msg=name)
         assert np.abs(array - before[name]).max() > 1e-3, name
 
 
 def test_eight_devices_make_the_updates_of_one(trained):
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 (simulated) devices")
     if trained.hf_config["model_type"] != "qwen2":
         return  # one layout is enough
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
     learner, state = our_updates(trained.policy, trained.params(mesh), mesh)
     assert not learner.base["layers"]["mlp"]["up"]["kernel"].sharding.is_fully_replicated
-    for one, other in zip(
+    for leaf, other in zip(
         jax.tree.leaves(state["params"]), jax.tree.leaves(trained.state["params"]), strict=True
     ):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+        np.testing.assert_allclose(leaf, other, atol=1e-5)
 
 
 def test_written_files_load_in_peft_and_transformers(trained):

@@ -60,10 +60,10 @@ def few(function):
     return hypothesis.settings(max_examples=6, suppress_health_check=list(hypothesis.HealthCheck))(function)
 
 
-def assert_same(found, expected):
-    assert found[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-6)
-    for one, other in zip(found[1], expected[1], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+def assert_same(actual, expected):
+    assert actual[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-6)
+    for gradient, other in zip(actual[1], expected[1], strict=True):
+        np.testing.assert_allclose(gradient, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,7 +77,7 @@ def test_order_and_packing_change_nothing(name, cases, seed):
 
 
 @pytest.mark.parametrize(
-    "name", [one for one in NAMES if "dro" not in one.values]
+    "name", [case for case in NAMES if "dro" not in case.values]
 )  # dro pulls all tokens back
 @few
 @hypothesis.given(cases=rows(idle=True))
@@ -95,16 +95,16 @@ def test_columns_that_are_not_trained_have_no_influence(name, cases):
         sample(*(np.where(mask, values, junk) for values, junk in ((new, -9), (old, -2), (by, 7))), mask)
         for new, old, by, mask in cases
     ]
-    found = packed(other, CONFIGS[name])
-    assert_same(found, expected)
-    for gradient, (*_, mask) in zip(found[1], cases, strict=True):
+    actual = packed(other, CONFIGS[name])
+    assert_same(actual, expected)
+    for gradient, (*_, mask) in zip(actual[1], cases, strict=True):
         assert not gradient[~mask].any()
 
 
 @pytest.mark.parametrize("name", NAMES)
 @few
 @hypothesis.given(cases=rows())
-def test_on_policy_is_the_same_as_old_logprobs_that_are_equal(name, cases):
+def test_on_policy_equals_equal_old_logprobs(name, cases):
     """Gradients at ratio 1 too: `on_policy` only saves the pass that would recompute the denominator."""
     apart = packed([sample(new, new, by, mask) for new, _, by, mask in cases], CONFIGS[name])
     stale = packed([sample(*case) for case in cases], CONFIGS[name], on_policy=True)
@@ -112,7 +112,7 @@ def test_on_policy_is_the_same_as_old_logprobs_that_are_equal(name, cases):
 
 
 @pytest.mark.parametrize("gating", [False, True])
-def test_lld_pushes_praised_tokens_at_ratio_one_unless_it_is_gated(gating):
+def test_lld_pushes_positive_advantages_at_ratio_one(gating):
     row = [-1.0, -2.0, -0.5, -1.0], [-1.0, -2.0, -0.5, -1.0], [1.0, 1.0, -1.0, 3.0], [1, 1, 1, 1]
     config = LossConfig(name="lld", lld_gating=gating)
     loss, (gradient,), _ = packed([sample(*row)], config)
@@ -129,12 +129,12 @@ def test_rounding_of_the_old_logprobs_chooses_no_gradient(name):
     rounding = np.array([2e-6, -2e-6, 1e-6, -1e-6])
     _, (expected,), _ = packed([sample(new, new, by, [1] * 4)], CONFIGS[name])
     for old in (new + rounding, new - rounding):
-        _, (found,), _ = packed([sample(new, old, by, [1] * 4)], CONFIGS[name])
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+        _, (actual,), _ = packed([sample(new, old, by, [1] * 4)], CONFIGS[name])
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
 def test_balance_detached_moves_both_sides():
-    """At ratio 1: praised terms come to -4/3, blamed ones to 1/3; the factor is 1.75 x 4."""
+    """At ratio 1: terms of positive advantages come to -4/3, others to 1/3; the factor is 1.75 x 4."""
     row = [-1.0, -2.0, -0.5], [-1.0, -2.0, -0.5], [1.0, 3.0, -1.0], [1, 1, 1]
     config = LossConfig(name="balance_detached", balance_ratio=1.75)
     loss, (gradient,), _ = packed([sample(*row)], config)

@@ -6,16 +6,14 @@ import jax
 import numpy as np
 import pytest
 from rounding import close_in_norm
-from tiny_policy import NARROW
+from tiny_policy import NARROW, mesh_of, single_device, tiny
 
-from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
+from calibadv_jax.config import LossConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, parts
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh, param_shardings
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.sharding import param_shardings
 from calibadv_jax.snapshots.checkpoint import CheckpointStore
 
 LOSS = policy_gradient(LossConfig(), on_policy=True)
@@ -23,8 +21,10 @@ LOSS = policy_gradient(LossConfig(), on_policy=True)
 
 def make_learner(name, offload, mesh):
     config = OptimizerConfig(name=name, lr=0.1, schedule="constant")
-    policy = Policy(architecture_from_hf(NARROW), Numerics())
-    return Learner(policy, make_optimizer(config, make_schedule(config, 10)), mesh, 4, offload=offload)
+    policy = tiny(NARROW)
+    return Learner(
+        policy, make_optimizer(config, make_schedule(config, 10)), mesh, LearnerOptions(4, offload=offload)
+    )
 
 
 def batch():
@@ -59,16 +59,12 @@ def step(learner, state, seed):
         return learner._apply(state, gradients)
 
 
-def one_device():
-    return make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
-
-
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_moments_lie_on_the_host_and_the_updates_are_the_same(name):
+def test_offloaded_moments_give_the_same_updates(name):
     states = {}
     for offload in (False, True):
-        mesh = one_device()
+        mesh = single_device()
         learner = make_learner(name, offload, mesh)
         state = learner.init(init_params(learner.policy, mesh, 0))
         for number in range(2):
@@ -86,14 +82,12 @@ def test_moments_lie_on_the_host_and_the_updates_are_the_same(name):
 
 
 @pytest.mark.medium
-def test_the_moments_of_a_mesh_lie_on_its_hosts():
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 (simulated) devices")
-    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+def test_moments_of_a_mesh_lie_on_its_hosts():
+    mesh = mesh_of(fsdp=4, tensor=2)
     learner = make_learner("adamw", True, mesh)
     state = learner.init(init_params(learner.policy, mesh, 0))
     assert kinds(state)["opt_state"] == {"pinned_host"}
-    alone = make_learner("adamw", False, one_device())
+    alone = make_learner("adamw", False, single_device())
     other = alone.init(init_params(alone.policy, alone.mesh, 0))
     for number in range(2):
         state, _ = step(learner, state, number)
@@ -104,9 +98,9 @@ def test_the_moments_of_a_mesh_lie_on_its_hosts():
 
 @pytest.mark.medium
 @pytest.mark.parametrize("offload", [False, True], ids=["to_device", "to_host"])
-def test_a_checkpoint_goes_on_with_or_without_the_host(tmp_path, offload):
+def test_checkpoint_restores_with_or_without_offload(tmp_path, offload):
     """Saved by one, restored by the other or the same, and trained further."""
-    mesh = one_device()
+    mesh = single_device()
     first, then = make_learner("adamw", True, mesh), make_learner("adamw", offload, mesh)
     state = first.init(init_params(first.policy, mesh, 0))
     state, _ = first.update(state, [batch()], LOSS)
@@ -116,14 +110,14 @@ def test_a_checkpoint_goes_on_with_or_without_the_host(tmp_path, offload):
     store.close()
     assert kinds(restored)["opt_state"] == {"pinned_host" if offload else "device"}
     expected, _ = step(first, state, 1)
-    found, _ = step(then, restored, 1)
-    jax.tree.map(close_in_norm, found, expected)
+    continued, _ = step(then, restored, 1)
+    jax.tree.map(close_in_norm, continued, expected)
 
 
-def test_each_part_brings_the_moments_of_its_parameters_only():
+def test_part_brings_moments_of_its_parameters_only():
     """Every leaf is given to one part to change; what lies on the host is given to no other."""
-    step = make_learner("adamw", True, one_device())._apply
-    leaves = jax.tree.leaves(make_learner("adamw", True, one_device()).abstract_state())
+    step = make_learner("adamw", True, single_device())._apply
+    leaves = jax.tree.leaves(make_learner("adamw", True, single_device()).abstract_state())
     changed, near = zip(*(step._divided(leaves, names) for names, _ in step._parts), strict=True)
     assert sorted(index for mine in changed for index in mine) == list(range(len(leaves)))
     assert len(changed) > 2
@@ -135,7 +129,7 @@ def test_each_part_brings_the_moments_of_its_parameters_only():
     )
 
 
-def test_parts_are_as_large_as_the_largest_parameter_or_a_quarter():
+def test_parts_are_bounded_by_largest_parameter_or_quarter():
     assert parts({"a": 3, "b": 10, "c": 7, "d": 4}) == [["b"], ["c", "a"], ["d"]]
     assert parts({"a": 1}) == [["a"]]
     assert parts({str(number): 1 for number in range(8)}) == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]

@@ -68,22 +68,22 @@ def test_adamw_clips_decays_matrices_and_keeps_its_moments():
         lr=0.1, schedule="constant", beta1=0.8, beta2=0.9, weight_decay=0.05, max_grad_norm=2.0
     )
     expected = adamw(config, GRADIENTS, [0.1] * 3)
-    for found, wanted in zip(after(config, GRADIENTS), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    for actual, target in zip(after(config, GRADIENTS), expected, strict=True):
+        np.testing.assert_allclose(actual, target, atol=1e-5)
 
 
 @pytest.mark.medium
-def test_muon_takes_every_layer_for_a_matrix_of_its_own():
+def test_muon_treats_layers_as_separate_matrices():
     config = OptimizerConfig(name="muon", lr=0.1, schedule="constant", max_grad_norm=1e9)
     changed = jax.tree.map(np.copy, tree(1))
     changed["layers"]["mlp"]["kernel"][0] = tree(2)["layers"]["mlp"]["kernel"][0]
-    one, other = after(config, [tree(1)])[1], after(config, [changed])[1]
-    np.testing.assert_allclose(one[1], other[1], atol=1e-5)
-    assert np.abs(one[0] - other[0]).max() > 1e-3
+    first, other = after(config, [tree(1)])[1], after(config, [changed])[1]
+    np.testing.assert_allclose(first[1], other[1], atol=1e-5)
+    assert np.abs(first[0] - other[0]).max() > 1e-3
 
 
 @pytest.mark.parametrize("sizes", [MeshConfig(8, 1, 1), MeshConfig(2, 2, 2)], ids=str)
-def test_the_devices_share_the_layers_that_muon_orthogonalises(sizes):
+def test_devices_share_muons_layers(sizes):
     """By the floating-point operations that XLA counts for one device; the result is the same."""
     optimizer = make_optimizer(OptimizerConfig(name="muon"), optax.constant_schedule(0.1))
     rng = np.random.default_rng(0)
@@ -101,13 +101,13 @@ def test_the_devices_share_the_layers_that_muon_orthogonalises(sizes):
             return compiled.cost_analysis()["flops"], compiled(placed)["layers"]["kernel"]
 
     whole, expected = of_one_device(MeshConfig(1, 1, 1))
-    part, found = of_one_device(sizes)
+    part, actual = of_one_device(sizes)
     assert part < whole / 6
-    close_in_norm(found, expected, 1e-4)  # five products one after the other, each rounding the last
+    close_in_norm(actual, expected, 1e-4)  # five products one after the other, each rounding the last
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_huge_gradient_counts_as_one_of_the_largest_norm(name):
+def test_huge_gradient_is_clipped_to_the_norm(name):
     """Adam alone would forget the size of the first gradient, so the second one shows it."""
     config = OptimizerConfig(name=name, lr=0.1, schedule="constant", max_grad_norm=1.0)
     direction = tree(1)
@@ -118,12 +118,12 @@ def test_a_huge_gradient_counts_as_one_of_the_largest_norm(name):
         return [jax.tree.map(lambda leaf: leaf * np.float32(size / norm), direction), small]
 
     at_the_limit, beyond, below = (after(config, scaled(size)) for size in (1.0, 1000.0, 0.1))
-    for one, other in zip(at_the_limit, beyond, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
-    assert max(np.abs(one - other).max() for one, other in zip(at_the_limit, below, strict=True)) > 1e-3
+    for leaf, other in zip(at_the_limit, beyond, strict=True):
+        np.testing.assert_allclose(leaf, other, atol=1e-5)
+    assert max(np.abs(leaf - other).max() for leaf, other in zip(at_the_limit, below, strict=True)) > 1e-3
 
 
-def test_muon_moves_matrices_by_its_rate_and_the_rest_by_adams():
+def test_muon_moves_other_parameters_by_adams_rate():
     config = OptimizerConfig(name="muon", lr=0.1, adam_lr=0.01, schedule="constant")
     before = [leaf.astype(np.float64) for leaf in jax.tree.leaves(tree(0))]
     embedding, kernel, scale, bias = (
@@ -144,23 +144,25 @@ def test_muons_two_groups_follow_the_schedule(own_rate):
     config = OptimizerConfig(name="muon", lr=0.1, adam_lr=own_rate, schedule="constant", weight_decay=0.0)
     warmed = replace(config, warmup_steps=2)
     before = [leaf.astype(np.float64) for leaf in jax.tree.leaves(tree(0))]
-    for found, wanted in zip(after(warmed, [tree(1)]), before, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, target in zip(after(warmed, [tree(1)]), before, strict=True):
+        np.testing.assert_array_equal(actual, target)
     # The first update leaves the same moments, at whatever rate.
     first, both = after(config, [tree(1)]), after(config, [tree(1), tree(2)])
-    for found, start, one, two in zip(after(warmed, [tree(1), tree(2)]), before, first, both, strict=True):
-        np.testing.assert_allclose(found - start, (two - one) / 2, atol=1e-5)
-        assert np.abs(found - start).max() > 1e-3
+    for actual, start, once, two in zip(after(warmed, [tree(1), tree(2)]), before, first, both, strict=True):
+        np.testing.assert_allclose(actual - start, (two - once) / 2, atol=1e-5)
+        assert np.abs(actual - start).max() > 1e-3
 
 
-def test_the_first_update_of_a_warm_up_changes_nothing():
+def test_first_update_of_warm_up_changes_nothing():
     config = OptimizerConfig(lr=0.1, warmup_steps=2, schedule="constant")
     start = [leaf.astype(np.float64) for leaf in jax.tree.leaves(tree(0))]
-    for found, wanted in zip(after(config, [tree(1)]), start, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, target in zip(after(config, [tree(1)]), start, strict=True):
+        np.testing.assert_array_equal(actual, target)
     gradients = [tree(seed) for seed in (1, 2, 3)]
-    for found, wanted in zip(after(config, gradients), adamw(config, gradients, [0, 0.05, 0.1]), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    for actual, target in zip(
+        after(config, gradients), adamw(config, gradients, [0, 0.05, 0.1]), strict=True
+    ):
+        np.testing.assert_allclose(actual, target, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_the_first_update_of_a_warm_up_changes_nothing():
         ("cosine", [0, 1, 2, 1 + np.sqrt(0.5), 1, 0]),
     ],
 )
-def test_schedules_rise_to_the_peak_and_end_with_the_run(schedule, expected):
+def test_schedules_peak_and_end_with_the_run(schedule, expected):
     rate = make_schedule(OptimizerConfig(lr=2.0, schedule=schedule, warmup_steps=4), total_updates=12)
     assert [float(rate(count)) for count in (0, 2, 4, 6, 8, 12)] == pytest.approx(expected, abs=1e-6)
     own = OptimizerConfig(lr=2.0, schedule=schedule, warmup_steps=4, decay_updates=12)

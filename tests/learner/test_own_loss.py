@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pydantic
 import pytest
-from loss_cases import packed, sample
-from test_losses import batch_of, columns
+from loss_cases import batch_of, columns, packed, sample
 
 from calibadv_jax.config import LossConfig
 from calibadv_jax.config.sections.learner import BY_SEQUENCE, LOSS_KEYS
@@ -46,7 +45,7 @@ def own(tmp_path, monkeypatch):
     return "my_losses_of_tests:"
 
 
-def test_an_own_loss_is_minimised(own):
+def test_own_loss_is_minimised(own):
     row = [-1.0, -1.5], [-1.5, -1.5], [2.0, -1.0], [1, 1]
     config = LossConfig(name=own + "doubled")
     (line,) = check_loss(config)
@@ -71,7 +70,7 @@ def test_an_own_loss_is_minimised(own):
         ("my_losses_of_tests:failing", "my_losses_of_tests.py:"),
     ],
 )
-def test_an_own_loss_that_cannot_be_used_is_refused_at_the_start(own, name, message):
+def test_unusable_own_loss_is_refused(own, name, message):
     with pytest.raises(UserError) as caught:
         check_loss(LossConfig(name=name))
     error = str(caught.value)
@@ -80,7 +79,7 @@ def test_an_own_loss_that_cannot_be_used_is_refused_at_the_start(own, name, mess
         assert "expected: def my_loss(tokens: Tokens, config: LossConfig)" in error
 
 
-def test_the_documented_loss_runs(tmp_path, monkeypatch):
+def test_documented_loss_runs(tmp_path, monkeypatch):
     page = Path(__file__).resolve().parents[2] / "docs" / "losses.md"
     (source,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "documented_loss_of_tests.py").write_text(source, encoding="utf-8")
@@ -98,7 +97,7 @@ def test_names_of_config_and_registry_are_the_same():
 
 
 @pytest.mark.parametrize("name", LOSS_KEYS)
-def test_loss_reads_its_keys_and_no_other_loss_keys(name):
+def test_loss_reads_its_own_keys_only(name):
     """Except `dual_clip`, which the losses that scale vanilla read at its default of 0."""
     config, read = LossConfig(name=name, aggregation="sequence_mean"), set()
 
@@ -117,7 +116,7 @@ def test_loss_reads_its_keys_and_no_other_loss_keys(name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_a_loss_does_is_said(name):
+def test_loss_summary_is_reported(name):
     config = LossConfig(name=name, aggregation="sequence_mean")
     assert check_loss(config) == ([] if name == "vanilla" else [f"loss {name}: {LOSSES[name].summary}"])
 
@@ -155,7 +154,7 @@ def test_combinations_that_cannot_work_are_refused(keys, message):
 
 
 @pytest.mark.parametrize(("name", "corrects"), [("vanilla", True), ("gpg", False)])
-def test_the_samplers_logprobs_correct_nothing_where_there_is_no_ratio(name, corrects):
+def test_sampler_logprobs_correct_ratios_only(name, corrects):
     assert LossConfig(name=name, old_logprobs="sampler").corrects_for_sampler is corrects
     assert LossConfig(name=name, importance_cap=2.0).corrects_for_sampler
     assert not LossConfig(name=name).corrects_for_sampler

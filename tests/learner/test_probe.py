@@ -7,17 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_policy import GROUPED, Letters
+from tiny_policy import GROUPED, Letters, single_device, tiny
 
-from calibadv_jax.config import LearnerConfig, MeshConfig
+from calibadv_jax.config import LearnerConfig
 from calibadv_jax.contrib import probe
 from calibadv_jax.contrib.probe import BEGINNING, PROBE_TOKENS, prefixes, with_golden_logprobs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
-from calibadv_jax.learner.learner import Learner, init_params
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 
 VOCAB = 128
 TEMPERATURE = 0.5
@@ -25,9 +22,9 @@ TEMPERATURE = 0.5
 
 @pytest.fixture(scope="module")
 def learner():
-    policy = Policy(architecture_from_hf(GROUPED | {"vocab_size": VOCAB}), Numerics())
-    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
-    return Learner(policy, optax.sgd(0.1), mesh, 2, TEMPERATURE)
+    policy = tiny(GROUPED | {"vocab_size": VOCAB})
+    mesh = single_device()
+    return Learner(policy, optax.sgd(0.1), mesh, LearnerOptions(2, TEMPERATURE))
 
 
 @pytest.fixture(scope="module")
@@ -73,29 +70,31 @@ def alone(learner, params, prefix, answer, beginning=BEGINNING):
     return float(np.mean(table[places - 1, tokens[0, places]], dtype=np.float64))
 
 
-def known(group, policy):
-    return [[turn.golden_logprobs.get(policy) for turn in one.turns] for one in group.trajectories]
+def golden_logprobs(group, policy):
+    return [
+        [turn.golden_logprobs.get(policy) for turn in trajectory.turns] for trajectory in group.trajectories
+    ]
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("row_length", "opening", "shares"), [(128, "", False), (40, "<think>", False), (128, "", True)]
 )
-def test_every_turn_has_the_answers_probability_and_nothing_leaks(
-    learner, policies, row_length, opening, shares
-):
+def test_probe_equals_separate_forward_passes(learner, policies, row_length, opening, shares):
     """Rows that hold several prefixes, rows that are too short for the longest ones, and shared prefixes."""
     groups = [make_group(0, opening=opening), make_group(1, golden=("Cy",), turns=(1,), opening=opening)]
     config = LearnerConfig(row_length=row_length, row_widths=2, share_prefixes=shares)
-    found, metrics = with_golden_logprobs(learner, policies, groups, config, Letters())
+    probed, metrics = with_golden_logprobs(learner, policies, groups, config, Letters())
     beginning = BEGINNING.removeprefix(opening)
     first, last = [], []
-    for group, answer in zip(found, (" Ann", " Cy"), strict=True):
-        for one in group.trajectories:
+    for group, answer in zip(probed, (" Ann", " Cy"), strict=True):
+        for trajectory in group.trajectories:
             for policy, params in policies.items():
-                values = [turn.golden_logprobs.get(policy) for turn in one.turns]
+                values = [turn.golden_logprobs.get(policy) for turn in trajectory.turns]
                 assert values.pop() is None  # nothing was sampled in it
-                expected = [alone(learner, params, prefix, answer, beginning) for prefix in prefixes(one)]
+                expected = [
+                    alone(learner, params, prefix, answer, beginning) for prefix in prefixes(trajectory)
+                ]
                 np.testing.assert_allclose(values, expected, rtol=1e-4)
                 if policy == "a":
                     first.append(np.exp(values[0]))
@@ -106,7 +105,10 @@ def test_every_turn_has_the_answers_probability_and_nothing_leaks(
     tokens = sum(len(beginning) + extra for extra in (5 + 4, 12 + 4, 19 + 4, 12 + 4, 5 + 3, 12 + 3))
     assert metrics["advantage/golden/tokens"] == tokens
     assert not any(
-        turn.golden_logprobs for group in groups for one in group.trajectories for turn in one.turns
+        turn.golden_logprobs
+        for group in groups
+        for trajectory in group.trajectories
+        for turn in trajectory.turns
     )
 
 
@@ -114,7 +116,7 @@ def test_every_turn_has_the_answers_probability_and_nothing_leaks(
 def test_probe_continues_thought_of_prompt(learner, policies):
     """The prompt opened the first turn; in the second one the answer begins with the tag."""
     group = make_group(0, turns=(1,), first="<think>\n")
-    (found,), _ = with_golden_logprobs(
+    (probed,), _ = with_golden_logprobs(
         learner, {"a": policies["a"]}, [group], LearnerConfig(row_length=80), Letters()
     )
     first, second = prefixes(group.trajectories[0])
@@ -122,32 +124,32 @@ def test_probe_continues_thought_of_prompt(learner, policies):
         alone(learner, policies["a"], first, " Ann", BEGINNING.removeprefix("<think>")),
         alone(learner, policies["a"], second, " Ann"),
     ]
-    np.testing.assert_allclose(known(found, "a")[0][:2], expected, rtol=1e-4)
+    np.testing.assert_allclose(golden_logprobs(probed, "a")[0][:2], expected, rtol=1e-4)
 
 
 @pytest.mark.medium
-def test_a_long_answer_is_cut_and_one_without_tokens_gives_way(learner, policies):
+def test_long_golden_answer_is_cut(learner, policies):
     class Deaf(Letters):
         def encode(self, text, add_special_tokens):
             return [] if "mute" in text else super().encode(text, add_special_tokens)
 
     group, params = make_group(0, ("mute", "x" * 200), (0,)), policies["a"]
     config = LearnerConfig(row_length=80)
-    (found,), metrics = with_golden_logprobs(learner, {"a": params}, [group], config, Deaf())
+    (probed,), metrics = with_golden_logprobs(learner, {"a": params}, [group], config, Deaf())
     kept = PROBE_TOKENS - len(BEGINNING)
     expected = alone(learner, params, group.trajectories[0].prompt_ids, " " + "x" * (kept - 1))
-    assert known(found, "a")[0] == [pytest.approx(expected, rel=1e-4), None]
+    assert golden_logprobs(probed, "a")[0] == [pytest.approx(expected, rel=1e-4), None]
     assert metrics["advantage/golden/tokens"] == 5 + PROBE_TOKENS
     with pytest.raises(UserError, match="question 'q0': the tokenizer makes no token of its golden answers"):
         with_golden_logprobs(learner, {}, [make_group(0, ("mute",))], config, Deaf())
 
 
-def test_a_step_of_which_nothing_was_sampled(learner, policies):
+def test_probe_of_step_without_samples(learner, policies):
     group = make_group(0, turns=(0,))
     group.trajectories[0].turns = []
     config = LearnerConfig(row_length=80)
-    (found,), metrics = with_golden_logprobs(learner, policies, [group], config, Letters())
-    assert found.trajectories[0].turns == [] and metrics == {"advantage/golden/tokens": 0}
+    (probed,), metrics = with_golden_logprobs(learner, policies, [group], config, Letters())
+    assert probed.trajectories[0].turns == [] and metrics == {"advantage/golden/tokens": 0}
 
 
 @pytest.mark.parametrize(("row_length", "used"), [(128, 128), (47, 47), (46, 46 + PROBE_TOKENS)])

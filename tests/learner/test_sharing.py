@@ -9,20 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding import close_in_norm
-from tiny_policy import GROUPED
+from tiny_policy import GROUPED, single_device, tiny
 
 from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner.batching import Rows, Sample, token_weights
+from calibadv_jax.learner.batching import Rows, RowShape, Sample, SharedRows, token_weights, trees
 from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of, learn_values
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.packing import RowShape
-from calibadv_jax.learner.sharing import SharedRows, trees
 from calibadv_jax.learner.step import learn, sample_logprobs
-from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.transformer import Policy
 
 VOCAB, ROW = 40, 48
 CONFIG = LearnerConfig(row_length=ROW, row_widths=1, microbatch_rows=1)
@@ -62,7 +59,7 @@ def groups(seed=0, questions=4, size=5):
 
 def policy_of(attention_chunk):
     config = GROUPED | {"vocab_size": VOCAB, "tie_word_embeddings": False}
-    return Policy(architecture_from_hf(config), Numerics(attention_chunk=attention_chunk))
+    return tiny(config, attention_chunk=attention_chunk)
 
 
 @pytest.fixture(scope="module")
@@ -72,25 +69,25 @@ def policy():
 
 
 def learner_of(policy, devices=1, **mesh):
-    found = make_mesh(MeshConfig(**(mesh or {"fsdp": 1})), devices=jax.devices()[:devices])
-    return Learner(policy, optax.sgd(1.0), found, rows=mesh.get("fsdp", 1))
+    device_mesh = make_mesh(MeshConfig(**(mesh or {"fsdp": 1})), devices=jax.devices()[:devices])
+    return Learner(policy, optax.sgd(1.0), device_mesh, LearnerOptions(mesh.get("fsdp", 1)))
 
 
 def stepped(learner, samples, config, loss):
     state = learner.init(init_params(learner.policy, learner.mesh, 0))
     before = jax.device_get(state["params"])
-    found = learn(learner, state, samples, config, loss, np.random.default_rng(0))
-    after = jax.device_get(found.state["params"])
-    return jax.tree.map(np.subtract, before, after), found
+    result = learn(learner, state, samples, config, loss, np.random.default_rng(0))
+    after = jax.device_get(result.state["params"])
+    return jax.tree.map(np.subtract, before, after), result
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(20, 60))
 @settings(max_examples=60, deadline=None)
-def test_a_tree_holds_every_sample_and_nothing_else(seed, questions, most):
-    samples = [one for one in groups(seed, questions) if len(one.tokens) <= most]
-    found = list(trees(samples, most, common=0))
-    assert sorted(index for tree in found for index in tree.samples) == list(range(len(samples)))
-    for tree in found:
+def test_tree_holds_every_sample_and_nothing_else(seed, questions, most):
+    samples = [sample for sample in groups(seed, questions) if len(sample.tokens) <= most]
+    forest = list(trees(samples, most, common=0))
+    assert sorted(index for tree in forest for index in tree.samples) == list(range(len(samples)))
+    for tree in forest:
         assert len(tree.tokens) <= most
         columns = np.arange(len(tree.tokens))
         sees = (columns[:, None] >= columns) & (columns[:, None] < tree.ends)
@@ -106,7 +103,7 @@ def test_a_tree_holds_every_sample_and_nothing_else(seed, questions, most):
 
 
 @pytest.mark.parametrize("widths", [[ROW], [ROW, ROW // 2]])
-def test_what_is_packed_is_found_again(widths):
+def test_shared_rows_return_values_by_sample(widths):
     samples = groups()
     rows = SharedRows(samples, [RowShape(width, 1, cost=width) for width in widths])
     batches = rows.batches()
@@ -114,10 +111,12 @@ def test_what_is_packed_is_found_again(widths):
     assert rows.positions < 0.7 * plain.positions
     held = sum(int(np.count_nonzero(batch.tokens)) for batch in batches)  # no token of the samples is 0
     assert rows.computed == held < rows.tokens == plain.tokens == plain.computed
-    for one, values in zip(samples, rows.taken([batch.sampler_logprobs for batch in batches]), strict=True):
-        np.testing.assert_array_equal(values, one.logprobs)
-    for one, values in zip(samples, rows.taken([batch.targets for batch in batches]), strict=True):
-        np.testing.assert_array_equal(values, np.where(one.mask, one.tokens, 0))
+    for sample, values in zip(
+        samples, rows.taken([batch.sampler_logprobs for batch in batches]), strict=True
+    ):
+        np.testing.assert_array_equal(values, sample.logprobs)
+    for sample, values in zip(samples, rows.taken([batch.targets for batch in batches]), strict=True):
+        np.testing.assert_array_equal(values, np.where(sample.mask, sample.tokens, 0))
 
 
 @pytest.mark.parametrize(
@@ -130,26 +129,24 @@ def test_what_is_packed_is_found_again(widths):
         pytest.param("clip_cov", 16, marks=pytest.mark.medium),
     ],
 )
-def test_the_step_is_that_of_plain_rows(name, attention_chunk):
-    """Losses over sequences and with a look at the mini-batch, and log-probabilities before the step."""
+def test_shared_rows_make_the_step_of_plain_rows(name, attention_chunk):
+    """Losses over sequences, with batch factors, and log-probabilities before the step."""
     learner, samples = learner_of(policy_of(attention_chunk)), groups()
     chosen = LossConfig(name=name, aggregation="sequence_mean", entropy_coef=0.01, importance_cap=2.0)
     loss = policy_gradient(chosen, on_policy=False)
     plain, expected = stepped(learner, samples, CONFIG, loss)
-    shared, found = stepped(learner, samples, SHARED, loss)
+    shared, shared_result = stepped(learner, samples, SHARED, loss)
     close_in_norm(shared, plain)
     for metric, value in expected.metrics.items():
         if metric not in ("perf/packing", "actor/row_fill"):
-            assert found.metrics[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
-    assert found.metrics["perf/packing"] < 0.7 * expected.metrics["perf/packing"]
-    for one, other in zip(found.samples, expected.samples, strict=True):
-        np.testing.assert_allclose(one.old_logprobs, other.old_logprobs, atol=1e-5)
+            assert shared_result.metrics[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+    assert shared_result.metrics["perf/packing"] < 0.7 * expected.metrics["perf/packing"]
+    for sample, other in zip(shared_result.samples, expected.samples, strict=True):
+        np.testing.assert_allclose(sample.old_logprobs, other.old_logprobs, atol=1e-5)
 
 
 @pytest.mark.medium
 def test_eight_devices_equal_one(policy):
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 (simulated) devices")
     loss = policy_gradient(LossConfig(), on_policy=False)
     alone, _ = stepped(learner_of(policy), groups(), SHARED, loss)
     spread, _ = stepped(learner_of(policy, 8, fsdp=4, tensor=2), groups(), SHARED, loss)
@@ -160,15 +157,15 @@ def test_logprobs_of_trained_tokens_only(policy):
     learner, samples = learner_of(policy), groups()
     params = learner.init(init_params(policy, learner.mesh, 0))["params"]
     both = (sample_logprobs(learner, params, samples, config) for config in (CONFIG, SHARED))
-    for one, plain, shared in zip(samples, *both, strict=True):
-        np.testing.assert_allclose(shared, np.where(one.mask, plain, 0.0), atol=1e-5)
+    for sample, plain, shared in zip(samples, *both, strict=True):
+        np.testing.assert_allclose(shared, np.where(sample.mask, plain, 0.0), atol=1e-5)
 
 
 @pytest.mark.medium
-def test_a_critic_learns_the_same(policy):
-    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
-    learner = CriticLearner(critic_of(policy), optax.sgd(1.0), mesh, 2)
-    samples = [dataclasses.replace(one, old_logprobs=one.logprobs) for one in groups()]
+def test_critic_learns_the_same_from_shared_rows(policy):
+    mesh = single_device()
+    learner = CriticLearner(critic_of(policy), optax.sgd(1.0), mesh, LearnerOptions(2))
+    samples = [dataclasses.replace(sample, old_logprobs=sample.logprobs) for sample in groups()]
     states = []
     for config in (CONFIG, SHARED):
         state = learner.init(init_params(learner.policy, mesh, 0))
@@ -189,7 +186,7 @@ def test_nothing_takes_no_rows():
     assert [batch.sources.shape for batch in rows.batches()] == [(0, ROW)]
 
 
-def test_a_row_that_is_full_of_what_all_begin_with(policy):
+def test_row_filled_by_the_common_prefix(policy):
     """One column is left in it: a tree for each sample."""
     learner = learner_of(policy)
     samples = [sample(np.random.default_rng(1), list(range(ROW)), ROW - 1)] * 3
@@ -201,12 +198,12 @@ def test_a_row_that_is_full_of_what_all_begin_with(policy):
         assert values[-1] == pytest.approx(expected[-1], abs=1e-5)
 
 
-def test_a_kernel_that_cannot_share_is_named(policy):
+def test_kernel_without_sharing_is_refused(policy):
     numerics = dataclasses.replace(policy.numerics, kernel="splash")
     splash = Policy(policy.architecture, numerics)
-    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    mesh = single_device()
     with pytest.raises(UserError, match="policy.attention is splash, .* set it to xla or cudnn"):
-        Learner(splash, optax.sgd(1.0), mesh, 1, shares_prefixes=True)
+        Learner(splash, optax.sgd(1.0), mesh, LearnerOptions(1, shares_prefixes=True))
 
 
 @pytest.mark.parametrize("widths", [[ROW], [ROW, ROW // 2]])

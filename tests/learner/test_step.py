@@ -8,16 +8,13 @@ import numpy as np
 import optax
 import pytest
 from rounding import close_in_norm
-from tiny_policy import GROUPED
+from tiny_policy import GROUPED, single_device, tiny
 
-from calibadv_jax.config import LearnerConfig, LossConfig, MeshConfig
+from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.learner.batching import Sample, pack
-from calibadv_jax.learner.learner import Learner, init_params
+from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import TOKEN_METRICS, on_policy_only, policy_gradient
-from calibadv_jax.learner.step import learn, sample_logprobs
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.learner.step import learn
 
 VOCAB, ROW = 40, 32
 
@@ -31,8 +28,8 @@ def policy_loss(on_policy, **changes):
 @pytest.fixture(scope="module")
 def learner():
     config = GROUPED | {"vocab_size": VOCAB}
-    mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
-    return Learner(Policy(architecture_from_hf(config), Numerics()), optax.sgd(0.1, momentum=0.5), mesh, 2)
+    mesh = single_device()
+    return Learner(tiny(config), optax.sgd(0.1, momentum=0.5), mesh, LearnerOptions(2))
 
 
 @pytest.fixture
@@ -73,14 +70,14 @@ def rows_of(learner, monkeypatch):
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_samples_without_advantage_are_left_out_and_change_nothing(learner, state, aggregation, monkeypatch):
+def test_samples_without_advantage_change_nothing(learner, state, aggregation, monkeypatch):
     loss, every = policy_loss(True, aggregation=aggregation), samples()
     whole = jax.tree.map(np.array, state)  # the update takes the state over
     expected, direct = learner.update(whole, [pack(every, ROW, aggregation)], loss)
     seen = rows_of(learner, monkeypatch)
-    found = learn(learner, state, every, config(), loss, rng())
-    metrics = found.metrics
-    close_in_norm(jax.device_get(found.state), jax.device_get(expected))
+    result = learn(learner, state, every, config(), loss, rng())
+    metrics = result.metrics
+    close_in_norm(jax.device_get(result.state), jax.device_get(expected))
     assert int((seen[0].segment_ids > 0).sum()) == sum(
         len(sample.tokens) for index, sample in enumerate(every) if index not in (1, 2, 6)
     )
@@ -103,30 +100,30 @@ def test_other_terms_of_the_loss_keep_every_sample(learner, state, change, monke
     assert metrics["actor/computed_share"] == pytest.approx(1.0)
 
 
-def test_a_step_without_any_advantage_moves_by_momentum_only(learner, state):
+def test_step_without_advantages_moves_by_momentum(learner, state):
     loss = policy_loss(True)
     direct = learn(learner, state, samples(), config(), loss, rng())
     state = direct.state
     none = samples(idle=range(8))
     expected, _ = learner.update(jax.tree.map(np.array, state), [pack(none, ROW)], loss)
     before = jax.device_get(state["params"])
-    found = learn(learner, state, none, config(), loss, rng())
-    metrics = found.metrics
-    close_in_norm(jax.device_get(found.state), jax.device_get(expected))
+    result = learn(learner, state, none, config(), loss, rng())
+    metrics = result.metrics
+    close_in_norm(jax.device_get(result.state), jax.device_get(expected))
     assert metrics["actor/grad_norm"] == metrics["actor/computed_share"] == metrics["actor/row_fill"] == 0.0
     nothing = TOKEN_METRICS & direct.metrics.keys() | {"actor/loss", "actor/pg_loss", "perf/packing"}
     assert len(nothing) == 7 and not nothing & metrics.keys()
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, jax.device_get(found.state["params"]))
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, jax.device_get(result.state["params"]))
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
 @pytest.mark.parametrize(
     "aggregation", ["token_mean", pytest.param("sequence_mean", marks=pytest.mark.medium)]
 )
-def test_the_entropy_of_a_step_is_that_of_the_tokens_that_were_computed(learner, state, aggregation):
+def test_step_entropy_is_of_computed_tokens(learner, state, aggregation):
     """Mini-batches of one sample, some of which compute nothing."""
     loss, every = policy_loss(True, aggregation=aggregation), samples()
-    frozen = Learner(learner.policy, optax.sgd(0.0), learner.mesh, 2)
+    frozen = Learner(learner.policy, optax.sgd(0.0), learner.mesh, LearnerOptions(2))
 
     def start():
         return frozen.init(init_params(learner.policy, learner.mesh, 0))
@@ -141,45 +138,6 @@ def test_the_entropy_of_a_step_is_that_of_the_tokens_that_were_computed(learner,
     assert metrics["actor/entropy"] > 1
 
 
-@pytest.mark.parametrize(
-    ("denominator", "epochs", "minibatch_size"),
-    [
-        ("recompute", 1, 0),
-        ("recompute", 1, 3),
-        ("recompute", 2, 0),
-        ("sampler", 1, 0),
-        pytest.param("recompute", 2, 3, marks=pytest.mark.medium),
-        pytest.param("sampler", 1, 3, marks=pytest.mark.medium),
-        pytest.param("sampler", 2, 0, marks=pytest.mark.medium),
-        pytest.param("sampler", 2, 3, marks=pytest.mark.medium),
-    ],
-)
-def test_the_ratio_divides_by_what_the_config_says(
-    learner, state, minibatch_size, epochs, denominator, monkeypatch
-):
-    changes = {"old_logprobs": denominator}
-    on_policy = on_policy_only(LossConfig(**changes), minibatch_size, epochs)
-    assert on_policy is (denominator == "recompute" and minibatch_size == 0 and epochs == 1)
-    every = samples(idle=())
-    before = sample_logprobs(learner, state["params"], every, config())
-    passes = []
-    logprobs = learner.logprobs
-    monkeypatch.setattr(learner, "logprobs", lambda *given: (passes.append(1), logprobs(*given))[1])
-    seen = rows_of(learner, monkeypatch)
-    chosen = config(minibatch_size, epochs)
-    every = learn(learner, state, every, chosen, policy_loss(on_policy, **changes), rng()).samples
-    assert len(passes) == (denominator == "recompute" and not on_policy)
-    assert len(seen) == epochs * (3 if minibatch_size else 1)
-    if on_policy:
-        return
-    for sample, own in zip(every, before, strict=True):
-        known = own if denominator == "recompute" else sample.logprobs
-        expected = pack([dataclasses.replace(sample, old_logprobs=known)], ROW).old_logprobs[0]
-        trained = sorted(expected[: len(sample.tokens) - 1][sample.mask[1:]])
-        held = [value for batch in seen for value in batch.old_logprobs[batch.weights > 0]]
-        assert all(np.isclose(held, value, atol=1e-5).any() for value in trained)
-
-
 @pytest.mark.medium
 def test_rows_of_several_widths_make_the_same_step(learner, state, monkeypatch):
     """The log-probabilities before it too, and the positions are counted as they are computed."""
@@ -189,13 +147,13 @@ def test_rows_of_several_widths_make_the_same_step(learner, state, monkeypatch):
     before = jax.tree.map(np.array, state)
     expected = learn(learner, state, every, wide, loss, rng())
     seen = rows_of(learner, monkeypatch)
-    found = learn(learner, before, every, narrow, loss, rng())
-    for one, other in zip(expected.samples, found.samples, strict=True):
-        np.testing.assert_allclose(one.old_logprobs, other.old_logprobs, atol=1e-5)
+    result = learn(learner, before, every, narrow, loss, rng())
+    for sample, other in zip(expected.samples, result.samples, strict=True):
+        np.testing.assert_allclose(sample.old_logprobs, other.old_logprobs, atol=1e-5)
     widths = {batch.tokens.shape[1] for batch in seen}
     assert len(widths) > 1 and widths <= {32, 24, 16, 8}
-    close_in_norm(jax.device_get(found.state), jax.device_get(expected.state))
-    norms = [one.metrics["actor/grad_norm"] for one in (found, expected)]
+    close_in_norm(jax.device_get(result.state), jax.device_get(expected.state))
+    norms = [step.metrics["actor/grad_norm"] for step in (result, expected)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     rows_per_microbatch = {32: 1, 24: 1, 16: 2, 8: 4}
     positions = sum(
@@ -204,4 +162,113 @@ def test_rows_of_several_widths_make_the_same_step(learner, state, monkeypatch):
         for width in [batch.tokens.shape[1]]
     )
     tokens = sum(len(sample.tokens) for sample in every)
-    assert found.metrics["perf/packing"] == pytest.approx(positions / tokens)
+    assert result.metrics["perf/packing"] == pytest.approx(positions / tokens)
+
+
+SHORT_ROW = 16
+SHORT = LearnerConfig(row_length=SHORT_ROW, row_widths=1)
+OWN_KEYS = {
+    "gspo": {"aggregation": "sequence_mean"},
+    "clip_cov": {"cov_low": 0.1, "cov_share": 0.5},
+    "kl_cov": {"cov_share": 0.5},
+}
+
+
+class Stub:
+    """A learner whose log-probabilities are the version of its policy times the target token, by -0.1."""
+
+    def __init__(self):
+        self.asked, self.batches = [], []
+
+    def update(self, state, batches, loss, reference=None):
+        self.batches.extend(batches)
+        return {"params": state["params"] + 1}, {"actor/loss": 0.0}
+
+    def logprobs(self, params, batch):
+        self.asked.append(params)
+        return (-0.1 * params * batch.targets).astype(np.float32)
+
+    def position_cost(self, length):
+        return 1.0
+
+
+def of(first, advantages):
+    """Tokens from `first` on, of which all but the prompt's are trained."""
+    count = len(advantages) + 1
+    zero = np.zeros(1, np.float32)
+    values = np.concatenate([zero, np.asarray(advantages, np.float32)])
+    tokens = np.arange(first, first + count, dtype=np.int32)
+    return Sample(tokens, np.arange(count) > 0, values, np.full(count, -1.0, np.float32))
+
+
+def go(samples, config, loss, learner=None):
+    stub = learner or Stub()
+    rng = np.random.default_rng(0)
+    on_policy = on_policy_only(loss, config.minibatch_size, config.epochs)
+    result = learn(stub, {"params": 1}, samples, config, policy_gradient(loss, on_policy), rng)
+    return stub, result.metrics
+
+
+def test_batch_factor_reads_the_current_policy():
+    """The last token of a sample has the largest covariance: a negative advantage, and the least likely."""
+    config = LearnerConfig(minibatch_size=1, row_length=SHORT_ROW, row_widths=1)
+    samples = [of(0, [0.0, 0.0, -1.0]), of(5, [0.0, 0.0, 0.0])]
+    stub, metrics = go(samples, config, LossConfig(name="kl_cov", cov_share=0.25))
+    assert stub.asked == [1, 1, 2]  # the first pass is for the ratio, of all mini-batches
+    assert metrics["actor/computed_share"] == 1
+    chosen = {int(b.targets[b.weights > 0][0]): b.targets[b.factors == 1].tolist() for b in stub.batches}
+    assert chosen == {1: [3], 6: []}  # without any advantage no token stands out, but it is computed
+
+
+@pytest.mark.parametrize("name", ["vanilla", "lld"])
+def test_losses_without_logprobs_need_no_pass(name):
+    stub, _ = go([of(0, [1.0, -1.0])], SHORT, LossConfig(name=name))
+    assert not stub.asked
+    factors = stub.batches[0].factors
+    assert (factors is None) == (name == "vanilla")
+    if name == "lld":
+        np.testing.assert_allclose(factors[0, :2], [2.0, 0.0])  # one positive advantage, of weight 1/2
+
+
+def test_step_without_advantages_needs_no_pass():
+    stub, metrics = go([of(0, [0.0])], SHORT, LossConfig(name="balance_detached"))
+    assert not stub.asked and metrics["actor/computed_share"] == 0
+
+
+@pytest.mark.parametrize(("aggregation", "weight"), [("sequence_sum", 1 / 2), ("sequence_sum_norm", 1 / 20)])
+def test_sums_report_the_computed_share(aggregation, weight):
+    norm = 10 if aggregation == "sequence_sum_norm" else 0
+    loss = LossConfig(aggregation=aggregation, length_norm=norm)
+    samples = [of(0, [1.0, 1.0, 1.0]), of(5, [0.0])]
+    stub, metrics = go(samples, SHORT, loss)
+    weights = stub.batches[0].weights
+    np.testing.assert_allclose(weights[weights > 0], [weight] * 3)
+    assert metrics["actor/computed_share"] == pytest.approx(3 / 4)
+
+
+@pytest.fixture(scope="module")
+def learners():
+    """Of one policy, by their rows of a microbatch."""
+    mesh = single_device()
+    policy = tiny(GROUPED | {"vocab_size": VOCAB})
+    return {rows: Learner(policy, optax.sgd(0.1), mesh, LearnerOptions(rows)) for rows in (1, 4)}
+
+
+def updated(learner, rows, loss_config):
+    """Parameters after two updates on four samples each, the second one off-policy."""
+    draw = np.random.default_rng(1)
+    samples = [of(int(draw.integers(20)), draw.normal(size=draw.integers(4, 12))) for _ in range(8)]
+    config = LearnerConfig(minibatch_size=4, row_length=SHORT_ROW, row_widths=1, microbatch_rows=rows)
+    state = learner.init(init_params(learner.policy, learner.mesh, 0))
+    loss = policy_gradient(loss_config, on_policy_only(loss_config, 4, 1))
+    result = learn(learner, state, samples, config, loss, np.random.default_rng(0))
+    assert result.metrics["actor/skipped"] == 0 and result.metrics["actor/grad_norm"] > 1e-3
+    return jax.device_get(result.state["params"])
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["gspo", "lld", "clip_cov", "kl_cov"])
+def test_microbatch_size_changes_no_update(name, learners):
+    loss_config = LossConfig(name=name, **OWN_KEYS.get(name, {}))
+    single_row, all_rows = (updated(learner, rows, loss_config) for rows, learner in learners.items())
+    close_in_norm(single_row, all_rows)

@@ -9,7 +9,6 @@ from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.losses import on_policy_only, policy_gradient
-from calibadv_jax.learner.packing import place
 from calibadv_jax.learner.step import learn, make_sample, mini_batches
 
 QUESTION = Question("q", "?", ("x",), "test")
@@ -45,28 +44,31 @@ def trajectory(*sampled):
     return Trajectory(QUESTION, ints(1, 2, 3), [Turn("answer", ints(*sampled), floats(*sampled))])
 
 
-def test_the_samples_come_back_in_their_order_with_the_learners_logprobs():
+def test_samples_return_in_order_with_recomputed_logprobs():
     """Past one without a sampled token and one whose advantage is 0, of which none are computed."""
     trajectories = [trajectory(5, 6), trajectory(), trajectory(7), trajectory(8, 9)]
     advantages = [floats(1, 1), floats(), floats(0), floats(-1, -1)]
     made = list(map(make_sample, trajectories, advantages))
-    for size, known in ((0, []), (2, [0, 3])):
+    for size, recomputed in ((0, []), (2, [0, 3])):
         config = LearnerConfig(minibatch_size=size, row_length=ROW, row_widths=1)
         back = learned(Notebook(), made, config, LossConfig()).samples
-        assert [one.tokens is other.tokens for one, other in zip(back, made, strict=True)] == [True] * 4
-        assert [index for index, one in enumerate(back) if one.old_logprobs is not None] == known
+        assert [sample.tokens is other.tokens for sample, other in zip(back, made, strict=True)] == [True] * 4
+        assert [index for index, sample in enumerate(back) if sample.old_logprobs is not None] == recomputed
     np.testing.assert_allclose(back[0].old_logprobs[3:], [-1.05, -1.06], rtol=1e-6)
     np.testing.assert_allclose(back[3].old_logprobs[3:], [-1.08, -1.09], rtol=1e-6)
 
 
-def test_what_has_no_token_of_its_own_is_not_trained():
+def test_samples_without_trained_tokens_are_not_trained():
     trajectories = [trajectory(4, 5), trajectory(), trajectory(6)]
-    made = [make_sample(one, np.ones(len(one.response_ids), np.float32)) for one in trajectories]
+    made = [
+        make_sample(trajectory, np.ones(len(trajectory.response_ids), np.float32))
+        for trajectory in trajectories
+    ]
     config = LearnerConfig(minibatch_size=1, epochs=2, row_length=ROW, row_widths=1)
     for loss in (LossConfig(), LossConfig(kl_coef=0.1)):
         notebook = Notebook()
-        found = learned(notebook, made, config, loss)
-        assert found.metrics["actor/updates"] == len(notebook.updates) == 4
+        result = learned(notebook, made, config, loss)
+        assert result.metrics["actor/updates"] == len(notebook.updates) == 4
         taught = sorted(tuple(batch.targets[batch.weights > 0]) for batch, *_ in notebook.updates)
         assert taught == [(4, 5), (4, 5), (6,), (6,)]
     nothing = learned(Notebook(), made[1:2], config, LossConfig())
@@ -77,7 +79,7 @@ class Notebook:
     """A learner that writes down its batches. Its log-probabilities name the policy and the target."""
 
     def __init__(self):
-        self.updates = []
+        self.updates, self.passes = [], 0
 
     def update(self, state, batches, loss, reference=None):
         (batch,) = batches
@@ -86,6 +88,7 @@ class Notebook:
         return {"params": version}, {"actor/loss": float(version)}
 
     def logprobs(self, params, batch):
+        self.passes += 1
         return (-params - batch.targets / 100).astype(np.float32)
 
     def position_cost(self, length):
@@ -130,12 +133,12 @@ def test_groups_stay_whole_in_shuffled_mini_batches(prompts):
         assert sorted(sum(taught[epoch : epoch + 4], [])) == list(range(12))
 
 
-def test_a_group_is_cut_only_where_a_mini_batch_is_full():
+def test_group_is_cut_only_at_full_mini_batches():
     made = of_prompts(*[1] * 4, *[2] * 4, *[3] * 4)
     config = LearnerConfig(minibatch_size=5, row_length=ROW, row_widths=1, shuffle="groups")
     chosen = list(mini_batches(made, config, np.random.default_rng(0)))
     order = np.concatenate(chosen)
-    assert [len(one) for one in chosen] == [5, 5, 2]
+    assert [len(numbers) for numbers in chosen] == [5, 5, 2]
     assert [made[number].tokens[0] for number in order[::4]] != [1, 2, 3]
     for start in range(0, 12, 4):
         assert sorted(order[start : start + 4]) == list(range(order[start], order[start] + 4))
@@ -148,13 +151,13 @@ def learned(learner, samples, config, loss, seed=0, reference=None):
 
 def go_over(config, loss=None, seed=0, count=5, reference=None):
     notebook = Notebook()
-    found = learned(notebook, samples(count), config, loss or LossConfig(), seed, reference)
-    state, metrics = found.state, found.metrics
+    result = learned(notebook, samples(count), config, loss or LossConfig(), seed, reference)
+    state, metrics = result.state, result.metrics
     batches = [sorted({int(first) // 10 for first in b.tokens[b.weights > 0]}) for b, *_ in notebook.updates]
     return notebook, state, metrics, batches
 
 
-def test_an_epoch_takes_every_sample_once_in_an_order_of_its_own():
+def test_epoch_trains_every_sample_once():
     config = LearnerConfig(minibatch_size=2, epochs=3, row_length=ROW, row_widths=1)
     notebook, state, metrics, batches = go_over(config)
     epochs = [batches[start : start + 3] for start in (0, 3, 6)]
@@ -182,7 +185,7 @@ class Counting(Notebook):
 
 
 @pytest.mark.parametrize(("idle", "entropy"), [((), 1.2), ((0, 3), 1.2), ((0, 1, 2, 3), None)])
-def test_a_metric_is_a_mean_over_what_was_computed_and_none_over_nothing(idle, entropy):
+def test_metrics_are_means_over_computed_tokens(idle, entropy):
     every = samples(4)
     for index in idle:
         every[index].advantages[:] = 0
@@ -198,7 +201,7 @@ def test_a_metric_is_a_mean_over_what_was_computed_and_none_over_nothing(idle, e
     ("terms", "computed"),
     [({}, [0, 2]), ({"entropy_coef": 0.1}, [0, 1, 2, 3]), ({"kl_coef": 0.1}, [0, 1, 2, 3])],
 )
-def test_what_has_no_advantage_is_computed_where_another_term_of_the_loss_moves_it(terms, computed):
+def test_other_loss_terms_compute_samples_without_advantage(terms, computed):
     """With the log-probabilities of the policy before the first update."""
     every, loss = samples(4), LossConfig(**terms)
     for index in (1, 3):
@@ -222,24 +225,23 @@ def test_one_update_takes_everything():
         ({"minibatch_size": 2}, "recompute", True),
         ({"epochs": 2}, "recompute", True),
         ({"minibatch_size": 2}, "sampler", False),
+        ({"epochs": 2}, "sampler", False),
+        ({}, "sampler", False),
         ({}, "recompute", False),  # the loss takes the current policy's own
     ],
 )
-def test_old_logprobs_are_those_of_the_policy_before_the_first_update(changes, old, recomputed):
+def test_old_logprobs_are_computed_before_the_first_update(changes, old, recomputed):
     config = LearnerConfig(row_length=ROW, row_widths=1, **changes)
-    notebook, *_ = go_over(config, LossConfig(old_logprobs=old))
+    loss = LossConfig(old_logprobs=old)
+    notebook, *_ = go_over(config, loss)
+    assert notebook.passes == int(recomputed)
+    on_policy = on_policy_only(loss, config.minibatch_size, config.epochs)
+    assert on_policy == (not changes and old == "recompute")
     for batch, *_ in notebook.updates:
         trained = batch.weights > 0
         expected = -1 - batch.targets / 100 if recomputed else np.full(trained.shape, -9.0)
         np.testing.assert_allclose(batch.old_logprobs[trained], expected[trained], rtol=1e-6)
         assert (batch.sampler_logprobs[trained] == -9).all()
-
-
-def test_only_one_update_of_everything_is_on_policy():
-    assert on_policy_only(LossConfig(), 0, 1)
-    assert not on_policy_only(LossConfig(), 64, 1)
-    assert not on_policy_only(LossConfig(), 0, 2)
-    assert not on_policy_only(LossConfig(old_logprobs="sampler"), 0, 1)
 
 
 def test_every_update_gets_the_loss_and_the_reference():
@@ -251,7 +253,7 @@ def test_every_update_gets_the_loss_and_the_reference():
         assert loss.config.clip_high == 0.3 and given is reference
 
 
-def test_the_aggregation_of_the_loss_is_used():
+def test_aggregation_of_the_loss_is_used():
     """One sample of two trained tokens beside one of one."""
     short = Sample(ints(1, 2), np.array([False, True]), floats(0, 1), floats(0, -9))
     for aggregation, expected in (("token_mean", [1 / 3] * 3), ("sequence_mean", [1 / 4, 1 / 4, 1 / 2])):
@@ -261,7 +263,3 @@ def test_the_aggregation_of_the_loss_is_used():
         ((batch, *_),) = notebook.updates
         assert batch.tokens.shape == (1, ROW)
         assert sorted(batch.weights[batch.weights > 0]) == pytest.approx(expected)
-
-
-def test_a_row_is_filled_to_its_last_token():
-    assert place([5, 3, 4, 4], 8)[1] == 2

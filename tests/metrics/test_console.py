@@ -14,7 +14,7 @@ import pytest
 
 from calibadv_jax.config import LossConfig, MeshConfig, RewardConfig
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
-from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.metrics import console as console_module
 from calibadv_jax.metrics.console import STEP_METRICS, Console, duration, number, table
@@ -84,7 +84,9 @@ def update_metrics() -> set[str]:
         "num_key_value_heads": 1,
     }
     mesh = make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
-    learner = Learner(Policy(architecture_from_hf(model), Numerics()), optax.sgd(1.0), mesh, rows=1)
+    learner = Learner(
+        Policy(architecture_from_hf(model), Numerics()), optax.sgd(1.0), mesh, LearnerOptions(1)
+    )
     lowered = learner.lower_update(8, policy_gradient(LossConfig(), on_policy=True)), learner.lower_apply()
     return {name for program in lowered for name in program.out_info[1]}
 

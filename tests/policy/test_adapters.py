@@ -46,18 +46,18 @@ def logits(policy):
 
 
 @pytest.mark.medium
-def test_the_base_is_drawn_as_without_adapters_and_new_adapters_change_nothing(drawn, logits):
+def test_new_adapters_change_nothing(drawn, logits):
     plain = jax.jit(Policy(ARCHITECTURE, Numerics()).init)(jax.random.key(0))
     base, adapters = split(drawn)
     jax.tree.map(np.testing.assert_array_equal, base, plain)
     np.testing.assert_array_equal(logits(drawn), logits(base))
-    found = {path: np.asarray(leaf) for path, leaf in flatten(adapters).items()}
-    assert found.keys() == {
+    adapters_by_path = {path: np.asarray(leaf) for path, leaf in flatten(adapters).items()}
+    assert adapters_by_path.keys() == {
         f"layers.{module}.{name}"
         for module in ("attn.k", "attn.o", "mlp.down")
         for name in ("lora_a", "lora_b")
     }
-    for path, leaf in found.items():
+    for path, leaf in adapters_by_path.items():
         if path.endswith("lora_b"):
             assert not leaf.any()
         else:  # evenly within 1 / sqrt(in), as PEFT draws them
@@ -69,12 +69,12 @@ def test_the_base_is_drawn_as_without_adapters_and_new_adapters_change_nothing(d
 def test_merged_weights_compute_what_adapters_do(policy, params, logits):
     merged = policy.merged(params, jnp.float32)
     assert jax.tree.structure(merged) == jax.tree.structure(policy.abstract_base)
-    found, expected = logits(merged), logits(params)
-    np.testing.assert_allclose(found, expected, atol=2e-4)
+    actual, expected = logits(merged), logits(params)
+    np.testing.assert_allclose(actual, expected, atol=2e-4)
     assert np.abs(expected - logits(policy.split(params)[0])).max() > 0.1
 
 
-def test_a_frozen_base_has_a_precision_of_its_own():
+def test_frozen_base_has_its_own_precision():
     config = LoraConfig(rank=2, targets=["v"])
     policy = Policy(ARCHITECTURE, Numerics(), Adapters.from_config(config))
     dtypes = {path: leaf.dtype for path, leaf in flatten(policy.abstract_params).items()}

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 from rounding import close_in_norm
+from tiny_policy import mesh_of
 
-from calibadv_jax.config import MeshConfig, PolicyConfig
-from calibadv_jax.policy.attention import packed_attention
+from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
-from calibadv_jax.policy.sharding import MESH_AXES, make_mesh
-from calibadv_jax.policy.transformer import Numerics
+from calibadv_jax.policy.sharding import MESH_AXES
+from calibadv_jax.policy.transformer import Numerics, packed_attention
 
 KERNELS = {
     "xla": lambda *rows: packed_attention(*rows, "xla", 1024),
@@ -67,8 +67,8 @@ def test_values_are_those_of_the_formula(kernel, heads, length):
         q, k, v, segments = q[:, :3], k[:, :3], v[:, :3], np.array([[1, 1, 2], [1, 0, 0]], np.int32)
     else:
         q, k, v, segments = rows(length, length, *heads)
-    found = jax.jit(KERNELS[kernel])(q, k, v, segments)
-    np.testing.assert_allclose(found, reference(q, k, v, segments), atol=2e-5)
+    out = jax.jit(KERNELS[kernel])(q, k, v, segments)
+    np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -81,16 +81,16 @@ def test_values_are_those_of_the_formula(kernel, heads, length):
 )
 def test_gradients_are_those_of_the_plain_kernel(kernel):
     q, k, v, segments = rows(7, 101)
-    wanted = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
+    weights = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
 
     def gradients(attend):
         def objective(q, k, v):
-            return jnp.sum(attend(q, k, v, segments) * wanted)
+            return jnp.sum(attend(q, k, v, segments) * weights)
 
         return jax.jit(jax.grad(objective, argnums=(0, 1, 2)))(q, k, v)
 
-    plain, found = gradients(KERNELS["xla"]), gradients(KERNELS[kernel])
-    close_in_norm(found, plain)
+    plain, actual = gradients(KERNELS["xla"]), gradients(KERNELS[kernel])
+    close_in_norm(actual, plain)
 
 
 def test_half_precision_keeps_its_dtype_and_its_values():
@@ -98,9 +98,9 @@ def test_half_precision_keeps_its_dtype_and_its_values():
     halves = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
     exact = reference(*(np.asarray(x, np.float32) for x in halves), segments)
     for name in ("xla", "blockwise 16", "triton"):
-        found = jax.jit(KERNELS[name])(*halves, segments)
-        assert found.dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.asarray(found, np.float32), exact, atol=0.03)
+        out = jax.jit(KERNELS[name])(*halves, segments)
+        assert out.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=0.03)
 
 
 def test_blocks_of_other_segments_are_not_visited():
@@ -108,25 +108,26 @@ def test_blocks_of_other_segments_are_not_visited():
     q, k, v, _ = rows(5, 64)
     segments = np.repeat(np.array([[1] * 32 + [2] * 32], np.int32), 2, 0)
     v[:, :32] = np.nan
-    found = np.asarray(packed_attention(q, k, v, segments, "xla", 16))
-    assert np.isnan(found[:, :32]).all() and np.isfinite(found[:, 32:]).all()
+    out = np.asarray(packed_attention(q, k, v, segments, "xla", 16))
+    assert np.isnan(out[:, :32]).all() and np.isfinite(out[:, 32:]).all()
 
 
 def test_blocks_of_other_branches_are_not_visited():
     q, k, v, segments = rows(5, 64)
     v[:, 16:32] = np.nan
     ends = np.repeat([[64] * 16 + [32] * 16 + [64] * 32], 2, 0)  # a trunk, and two branches
-    found = np.asarray(packed_attention(q, k, v, segments, "xla", 16, ends))
-    assert np.isnan(found[:, 16:32]).all()
-    assert np.isfinite(found[:, :16]).all() and np.isfinite(found[:, 32:]).all()
+    out = np.asarray(packed_attention(q, k, v, segments, "xla", 16, ends))
+    assert np.isnan(out[:, 16:32]).all()
+    assert np.isfinite(out[:, :16]).all() and np.isfinite(out[:, 32:]).all()
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("kernel", "tensor"), [("xla", 1), ("xla", 2), ("xla", 4), ("splash", 4)])
-def test_a_mesh_computes_the_same_also_with_fewer_key_value_heads_than_devices(kernel, tensor, monkeypatch):
+def test_mesh_with_few_heads_computes_the_same(kernel, tensor, monkeypatch):
     """Gradients too. Splash is interpreted; the XLA kernel works in blocks."""
     monkeypatch.setattr(
-        "calibadv_jax.policy.attention.splash_attention", functools.partial(splash_attention, interpret=True)
+        "calibadv_jax.policy.transformer.splash_attention",
+        functools.partial(splash_attention, interpret=True),
     )
     q, k, v, segments = rows(9, 40, batch=8)
 
@@ -136,7 +137,7 @@ def test_a_mesh_computes_the_same_also_with_fewer_key_value_heads_than_devices(k
 
     compute = jax.grad(objective, argnums=(0, 1, 2), has_aux=True)
     alone = jax.jit(compute)(q, k, v)
-    with jax.set_mesh(make_mesh(MeshConfig(data=1, fsdp=-1, tensor=tensor))):
+    with jax.set_mesh(mesh_of(data=1, fsdp=-1, tensor=tensor)):
         meshed = jax.jit(compute)(q, k, v)
     close_in_norm(meshed, alone)
 

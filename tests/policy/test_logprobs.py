@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rounding import close_in_norm
-from tiny_policy import NARROW
+from tiny_policy import NARROW, SHAPE, tiny
 
-from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.logprobs import token_logprobs
-from calibadv_jax.policy.transformer import Numerics, Policy
 
 BATCH, LENGTH, VOCAB, TEMPERATURE = 2, 21, 53, 0.7
 
@@ -17,7 +15,7 @@ BATCH, LENGTH, VOCAB, TEMPERATURE = 2, 21, 53, 0.7
 @pytest.fixture(scope="module")
 def policy():
     config = NARROW | {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 16}
-    return Policy(architecture_from_hf(config), Numerics())
+    return tiny(config)
 
 
 @pytest.fixture(scope="module")
@@ -52,35 +50,35 @@ def gradients(policy, chunk):
 def test_chunks_equal_the_direct_formula_with_gradients(policy, inputs):
     """The chunk does not divide the row, so that its padding is exercised too."""
     (_, direct), expected = jax.jit(gradients(policy, 0))(*inputs)
-    (_, chunked), found = jax.jit(gradients(policy, 8))(*inputs)
+    (_, chunked), actual = jax.jit(gradients(policy, 8))(*inputs)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), chunked, direct)
-    close_in_norm(found, expected)
+    close_in_norm(actual, expected)
     assert chunked[0].dtype == chunked[1].dtype == jnp.float32
     assert float(direct[0].max()) < 0 < float(direct[1].min())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_only_wanted_tokens_are_computed(policy, inputs, share):
+def test_only_used_tokens_are_computed(policy, inputs, share):
     """States without a number stand where nothing is wanted: they reach no value and no gradient."""
     params, hidden, targets = inputs
-    wanted = jax.random.uniform(jax.random.key(3), (BATCH, LENGTH)) < share
+    used = jax.random.uniform(jax.random.key(3), (BATCH, LENGTH)) < share
 
     def run(params, hidden, chunk):
         decoder = policy.merge(params)
         if chunk:
-            holes = jnp.where(wanted[..., None], hidden, jnp.nan)
-            found = token_logprobs(decoder, holes, targets, TEMPERATURE, chunk, wanted=wanted)
+            holes = jnp.where(used[..., None], hidden, jnp.nan)
+            outputs = token_logprobs(decoder, holes, targets, TEMPERATURE, chunk, used=used)
         else:
-            found = token_logprobs(decoder, hidden, targets, TEMPERATURE, LENGTH)
-        logprobs, entropies = (jnp.where(wanted, values, 0.0) for values in found)
+            outputs = token_logprobs(decoder, hidden, targets, TEMPERATURE, LENGTH)
+        logprobs, entropies = (jnp.where(used, values, 0.0) for values in outputs)
         return jnp.sum(jnp.sin(logprobs)) + jnp.sum(entropies**2), (logprobs, entropies)
 
     compute = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), static_argnums=2)
-    (_, expected), wanted_gradients = compute(params, hidden, 0)
-    (_, found), gradients = compute(params, hidden, 4)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+    (_, expected), expected_gradients = compute(params, hidden, 0)
+    (_, actual), gradients = compute(params, hidden, 4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
     if share:
-        close_in_norm(gradients, wanted_gradients)
+        close_in_norm(gradients, expected_gradients)
     else:
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
@@ -114,7 +112,7 @@ def test_logits_of_all_tokens_never_exist_at_once(policy, inputs, chunk, whole):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("chunk", [8, pytest.param(LENGTH, marks=pytest.mark.medium)])
-def test_entropies_that_are_only_reported_have_no_gradient_and_the_same_values(policy, inputs, chunk):
+def test_reported_entropies_have_no_gradient(policy, inputs, chunk):
     params, hidden, targets = inputs
 
     def run(hidden, entropy_gradient):
@@ -127,3 +125,38 @@ def test_entropies_that_are_only_reported_have_no_gradient_and_the_same_values(p
     alone = jax.grad(lambda hidden: jnp.sum(jnp.sin(run(hidden, True)[1][0])))(hidden)
     close_in_norm(dropped, alone)
     assert np.abs(np.asarray(kept) - np.asarray(dropped)).max() > 1e-3
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def half_decoder(request):
+    config = SHAPE | {"vocab_size": 300, "tie_word_embeddings": request.param}
+    policy = tiny(config, compute_dtype=jnp.bfloat16)
+    return policy.merge(jax.jit(policy.init)(jax.random.key(0)))
+
+
+@pytest.fixture(scope="module")
+def half_hidden():
+    return (2 * jax.random.normal(jax.random.key(1), (1, 6, 32))).astype(jnp.bfloat16)
+
+
+@pytest.mark.medium
+def test_logits_are_float32(half_decoder, half_hidden):
+    assert half_decoder.logits(half_hidden).dtype == jnp.float32
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_log_probabilities_are_those_of_float32(half_decoder, half_hidden, chunk):
+    """Summed in bfloat16 the probabilities of 300 tokens would be off by a percent."""
+    logits = np.asarray(half_decoder.logits(half_hidden), np.float64) / 0.7
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    targets = jnp.asarray([[0, 7, 299, 12, 150, 3]])
+    logprobs, entropies = token_logprobs(half_decoder, half_hidden, targets, 0.7, chunk)
+    assert logprobs.dtype == entropies.dtype == jnp.float32
+    chosen = np.take_along_axis(expected, np.asarray(targets)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(logprobs, chosen, atol=2e-5)
+    np.testing.assert_allclose(entropies, -(np.exp(expected) * expected).sum(-1), atol=2e-5)
+
+
+def test_parameters_stay_as_they_are_stored(half_decoder):
+    assert half_decoder.embed.embedding[...].dtype == jnp.float32

@@ -1,16 +1,18 @@
 """Shapes read from config.json, and what is refused."""
 
 import dataclasses
+import math
 from copy import deepcopy
 
 import jax
+import numpy as np
 import pytest
 from tiny_policy import LLAMA3
 from transformers import AutoConfig
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.architecture import RopeScaling, architecture_from_hf
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.transformer import Numerics, Policy, inverse_frequencies
 
 BASE = {
     "vocab_size": 40,
@@ -112,7 +114,40 @@ def test_original_length_of_llama3_is_found(fields, length):
         ),
     ],
 )
-def test_what_the_decoder_can_not_do_is_refused_by_name(fields, words):
+def test_unsupported_architecture_is_refused(fields, words):
     with pytest.raises(UserError, match="policy/config.json: .*") as caught:
         architecture_from_hf(BASE | fields, "policy/config.json")
     assert words in str(caught.value)
+
+
+ROPE_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 8,
+    "hidden_size": 32,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "head_dim": 32,
+    "rope_theta": 100.0,
+}
+
+
+def test_llama3_scaling_equals_transformers_in_all_three_bands():
+    pytest.importorskip("torch")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    upstream = LlamaConfig(
+        hidden_size=32, num_attention_heads=1, rope_parameters=LLAMA3 | {"rope_theta": 100.0}
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS["llama3"](upstream, "cpu")
+    assert factor == 1.0
+    plain = np.asarray(inverse_frequencies(architecture_from_hf(ROPE_CONFIG)))
+    scaled = np.asarray(inverse_frequencies(architecture_from_hf(ROPE_CONFIG | {"rope_scaling": LLAMA3})))
+    np.testing.assert_allclose(scaled, expected.numpy(), rtol=1e-6)
+    wavelengths = 2 * math.pi / plain
+    bands = [wavelengths < 16, (wavelengths >= 16) & (wavelengths <= 64), wavelengths > 64]
+    assert [int(band.sum()) for band in bands] == [4, 5, 7]
+    np.testing.assert_array_equal(scaled[bands[0]], plain[bands[0]])
+    assert ((plain / 8 < scaled) & (scaled < plain))[bands[1]].all()
+    np.testing.assert_allclose(scaled[bands[2]], plain[bands[2]] / 8)

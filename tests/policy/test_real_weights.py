@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from packages import need
 from real_rig import real_model
+from tiny_policy import single_device, tiny
 
-from calibadv_jax.config import Config, MeshConfig, SamplerConfig
+from calibadv_jax.config import Config, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.core.tags import STOP_STRINGS, TAGS
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.logprobs import token_logprobs
-from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.observation import Observations, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import build_prompt
@@ -71,12 +70,12 @@ def original(weights):
 
 @pytest.fixture(scope="module")
 def mesh():
-    return make_mesh(MeshConfig(fsdp=1), devices=jax.devices()[:1])
+    return single_device()
 
 
 @pytest.fixture(scope="module")
 def policy(folder):
-    return Policy(architecture_from_hf(read_hf_config(folder)), Numerics())
+    return tiny(read_hf_config(folder))
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +94,11 @@ def prompts(tokenizer, lengths):
     texts = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
     start = build_prompt(Question("1", ASKED[0], ("x",), "test"), tokenizer, Config().prompt, 2048)
     written = encode(tokenizer, texts[: 30 * sum(lengths)])
-    found, at = [], 0
+    pieces, at = [], 0
     for length in lengths:
-        found.append(np.concatenate([start, written[at : at + length]]).astype(np.int32)[-length:])
+        pieces.append(np.concatenate([start, written[at : at + length]]).astype(np.int32)[-length:])
         at += length
-    return found
+    return pieces
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +106,13 @@ def expected(original, prompts):
     """Log-probabilities float32 [N - 1] of each prompt's tokens, by transformers."""
     import torch
 
-    found = []
+    values = []
     for ids in prompts:
         tokens = torch.tensor(ids, dtype=torch.long)
         with torch.no_grad():
             rows = torch.log_softmax(original(tokens[None]).logits[0, :-1].float(), -1)
-        found.append(rows[torch.arange(len(ids) - 1), tokens[1:]].numpy())
-    return found
+        values.append(rows[torch.arange(len(ids) - 1), tokens[1:]].numpy())
+    return values
 
 
 def logprobs(policy, params, prompts, width=WIDTH):
@@ -143,23 +142,21 @@ def logprobs(policy, params, prompts, width=WIDTH):
 
 def test_log_probabilities_are_those_of_transformers(policy, params, prompts, expected, lengths):
     assert [len(ids) for ids in prompts] == list(lengths)
-    for ours, theirs in zip(logprobs(policy, params, prompts), expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-3)
+    for ours, reference in zip(logprobs(policy, params, prompts), expected, strict=True):
+        np.testing.assert_allclose(ours, reference, atol=2e-3)
     assert np.mean(np.concatenate(expected)) > -4.5  # it has read English: at random it would be -10.8
 
 
 def test_bfloat16_stays_near(policy, params, prompts, expected):
     half = Policy(policy.architecture, Numerics(compute_dtype=jnp.bfloat16))
     few = slice(3)  # it is slow on a CPU without instructions for it
-    found = logprobs(half, params, prompts[few], sum(LENGTHS[few]))
-    gaps = [np.abs(a - b) for a, b in zip(found, expected[few], strict=True)]
+    half_logprobs = logprobs(half, params, prompts[few], sum(LENGTHS[few]))
+    gaps = [np.abs(a - b) for a, b in zip(half_logprobs, expected[few], strict=True)]
     assert np.mean(np.concatenate(gaps)) < 0.05
     assert np.mean(np.concatenate(gaps)) > 1e-4  # else it was no bfloat16
 
 
-def test_the_greedy_text_is_that_of_transformers(
-    policy, params, mesh, tokenizer, original, prompts, all_cases
-):
+def test_greedy_text_equals_transformers(policy, params, mesh, tokenizer, original, prompts, all_cases):
     import torch
 
     stops = StopRule(tokenizer, tokenizer.eos_token_id)
@@ -180,14 +177,14 @@ def test_the_greedy_text_is_that_of_transformers(
     for ids, completion in zip(asked, asyncio.run(all_of_them()), strict=True):
         tokens = torch.tensor(ids, dtype=torch.long)[None]
         with torch.no_grad():
-            theirs = original.generate(tokens, max_new_tokens=length, do_sample=False)[0, len(ids) :]
-        assert completion.token_ids == theirs.tolist()
+            greedy = original.generate(tokens, max_new_tokens=length, do_sample=False)[0, len(ids) :]
+        assert completion.token_ids == greedy.tolist()
 
 
 @pytest.mark.parametrize("before", ["", " ", "Ada Berk ", "Ada Berk", "1999", "\n", "query<", "日本"])
 @pytest.mark.parametrize("after", ["", " ", "\n", ">", "\n\n<think>", "."])
 @pytest.mark.parametrize("stop", STOP_STRINGS)
-def test_a_completion_ends_at_the_token_that_completes_a_tag(tokenizer, before, after, stop):
+def test_completion_ends_at_token_completing_a_tag(tokenizer, before, after, stop):
     ids = encode(tokenizer, f"<search>{before}{stop}{after}")
     rule = StopRule(tokenizer, tokenizer.eos_token_id)
     count, why = rule.find(ids, STOP_STRINGS)
@@ -197,11 +194,11 @@ def test_a_completion_ends_at_the_token_that_completes_a_tag(tokenizer, before, 
     assert rule.may_end(ids[count - 1], STOP_STRINGS)
     for cut in range(1, count):  # as by a weight swap: the rest is looked for, too
         rest = rule.text(ids[:count])[len(rule.text(ids[:cut])) :]
-        wanted = (*STOP_STRINGS, *rule.remainders(ids[:cut], STOP_STRINGS))
-        assert "\ufffd" in rule.text(ids[:cut]) or any(one in rest for one in wanted)
+        remaining = (*STOP_STRINGS, *rule.remainders(ids[:cut], STOP_STRINGS))
+        assert "\ufffd" in rule.text(ids[:cut]) or any(text in rest for text in remaining)
 
 
-def test_nothing_untrusted_becomes_a_control_token_or_a_tag(tokenizer):
+def test_untrusted_text_makes_no_control_token(tokenizer):
     control = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
     hostile = " ".join([*tokenizer.all_special_tokens, *tokenizer.get_added_vocab(), *TAGS])
     config = Config().prompt
@@ -229,7 +226,7 @@ def test_chat_template_default_system_turn(tokenizer, name):
     assert NAMES[name] in kept and NAMES[name] not in own
 
 
-def test_what_is_saved_is_what_transformers_loads(folder, policy, params, original, prompts, tmp_path):
+def test_saved_model_loads_in_transformers(folder, policy, params, original, prompts, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 

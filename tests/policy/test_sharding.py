@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny_policy import WIDER
+from tiny_policy import GROUPED, WIDER, mesh_of, tiny
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
@@ -25,24 +25,21 @@ def test_one_axis_takes_the_rest(sizes, expected):
 
 
 @pytest.mark.parametrize("sizes", [(3, -1, 1), (2, 2, 1), (16, -1, 1)])
-def test_sizes_that_do_not_fit_the_devices_are_refused(sizes):
+def test_sizes_that_do_not_fit_are_refused(sizes):
     with pytest.raises(UserError, match=r"mesh: .* does not fit 8 device\(s\)"):
         make_mesh(MeshConfig(*sizes))
 
 
 def test_parameters_split_where_they_can():
     """Key and value heads of width 18 do not divide by tensor=4: that axis stays whole, the other splits."""
-    config = {
-        "model_type": "qwen2",
+    config = GROUPED | {
         "vocab_size": 32,
         "hidden_size": 36,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
         "num_attention_heads": 6,
         "num_key_value_heads": 3,
     }
-    abstract = Policy(architecture_from_hf(config), Numerics()).abstract_params
-    shardings = param_shardings(abstract, make_mesh(MeshConfig(data=1, fsdp=2, tensor=4)))
+    abstract = tiny(config).abstract_params
+    shardings = param_shardings(abstract, mesh_of(data=1, fsdp=2, tensor=4))
     layers = shardings["layers"]
     assert shardings["embed"]["embedding"].spec == P("tensor", "fsdp")
     assert layers["mlp"]["gate"]["kernel"].spec == P(None, "fsdp", "tensor")
@@ -52,9 +49,9 @@ def test_parameters_split_where_they_can():
     assert jax.tree.structure(shardings) == jax.tree.structure(abstract)
 
 
-def test_a_local_copy_gathers_the_frozen_base_once():
+def test_local_copy_gathers_the_base_once():
     """Later calls bring what is trained anew; where everything is trained, everything."""
-    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    mesh = mesh_of(data=1, fsdp=4, tensor=2)
     architecture = architecture_from_hf(WIDER)
     for adapters in (Adapters(2, 4.0, ("q",), "bfloat16"), None):
         policy = Policy(architecture, Numerics(), adapters)
@@ -66,7 +63,10 @@ def test_a_local_copy_gathers_the_frozen_base_once():
         second = copied(joined(base, jax.tree.map(lambda leaf: leaf + 1, trained)))
         (kept, before), (again, after) = policy.split(first), policy.split(second)
         assert jax.tree.leaves(kept) == [] if adapters is None else jax.tree.leaves(kept)
-        assert all(one is two for one, two in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True))
+        assert all(
+            before_leaf is two
+            for before_leaf, two in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True)
+        )
         jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, old + 1), after, before)
         for leaf, placed in zip(jax.tree.leaves(second), jax.tree.leaves(at), strict=True):
             assert leaf.dtype == jnp.float32 and leaf.sharding.is_equivalent_to(placed, leaf.ndim)

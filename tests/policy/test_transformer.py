@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from rounding import close_in_norm
-from tiny_policy import WIDER
+from tiny_policy import NARROW, WIDER, mesh_of, tiny
 
-from calibadv_jax.config import MeshConfig
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import batch_sharding, make_mesh, param_shardings
+from calibadv_jax.policy.kernels.custom_gradients import RMSNorm, gated, rows_product
+from calibadv_jax.policy.sharding import batch_sharding, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 
 CONFIG = WIDER | {"vocab_size": 64}
@@ -47,7 +48,7 @@ def rows(batch, seed=0):
     return tokens, np.tile(np.arange(LENGTH, dtype=np.int32), (batch, 1)), np.ones((batch, LENGTH), np.int32)
 
 
-def test_segments_of_one_row_equal_rows_of_their_own(forward, params):
+def test_packed_segments_equal_separate_rows(forward, params):
     tokens, positions, segments = rows(2)
     separate = forward(params, tokens, positions, segments)
     first, second = 9, 11  # tokens of each trajectory; the rest of the row is padding
@@ -62,7 +63,7 @@ def test_segments_of_one_row_equal_rows_of_their_own(forward, params):
     np.testing.assert_allclose(together[0, first : first + second], separate[1, :second], atol=1e-4)
 
 
-def test_a_token_sees_nothing_of_the_future(forward, params):
+def test_token_sees_nothing_of_the_future(forward, params):
     tokens, positions, segments = rows(2)
     changed = tokens.copy()
     changed[:, 10:] = (changed[:, 10:] + 1) % 64
@@ -87,8 +88,8 @@ def test_rematerialised_chunked_attention_equals_plain(forward, params):
         return jnp.mean(logits * weight), logits
 
     plain, chunked = (
-        jax.jit(jax.grad(lambda p, one=one: objective(one, p), has_aux=True))(params)
-        for one in (Policy(ARCHITECTURE, Numerics()), other)
+        jax.jit(jax.grad(lambda p, chosen=chosen: objective(chosen, p), has_aux=True))(params)
+        for chosen in (Policy(ARCHITECTURE, Numerics()), other)
     )
     np.testing.assert_allclose(plain[1], chunked[1], atol=1e-4)
     close_in_norm(chunked[0], plain[0])
@@ -106,22 +107,24 @@ def test_decoding_with_a_cache_equals_packed_rows(policy, forward, params):
     block = int(prefilled.max())
     valid = np.arange(block) < prefilled[:, None]
     hidden, cache = decode(params, tokens[:, :block], positions[:, :block], valid, cache, slots)
-    found = logits(params, hidden)
+    prefilled_logits = logits(params, hidden)
     for row in range(2):
-        np.testing.assert_allclose(found[row, : prefilled[row]], expected[row, : prefilled[row]], atol=1e-4)
+        np.testing.assert_allclose(
+            prefilled_logits[row, : prefilled[row]], expected[row, : prefilled[row]], atol=1e-4
+        )
     for offset in range(LENGTH - block):
         at = (prefilled + offset)[:, None]
         token = np.take_along_axis(tokens, at, 1)
         hidden, cache = decode(params, token, at, np.ones((2, 1), bool), cache, slots)
-        wanted = np.take_along_axis(np.asarray(expected), at[..., None], 1)
-        np.testing.assert_allclose(logits(params, hidden), wanted, atol=1e-4)
+        target = np.take_along_axis(np.asarray(expected), at[..., None], 1)
+        np.testing.assert_allclose(logits(params, hidden), target, atol=1e-4)
     assert all(not np.asarray(part)[:, 1].any() for stack in cache for part in stack)
 
 
 def test_eight_devices_equal_one(policy, forward, params):
     tokens, positions, segments = rows(8)
     alone = forward(params, tokens, positions, segments)
-    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    mesh = mesh_of(data=1, fsdp=4, tensor=2)
     shardings = param_shardings(policy.abstract_params, mesh)
     with jax.set_mesh(mesh):
         spread = jax.device_put(params, shardings)
@@ -131,3 +134,78 @@ def test_eight_devices_equal_one(policy, forward, params):
     assert kernel.addressable_shards[0].data.size * 8 == kernel.size
     assert len(meshed.sharding.device_set) == 8
     np.testing.assert_allclose(alone, np.asarray(meshed), atol=1e-4)
+
+
+def test_invalid_token_is_not_written():
+    """Three tokens of which the last is padding, into row 2 of three; the row is written at 4 and 5."""
+    policy = tiny(NARROW)
+    params = jax.jit(policy.init)(jax.random.key(0))
+    tokens, positions = np.array([[1, 2, 3]]), np.array([[4, 5, 6]])
+    valid, slots = np.array([[True, True, False]]), np.array([2])
+    decode = jax.jit(lambda params, *args: policy.merge(params).decode(*args))
+    _, (stack,) = decode(params, tokens, positions, valid, policy.empty_cache(3, 9), slots)
+    for array in stack:  # [L, S, K, T, H]
+        written = np.argwhere(np.asarray(array)[0].any(axis=(1, 3)))
+        assert written.tolist() == [[2, 4], [2, 5]]
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def assert_same(custom, plain, *inputs):
+    """Values, and gradients by every input of a scalar that depends on every value."""
+
+    def both(function):
+        def objective(*inputs):
+            out = function(*inputs)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.grad(objective, argnums=tuple(range(len(inputs))), has_aux=True))(*inputs)
+
+    close_in_norm(both(custom), both(plain))
+
+
+def test_product_equals_plain_product():
+    assert_same(rows_product, lambda x, w: jnp.einsum("btd,df->btf", x, w), draw(0, 2, 5, 7), draw(1, 7, 3))
+
+
+def test_gate_equals_its_formula():
+    assert_same(gated, lambda gate, up: gate / (1 + jnp.exp(-gate)) * up, draw(0, 2, 5, 7), draw(1, 2, 5, 7))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 8), (2, 5, 3, 8)])
+def test_norm_equals_flaxs(shape):
+    def apply(kind):
+        graph, _ = nnx.split(kind(8, epsilon=0.1, rngs=nnx.Rngs(0)))
+        return lambda x, scale: nnx.merge(graph, {"scale": scale})(x)
+
+    assert_same(apply(RMSNorm), apply(nnx.RMSNorm), draw(0, *shape), draw(1, 8))
+
+
+def test_half_precision_stays_half_precision():
+    x, weights = draw(0, 2, 5, 8).astype(jnp.bfloat16), draw(1, 8, 3).astype(jnp.bfloat16)
+    norm = RMSNorm(8, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    for function in (lambda x: rows_product(x, weights), lambda x: gated(x, x), norm):
+        out, pull = jax.vjp(function, x)
+        assert out.dtype == pull(out)[0].dtype == jnp.bfloat16
+
+
+def test_weight_gradients_contract_one_axis():
+    """Of both operands the first: neither is transposed. What JAX derives by itself sums over two axes."""
+
+    def contracted(product):
+        def objective(x, weights):
+            return jnp.sum(product(x, weights, (((2,), (0,)), ((), ()))) ** 2)
+
+        program = jax.make_jaxpr(jax.grad(objective, argnums=1))(draw(0, 2, 5, 7), draw(1, 7, 3))
+        return str(program)
+
+    assert "dimension_numbers=(([0], [0]), ([], []))" in contracted(rows_product)
+    assert "dimension_numbers=(([0, 1], [0, 1]), ([], []))" in contracted(jax.lax.dot_general)
+
+
+@pytest.mark.parametrize("kernel", ["splash", "triton", "cudnn"])
+def test_other_backends_keep_jaxs_own_products(kernel):
+    assert Numerics(kernel=kernel).product is jax.lax.dot_general
+    assert Numerics(kernel="xla").product is rows_product

@@ -8,57 +8,41 @@ import numpy as np
 import pytest
 from compiled_rig import collectives
 from rounding import close_in_norm
+from tiny_policy import NARROW, mesh_of, tiny
 
-from calibadv_jax.config import MeshConfig
-from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.logprobs import token_logprobs
-from calibadv_jax.policy.sharding import batch_sharding, make_mesh, param_shardings
-from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.policy.vocabulary import look_up
+from calibadv_jax.policy.sharding import batch_sharding, param_shardings
+from calibadv_jax.policy.transformer import look_up
 
 ROWS, LENGTH, CHUNK, WIDTH = 8, 12, 4, 16
 
 
-@pytest.fixture(autouse=True)
-def eight_devices():
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 (simulated) devices")
-
-
 def make_policy(tied, vocab, dtype=jnp.float32):
-    config = {
-        "model_type": "qwen2",
-        "vocab_size": vocab,
-        "hidden_size": WIDTH,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "tie_word_embeddings": tied,
-    }
-    return Policy(architecture_from_hf(config), Numerics(compute_dtype=dtype))
+    shape = {"vocab_size": vocab, "hidden_size": WIDTH, "tie_word_embeddings": tied}
+    return tiny(NARROW | shape, compute_dtype=dtype)
 
 
 def objective(policy, chunk):
     """(params, hidden, tokens, targets) -> a scalar of the three outputs, the outputs; and gradients.
 
-    Of the first rows few tokens are wanted, so that the devices have unequal work.
+    Of the first rows few tokens are used, so that the devices have unequal work.
     """
-    wanted = jnp.arange(LENGTH) < jnp.arange(ROWS)[:, None] * LENGTH // (ROWS - 1)
+    used = jnp.arange(LENGTH) < jnp.arange(ROWS)[:, None] * LENGTH // (ROWS - 1)
 
     def run(params, hidden, tokens, targets):
         decoder = policy.merge(params)
         if chunk:
-            found = look_up(params["embed"]["embedding"], tokens, jnp.float32)
-            logprobs, entropies = token_logprobs(decoder, hidden, targets, 0.7, chunk, wanted=wanted)
+            embedded = look_up(params["embed"]["embedding"], tokens, jnp.float32)
+            logprobs, entropies = token_logprobs(decoder, hidden, targets, 0.7, chunk, used=used)
         else:
-            found = params["embed"]["embedding"][tokens]
+            embedded = params["embed"]["embedding"][tokens]
             every = jax.nn.log_softmax(decoder.logits(hidden) / 0.7, axis=-1)
             logprobs = jnp.take_along_axis(every, targets[..., None], axis=-1)[..., 0]
             entropies = -jnp.sum(jnp.exp(every) * every, axis=-1)
-        logprobs, entropies = jnp.where(wanted, logprobs, 0.0), jnp.where(wanted, entropies, 0.0)
+        logprobs, entropies = jnp.where(used, logprobs, 0.0), jnp.where(used, entropies, 0.0)
         weight = jnp.cos(jnp.arange(LENGTH))
-        total = jnp.sum(weight * logprobs) + jnp.sum(weight**2 * entropies) + jnp.sum(jnp.sin(found))
-        return total, (logprobs, entropies, found)
+        total = jnp.sum(weight * logprobs) + jnp.sum(weight**2 * entropies) + jnp.sum(jnp.sin(embedded))
+        return total, (logprobs, entropies, embedded)
 
     return jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
 
@@ -94,21 +78,21 @@ def on_mesh(policy, mesh, chunk):
     ],
     ids=str,
 )
-def test_a_mesh_computes_the_plain_formula_and_its_gradients(mesh, tied, vocab):
+def test_mesh_computes_the_plain_formula(mesh, tied, vocab):
     policy = make_policy(tied, vocab)
-    (_, expected), wanted = jax.jit(objective(policy, 0))(*inputs(policy))
-    compiled, placed = on_mesh(policy, make_mesh(MeshConfig(**mesh)), CHUNK)
-    (_, found), gradients = compiled(*placed)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
-    close_in_norm(gradients, wanted)
+    (_, expected), expected_gradients = jax.jit(objective(policy, 0))(*inputs(policy))
+    compiled, placed = on_mesh(policy, mesh_of(**mesh), CHUNK)
+    (_, actual), gradients = compiled(*placed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
+    close_in_norm(gradients, expected_gradients)
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("mesh", "tied"), [({"fsdp": 8}, True), ({"fsdp": 4, "tensor": 2}, False)], ids=str)
-def test_the_head_is_gathered_once_a_direction_and_its_gradient_scattered_once(mesh, tied):
+def test_head_is_gathered_once_a_direction(mesh, tied):
     vocab = 40
     policy = make_policy(tied, vocab)
-    sizes = make_mesh(MeshConfig(**mesh))
+    sizes = mesh_of(**mesh)
     text = on_mesh(policy, sizes, CHUNK)[0].as_text()
     part = vocab // sizes.shape["tensor"]
     whole = {f"f32[{part},{WIDTH}]", f"f32[{WIDTH},{part}]"}
@@ -122,9 +106,9 @@ def test_the_head_is_gathered_once_a_direction_and_its_gradient_scattered_once(m
 
 
 @pytest.mark.medium
-def test_a_look_up_moves_the_found_columns_and_not_the_table():
+def test_look_up_moves_columns_instead_of_the_table():
     policy = make_policy(False, 40)
-    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    mesh = mesh_of(fsdp=4, tensor=2)
     params, _, tokens, _ = inputs(policy)
     placed = jax.device_put(params, param_shardings(policy.abstract_params, mesh))["embed"]["embedding"]
     tokens = jax.device_put(tokens, batch_sharding(mesh))
@@ -140,7 +124,7 @@ def test_a_look_up_moves_the_found_columns_and_not_the_table():
 
 
 @pytest.mark.parametrize("mesh", [None, {"fsdp": 4, "tensor": 2}], ids=str)
-def test_gradients_of_bfloat16_look_ups_add_up_in_float32(mesh):
+def test_bfloat16_look_up_gradients_sum_in_float32(mesh):
     """A thousand additions of 1 to one row: bfloat16 would stop at 256."""
     table, tokens = jnp.zeros((40, WIDTH)), jnp.full((ROWS, 128), 7)
 
@@ -148,16 +132,18 @@ def test_gradients_of_bfloat16_look_ups_add_up_in_float32(mesh):
         return jnp.sum(look_up(table, tokens, jnp.bfloat16).astype(jnp.float32))
 
     if mesh is None:
-        found = jax.jit(jax.grad(total))(table)
+        gradient = jax.jit(jax.grad(total))(table)
     else:
-        with jax.set_mesh(make_mesh(MeshConfig(**mesh))):
-            found = jax.jit(jax.grad(total))(table)
-    np.testing.assert_array_equal(found[7], ROWS * 128)  # float32 holds such whole numbers without rounding
-    assert float(jnp.abs(found).sum()) == ROWS * 128 * WIDTH
+        with jax.set_mesh(mesh_of(**mesh)):
+            gradient = jax.jit(jax.grad(total))(table)
+    np.testing.assert_array_equal(
+        gradient[7], ROWS * 128
+    )  # float32 holds such whole numbers without rounding
+    assert float(jnp.abs(gradient).sum()) == ROWS * 128 * WIDTH
 
 
 @pytest.mark.medium
-def test_gradients_of_a_bfloat16_head_add_up_in_float32():
+def test_bfloat16_head_gradients_sum_in_float32():
     """Over many chunks of equal states; rounded sums would lose the later ones."""
     policy = make_policy(False, 40, jnp.bfloat16)
     params = jax.jit(policy.init)(jax.random.key(0))
@@ -170,5 +156,5 @@ def test_gradients_of_a_bfloat16_head_add_up_in_float32():
 
     kernel = params["lm_head"]["kernel"]
     many = jax.grad(total)(kernel, hidden, targets)
-    one = jax.grad(total)(kernel, hidden[:, :2], targets[:, :2])
-    close_in_norm(many, 512 * one, 1e-4)
+    pair = jax.grad(total)(kernel, hidden[:, :2], targets[:, :2])
+    close_in_norm(many, 512 * pair, 1e-4)

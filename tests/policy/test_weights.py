@@ -3,10 +3,9 @@
 import jax
 import numpy as np
 import pytest
+from tiny_policy import tiny
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import (
     check_hf,
     flatten,
@@ -31,7 +30,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def policy():
-    return Policy(architecture_from_hf(CONFIG), Numerics())
+    return tiny(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +46,11 @@ def test_names_and_layout_survive_the_round_trip(policy, params):
     np.testing.assert_array_equal(kernel, params["layers"]["mlp"]["gate"]["kernel"][1].T)
     for path, expected in flatten(params).items():
         everything = (slice(None),) * expected.ndim
-        found = from_hf(path, lambda name, at: tensors[name][at], 3, everything, np.float32)
-        np.testing.assert_array_equal(found, expected)
+        array = from_hf(path, lambda name, at: tensors[name][at], 3, everything, np.float32)
+        np.testing.assert_array_equal(array, expected)
 
 
-def test_a_region_reads_no_more_than_itself(params):
+def test_region_reads_no_more_than_itself(params):
     tensors = dict(to_hf(params))
     read = []
 
@@ -60,10 +59,10 @@ def test_a_region_reads_no_more_than_itself(params):
         return tensors[name][region]
 
     region = (slice(1, 3), slice(0, 4), slice(6, 12))
-    found = from_hf("layers.mlp.up.kernel", reader, 3, region, np.float16)
+    array = from_hf("layers.mlp.up.kernel", reader, 3, region, np.float16)
     expected = params["layers"]["mlp"]["up"]["kernel"][region].astype(np.float16)
-    np.testing.assert_array_equal(found, expected)
-    assert found.dtype == np.float16
+    np.testing.assert_array_equal(array, expected)
+    assert array.dtype == np.float16
     assert read == [(f"model.layers.{layer}.mlp.up_proj.weight", (6, 4)) for layer in (1, 2)]
 
 
@@ -71,7 +70,7 @@ def test_flat_and_nested_are_the_same(params):
     assert jax.tree.structure(unflatten(flatten(params))) == jax.tree.structure(params)
 
 
-def test_one_line_names_the_first_of_every_kind_that_does_not_fit(policy):
+def test_misfits_are_named_in_one_line(policy):
     shapes = hf_shapes(policy.abstract_params)
     check_hf(shapes, policy.abstract_params, "folder")
     del shapes["model.norm.weight"], shapes["model.layers.2.self_attn.q_proj.bias"]
@@ -91,12 +90,15 @@ def test_one_line_names_the_first_of_every_kind_that_does_not_fit(policy):
 
 
 def test_many_differences_stay_one_short_line(policy):
-    found = {f"other.{index}.weight": (1,) for index in range(50)}
+    shapes = {f"other.{index}.weight": (1,) for index in range(50)}
     expected = hf_shapes(policy.abstract_params)
-    problems = shape_problems(found, expected)
-    assert len(problems) == len(found) + len(expected)
-    assert {name for name in (*found, *expected) if f" {name} " in " ".join(problems)} == {*found, *expected}
+    problems = shape_problems(shapes, expected)
+    assert len(problems) == len(shapes) + len(expected)
+    assert {name for name in (*shapes, *expected) if f" {name} " in " ".join(problems)} == {
+        *shapes,
+        *expected,
+    }
     with pytest.raises(UserError) as caught:
-        check_hf(found, policy.abstract_params, "folder")
+        check_hf(shapes, policy.abstract_params, "folder")
     assert len(str(caught.value)) < 200
     assert str(caught.value).endswith(f"; and {len(problems) - 3} more")

@@ -16,8 +16,7 @@ from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, PromptConfig, RewardConfig, RolloutConfig
 from calibadv_jax.core.tags import TAGS, neutralise
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.learner.batching import pack
-from calibadv_jax.learner.packing import place
+from calibadv_jax.learner.batching import pack, place
 from calibadv_jax.learner.step import make_sample
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.agent import RolloutContext

@@ -22,7 +22,7 @@ from trainer_rig import (
     write_group,
 )
 
-from calibadv_jax.advantages.turn_estimators import critic_values, gae_and_returns
+from calibadv_jax.advantages.estimators import critic_values, gae_and_returns
 from calibadv_jax.config import OptimizerConfig
 from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError

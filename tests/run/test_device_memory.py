@@ -22,7 +22,7 @@ from calibadv_jax.contrib.planning.memory import (
     peak_memory,
     program_memory,
 )
-from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -98,7 +98,9 @@ def test_the_trainers_state_is_counted_as_it_is_placed(mesh, optimizer):
     rule = replace(Config().learner.optimizer, name=optimizer)
     config = config_with(learner={"microbatch_rows": 8, "row_length": 128, "optimizer": rule})
     policy, devices = Policy(ARCHITECTURE, Numerics.from_config(config.policy)), make_mesh(mesh)
-    state = Learner(policy, make_optimizer(rule, make_schedule(rule, 10)), devices, 8).abstract_state()
+    state = Learner(
+        policy, make_optimizer(rule, make_schedule(rule, 10)), devices, LearnerOptions(8)
+    ).abstract_state()
 
     def placed(tree):
         leaves = jax.tree.leaves(tree)
@@ -121,7 +123,7 @@ def test_adapters_and_their_base_are_counted_as_they_are_placed(optimizer):
     config = config_with(learner=learner, policy={"lora": lora})
     numerics, devices = Numerics.from_config(config.policy), make_mesh(MESHES[1])
     policy = Policy(ARCHITECTURE, numerics, Adapters.from_config(lora))
-    learner = Learner(policy, make_optimizer(rule, make_schedule(rule, 10)), devices, 8)
+    learner = Learner(policy, make_optimizer(rule, make_schedule(rule, 10)), devices, LearnerOptions(8))
     state, base = learner.abstract_state(), learner._abstract_base()
 
     def placed(tree):

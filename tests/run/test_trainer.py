@@ -166,9 +166,9 @@ def test_the_kl_term_is_to_the_initial_policy(tmp_path):
 def test_the_learner_computes_at_the_samplers_temperature(tmp_path, temperature, used):
     config = make_config(tmp_path, rollout={"temperature": temperature}, policy={"logprob_chunk": 5})
     trainer = make_trainer(config, tmp_path)
-    learner = trainer.learner
-    assert (learner.temperature, learner.logprob_chunk, learner.rows) == (used, 5, 8)
-    assert (learner.row_length, learner.offload) == (config.learner.row_length, False)
+    options = trainer.learner.options
+    assert (options.temperature, options.logprob_chunk, options.rows) == (used, 5, 8)
+    assert (options.row_length, options.offload) == (config.learner.row_length, False)
     assert trainer.reference is None  # without a KL term nothing is kept for it
 
 

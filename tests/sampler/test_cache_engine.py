@@ -11,7 +11,7 @@ from tiny_policy import SHAPE
 
 from calibadv_jax.config import MeshConfig, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
-from calibadv_jax.policy import cache
+from calibadv_jax.policy import transformer
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import UNROLLED_LAYERS, Numerics, Policy
@@ -166,7 +166,7 @@ def test_tiles_of_a_few_rows_on_a_mesh(policy, params, expected, monkeypatch):
 
 @pytest.mark.medium
 def test_scores_of_some_rows_at_a_time_are_the_same(policy, params, expected, monkeypatch):
-    monkeypatch.setattr(cache, "SCORE_BYTES", 3 * 4 * 8 * 4 * LENGTH)  # three rows of a prefill
+    monkeypatch.setattr(transformer, "SCORE_BYTES", 3 * 4 * 8 * 4 * LENGTH)  # three rows of a prefill
     check(sample(policy, params, MeshConfig(1, 1, 1))[1], expected)
 
 

@@ -14,7 +14,7 @@ from published_configs import PUBLISHED
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.commands import doctor
 from calibadv_jax.contrib.planning.memory import estimate_memory
-from calibadv_jax.learner.learner import Learner
+from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import RopeScaling, architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
@@ -124,7 +124,7 @@ def test_the_estimate_is_what_the_mesh_puts_on_a_device(name):
     policy, mesh = Policy(architecture, Numerics.from_config(config.policy)), make_mesh(config.mesh)
     optimizer = config.learner.optimizer
     rule = make_optimizer(optimizer, make_schedule(optimizer, 10))
-    state = Learner(policy, rule, mesh, config.learner.microbatch_rows).abstract_state()
+    state = Learner(policy, rule, mesh, LearnerOptions(config.learner.microbatch_rows)).abstract_state()
 
     def bytes_on_a_device(tree):
         leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.shape]

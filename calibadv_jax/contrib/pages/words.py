@@ -10,8 +10,7 @@ import numpy as np
 
 from calibadv_jax.advantages.calibadv_variants import variant_keys
 from calibadv_jax.advantages.credit import last_filled, two_sides
-from calibadv_jax.advantages.estimators import ESTIMATORS
-from calibadv_jax.advantages.steps import mean_and_std
+from calibadv_jax.advantages.estimators import ESTIMATORS, mean_and_std
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.contrib.pages.run_files import Row
 from calibadv_jax.core.trajectory import NO_ACTIONS

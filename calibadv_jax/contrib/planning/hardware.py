@@ -15,8 +15,8 @@ from typing import Literal
 from calibadv_jax.config import Config
 from calibadv_jax.contrib.planning.gpu_targets import GPUS
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.policy.attention import KERNELS
 from calibadv_jax.policy.sharding import local_sizes
+from calibadv_jax.policy.transformer import KERNELS
 
 Platform = Literal["tpu", "cuda"]
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX's name of the share of a GPU's memory that it takes

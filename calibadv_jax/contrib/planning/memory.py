@@ -19,9 +19,8 @@ from calibadv_jax.learner.critic import critic_of
 from calibadv_jax.learner.optimizer import STACKED_MATRICES, most_at_once
 from calibadv_jax.policy.adapters import Adapters, count
 from calibadv_jax.policy.architecture import Architecture
-from calibadv_jax.policy.cache import SCORE_BYTES
 from calibadv_jax.policy.sharding import MESH_AXES, param_shardings
-from calibadv_jax.policy.transformer import Numerics, Params, Policy
+from calibadv_jax.policy.transformer import SCORE_BYTES, Numerics, Params, Policy
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.sampler.tiles import TileShape
 

@@ -17,12 +17,11 @@ from calibadv_jax.config import Config
 from calibadv_jax.contrib.planning.hardware import Target, sampler_of
 from calibadv_jax.contrib.planning.memory import layer_width
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.learner.batching import plan, row_shapes
 from calibadv_jax.learner.losses import policy_loss
-from calibadv_jax.learner.packing import plan, row_shapes
 from calibadv_jax.policy.adapters import Adapters, count
 from calibadv_jax.policy.architecture import Architecture
-from calibadv_jax.policy.attention import keys_computed
-from calibadv_jax.policy.transformer import Numerics, Policy
+from calibadv_jax.policy.transformer import Numerics, Policy, keys_computed
 
 FLASH_BACKWARD = 2.5  # times the forward pass: the scores are computed once more
 

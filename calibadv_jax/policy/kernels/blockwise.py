@@ -1,8 +1,7 @@
-"""Packed causal attention in plain XLA, block by block: nothing of size T x T, no block in vain.
+"""Packed causal attention in plain XLA, block by block, by FlashAttention's recurrences (arXiv 2307.08691).
 
-FlashAttention's recurrences (arXiv 2205.14135, 2307.08691). A block of queries visits only the blocks of keys
-from where its oldest sequence begins up to itself, and of these computes only what it may see, so the cost
-follows the sequences and not the row.
+A block of queries visits only blocks of keys from the beginning of its oldest sequence up to itself, and
+computes only visible ones, so the cost follows the sequences and not the row.
 """
 
 from __future__ import annotations
@@ -16,23 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from calibadv_jax.policy.kernels.elementwise import inner_product
+from calibadv_jax.policy.kernels.custom_gradients import inner_product
 
 MASKED = -1e30  # finite, so that a row without any visible key gives no NaN
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def blockwise_attention(q: jax.Array, k: jax.Array, v: jax.Array, ends: jax.Array, block: int) -> jax.Array:
-    """Causal attention within the sequences of packed rows.
+    """Attend causally within the sequences of packed rows: [B, T, N, H].
 
     Args:
         q: [B, T, N, H]. k, v: [B, T, K, H].
-        ends: int32 [B, T], above its column: the first one that does not see this key. The columns that see
-            two keys are nested or apart.
+        ends: int32 [B, T], above its column: the first column that does not see this key. The columns that
+            see two keys are nested or apart.
         block: queries and keys of a block. Scores exist for one pair of blocks at once.
-
-    Returns:
-        [B, T, N, H].
     """
     return _forward(q, k, v, ends, block)[0]
 
@@ -81,19 +77,19 @@ def _backward(block: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, j
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def attend(carry: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[Any, jax.Array]:
-        mine, wanted = queries[index], gradients[index]
+        mine, gradient = queries[index], gradients[index]
 
         def visit(other: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             to_queries, to_keys, to_values = carry
             scores = seen_by.scores(mine, keys[other], index, other, scale)
             weights = jnp.exp(scores - normaliser[index][..., None])
-            change = product("bkqh,bkth->bkqt", wanted, values[other]) - inner[index]
+            change = product("bkqh,bkth->bkqt", gradient, values[other]) - inner[index]
             change = (weights * change * scale).astype(mine.dtype)
             weights = weights.astype(mine.dtype)
             return (
                 to_queries + product("bkqt,bkth->bkqh", change, keys[other]),
                 to_keys.at[other].add(product("bkqh,bkqt->bkht", mine, change)),
-                to_values.at[other].add(product("bkqh,bkqt->bkht", wanted, weights)),
+                to_values.at[other].add(product("bkqh,bkqt->bkht", gradient, weights)),
             )
 
         start = (jnp.zeros(mine.shape, jnp.float32), *carry)
@@ -116,7 +112,7 @@ blockwise_attention.defvjp(_forward, _backward)
 
 @dataclass(frozen=True)
 class _Visibility:
-    """Which keys the queries of a block see."""
+    """The keys that the queries of a block see."""
 
     ends: jax.Array  # int32 [n, B, C]
     first: jax.Array  # int32 [n], the first block of keys that a block of queries needs
@@ -124,7 +120,6 @@ class _Visibility:
 
     @classmethod
     def of(cls, ends: jax.Array, block: int) -> _Visibility:
-        """Of ends int32 [B, T]."""
         columns = jnp.arange(ends.shape[1] + -ends.shape[1] % block)
         padded = jnp.pad(ends, ((0, 0), (0, len(columns) - ends.shape[1])))
         padded = jnp.maximum(padded, columns + 1)
@@ -134,23 +129,23 @@ class _Visibility:
         return cls(blocks, start[:, ::block].min(axis=0) // block, blocks.max(axis=(1, 2)))
 
     def each(self, index: jax.Array, visit: Callable[..., Any], start: Any) -> Any:
-        """`visit` with every block of keys of which the block of queries `index` sees any."""
+        """Call `visit` with every block of keys of which the block of queries `index` sees any."""
         begins = index * self.ends.shape[2]
 
-        def one(other: jax.Array, carry: Any) -> Any:
+        def visit_visible(other: jax.Array, carry: Any) -> Any:
             return jax.lax.cond(self.reach[other] > begins, visit, lambda _, same: same, other, carry)
 
-        return jax.lax.fori_loop(self.first[index], index + 1, one, start)
+        return jax.lax.fori_loop(self.first[index], index + 1, visit_visible, start)
 
     def scores(
         self, queries: jax.Array, keys: jax.Array, index: jax.Array, other: jax.Array, scale: float
     ) -> jax.Array:
-        """queries [B, K, G*C, H], keys [B, K, C, H] -> float32 [B, K, G*C, C], masked."""
+        """Return masked scores of queries [B, K, G*C, H] and keys [B, K, C, H]: float32 [B, K, G*C, C]."""
         scores = jnp.einsum("bkqh,bkth->bkqt", queries, keys, preferred_element_type=jnp.float32) * scale
         block = self.ends.shape[2]
         columns = jnp.arange(block)
-        mine, theirs = index * block + columns[:, None], other * block + columns
-        visible = (mine >= theirs) & (mine < self.ends[other][:, None, :])  # [B, C, C]
+        query, key = index * block + columns[:, None], other * block + columns
+        visible = (query >= key) & (query < self.ends[other][:, None, :])  # [B, C, C]
         visible = jnp.tile(visible, (1, queries.shape[2] // block, 1))[:, None]
         return jnp.where(visible, scores, MASKED)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,28 +18,20 @@ TRITON_BLOCK = 64
 def splash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, interpret: bool = False
 ) -> jax.Array:
-    """Causal attention within segments by `jax.experimental.pallas.ops.tpu.splash_attention`.
+    """Attend causally within segments by `jax.experimental.pallas.ops.tpu.splash_attention`: [B, T, N, H].
 
     Args:
         q: [B, T, N, H]. k, v: [B, T, K, H].
         segment_ids: int32 [B, T].
         interpret: compute it without a TPU, slowly.
-
-    Returns:
-        [B, T, N, H].
     """
     length, num_heads, head_dim = q.shape[1:]
     padded = -(-length // LANES) * LANES
     block = next(size for size in (512, 256, LANES) if padded % size == 0)
     # Larger blocks, and the fused backward kernel, need more memory in TPU's compiler than they save time.
-    sizes = splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sides: dict[str, Any] = dict.fromkeys(names, block)
+    sizes = splash.BlockSizes(**sides)
     kernel = splash.make_splash_mha(
         masks.MultiHeadMask([masks.CausalMask((padded, padded))] * num_heads),
         block_sizes=sizes,
@@ -56,30 +49,16 @@ def splash_attention(
 def triton_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, interpret: bool = False
 ) -> jax.Array:
-    """The same by `jax.experimental.pallas.ops.gpu.attention` (Triton; Ampere and later)."""
+    """Do the same by `jax.experimental.pallas.ops.gpu.attention` (Triton; Ampere and later)."""
     length, num_heads, head_dim = q.shape[1:]
     padded = -(-length // TRITON_BLOCK) * TRITON_BLOCK
     repeats = num_heads // k.shape[2]  # the kernel knows no groups of queries
     q, k, v = (_padded(x, padded) for x in (q, jnp.repeat(k, repeats, 2), jnp.repeat(v, repeats, 2)))
     segments = jnp.pad(segment_ids, ((0, 0), (0, padded - length)))
-    sizes = triton.BlockSizes(
-        block_q=TRITON_BLOCK,
-        block_k=TRITON_BLOCK,
-        block_q_dkv=TRITON_BLOCK // 2,
-        block_kv_dkv=TRITON_BLOCK // 2,
-        block_q_dq=TRITON_BLOCK // 2,
-        block_kv_dq=TRITON_BLOCK // 2,
-    )
-    out = triton.mha(
-        q,
-        k,
-        v,
-        segments,
-        sm_scale=1.0 / math.sqrt(head_dim),
-        causal=True,
-        block_sizes=sizes,
-        interpret=interpret,
-    )
+    names = ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes = triton.BlockSizes(TRITON_BLOCK, TRITON_BLOCK, **dict.fromkeys(names, TRITON_BLOCK // 2))
+    scale = 1.0 / math.sqrt(head_dim)
+    out = triton.mha(q, k, v, segments, scale, causal=True, block_sizes=sizes, interpret=interpret)
     return out[:, :length]
 
 

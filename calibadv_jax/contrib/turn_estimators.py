@@ -1,0 +1,71 @@
+"""Estimators that pay turns by how they change the golden answer's probability, which `probe` computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from calibadv_jax.advantages.credit import sampled_turns
+from calibadv_jax.advantages.estimators import (
+    ByTurn,
+    Estimate,
+    beside_grpo,
+    by_number,
+    scored_group,
+    standardised,
+    to_go,
+)
+from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.trajectory import Group, Trajectory
+
+_READERS = {"current": "igpo and a2tgpo", "initial": "tips"}  # of the log-probabilities under this policy
+
+
+def igpo(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
+    """Standardise the gains of all turns and the scores of a group together; sum over later turns."""
+    return [_igpo(group, config) for group in groups]
+
+
+def _igpo(group: Group, config: AdvantageConfig) -> ByTurn:
+    rewards = []
+    for trajectory, score in zip(group.trajectories, scored_group(group).scores, strict=True):
+        logprobs = _golden_logprobs(trajectory, "current")
+        rewards.append(np.append(np.diff(np.exp(logprobs)), score)[: len(logprobs)])
+    spread = standardised(rewards, [[0] * len(turns) for turns in rewards], config)
+    advantages = [np.zeros(len(trajectory.turns)) for trajectory in group.trajectories]
+    for values, own in zip(advantages, spread, strict=True):
+        values[: len(own)] = to_go(own, config.discount)
+    return advantages
+
+
+@beside_grpo
+def a2tgpo(group: Group, config: AdvantageConfig) -> ByTurn:
+    """Compare gains among turns of one number; divide sums over later turns by the root of their number."""
+    logprobs = [_golden_logprobs(trajectory, "current") for trajectory in group.trajectories]
+    gains = by_number([np.diff(np.exp(turns)) for turns in logprobs], config)
+    return [to_go(turns, config.discount) / np.sqrt(np.arange(len(turns), 0, -1)) for turns in gains]
+
+
+@beside_grpo
+def tips(group: Group, config: AdvantageConfig) -> ByTurn:
+    """Compare among turns of one number how much a turn and those after it raise the log-probability."""
+    gains = [np.diff(_golden_logprobs(trajectory, "initial")) for trajectory in group.trajectories]
+    return by_number([to_go(turns, config.discount) for turns in gains], config)
+
+
+def _golden_logprobs(trajectory: Trajectory, policy: str) -> np.ndarray:
+    """Return the golden answer's log-probability before each sampled turn, float64 [n]; up to 0.
+
+    Raises:
+        UserError: a log-probability was not kept.
+    """
+    logprobs = [turn.golden_logprobs.get(policy) for turn in sampled_turns(trajectory)]
+    if None in logprobs:
+        raise UserError(
+            f"question {trajectory.question.id!r}: the golden answer's log-probabilities under the {policy}"
+            f" policy were not kept, and {_READERS[policy]} cannot do without: train with"
+            f" advantage.probes='[{policy}]', or choose another advantage.name"
+        )
+    return np.array(logprobs, np.float64)
