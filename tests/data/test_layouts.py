@@ -88,7 +88,11 @@ def write(path, *rows):
         ("q.parquet", verl(7, id="test_0", question="who"), ("nq_test_0", "who", ("me",), "nq")),
         (
             "q.jsonl",
-            verl(7, extra_info={"index": 3, "question": "which?"}),
+            verl(
+                7,
+                extra_info={"index": 3, "question": "which?"},
+                reward_model={"ground_truth": {"target": ["me"], "answers": ["you"]}},
+            ),
             ("nq_3", "which?", ("me",), "nq"),
         ),
         (
@@ -98,7 +102,7 @@ def write(path, *rows):
         ),
         (
             "q.jsonl",
-            verl(0, reward_model={"ground_truth": {"answers": ["me"]}}),
+            verl(0, reward_model={"ground_truth": {"answers": ["me"], "answer": "you"}}),
             ("nq_train_0", "who?", ("me",), "nq"),
         ),
         (
