@@ -106,7 +106,7 @@ def card_of(folder):
     return yaml.safe_load(front), text
 
 
-def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_path):
+def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_path, monkeypatch):
     """From the config of the run's last start, not from the export's own."""
     config, _ = run
     trained = replace(
@@ -139,6 +139,10 @@ def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_p
     assert rows["calibadv-jax"] == version("calibadv-jax") and rows["jax"] == jax.__version__
     assert "someone" not in text and "10.0.0.1" not in text and str(tmp_path) not in text
     assert "Not evaluated." in text
+    monkeypatch.chdir(tmp_path)
+    Path("Qwen/Qwen2.5-3B").mkdir(parents=True)
+    export(with_source(config, f"{config.run.dir}/checkpoints/1"))
+    assert "base_model" not in card_of(tmp_path / "hf")[0]  # a folder here
 
 
 @pytest.mark.parametrize(("source", "step"), [("", 2), ("snapshots/v000002", 2), ("checkpoints/1", 1)])
