@@ -94,3 +94,8 @@ def test_adapters_and_a_critic_change_the_work(tmp_path):
     assert adapted["optimizer's step"] < 0.1 * plain["optimizer's step"]
     assert critic["critic's update"] == critic["update"] and critic["critic's values"] < critic["update"]
     assert critic["optimizer's step"] == 2 * plain["optimizer's step"]
+
+
+def test_fewer_concurrent_trajectories_decode_longer(tmp_path):
+    few, many = (step(tmp_path, rollout__max_concurrency=count).parts[-1] for count in (4, 16))
+    assert few.name == "decode" and few.memory > 3 * many.memory
