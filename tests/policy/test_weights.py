@@ -88,6 +88,7 @@ def test_one_line_names_the_first_of_every_kind_that_does_not_fit(policy):
         assert phrase in message
     assert message.endswith("; and 1 more")
     assert "\n" not in message
+    assert shape_problems({"a": (8, 20)}, {"a": (20, 8)}) == ["a has shape [8, 20] instead of [20, 8]"]
 
 
 def test_many_differences_stay_one_short_line(policy):
