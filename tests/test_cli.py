@@ -217,6 +217,7 @@ def raising(error):
         (below(OSError(errno.ENOSPC, "No space left on device", "runs/x")), 75),
         (below(EnvironmentFailure("a lock is held")), 75),
         (raising(OSError(errno.ENOSPC, "No space left on device", "x")), 75),
+        (raising(OSError(errno.EDQUOT, "Disk quota exceeded", "x")), 75),
     ],
 )
 def test_exit_status_tells_input_from_environment(work, status, capsys):
