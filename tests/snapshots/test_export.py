@@ -170,6 +170,21 @@ def test_the_card_has_the_scores_of_this_policy_and_of_no_other(run, tmp_path, s
     assert "0.500" not in card_of(tmp_path / "hf")[1]
 
 
+def test_damaged_snapshot_is_not_exported(run):
+    config, _ = run
+    snapshot = Path(config.run.dir) / "snapshots/v000002"
+    tensor = max(snapshot.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    tensor.write_bytes(bytes(tensor.stat().st_size))
+    with pytest.raises(UserError, match="differs from manifest.json"):
+        export(with_source(config, str(snapshot)))
+
+
+def test_model_folder_with_checkpoints_is_no_run(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").touch()
+    assert find_policy(tmp_path).kind == "huggingface"
+
+
 def test_card_names_the_variable_of_a_key(run, tmp_path, monkeypatch):
     config, _ = run
     monkeypatch.setenv("MY_KEY", "hunter2")
