@@ -111,11 +111,6 @@ def write(path, *rows):
             ("nq_test_0", "who?", ("me",), "nq"),
         ),
         (
-            "q.jsonl",
-            {"id": 1, "question": "how many?", "answer": [0, False]},
-            ("q_1", "how many?", ("0", "no"), "q"),
-        ),
-        (
             "nq/test.jsonl",
             {"id": "nq4", "question": "who?", "golden_answers": ["me"]},
             ("nq_nq4", "who?", ("me",), "nq"),
