@@ -193,11 +193,11 @@ def test_an_unknown_command_is_one_line(argv, words, capsys):
     assert stop.value.code == 2 and words in message and message.count("\n") == 1
 
 
-def full_disk():
-    try:
-        raise OSError(errno.ENOSPC, "No space left on device", "runs/x")
-    except OSError as error:
-        raise UserError("run.dir=runs/x cannot be written") from error
+def below(cause):
+    def work():
+        raise UserError("run.dir=runs/x cannot be written") from cause
+
+    return work
 
 
 def raising(error):
@@ -214,8 +214,10 @@ def raising(error):
         (raising(PermissionError(errno.EACCES, "Permission denied", "x")), 2),
         (raising(EnvironmentFailure("a lock is held")), 75),
         (raising(RequestFailed("retriever", "is away")), 75),
-        (full_disk, 75),
+        (below(OSError(errno.ENOSPC, "No space left on device", "runs/x")), 75),
+        (below(EnvironmentFailure("a lock is held")), 75),
         (raising(OSError(errno.ENOSPC, "No space left on device", "x")), 75),
+        (raising(OSError(errno.EDQUOT, "Disk quota exceeded", "x")), 75),
     ],
 )
 def test_exit_status_tells_input_from_environment(work, status, capsys):

@@ -146,7 +146,9 @@ def test_a_compiler_that_is_missing_is_named_with_its_installation(capsys, monke
         raise NotImplementedError("topology not implemented")
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
     status, said, errors = planned(capsys, "--config", PAPER, *platform)
+    assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
     assert "GiB of a device, by the formula" in said and "at efficiency 0.4:" in said
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert status == 2 and named in line and "PYTHONPATH=compiler" in line and "--estimate" in line

@@ -238,12 +238,13 @@ def test_a_chats_own_prompt_or_the_template(tmp_path, tokenizer):
 
 
 def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
-    said = [("system", "x"), ("human", "who ?"), ("gpt", SEARCH), ("observation", "city"), ("gpt", ANSWER)]
+    said = [("system", "x"), ("human", "who ?"), ("gpt", SEARCH), ("observation", "city"), ("tool", "2")]
+    said.append(("gpt", ANSWER))
     row = {"conversations": [{"from": role, "value": text} for role, text in said]}
     row["conversations"][2]["weight"] = 0
     (demonstration,) = load_demonstrations(write(tmp_path / "d.jsonl", row))
     assert demonstration.turns == (
-        DemoTurn(SEARCH, trained=False, observation="city"),
+        DemoTurn(SEARCH, trained=False, observation="city\n2"),
         DemoTurn(ANSWER),
     )
     assert [message.role for message in demonstration.question.prompt] == ["system", "user"]
@@ -265,7 +266,7 @@ def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
             "the message before the assistant's first",
         ),
         (chat("x", "hello"), "message 2 of 'messages': a turn must hold <search>"),
-        (chat("x", f"{ANSWER} bye"), "message 2 of 'messages': the policy stops after its action; remove"),
+        (chat("x", f"{ANSWER}<b>"), "message 2 of 'messages': the policy stops after its action; remove"),
         (
             {"messages": [*chat("x", ANSWER)["messages"] * 1, {"role": "assistant", "content": ANSWER}]},
             "message 3 .*two messages of the assistant",

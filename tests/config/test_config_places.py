@@ -153,6 +153,8 @@ def test_mirror_of_another_run_is_refused(kept):
     kept.write_text(text.replace("mirror: ''", "mirror: s3://bucket/too-old"))  # no folder "old"
     with pytest.raises(UserError, match="run.mirror=s3://bucket/too-old belongs to the run"):
         load_config(kept, ["run.dir=new"])
+    Path("own.yaml").write_text("run: {dir: old, mirror: 's3://bucket/mine'}")  # kept by no run
+    assert load_config("own.yaml", ["run.dir=new"]).run.mirror == "s3://bucket/mine"
 
 
 def test_output_in_another_runs_folder_is_refused(kept):

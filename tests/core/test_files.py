@@ -99,6 +99,17 @@ def test_a_failure_leaves_the_old_folder_and_no_other(tmp_path, error):
     assert (path / "b").read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
+def test_file_of_another_users_process_stays(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    other = of_killed_process(tmp_path / "a", ".partial")
+    other.touch()
+    monkeypatch.setattr(os, "kill", refuse)
+    write_text(tmp_path / "a", "text")
+    assert other.exists()
+
+
 def test_the_data_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
     done = []
     fsync, replace = os.fsync, os.replace

@@ -139,6 +139,20 @@ def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monke
     assert f"run.dir={tmp_path}: its file system has no locks" in said[0] and "\n" not in said[0]
 
 
+def test_replaced_lock_file_is_locked_again(tmp_path, monkeypatch):
+    path, flock = tmp_path / "run/.lock", fcntl.flock
+
+    def late(file, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        path.unlink()  # by its owner; another process has made the next one
+        path.touch()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked_run(path.parent, silent), path.open() as other, pytest.raises(BlockingIOError):
+        flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def test_a_disk_without_room_for_the_name_of_the_owner_locks_all_the_same(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

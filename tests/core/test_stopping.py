@@ -38,7 +38,8 @@ def test_held_work_ends_whole_before_the_run_stops():
     done = []
     with pytest.raises(SystemExit) as end, Stop() as stop:
         with stop.held():
-            os.kill(os.getpid(), signal.SIGTERM)
+            with stop.held():
+                os.kill(os.getpid(), signal.SIGTERM)
             done.append("update")
         done.append("next step")
     assert end.value.code == 143 and done == ["update"]

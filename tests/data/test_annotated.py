@@ -8,6 +8,7 @@ from shelf_rig import BY_ID, find
 from calibadv_jax.contrib.annotated import (
     MAX_QUOTE,
     Lookup,
+    answer_in,
     demonstrate,
     find_support,
     find_varied_support,
@@ -154,6 +155,7 @@ def test_an_answer_that_stands_in_no_passage_is_not_demonstrated():
     question = asked("Where was Ada Berk born?", ["Bergen"], ["p1"])
     found, _ = lookups_of(question)
     assert demonstrate(question, found, whole) == "answer not in the passages"
+    assert answer_in("Yes, she was.", asked("Was she?", ["Yes"], [])) is None  # by chance
 
 
 def test_a_long_sentence_is_quoted_around_the_answer():

@@ -88,7 +88,11 @@ def write(path, *rows):
         ("q.parquet", verl(7, id="test_0", question="who"), ("nq_test_0", "who", ("me",), "nq")),
         (
             "q.jsonl",
-            verl(7, extra_info={"index": 3, "question": "which?"}),
+            verl(
+                7,
+                extra_info={"index": 3, "question": "which?"},
+                reward_model={"ground_truth": {"target": ["me"], "answers": ["you"]}},
+            ),
             ("nq_3", "which?", ("me",), "nq"),
         ),
         (
@@ -98,13 +102,18 @@ def write(path, *rows):
         ),
         (
             "q.jsonl",
-            verl(0, reward_model={"ground_truth": {"answers": ["me"]}}),
+            verl(0, reward_model={"ground_truth": {"answers": ["me"], "answer": "you"}}),
             ("nq_train_0", "who?", ("me",), "nq"),
         ),
         (
             "nq/test.jsonl",
             {"id": "test_0", "question": "who?", "golden_answers": ["me"]},
             ("nq_test_0", "who?", ("me",), "nq"),
+        ),
+        (
+            "nq/test.jsonl",
+            {"id": "nq4", "question": "who?", "golden_answers": ["me"]},
+            ("nq_nq4", "who?", ("me",), "nq"),
         ),
         (
             "popqa/test.jsonl",

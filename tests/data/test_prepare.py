@@ -207,6 +207,12 @@ def test_rows_that_name_no_data_source_get_the_one_that_is_given(tmp_path):
     assert [one.data_source for one in load_questions(tmp_path / "out.jsonl")] == ["mine", "mine"]
 
 
+def test_prompt_of_row_counts_as_tokens(tmp_path):
+    train = write(tmp_path / "train.jsonl", row(1, "Who?"), row(2, "When?", prompt="Say it: When?"))
+    filters = Filters(max_tokens=2, count_tokens=lambda text: len(text.split()))
+    assert counts(prepare(str(train), tmp_path / "out.jsonl", filters))["all"] == [2, 1]
+
+
 def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
     rows = [row(1, "Who?", golden_answers=["A"]), row(2, "Where?", golden_answers=["The", "Rome"])]
     train = write(tmp_path / "train.jsonl", *rows, row(3, "When?", golden_answers="May|June"))

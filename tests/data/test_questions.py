@@ -75,6 +75,8 @@ def test_select_evenly_takes_from_every_source():
     assert sources.count("b") == 3
     assert sources.count("a") == 7
     assert select_evenly(make(5), 10, seed=0) == make(5)
+    few = select_evenly(make(9, "a") + make(9, "b") + make(9, "c"), 4, seed=0)
+    assert {question.data_source for question in few} == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import UserError, exit_status
 from calibadv_jax.core.stopping import CALLED, Stop
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 from calibadv_jax.hosts import exchange, groups
@@ -88,7 +88,7 @@ def test_an_error_in_one_process_ends_all_at_the_same_place(run_all):
                 raise OSError(28, "No space left on device")
 
     (one, one_in_step), (two, two_in_step) = run_all(work)
-    assert isinstance(one, UserError) and "process 1 (" in str(one) and "No space left" in str(one)
+    assert exit_status(one) == 75 and "process 1 (" in str(one) and "No space left" in str(one)
     assert isinstance(two, OSError) and one_in_step and two_in_step
 
 
@@ -98,7 +98,7 @@ def test_an_error_within_a_first_block_is_that_of_process_0(run_all):
 
     (one, _), (two, _) = run_all(lambda hosts: hosts.first("folder", refuse))
     assert str(one) == "run.dir=x holds another experiment"
-    assert str(two).startswith("process 0 (") and str(two).endswith(str(one))
+    assert str(two).startswith("process 0 (") and str(two).endswith(str(one)) and exit_status(two) == 2
 
 
 def test_a_signal_stops_all_at_the_next_meeting_with_its_status(run_all):

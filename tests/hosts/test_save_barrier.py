@@ -84,6 +84,7 @@ def test_error_of_one_save_ends_all_until_reset():
             barrier(key="last", timeout_ms=1000)
         assert barrier.is_broken
         barrier.reset()
+        assert not barrier.is_broken
         barrier(key="first", timeout_ms=1000)
         return caught.value
 

@@ -31,6 +31,7 @@ def test_devices_are_counted_from_the_topology(monkeypatch):
         ({"tpu": "v9"}, "--tpu v9: must be one of v5e, v5p, v6e, v4"),
         ({"tpu": "v5e-12"}, "a name of Cloud TPU, such as v5e-16 (chips) and v5p-16 (cores, 8 chips)"),
         ({"tpu": "v5p-4"}, "--tpu v5p-4: must be"),
+        ({"tpu": "v5p-2"}, "--tpu v5p-2: must be"),
         ({"tpu": "v3-8"}, "--tpu v3-8: must be"),
         ({"tpu": "v5e:4x0"}, "with the slice's shape, such as v5e:4x4"),
         ({"tpu": "v5e:4x4", "topology": "4x4"}, "--topology 4x4 is for --gpu"),
@@ -79,7 +80,7 @@ def test_a_config_takes_the_devices_or_says_which_keys_would(tmp_path):
     with pytest.raises(
         UserError, match=r"multiple of mesh.data x mesh.fsdp = 8: set learner.microbatch_rows=8$"
     ):
-        placed_on(small(tmp_path), target)
+        placed_on(small(tmp_path, mesh__data=2), target)
     for mesh in ({"mesh__fsdp": 3, "mesh__tensor": 2}, {"mesh__data": 16}):
         with pytest.raises(UserError, match="does not fit 8 v5e .*: set (.*)$") as error:
             placed_on(small(tmp_path, **mesh), target)

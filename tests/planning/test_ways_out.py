@@ -3,7 +3,7 @@
 import pytest
 from plan_rig import SHAPE, small
 
-from calibadv_jax.contrib.planning.hardware import find_target, placed_on
+from calibadv_jax.contrib.planning.hardware import find_target, placed_on, sampler_of
 from calibadv_jax.contrib.planning.memory import GIB, peak_memory
 from calibadv_jax.contrib.planning.ways_out import changed, memory_of, ways_out
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -94,3 +94,5 @@ def test_each_host_has_a_sampler_of_its_own(tmp_path):
     assert apart["sampler weights"] == pytest.approx(2 * together["sampler weights"], rel=0.01)  # but norms
     assert apart["kv cache"] == together["kv cache"]
     assert apart["parameters"] == together["parameters"]
+    odd = placed_on(small(tmp_path, learner__microbatch_rows=8, sampler__slots=9), two)
+    assert sampler_of(odd, two).sampler.slots == 5

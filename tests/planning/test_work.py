@@ -79,6 +79,7 @@ def test_trajectories_are_the_longest_unless_they_are_told(tmp_path):
     longest = expected_rollouts(config)
     assert (longest.trajectories, longest.tokens) == (32, 2048) and longest.sampled < 2048
     assert expected_rollouts(config, 1000, 50).sampled == 50
+    assert expected_rollouts(small(tmp_path, rollout__max_searches=1)).sampled == 2 * 256  # and an answer
     for tokens, sampled in ((2049, 0), (100, 100)):
         with pytest.raises(UserError, match="--tokens 2049|--sampled 100"):
             expected_rollouts(config, tokens, sampled)
@@ -92,3 +93,9 @@ def test_adapters_and_a_critic_change_the_work(tmp_path):
     assert adapted["update"] < 0.8 * plain["update"]  # no gradients of the base's weights
     assert adapted["optimizer's step"] < 0.1 * plain["optimizer's step"]
     assert critic["critic's update"] == critic["update"] and critic["critic's values"] < critic["update"]
+    assert critic["optimizer's step"] == 2 * plain["optimizer's step"]
+
+
+def test_fewer_concurrent_trajectories_decode_longer(tmp_path):
+    few, many = (step(tmp_path, rollout__max_concurrency=count).parts[-1] for count in (4, 16))
+    assert few.name == "decode" and few.memory > 3 * many.memory

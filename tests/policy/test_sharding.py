@@ -11,7 +11,7 @@ from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.adapters import Adapters, joined
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import LocalCopy, make_mesh, param_shardings
+from calibadv_jax.policy.sharding import LocalCopy, cache_axes, local_sizes, make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 
 
@@ -28,6 +28,15 @@ def test_one_axis_takes_the_rest(sizes, expected):
 def test_sizes_that_do_not_fit_are_refused(sizes):
     with pytest.raises(UserError, match=r"mesh: .* does not fit 8 device\(s\)"):
         make_mesh(MeshConfig(*sizes))
+
+
+def test_local_fsdp_divides_the_devices():
+    sizes = {"data": 1, "fsdp": 6, "tensor": 2}
+    assert local_sizes(sizes, 8) == {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def test_heads_are_split_only_where_tensor_divides_them():
+    assert cache_axes(4, 2) == ("batch", "kv_heads") and cache_axes(6, 4) == ("slots", None)
 
 
 def test_parameters_split_where_they_can():

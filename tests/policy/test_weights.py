@@ -87,6 +87,7 @@ def test_misfits_are_named_in_one_line(policy):
         assert phrase in message
     assert message.endswith("; and 1 more")
     assert "\n" not in message
+    assert shape_problems({"a": (8, 20)}, {"a": (20, 8)}) == ["a has shape [8, 20] instead of [20, 8]"]
 
 
 def test_many_differences_stay_one_short_line(policy):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from retriever.files import replacing
+from retriever.files import replacing, replacing_folder
 
 PACKAGE = Path(__file__).parents[2] / "retriever"
 
@@ -20,6 +20,19 @@ def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, by_many):
         partial.write_text("ne")
         raise OSError(errno.ENOSPC, "full")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_failed_exchange_gives_back_the_old_folder(tmp_path, monkeypatch):
+    def failing(path, target, rename=Path.rename):
+        if path.name.endswith(".unfinished"):
+            raise OSError(errno.EIO, "broken")
+        return rename(path, target)
+
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="broken"), replacing_folder(tmp_path / "a"):
+        pass
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 
 def test_two_processes_write_under_names_of_their_own(tmp_path, monkeypatch):

@@ -217,7 +217,7 @@ def test_silver_documents_come_from_every_action(byte_tokenizer):
             r"Broken failed: KeyError: 'x' \(/.*test_actions.py:",
         ),
         ([ToolConfig("pathlib:PurePath")], "must give an object of a subclass of calibadv_jax.Action"),
-        ([ToolConfig("test_actions:Named")], "an action named 'think'"),
+        ([ToolConfig("test_actions:Named")], "an action named 'Think'"),
         ([ToolConfig(CALCULATOR), ToolConfig("test_actions:Calculate")], "as another entry has"),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_tool_that_cannot_be_on_is_refused(tools, message):
 
 
 class Named(Tool):
-    name = "think"
+    name = "Think"
 
     def __init__(self):
         super().__init__("")

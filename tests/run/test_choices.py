@@ -64,6 +64,7 @@ ALONE = {"group_size": 1}
         (ALONE, {"name": "gae"}, ""),
         (ALONE, {"rebalance": False}, ""),
         (ALONE, {"rebalance_within": "step"}, ""),
+        (ALONE, {"adjust": "clip"}, ""),
     ],
 )
 def test_one_trajectory_a_question_is_refused_where_several_are_compared(rollout, advantage, message):

@@ -18,6 +18,7 @@ from calibadv_jax.contrib.planning.memory import (
     adapter_lines,
     estimate_memory,
     heads_warnings,
+    held_beside,
     memory_line,
     peak_memory,
     program_memory,
@@ -236,9 +237,15 @@ def test_moments_on_the_host_lie_on_the_device_for_the_optimizers_step_only():
     held = moved["parameters"] + moved["sampler weights"] + moved["kv cache"]
     large = moved | {"activations": 100 * moved["moments"]}
     assert peak_memory(large) == held + sum(large[name] for name in UPDATE)
-    small = moved | {"activations": 0.0, "workspace": 0.0, "prefill": 0.0, "decode": 0.0}
-    assert peak_memory(small) == held + moved["moments"] + moved["gradients"] / 2
+    small = moved | {"moments": 9 * moved["moments"], "activations": 0.0, "workspace": 0.0, "decode": 0.0}
+    assert peak_memory(small) == held + small["moments"] + moved["gradients"] / 2
     assert "optimizer's step: moments" in memory_line(moved)
+
+
+def test_base_is_an_argument_of_the_log_probabilities():
+    adapted = estimate(policy={"lora": LoraConfig(rank=4)})
+    others = {name: adapted[name] for name in ("optimizer", "sampler weights", "kv cache")}
+    assert held_beside(adapted, "log-probabilities") == sum(others.values())
 
 
 def test_the_line_says_what_is_held_and_when():

@@ -10,7 +10,7 @@ from run_folder_rig import QUESTIONS, StandInModel, contents, make_run, trained,
 from calibadv_jax.config import Config, dump_config, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.run.folder import check_cold_start, write_policy_folder
+from calibadv_jax.run.folder import check_cold_start, is_binding, write_policy_folder
 from calibadv_jax.snapshots.mirror import open_mirror
 
 
@@ -158,6 +158,7 @@ def test_more_steps_under_a_schedule_with_a_length_of_its_own_are_the_same_run(r
     (run.folder.parent / "config.yaml").write_text(text)
     with_checkpoint(run)
     assert "learner.steps" in run("learner.steps=20")
+    assert not is_binding("learner.steps", load_config(run.folder.parent / "config.yaml"))
     with pytest.raises(UserError, match="decay_updates changed"):
         run("learner.optimizer.decay_updates=30")
 

@@ -176,14 +176,14 @@ def weights(tmp_path):
     return write
 
 
-def test_other_weights_are_another_reference(run, weights):
-    kl = "loss.kl_coef=0.1"
-    run(weights(), kl)
+@pytest.mark.parametrize("needs", ["loss.kl_coef=0.1", "policy.lora.rank=2"])
+def test_other_weights_are_another_reference(run, weights, needs):
+    run(weights(), needs)
     trained(run, 1)
     with pytest.raises(UserError, match="policy.weights changed"):
-        run(weights(2.0), kl)
-    assert "policy.path" in run(weights(1.0, "moved"), kl), "the same weights at another place"
-    assert "accepted" in run(weights(2.0), kl, "checkpoint.allow_change=[policy.weights]")
+        run(weights(2.0), needs)
+    assert "policy.path" in run(weights(1.0, "moved"), needs), "the same weights at another place"
+    assert "accepted" in run(weights(2.0), needs, "checkpoint.allow_change=[policy.weights]")
 
 
 def test_weights_count_only_where_a_reference_is_made_of_them(run, weights):

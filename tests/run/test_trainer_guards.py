@@ -91,7 +91,7 @@ def test_a_run_that_ends_just_after_a_rollback_does_not_draw_the_collapse_again(
     config = make_config(tmp_path, learner={"steps": 6}, guards=GUARDED | {"action": "rollback"})
     with pytest.raises(SystemExit):
         run(config, Ended(), tmp_path)
-    assert checkpoints(tmp_path) == [2]
+    assert checkpoints(tmp_path) == [2] and list(kept_steps(tmp_path)) == [1, 2]
     trainer = make_trainer(config, tmp_path, after := Collapsing())
     assert trainer.guards.rollbacks == 1 and after.seed == trainer.seed != config.run.seed
     assert [version for version, _ in run(config, Collapsing(), tmp_path).loaded] == [2, 3, 4, 5, 6]

@@ -264,9 +264,10 @@ def test_what_has_ended_is_handed_back_while_the_others_are_decoded(sampler, mon
 
 
 def test_every_end_of_text_token_ends_it(policy, params):
-    """In the middle of a chunk too."""
+    """In the middle of a chunk too, and beyond the tokenizer's own tokens."""
+    tokenizer = type("Short", (CharTokenizer,), {"__len__": lambda _: 6})()
     chain = scripted(policy, {1: 2, 2: 6, 6: 3, 3: EOS, EOS: 1})
-    sampler = make_sampler(chain, params, stops=StopRule(CharTokenizer(), [EOS, 6]))
+    sampler = make_sampler(chain, params, stops=StopRule(tokenizer, [EOS, 6]))
     for start, expected in ((1, [2, 6]), (6, [3, EOS])):
         done = asyncio.run(sampler.generate([start], SamplingParams(30, 0.0), "s"))
         sampler.release("s")

@@ -207,3 +207,14 @@ def test_no_worker_for_as_long_as_the_patience_lasts(tmp_path):
         await sampler.close()
 
     asyncio.run(run())
+
+
+def test_worker_without_weights_is_not_probed():
+    async def run():
+        sampler = VllmSampler(["http://127.0.0.1:9"], SamplerConfig(), RULE, "a tokenizer")
+        try:
+            return await sampler.prompt_logprobs([1, 2]), sampler.metrics()
+        finally:
+            await sampler.close()
+
+    assert asyncio.run(run()) == ({}, {"rollout/workers_lost": 0.0})

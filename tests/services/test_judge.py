@@ -168,7 +168,7 @@ def test_a_judge_that_is_gone_or_says_nothing_fails_the_trajectory(endpoint, mon
     assert "no verdict in 3" in str(failure)
     (failure,) = scores(replace(config, url="http://127.0.0.1:9/v1", patience=0.05), "Paris")
     assert isinstance(failure, RequestFailed) and "no answer for 0.05 s" in str(failure)
-    for status, way_out in ((401, "JUDGE_TOKEN"), (404, "reward.judge.url")):
+    for status, way_out in ((401, "JUDGE_TOKEN"), (403, "JUDGE_TOKEN"), (404, "reward.judge.url")):
         handler.replies.append((status, b""))
         (failure,) = scores(config, "Paris")
         assert type(failure) is UserError and way_out in str(failure)

@@ -13,7 +13,7 @@ import pytest
 from orbax.checkpoint.checkpoint_manager import CheckpointManager
 
 from calibadv_jax.config import MeshConfig
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import UserError, exit_status
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, restore_params
@@ -249,8 +249,11 @@ def test_failed_save_leaves_the_older_checkpoints(tiny, state, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointManager, "_finalize", fail)
         store.save(3, state, {"step": 3})
-        with pytest.raises(UserError, match="step 3 cannot be saved; the older .* are whole.*no room"):
+        with pytest.raises(
+            UserError, match="step 3 cannot be saved; the older .* are whole.*no room"
+        ) as ended:
             store.wait()
+    assert exit_status(ended.value) == 75
     assert store.steps() == [1, 2] and store.latest_step() == 2
     assert store.restore(2, abstract(tiny.policy))[1] == {"step": 2}
     store.save(4, state, {"step": 4})

@@ -106,7 +106,7 @@ def card_of(folder):
     return yaml.safe_load(front), text
 
 
-def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_path):
+def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_path, monkeypatch):
     """From the config of the run's last start, not from the export's own."""
     config, _ = run
     trained = replace(
@@ -139,6 +139,10 @@ def test_the_card_says_what_was_trained_with_what_and_how_it_is_asked(run, tmp_p
     assert rows["calibadv-jax"] == version("calibadv-jax") and rows["jax"] == jax.__version__
     assert "someone" not in text and "10.0.0.1" not in text and str(tmp_path) not in text
     assert "Not evaluated." in text
+    monkeypatch.chdir(tmp_path)
+    Path("Qwen/Qwen2.5-3B").mkdir(parents=True)
+    export(with_source(config, f"{config.run.dir}/checkpoints/1"))
+    assert "base_model" not in card_of(tmp_path / "hf")[0]  # a folder here
 
 
 @pytest.mark.parametrize(("source", "step"), [("", 2), ("snapshots/v000002", 2), ("checkpoints/1", 1)])
@@ -164,6 +168,21 @@ def test_the_card_has_the_scores_of_this_policy_and_of_no_other(run, tmp_path, s
     path.write_text(json.dumps(report | {"policy": evaluated | {"step": 7}}))
     export(here)  # over the former export, card and all
     assert "0.500" not in card_of(tmp_path / "hf")[1]
+
+
+def test_damaged_snapshot_is_not_exported(run):
+    config, _ = run
+    snapshot = Path(config.run.dir) / "snapshots/v000002"
+    tensor = max(snapshot.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    tensor.write_bytes(bytes(tensor.stat().st_size))
+    with pytest.raises(UserError, match="differs from manifest.json"):
+        export(with_source(config, str(snapshot)))
+
+
+def test_model_folder_with_checkpoints_is_no_run(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").touch()
+    assert find_policy(tmp_path).kind == "huggingface"
 
 
 def test_card_names_the_variable_of_a_key(run, tmp_path, monkeypatch):

@@ -138,7 +138,7 @@ def test_what_is_written_comes_back(tiny, folder):
 
 def test_fields_with_differing_defaults_are_written_out(tmp_path):
     sparse = {"model_type": "qwen2", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 8}
-    sparse |= {"num_hidden_layers": 1, "num_attention_heads": 4}
+    sparse |= {"num_hidden_layers": 1, "num_attention_heads": 4, "rms_norm_eps": None}
     policy = Policy(architecture_from_hf(sparse), Numerics())
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), policy.abstract_params)
     save_folder(zeros, sparse, tmp_path / "out", "bfloat16", None)

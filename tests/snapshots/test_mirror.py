@@ -299,6 +299,15 @@ def test_step_that_was_trained_again_replaces_the_older_one(tmp_path):
         assert not path.startswith("checkpoints/") or name not in before
 
 
+def test_fetch_removes_checkpoints_that_the_store_lacks(tmp_path):
+    store, parts = tmp_path / "store", {"checkpoint": {"every": 1, "keep": 1}}
+    start(config_at(tmp_path / "a", store, learner={"steps": 1}, **parts))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    start(config_at(tmp_path / "a", store, learner={"steps": 3}, **parts))
+    assert open_mirror(config_at(tmp_path / "b", store), Console(progress=False)).fetch()
+    assert checkpoints(tmp_path / "b") == steps_at(store) == [3]
+
+
 def test_rollback_deletes_checkpoints_from_the_store_first(tmp_path):
     """Else a machine that is lost before the next checkpoint would go on from the bad one."""
     store, seen = tmp_path / "store", []

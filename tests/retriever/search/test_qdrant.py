@@ -132,6 +132,7 @@ def test_an_upload_that_was_stopped_goes_on_by_shards(tmp_path, corpus, monkeypa
     upsert, sent = QdrantClient.upsert, []
 
     def failing(self, collection, points, **more):
+        assert more["wait"], "a shard counts as uploaded when it is stored"
         if len(sent) == 6:
             raise ValueError("connection reset")
         sent.append(points.ids[0])
