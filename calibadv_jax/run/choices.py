@@ -1,4 +1,4 @@
-"""What a config chooses of rewards, credit, loss and questions, in words."""
+"""Describe the choices of a config: rewards, credit, loss, questions, actions, processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from calibadv_jax.run.actions import describe_actions
 
 
 def describe_choices(config: Config) -> list[str]:
-    """Lines for people; of what is off by default only what is switched on.
+    """Return lines for the terminal; optional features appear only if they are on.
 
     Raises:
-        UserError: a function of the user's cannot be loaded, or takes other parameters; or nothing could be
-            learned.
+        UserError: a user's function cannot be loaded, or takes other parameters; or nothing could be learned.
     """
     _check_something_is_learned(config)
     return [
@@ -31,7 +30,7 @@ def describe_choices(config: Config) -> list[str]:
 
 
 def _check_something_is_learned(config: Config) -> None:
-    """Choices that are sound alone, but together teach nothing and end in no error."""
+    """Refuse choices that are sound alone, but together teach nothing."""
     rollout, credit = config.rollout, config.advantage
     if config.reward.format and not rollout.max_searches:
         raise UserError(
@@ -58,11 +57,11 @@ def _check_something_is_learned(config: Config) -> None:
 def _critic(config: Config) -> list[str]:
     if not config.advantage.has_critic:
         return []
-    critic, lines = config.critic, []
-    lines.append(
+    critic = config.critic
+    lines = [
         "critic ON: a second model of the policy's size, with an optimizer of its own (learning rate"
         f" {critic.optimizer.lr:g}), is trained in every step, and asked for its values before every update"
-    )
+    ]
     if critic.warmup_steps:
         lines.append(f"  in the first {critic.warmup_steps} steps the critic alone is trained")
     if config.advantage.is_calibrated:
@@ -74,7 +73,7 @@ def _critic(config: Config) -> list[str]:
 
 
 def describe_adapters(lora: LoraConfig) -> list[str]:
-    """Say that adapters alone are trained, and which; nothing where there are none."""
+    """Return a line on the adapters that are trained; none without adapters."""
     if not lora.rank:
         return []
     begun = f", which begin as those of {lora.init_from}" if lora.init_from else ""

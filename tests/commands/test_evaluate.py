@@ -11,10 +11,11 @@ import signal
 import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
 
-from calibadv_jax.commands.evaluate import at_step, choose_policy, describe_policy, report_table
+from calibadv_jax.commands.evaluate import choose_policy, report_table
 from calibadv_jax.config import Config, EvaluateConfig, PolicyConfig, RunConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Question
+from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.model import PolicySource
 
 
@@ -316,9 +317,9 @@ def test_the_newest_checkpoint_is_named_by_its_step(tmp_path):
     for step in (3, 20):
         (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
     source = PolicySource(tmp_path / "checkpoints", "checkpoint")
-    newest = at_step(source)
+    newest = source.at_step()
     (tmp_path / "checkpoints/21").mkdir()
-    assert newest == dataclasses.replace(source, step=20) == at_step(newest)
+    assert newest == dataclasses.replace(source, step=20) == newest.at_step()
     assert describe_policy(newest)["step"] == 20
     assert describe_policy(dataclasses.replace(source, step=3))["step"] == 3
 

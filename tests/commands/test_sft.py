@@ -13,8 +13,7 @@ from calibadv_jax.config import Config, PromptConfig, SftPhase, ToolConfig
 from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
-from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
+from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_off
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.optimizer import make_optimizer

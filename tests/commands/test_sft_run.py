@@ -23,10 +23,10 @@ from calibadv_jax.config import (
     SftPhase,
     ToolConfig,
 )
+from calibadv_jax.contrib.worlds.demonstrations import GENERATORS
 from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.run import sft_state
 from calibadv_jax.run.folder import check_cold_start
 from calibadv_jax.snapshots.checkpoint import newest_step
 from calibadv_jax.snapshots.huggingface import read_hf_config
@@ -128,7 +128,7 @@ def test_no_demonstration_is_lost_between_two_batches(started):
     """All that was drawn is trained, in the order in which it was drawn."""
     config, _, _ = started
     tokenizer = build_word_tokenizer()
-    drawn = sft._demonstrations(config, PHASES[0], (), 7)
+    drawn = GENERATORS[PHASES[0].kind](7, config.world)
     expected = [
         sft.encode_demonstration(demonstration, config, tokenizer, "sampled").tokens.tobytes()
         for demonstration in itertools.islice(drawn, 400)
@@ -245,12 +245,12 @@ def test_after_a_kill_the_updates_since_the_last_state_are_trained_again(
     config, whole, _ = started
     config = moved(config, tmp_path / "run")
     if slow:
-        monkeypatch.setattr(sft_state, "MOST_SECONDS", 0.0)
+        monkeypatch.setattr(sft, "MOST_SECONDS", 0.0)
 
     def killed():
         raise MemoryError
 
-    monkeypatch.setattr(sft.SftState, "__exit__", lambda *_: None)  # nothing runs after kill -9
+    monkeypatch.setattr(sft.ColdStart, "__exit__", lambda *_: None)  # nothing runs after kill -9
     assert isinstance(interrupted(config, monkeypatch, killed), MemoryError)
     assert newest_step(tmp_path / "run/sft_checkpoints") == newest
     assert len(trained_rows(tmp_path / "run")) == 3
@@ -332,16 +332,16 @@ def test_a_kill_while_what_is_no_longer_needed_goes_loses_nothing(started, tmp_p
         return done
 
     with monkeypatch.context() as patch:
-        finish = sft.SftState.finish
+        finish = sft.ColdStart.finish
 
         def killed(self):
             with patch.context() as inner:
                 inner.setattr(os, "unlink", until(os.unlink))
-                inner.setattr(sft_state.shutil, "rmtree", until(sft_state.shutil.rmtree))
+                inner.setattr(sft.shutil, "rmtree", until(sft.shutil.rmtree))
                 inner.setattr(os, "rename", until(os.rename))
                 finish(self)
 
-        patch.setattr(sft.SftState, "finish", killed)
+        patch.setattr(sft.ColdStart, "finish", killed)
         with pytest.raises(Killed):
             sft.run(config)
     sft.run(config)
@@ -426,12 +426,12 @@ class Kept:
 def test_slow_updates_are_saved_every_ten_minutes(tmp_path, monkeypatch, every, saved):
     """Each update takes four minutes: ten minutes after the last save the next one is due."""
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=0)
-    monkeypatch.setattr(sft_state, "time", clock)
-    monkeypatch.setattr(sft_state, "CheckpointStore", Kept)
+    monkeypatch.setattr(sft, "time", clock)
+    monkeypatch.setattr(sft, "CheckpointStore", Kept)
     config = replace(Config(), run=replace(Config().run, dir=str(tmp_path)))
     config = replace(config, sft=replace(config.sft, checkpoint_every=every))
     learner = SimpleNamespace(init=lambda params: params, policy=SimpleNamespace(adapters=None))
-    state = sft_state.SftState(config, {}, learner, dict, Console(progress=False))
+    state = sft.ColdStart(config, {}, learner, dict, Console(progress=False))
     for clock.now in range(240, 13 * 240, 240):
         state.updated({})
     assert state._store.saved == saved

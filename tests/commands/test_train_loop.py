@@ -30,7 +30,7 @@ from calibadv_jax.data.questions import write_questions
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run import trainer as trainer_module
-from calibadv_jax.run.trainer import Trainer
+from calibadv_jax.run.state import RunState
 
 
 class Broken(Exception):
@@ -52,10 +52,10 @@ class Failing(ScriptedRollouts):
 
 def run(config, folder, rollouts=None, progress=False):
     console = Console(progress)
-    trainer = Trainer(config, MODEL, QUESTIONS, rollouts or ScriptedRollouts(), folder, console)
-    with Stop() as stop, trainer:
-        train.train(config, trainer, trainer.rollouts, folder, console, stop)
-    return trainer
+    state = RunState(config, MODEL, QUESTIONS, rollouts or ScriptedRollouts(), folder, console)
+    with Stop() as stop, state:
+        train.train(state, stop)
+    return state
 
 
 def left(folder):
@@ -176,11 +176,11 @@ def test_a_signal_in_the_update_is_heard_when_the_step_is_written(tmp_path, monk
 def test_a_state_that_an_update_took_over_is_not_saved(tmp_path):
     """The update's arguments are gone when it fails inside: the last checkpoint stays the newest."""
     config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": 1})
-    trainer = Trainer(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console(progress=False))
-    with pytest.raises(Broken), trainer:
-        trainer.save()
-        trainer.step = 1
-        jax.tree.leaves(trainer.state)[0].delete()
+    state = RunState(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console(progress=False))
+    with pytest.raises(Broken), state:
+        state.save()
+        state.step = 1
+        jax.tree.leaves(state.state)[0].delete()
         raise Broken
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]")) == ["0"]
 
@@ -188,13 +188,13 @@ def test_a_state_that_an_update_took_over_is_not_saved(tmp_path):
 @pytest.mark.parametrize("stopped_by", [Broken, None])
 def test_a_save_that_fails_at_the_end_does_not_hide_why_the_run_stopped(tmp_path, capsys, stopped_by):
     config = make_config(tmp_path)
-    trainer = Trainer(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console())
+    state = RunState(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console())
 
     def full():
         raise UserError("no room\nanywhere")
 
-    trainer.save = full
-    with pytest.raises(stopped_by or UserError), trainer:
+    state.save = full
+    with pytest.raises(stopped_by or UserError), state:
         if stopped_by:
             raise stopped_by
     told = "step 0 could not be saved: no room anywhere" in capsys.readouterr().err
@@ -280,14 +280,14 @@ def test_the_next_start_begins_with_the_policy_that_was_saved(tmp_path, monkeypa
     """Parameters, moments and the number of updates; the policy that the run began with is not loaded."""
     optimizer = replace(make_config(tmp_path).learner.optimizer, lr=0.05)
     config = make_config(tmp_path, learner={"steps": 2, "optimizer": optimizer})
-    elsewhere = Trainer(
+    elsewhere = RunState(
         config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path / "other", Console(progress=False)
     )
     fresh, trained = jax.device_get((elsewhere.state, run(config, tmp_path).state))
     monkeypatch.delattr("calibadv_jax.run.trainer.initial_params")
-    trainer = Trainer(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console(progress=False))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), trained)
-    assert int(trained["updates"]) == trainer.step == 2 and int(fresh["updates"]) == 0
+    state = RunState(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console(progress=False))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.state), trained)
+    assert int(trained["updates"]) == state.step == 2 and int(fresh["updates"]) == 0
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), trained["params"], fresh["params"])
     assert max(jax.tree.leaves(moved)) > 0.01
 

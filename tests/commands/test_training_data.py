@@ -16,7 +16,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.questions import load_questions, write_questions
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.run.trainer import Trainer
+from calibadv_jax.run.state import RunState
 from calibadv_jax.run.wiring import check_inputs
 
 QUESTIONS = [
@@ -37,8 +37,8 @@ def configured(folder, weights, template="short", data=None, **sections):
 def test_training_draws_by_the_weights(tmp_path):
     config = configured(tmp_path / "run", {"a": 3.0, "b": 1.0})
     questions = load_questions(config.data.train)
-    trainer = Trainer(config, make_model(), questions, ScriptedRollouts(), tmp_path / "run", Console(False))
-    drawn = Counter(one.data_source for one in islice(trainer.questions, 80))
+    state = RunState(config, make_model(), questions, ScriptedRollouts(), tmp_path / "run", Console(False))
+    drawn = Counter(one.data_source for one in islice(state.questions, 80))
     assert drawn == {"a": 60, "b": 20}
 
 

@@ -7,8 +7,7 @@ import pytest
 from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.demonstration_files import load_demonstrations
-from calibadv_jax.data.demonstrations import DemoTurn
+from calibadv_jax.data.demonstrations import DemoTurn, load_demonstrations
 
 ANSWER = {"text": "<think> so </think>\n<answer> ada </answer>"}
 SEARCH = "<think> find it </think>\n<search> silent garden </search>"

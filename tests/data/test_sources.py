@@ -11,9 +11,9 @@ import pytest
 from calibadv_jax.config import load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
+from calibadv_jax.data.files import source_of
 from calibadv_jax.data.pipeline import QuestionIterator, check_questions
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.data.sources import source_of
 
 
 def write(path, count, **fields):

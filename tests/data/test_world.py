@@ -12,8 +12,7 @@ from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.contrib.worlds.words import POOLS
 from calibadv_jax.contrib.worlds.world import generate_world, write_world
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.demonstration_files import load_demonstrations
-from calibadv_jax.data.demonstrations import DemoTurn
+from calibadv_jax.data.demonstrations import DemoTurn, load_demonstrations
 from calibadv_jax.data.questions import load_questions
 
 SMALL = WorldConfig(people=40, cities=12, companies=12, works=8, train_questions=300, eval_questions=200)

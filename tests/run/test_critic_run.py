@@ -14,7 +14,7 @@ from trainer_rig import (
     ScriptedRollouts,
     checkpoints,
     make_config,
-    make_trainer,
+    make_state,
     resumed,
     rows,
     run,
@@ -30,7 +30,7 @@ from calibadv_jax.learner import critic as critic_learning
 from calibadv_jax.learner import optimizer
 from calibadv_jax.metrics.catalogue import find
 from calibadv_jax.record.reader import find_step, read_step
-from calibadv_jax.run import critic
+from calibadv_jax.run import trainer as critic
 from calibadv_jax.snapshots.checkpoint import restore_params
 
 pytestmark = pytest.mark.medium
@@ -126,15 +126,15 @@ def test_what_is_kept_tells_the_advantages_and_what_the_critic_learned(whole):
 
 def test_a_checkpoint_has_both_and_its_policy_can_be_taken_alone(whole):
     folder, rollouts = whole
-    trainer = make_trainer(critic_config(folder), folder)
-    policy = trainer.model.policy
-    params, step = restore_params(folder / "checkpoints", trainer.learner.abstract_state()["params"])
+    state = make_state(critic_config(folder), folder)
+    policy = state.model.policy
+    params, step = restore_params(folder / "checkpoints", state.trainer.learner.abstract_state()["params"])
     assert step == 4
     np.testing.assert_equal(jax.device_get(params), rollouts.loaded[-1][1])
-    assert "lm_head" not in trainer.critic.state["params"]
-    assert set(trainer.critic.state["params"]) == set(policy.abstract_params) | {"value_head"}
+    assert "lm_head" not in state.trainer.critic.state["params"]
+    assert set(state.trainer.critic.state["params"]) == set(policy.abstract_params) | {"value_head"}
     with pytest.raises(UserError, match="does not fit this policy and optimizer.*critic"):
-        make_trainer(critic_config(folder, {"name": "grpo"}), folder)
+        make_state(critic_config(folder, {"name": "grpo"}), folder)
 
 
 def test_calibadv_calibrates_it_by_turn(tmp_path):
@@ -157,7 +157,7 @@ def test_a_critic_that_diverges_ends_the_run_with_the_key_to_lower(tmp_path):
 def test_critic_rate_is_read_before_the_update(tmp_path, monkeypatch):
     """The schedule is asked before the update raises the count."""
     config = critic_config(tmp_path, optimizer=OptimizerConfig(lr=0.05, schedule="cosine", warmup_steps=1))
-    trained = critic.RunCritic(config, MODEL, None)
+    trained = critic.Critic(config, MODEL, None)
     trained.state = {"updates": 0, "params": {"w": np.ones(1, np.float32)}}
 
     def learn(learner, state, *_):

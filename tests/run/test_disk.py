@@ -14,15 +14,15 @@ from calibadv_jax.config.starts import add_start, newest_start
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.run.trainer import Trainer
+from calibadv_jax.run.state import RunState
 
 pytestmark = pytest.mark.medium
 
 
 def run(config, folder):
-    trainer = Trainer(config, make_model(), QUESTIONS, ScriptedRollouts(), folder, Console(progress=False))
-    with Stop() as stop, trainer:
-        train(config, trainer, trainer.rollouts, folder, Console(progress=False), stop)
+    state = RunState(config, make_model(), QUESTIONS, ScriptedRollouts(), folder, Console(progress=False))
+    with Stop() as stop, state:
+        train(state, stop)
 
 
 def steps(folder: Path) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 from trainer_rig import (
     ScriptedRollouts,
     make_config,
-    make_trainer,
+    make_state,
     resumed,
     rows,
     run,
@@ -114,8 +114,8 @@ class AnotherScore(Hosts):
 
 def test_scores_that_choose_what_is_replaced_are_compared_first(tmp_path):
     rollouts = SomeTied()
-    trainer = make_trainer(config_of(tmp_path), tmp_path, rollouts)
-    trainer.hosts = AnotherScore()
+    state = make_state(config_of(tmp_path), tmp_path, rollouts)
+    state.hosts = AnotherScore()
     with pytest.raises(UserError, match="another score of a group"):
-        trainer.stream.take(0)
+        state.stream.take(0)
     assert [number for number, _ in rollouts.begun] == [0, 1]

@@ -192,7 +192,7 @@ def test_adapters_to_begin_with_are_those_of_the_folder(whole, base, tmp_path):
     adapter = export(config, adapter=True)
     begun = config_of(tmp_path, base)
     policy = replace(begun.policy, lora=replace(LORA, init_from=str(adapter)))
-    begun = trainer_rig.make_trainer(replace(begun, policy=policy), tmp_path)
+    begun = trainer_rig.make_state(replace(begun, policy=policy), tmp_path)
     for params in (begun.state["params"], begun.reference):
         whole_policy = begun.learner.whole(params)
         jax.tree.map(np.testing.assert_array_equal, whole_policy, loaded[-1][1])

@@ -224,7 +224,7 @@ def served(url, more="", **own):
 
 def test_keys_of_the_environment_are_kept_by_name(run, monkeypatch):
     """A key that was replaced since is no change, and neither key stands anywhere."""
-    monkeypatch.setattr("calibadv_jax.run.folder.tools_hash", lambda config: "the same")
+    monkeypatch.setattr("calibadv_jax.run.fingerprints.tools_hash", lambda config: "the same")
     server = ["tools=[search, {mcp: {command: 'srv --key ${oc.env:MY_KEY}'}}]"]
     for number, key in enumerate(("hunter2", "correct-horse")):
         monkeypatch.setenv("MY_KEY", key)

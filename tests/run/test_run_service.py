@@ -8,7 +8,7 @@ import pytest
 
 from calibadv_jax.config import CheckpointConfig, Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.run.service import FILE, check_service
+from calibadv_jax.run.folder import SERVICE_FILE, check_service
 
 FIRST = {"status": "ready", "corpus_sha256": "c1", "encoder": "hashed", "documents": 7, "identity": "aa"}
 ACCEPTING = replace(Config(), checkpoint=CheckpointConfig(allow_change=["retriever.content"]))
@@ -28,13 +28,13 @@ def test_the_same_index_is_accepted_wherever_it_is_served(run):
 
 @pytest.mark.parametrize("changed", [{"corpus_sha256": "c2"}, {"encoder": "e5"}, {"identity": "bb"}])
 def test_another_index_is_refused_until_it_is_accepted(run, changed):
-    kept = (run / FILE).read_text()
+    kept = (run / SERVICE_FILE).read_text()
     for _ in range(2):  # a start that was refused leaves no trace
         with pytest.raises(
             UserError, match="has another index than at the last start .*instead of.*allow_ch"
         ):
             check_service(Config(), run, FIRST | changed)
-        assert (run / FILE).read_text() == kept
+        assert (run / SERVICE_FILE).read_text() == kept
     check_service(ACCEPTING, run, FIRST | changed)
     check_service(Config(), run, FIRST | changed)  # accepted once and for all
     with pytest.raises(UserError, match="another index"):
@@ -52,14 +52,14 @@ def test_before_the_first_checkpoint_nothing_was_trained_over_it(tmp_path):
 
 
 def test_a_run_of_an_earlier_version_takes_the_index_that_it_finds(run):
-    (run / FILE).unlink()
+    (run / SERVICE_FILE).unlink()
     check_service(Config(), run, FIRST)
-    assert (run / FILE).is_file()
+    assert (run / SERVICE_FILE).is_file()
 
 
 def test_a_damaged_note_is_named(run):
-    (run / FILE).write_text("{")
-    with pytest.raises(UserError, match=f"{FILE}: damaged"):
+    (run / SERVICE_FILE).write_text("{")
+    with pytest.raises(UserError, match=f"{SERVICE_FILE}: damaged"):
         check_service(Config(), run, FIRST)
 
 
@@ -80,13 +80,13 @@ def test_trained_steps_count_without_a_checkpoint(tmp_path, left):
 
 def test_a_full_disk_leaves_the_note_as_it_was(run, monkeypatch):
     """It is on the disk before it has its name, as all files that are written whole."""
-    before = (run / FILE).read_text()
+    before = (run / SERVICE_FILE).read_text()
 
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=rf"{FILE} cannot be written \(No space left on device\)"):
+    with pytest.raises(UserError, match=rf"{SERVICE_FILE} cannot be written \(No space left on device\)"):
         check_service(ACCEPTING, run, FIRST | {"corpus_sha256": "c2"})
-    assert (run / FILE).read_text() == before
-    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", FILE]
+    assert (run / SERVICE_FILE).read_text() == before
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", SERVICE_FILE]

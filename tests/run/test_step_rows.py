@@ -9,7 +9,7 @@ from trainer_rig import QUESTIONS, ScriptedRollouts, make_config, make_model
 from calibadv_jax.commands import train
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.run.trainer import Trainer
+from calibadv_jax.run.state import RunState
 
 
 class Counting(ScriptedRollouts):
@@ -34,9 +34,9 @@ def test_every_part_of_a_step_reports(tmp_path, monkeypatch):
     config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
     config = replace(config, evaluate=replace(config.evaluate, every=2))
     rollouts, console = Counting(), Console(progress=False)
-    trainer = Trainer(config, make_model(), QUESTIONS, rollouts, tmp_path, console)
-    with Stop() as stop, trainer:
-        train.train(config, trainer, rollouts, tmp_path, console, stop)
+    state = RunState(config, make_model(), QUESTIONS, rollouts, tmp_path, console)
+    with Stop() as stop, state:
+        train.train(state, stop)
     first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
 
     expected = {

@@ -18,7 +18,7 @@ from trainer_rig import (
     QUESTIONS,
     ScriptedRollouts,
     make_config,
-    make_trainer,
+    make_state,
     rows,
     run,
     shared_programs,  # noqa: F401
@@ -151,13 +151,13 @@ def test_a_stop_between_the_groups_of_a_step_begins_them_all_again(tmp_path):
 def test_the_kl_term_is_to_the_initial_policy(tmp_path):
     config = make_config(tmp_path, loss={"kl_coef": 0.1})
     optimizer = replace(config.learner.optimizer, lr=0.05)
-    trainer = make_trainer(replace(config, learner=replace(config.learner, optimizer=optimizer)), tmp_path)
-    initial = jax.device_get(trainer.state["params"])
-    updates = [trainer.update(*scored(config, [number, number + 3])) for number in range(3)]
+    state = make_state(replace(config, learner=replace(config.learner, optimizer=optimizer)), tmp_path)
+    initial = jax.device_get(state.state["params"])
+    updates = [state.update(*scored(config, [number, number + 3])) for number in range(3)]
     metrics = [one.metrics for one in updates]
     kl = [values["actor/kl_loss"] for values in metrics]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4 and kl[2] > 1e-4
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.reference), initial)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.trainer.reference), initial)
     assert updates[-1].tokens == 6 * (4 + 3 + 2 + 3)  # prompts and observations included
     assert metrics[0]["actor/updates"] == 1 and metrics[0]["actor/untrained_trajectories"] == 0
 
@@ -165,26 +165,26 @@ def test_the_kl_term_is_to_the_initial_policy(tmp_path):
 @pytest.mark.parametrize(("temperature", "used"), [(0.7, 0.7), (0.0, 1.0)])
 def test_the_learner_computes_at_the_samplers_temperature(tmp_path, temperature, used):
     config = make_config(tmp_path, rollout={"temperature": temperature}, policy={"logprob_chunk": 5})
-    trainer = make_trainer(config, tmp_path)
-    learner = trainer.learner
+    state = make_state(config, tmp_path)
+    learner = state.trainer.learner
     assert (learner.temperature, learner.logprob_chunk, learner.rows) == (used, 5, 8)
     assert (learner.row_length, learner.offload) == (config.learner.row_length, False)
-    assert trainer.reference is None  # without a KL term nothing is kept for it
+    assert state.trainer.reference is None  # without a KL term nothing is kept for it
 
 
 def test_the_schedule_ends_with_the_run(tmp_path):
     """Six trajectories in mini-batches of four, three times over, for five steps: thirty updates."""
     optimizer = replace(make_config(tmp_path).learner.optimizer, lr=1.0, schedule="linear")
     learner = {"steps": 5, "minibatch_size": 4, "epochs": 3, "optimizer": optimizer}
-    schedule = make_trainer(make_config(tmp_path, learner=learner), tmp_path).schedule
+    schedule = make_state(make_config(tmp_path, learner=learner), tmp_path).trainer.schedule
     assert [float(schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
 
 
 def test_published_weights_are_compared_with_what_the_workers_compute(tmp_path):
     config = make_config(tmp_path, rollout={"temperature": 0.5})
     rollouts = ScriptedRollouts()
-    trainer = make_trainer(config, tmp_path, rollouts)
-    assert trainer.publish() == {}
+    state = make_state(config, tmp_path, rollouts)
+    assert state.publish() == {}
     tokens = np.random.default_rng(0).integers(0, HF_CONFIG["vocab_size"], 15).astype(np.int32)[None]
 
     @jax.jit
@@ -196,7 +196,7 @@ def test_published_weights_are_compared_with_what_the_workers_compute(tmp_path):
     table = np.asarray(logprobs(rollouts.loaded[0][1]))[0]
     theirs = table[np.arange(14), tokens[0, 1:]]
     rollouts.logprobs = {"a": theirs, "b": theirs + np.float32([0.25] + [0] * 13)}
-    found = trainer.publish()
+    found = state.publish()
     assert found["rollout/workers"] == 2
     assert found["rollout/probe_logprob_diff_max"] == pytest.approx(0.25, abs=1e-5)
     assert found["rollout/probe_logprob_diff_mean"] == pytest.approx(0.25 / 28, abs=1e-5)
@@ -204,14 +204,14 @@ def test_published_weights_are_compared_with_what_the_workers_compute(tmp_path):
 
 def test_a_step_without_a_sampled_token_changes_nothing(tmp_path):
     config = make_config(tmp_path)
-    trainer = make_trainer(config, tmp_path)
+    state = make_state(config, tmp_path)
     groups, _ = scored(config, [0])
     for trajectory in groups[0].trajectories:
         trajectory.turns = []
-    before = jax.device_get(trainer.state)
-    updated = trainer.update(groups, compute_advantages(groups, config.advantage))
-    assert (trainer.step, updated.tokens, updated.metrics["actor/untrained_trajectories"]) == (1, 0, 3)
-    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(trainer.state))
+    before = jax.device_get(state.state)
+    updated = state.update(groups, compute_advantages(groups, config.advantage))
+    assert (state.step, updated.tokens, updated.metrics["actor/untrained_trajectories"]) == (1, 0, 3)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.state))
 
 
 def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monkeypatch):
@@ -224,9 +224,9 @@ def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monk
     monkeypatch.setattr("calibadv_jax.run.trainer.learn", note)
     for seed in (0, 0, 1):
         config = make_config(tmp_path, run={"dir": str(tmp_path), "seed": seed})
-        trainer = make_trainer(config, tmp_path)
+        state = make_state(config, tmp_path)
         for number in range(2):
-            trainer.update(*scored(config, [number]))
+            state.update(*scored(config, [number]))
     first, again, other = orders[:2], orders[2:4], orders[4:]
     assert first == again
     assert len({*first, *other}) == 4
@@ -242,10 +242,10 @@ def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monk
     ids=["step", "garbled", "none", "list", "empty"],
 )
 def test_a_checkpoint_without_its_counters_is_one_line(tmp_path, extra):
-    trainer = make_trainer(make_config(tmp_path), tmp_path)
-    trainer.checkpoints.save(1, trainer.state, extra)
-    trainer.checkpoints.wait()
+    state = make_state(make_config(tmp_path), tmp_path)
+    state.checkpoints.save(1, state.state, extra)
+    state.checkpoints.wait()
     with pytest.raises(
         UserError, match=r"checkpoints/1: damaged checkpoint; delete it to use an older checkpoint \(in extra"
     ):
-        make_trainer(make_config(tmp_path), tmp_path)
+        make_state(make_config(tmp_path), tmp_path)

@@ -15,7 +15,7 @@ from trainer_rig import (
     ScriptedRollouts,
     checkpoints,
     make_config,
-    make_trainer,
+    make_state,
     rows,
     run,
     shared_programs,  # noqa: F401
@@ -63,9 +63,9 @@ def test_a_checkpoint_of_a_bad_step_goes_and_the_way_back_saves_that_step_again(
     config = make_config(tmp_path, learner={"steps": 6}, checkpoint=checkpoint, guards=guards)
     rollouts = run(config, Collapsing(), tmp_path)
     assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
-    trainer = make_trainer(config, tmp_path)
-    assert trainer.checkpoints.steps() == [1, 2, 3, 4, 5, 6]
-    fourth = trainer.checkpoints.restore(4, trainer.learner.abstract_state())[0]["params"]
+    state = make_state(config, tmp_path)
+    assert state.checkpoints.steps() == [1, 2, 3, 4, 5, 6]
+    fourth = state.checkpoints.restore(4, state.trainer.learner.abstract_state())[0]["params"]
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(fourth), rollouts.loaded[7][1])
 
 
@@ -74,9 +74,9 @@ def test_a_resumed_run_knows_that_it_was_rolled_back(tmp_path):
     """Its numbers are those of the attempt after the collapse, and its rollbacks count on."""
     config = make_config(tmp_path, guards=GUARDED | {"action": "rollback"})
     before = run(config, Collapsing(), tmp_path)
-    trainer = make_trainer(config, tmp_path, after := ScriptedRollouts())
-    assert trainer.guards.rollbacks == 1 and trainer.guards.last_good_step == trainer.step == 4
-    assert after.seed == trainer.seed == before.seed != config.run.seed
+    state = make_state(config, tmp_path, after := ScriptedRollouts())
+    assert state.guards.rollbacks == 1 and state.guards.last_good_step == state.step == 4
+    assert after.seed == state.seed == before.seed != config.run.seed
 
 
 def test_a_run_that_ends_just_after_a_rollback_does_not_draw_the_collapse_again(tmp_path):
@@ -92,12 +92,12 @@ def test_a_run_that_ends_just_after_a_rollback_does_not_draw_the_collapse_again(
     with pytest.raises(SystemExit):
         run(config, Ended(), tmp_path)
     assert checkpoints(tmp_path) == [2]
-    trainer = make_trainer(config, tmp_path, after := Collapsing())
-    assert trainer.guards.rollbacks == 1 and after.seed == trainer.seed != config.run.seed
+    state = make_state(config, tmp_path, after := Collapsing())
+    assert state.guards.rollbacks == 1 and after.seed == state.seed != config.run.seed
     assert [version for version, _ in run(config, Collapsing(), tmp_path).loaded] == [2, 3, 4, 5, 6]
     shutil.rmtree(tmp_path / "checkpoints")
     run(replace(config, learner=replace(config.learner, steps=2)), Collapsing(), tmp_path)
-    assert make_trainer(config, tmp_path).guards.rollbacks == 0
+    assert make_state(config, tmp_path).guards.rollbacks == 0
 
 
 def test_a_signal_among_bad_steps_leaves_the_checkpoint_to_which_a_rollback_goes_back(tmp_path):
