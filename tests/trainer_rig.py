@@ -68,12 +68,7 @@ def make_config(folder, **sections):
     values = {
         "run": {"dir": str(folder)},
         "data": {"train": str(folder / "train.jsonl")},
-        "rollout": {
-            "questions_per_step": 2,
-            "group_size": 3,
-            "max_prompt_length": 8,
-            "max_length": 16,
-        },
+        "rollout": {"questions_per_step": 2, "group_size": 3, "max_prompt_length": 8, "max_length": 16},
         "learner": {"steps": 4, "row_length": 16, "microbatch_rows": 8},
         "checkpoint": {"every": 2},
         "log": {"backends": [], "progress": False},

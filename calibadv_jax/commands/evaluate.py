@@ -65,11 +65,7 @@ def run(config: Config) -> None:
 
 
 def choose_policy(config: Config) -> PolicySource:
-    """Return evaluate.policy, or the newest checkpoint of run.dir, or policy.path.
-
-    Raises:
-        UserError: none is named, and the run has no checkpoint.
-    """
+    """Return evaluate.policy, or run.dir's newest checkpoint, or policy.path; UserError if none is set."""
     checkpoints = Path(config.run.dir) / "checkpoints"
     trained = str(checkpoints) if has_checkpoint(checkpoints) else ""
     chosen = config.evaluate.policy or trained or config.policy.path
@@ -81,13 +77,8 @@ def choose_policy(config: Config) -> PolicySource:
 def evaluation_questions(config: Config, tokenizer: Any, sample_size: int = 0) -> tuple[list[Question], str]:
     """Return the questions of data.eval, at most data.eval_limit and `sample_size` (0: no limit).
 
-    The choice does not depend on run.seed.
-
-    Returns:
-        The questions whose prompts fit, and a warning of the others; "" if all fit.
-
-    Raises:
-        UserError: a file cannot be read, or prompts are too long; see `drop_overlong`.
+    The choice does not depend on run.seed. Returns the questions whose prompts fit, and a warning of the
+    others ("" if all fit). Raises UserError if a file cannot be read, or as `drop_overlong`.
     """
     questions = load_questions(config.data.eval, config.data.columns)
     for limit in (config.data.eval_limit, sample_size):
@@ -108,9 +99,8 @@ def validation_questions(config: Config, tokenizer: Any) -> tuple[list[Question]
 def evaluate_policy(config: Config, source: PolicySource, console: Console | None = None) -> Report:
     """Evaluate a policy on disk with the configured sampler and retriever; write all files.
 
-    Raises:
-        UserError: bad input, another process writes the same files, or too many trajectories failed; the
-            answers so far are kept.
+    Raises UserError for bad input, files that another process writes, and too many failed trajectories; the
+    answers so far are kept.
     """
     console = console or Console(config.log.progress)
     refuse_other_run(Path(config.evaluate.output), "evaluate.output", Path(config.run.dir))
@@ -215,12 +205,10 @@ def answer(
     keep: Callable[[Row], object],
     evaluation: str = "",
 ) -> None:
-    """Answer questions with the sampler's current policy; call `keep` with the row of each.
+    """Answer questions with the sampler's current policy.
 
-    Args:
-        config: see `method_config`.
-        keep: called on the thread of the rollouts.
-        evaluation: identity for the rows.
+    `config` is that of `method_config`. `keep` gets the row of each question, with the identity `evaluation`,
+    on the thread of the rollouts.
     """
     method = config.evaluate.method
     asked = list(questions)

@@ -55,17 +55,12 @@ def run(config: Config, adapter: bool = False) -> None:
 def export(config: Config, adapter: bool = False) -> Path:
     """Write export.source (default: the newest checkpoint of run.dir) to export.output, on one device.
 
-    `export.source` is a snapshot, a checkpoint or a folder of checkpoints, of this run or another run.
+    `export.source` is a snapshot, a checkpoint or a folder of checkpoints, of this run or another run. With
+    `adapter`, only the adapters are written, to export.adapter_output; else they are merged into the weights.
 
-    Args:
-        adapter: write the adapters alone, to export.adapter_output; else a policy with merged adapters.
-
-    Returns:
-        The folder, for transformers' from_pretrained, or for PEFT's if it holds adapters.
-
-    Raises:
-        UserError: the source is missing, incomplete, damaged, or not inside a run's folder; or the output
-            lies in another run's folder, or another process writes it.
+    Returns the folder, for transformers' from_pretrained, or PEFT's. Raises UserError if the source is
+    missing, incomplete, damaged, or not inside a run's folder; or the output lies in another run's folder, or
+    another process writes it.
     """
     key = "adapter_output" if adapter else "output"
     output = Path(getattr(config.export, key))

@@ -148,14 +148,10 @@ def _train(
     console: Console,
     stop: Stop,
 ) -> None:
-    """Train on the batches.
+    """Train on the batches; `updates` are those of each phase.
 
-    Args:
-        updates: of each phase.
-
-    Raises:
-        UserError: it diverged: the parameters are not finite, or no update is, for guards.patience updates in
-            a row or from the first to the last.
+    Raises UserError if it diverged: the parameters are not finite, or no update is, for guards.patience
+    updates in a row or from the first to the last.
     """
     folder, every = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every
     total = sum(updates)
@@ -211,11 +207,7 @@ def phase_line(config: Config, updates: Sequence[int], done: int) -> str:
 def count_updates(
     config: Config, phase: SftPhase, own: Sequence[Demonstration], tokenizer: Any, seed: int
 ) -> int:
-    """Return the optimizer updates of a phase.
-
-    Raises:
-        UserError: its length is given in epochs, but a generator writes endless demonstrations.
-    """
+    """Return the optimizer updates of a phase; UserError if it gives epochs to a generator without end."""
     if not phase.epochs:
         return phase.steps or DEFAULT_STEPS
     if config.sft.demonstrations == "world":
@@ -260,11 +252,7 @@ def _own_demonstrations(
 ) -> tuple[list[Demonstration], Batch | None]:
     """Return the file's training demonstrations, and the packed held-out ones; none with a generator.
 
-    Args:
-        warn: called with a line on those whose prompt or length does not fit.
-
-    Raises:
-        UserError: the file cannot be used, or some are too long; see `drop_overlong` and `_drop_long`.
+    `warn` gets a line on those that do not fit. Raises UserError as `drop_overlong` and `_drop_long`.
     """
     sft = config.sft
     if sft.demonstrations == "world":
@@ -297,8 +285,7 @@ def _drop_long(
 ) -> tuple[list[Demonstration], str]:
     """Return the demonstrations that fit in a row, and a warning of the others; "" where all fit.
 
-    Raises:
-        UserError: some do not fit and data.overlong_prompts is "refuse", or none fits.
+    Raises UserError if some do not fit and data.overlong_prompts is "refuse", or none fits.
     """
     longest = config.sft_row_length
     lengths = [demonstration_length(each, config, tokenizer) for each in own]
@@ -324,18 +311,9 @@ def held_out_loss(learner: Learner, params: Params, batch: Batch) -> float:
 
 
 def _batches(
-    config: Config,
-    phase: SftPhase,
-    own: Sequence[Demonstration],
-    tokenizer: Any,
-    seed: int,
-    skipped: int = 0,
+    config: Config, phase: SftPhase, own: Sequence[Demonstration], tokenizer: Any, seed: int, skipped: int = 0
 ) -> Iterator[Batch]:
-    """Yield packed batches of `sft.rows` rows (the last one of all epochs may have fewer).
-
-    Args:
-        skipped: batches that are omitted at the beginning.
-    """
+    """Yield packed batches of `sft.rows` rows (the last may have fewer), without the first `skipped`."""
     sft = config.sft
     if sft.demonstrations == "world":
         demonstrations = load_optional("worlds.demonstrations").GENERATORS[phase.kind](seed, config.world)
@@ -380,11 +358,7 @@ def _order(count: int, epochs: int | None, seed: int) -> Iterator[int]:
 def encode_demonstration(
     demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str
 ) -> Sample:
-    """Return a demonstration in the tokens that the agent loop would have written.
-
-    Raises:
-        UserError: they are more than sft.row_length.
-    """
+    """Return a demonstration in the agent loop's tokens; UserError if they exceed sft.row_length."""
     sample = _encoded(demonstration, config, tokenizer, loss_on)
     if len(sample.tokens) > config.sft_row_length:
         raise UserError(
@@ -437,12 +411,8 @@ def kept_row_length(folder: Path) -> int | None:
 class ColdStart:
     """State and checkpoints of a cold start. As a block, it saves its last update if it is interrupted.
 
-    Args:
-        identity: see `cold_start_identity`.
-        initial: returns the parameters to begin with, which are donated; not called if a checkpoint has them.
-
-    Raises:
-        UserError: the folder holds an unfinished cold start of other settings, or a damaged one.
+    `initial` returns the parameters to begin with, which are donated; it is not called if a checkpoint has
+    them. Raises UserError if the folder holds an unfinished cold start of other settings, or a damaged one.
     """
 
     def __init__(

@@ -48,9 +48,8 @@ from calibadv_jax.snapshots.mirror import Mirror, open_mirror
 def run(config: Config, kept: Config | None = None) -> None:
     """Train for `learner.steps` steps, or continue from the newest checkpoint of the run's folder.
 
-    Args:
-        kept: the config for the run's folder; default: `config`. It lacks the addresses of services that the
-            caller started for this run, so that later readers start them again.
+    `kept` is the config for the run's folder: without the addresses of services that the caller started for
+    this run, so that later readers start them again.
     """
     with joined(config) as hosts:
         console = Console(config.log.progress, silent=not hosts.is_first)
@@ -94,8 +93,7 @@ def _prepare(
 ) -> tuple[Model, list[Question], int]:
     """Check all inputs, then enter the run's folder.
 
-    Returns:
-        The model, the questions whose prompts fit, and the number of the others.
+    Returns the model, the questions whose prompts fit, and the number of the others.
     """
     for line in describe_choices(config):
         console.say(line)
@@ -117,8 +115,7 @@ def fitting_questions(
 ) -> tuple[list[Question], int]:
     """Return the training questions whose prompts fit, and the number of the others; warn of both data sets.
 
-    Raises:
-        UserError: some do not fit and data.overlong_prompts is "refuse".
+    Raises UserError if some do not fit and data.overlong_prompts is "refuse".
     """
     longest = config.rollout.max_prompt_length
     lengths = prompt_lengths(questions, tokenizer, config.prompt, longest, make_actions(config))
@@ -139,11 +136,7 @@ def services(config: Config) -> str:
 
 
 def train(state: RunState, stop: Stop, overlong: int = 0) -> None:
-    """The algorithm.
-
-    Args:
-        overlong: number of questions whose prompts are too long, for the metrics.
-    """
+    """The algorithm; `overlong` is the number of questions whose prompts are too long, for the metrics."""
     console, first, total = state.console, state.step + 1, state.config.learner.steps
     shown = ShownSteps(console, total, state.config.log.transcripts)
     with open_writers(state) as (record, writer):
@@ -173,10 +166,7 @@ class Step:
     """A step of training: its phases, its signals and its row of metrics.
 
     The row is written at the end of the block, with the times, if the step was trained. A trained step is
-    saved, so its row must not be lost, whatever ends the block.
-
-    Args:
-        first: number of the first step of this start, which compiles.
+    saved, so its row must not be lost, whatever ends the block. Step number `first` compiles.
     """
 
     def __init__(self, state: RunState, writer: MetricsWriter, stop: Stop, first: int):
@@ -269,11 +259,7 @@ class Step:
 def apply_verdict(
     verdict: Verdict, state: RunState, writer: MetricsWriter, record: RolloutWriter, stop: Stop
 ) -> None:
-    """End the run or roll back, if a guard asks for it; else save the step if it is due.
-
-    Raises:
-        UserError: a guard ends the run, or there is no checkpoint to return to.
-    """
+    """End the run (UserError) or roll back, if a guard asks for it; else save the step if it is due."""
     if verdict.action == "stop":
         with state.hosts.together("guards"):
             raise UserError(state.why_stopped())

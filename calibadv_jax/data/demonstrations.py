@@ -54,13 +54,8 @@ class Demonstration:
 def load_demonstrations(path: Path, grammar: Grammar = SEARCH_GRAMMAR) -> list[Demonstration]:
     """Read the rows of a file: a question's fields and ``turns``, or a chat's ``messages``.
 
-    Turns are ``{"text", "documents": [{"title", "text"}], "observation"}``.
-
-    Args:
-        grammar: of the actions that are on.
-
-    Raises:
-        UserError: missing file or malformed row, with file and line.
+    Turns are ``{"text", "documents": [{"title", "text"}], "observation"}``. Raises UserError for a missing
+    file or a malformed row, with file and line.
     """
     demonstrations = []
     for where, row in read_jsonl(path, "demonstrations"):
@@ -78,11 +73,8 @@ def split_off(
 ) -> tuple[list[Demonstration], list[Demonstration]]:
     """Return training and held-out demonstrations; all of a question are on the same side.
 
-    Args:
-        share: of the questions that are held out; at least one question if above 0.
-
-    Raises:
-        UserError: nothing would be left to train on.
+    `share` of the questions are held out, at least one if above 0. Raises UserError if none is left to train
+    on.
     """
     texts = list(dict.fromkeys(each.question.text for each in demonstrations))
     count = max(1, round(share * len(texts))) if share else 0
@@ -135,7 +127,7 @@ def _check_action(text: str, where: str, grammar: Grammar) -> None:
 
 
 def _parse_chat(row: Mapping[str, Any], key: str, where: str, grammar: Grammar) -> Demonstration:
-    """Messages before the assistant's first are the prompt; others between the assistant's are observations."""
+    """Take messages before the assistant's first as the prompt, and others after it as observations."""
     messages = _messages(row[key], key, where)
     roles = [role for role, _, _ in messages]
     if "assistant" not in roles:

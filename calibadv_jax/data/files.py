@@ -78,8 +78,7 @@ def find_files(sources: Sources, default_source: str = "") -> Iterator[tuple[Pat
             only data file of a dataset repository.
         default_source: data_source where `sources` names none; empty: from the file's name.
 
-    Raises:
-        UserError: nothing is named, a pattern matches nothing, or the hub has no such file.
+    Raises UserError if nothing is named, a pattern matches nothing, or the hub has no such file.
     """
     if isinstance(sources, Mapping):
         named = [(str(file), name) for name, file in sources.items()]
@@ -122,11 +121,7 @@ def source_of(path: Path) -> str:
 def read_rows(path: str | Path, what: str = "questions") -> Iterator[tuple[str, DataRow]]:
     """Yield (place, row) of every row: ``file:line`` for lines of text, ``file row N`` otherwise, from 1.
 
-    Args:
-        what: expected content, for messages.
-
-    Raises:
-        UserError: no such file, not UTF-8, broken, or a row that is no object.
+    Raises UserError if there is no such file of `what`, it is not UTF-8 or broken, or a row is no object.
     """
     path = Path(path)
     if not path.is_file():
@@ -141,11 +136,7 @@ def read_rows(path: str | Path, what: str = "questions") -> Iterator[tuple[str, 
 
 
 def read_jsonl(path: str | Path, what: str) -> Iterator[tuple[str, DataRow]]:
-    """Yield (``file:line``, row) for every line that is not blank.
-
-    Raises:
-        UserError: no such file, not UTF-8, or a line that is not a JSON object.
-    """
+    """Yield (``file:line``, row) for every line that is not blank; UserError as `read_rows`."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file of {what}")
@@ -292,6 +283,6 @@ def parse_list(text: str) -> list[Any] | None:
 
 
 def _strings(text: str) -> list[Any]:
-    """Return the texts of a list; NumPy writes no commas, and Python would join ['a' 'b'] to a single text."""
+    """Return the texts of a list; NumPy writes no commas, and Python would join ['a' 'b']."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return [ast.literal_eval(token.string) for token in tokens if token.type == tokenize.STRING]

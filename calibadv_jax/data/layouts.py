@@ -59,11 +59,7 @@ class Layout:
 
 
 def layout_of(row: DataRow, where: str, columns: ColumnsConfig = NO_COLUMNS) -> Layout:
-    """Return the layout of the named columns, or else the first layout whose keys the row has.
-
-    Raises:
-        UserError: no layout has these keys.
-    """
+    """Return the layout of the named columns, or else the first whose keys the row has; UserError if none."""
     if columns.question or columns.answer:
         names = columns.question or "question", columns.answer or "answer"
         missing = next((name for name in names if _value(row, name) is _MISSING), None)
@@ -94,8 +90,7 @@ def without_nan(value: Any) -> Any:
 def values_of(value: Any, where: str, key: str) -> list[Any]:
     """Return a value, a list, or a list written as text, as a list without missing values.
 
-    Raises:
-        UserError: a value is no text, number or boolean.
+    Raises UserError for a value that is no text, number or boolean.
     """
     values: list[Any] = []
     for item in value if isinstance(value, list | tuple) else [value]:
@@ -118,9 +113,7 @@ def values_of(value: Any, where: str, key: str) -> list[Any]:
 def texts(value: Any, where: str, key: str) -> list[str]:
     """Return the distinct golden answers of a value as texts; booleans become yes and no.
 
-    Raises:
-        NoAnswer: nothing is left.
-        UserError: a value is no text, number or boolean.
+    Raises NoAnswer if nothing is left, and UserError as `values_of`.
     """
     kept: list[str] = []
     for answer in values_of(value, where, key):
@@ -163,8 +156,7 @@ def _prompted(key: str, row: DataRow, where: str, needs_marker: bool = False) ->
 def question_of(prompt: Any, where: str, needs_marker: bool = True) -> str:
     """Return the question of a prompt: the rest of the line after the only "Question:".
 
-    Args:
-        needs_marker: refuse a prompt without "Question:"; else it begins with the question.
+    Without `needs_marker`, a prompt without "Question:" begins with the question.
     """
     content = prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):

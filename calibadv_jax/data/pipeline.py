@@ -21,8 +21,7 @@ class QuestionIterator:
         rest_below, rest_above: a question with a mean score outside, by `note`, is skipped once;
             rest_above 1: no limit.
 
-    Raises:
-        UserError: a weight for a data source that no question has, or a data source without weight.
+    Raises UserError if weights and questions do not name the same data sources.
     """
 
     def __init__(
@@ -86,15 +85,7 @@ class QuestionIterator:
 
 
 def check_questions(questions: Sequence[Question], weights: Mapping[str, float], template: str = "") -> None:
-    """Refuse questions that do not fit the config.
-
-    Args:
-        weights: of data.weights; empty: not checked.
-        template: prompt.template.
-
-    Raises:
-        UserError: as `QuestionIterator`, or a question without the prompt that the template takes.
-    """
+    """Refuse questions that do not fit data.weights (if any) and prompt.template with a UserError."""
     sources = {question.data_source for question in questions}
     if weights and sources != weights.keys():
         raise UserError(

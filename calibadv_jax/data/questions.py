@@ -24,14 +24,10 @@ _JOINED = re.compile(r"\S(?:\s*[|;\n]+\s*| / )\S")
 
 
 def load_questions(sources: Sources, columns: ColumnsConfig = NO_COLUMNS) -> list[Question]:
-    """Return the questions of files in any layout of `data.layouts`, in the order given.
+    """Return the questions of files (see `find_files`) in any layout of `data.layouts`, in the order given.
 
-    Args:
-        sources: of data.train or data.eval, see `find_files`.
-        columns: data.columns.
-
-    Raises:
-        UserError: missing file, malformed row, no golden answer, an id used twice; with file and line.
+    Raises UserError for a missing file, a malformed row, no golden answer, an id used twice; with file and
+    line.
     """
     questions: list[Question] = []
     seen: dict[str, str] = {}
@@ -58,14 +54,9 @@ def read_questions(
     """Yield (place, question or `NoAnswer`) of every row. The first row decides the layout.
 
     Rows in our layout with id and data_source keep the id. Others get the id ``DATA_SOURCE_ID``, since ids of
-    published files repeat in other data sets; without an id, the file's name and the place in it.
-
-    Args:
-        source: data_source of rows that name none.
-        columns: data.columns.
-
-    Raises:
-        UserError: missing file or malformed row, with file and line.
+    published files repeat in other data sets; without an id, the file's name and the place in it. `source` is
+    the data_source of rows that name none. Raises UserError for a missing file or malformed row, with file
+    and line.
     """
     layout: Layout | None = None
     prompts: dict[Message, Message] = {}  # nearly all rows share a prompt: kept once
@@ -108,9 +99,7 @@ def _split(answers: Iterable[str], separator: str) -> list[str]:
 def parse_question(row: dict[str, Any], where: str) -> Question:
     """Return the question of a row in our layout with id and data_source; `where` names it in errors.
 
-    Raises:
-        NoAnswer: `golden_answers` holds no answer.
-        UserError: another key is wrong.
+    Raises NoAnswer if `golden_answers` holds no answer, and UserError if another key is wrong.
     """
     row = {key: without_nan(value) for key, value in row.items()}
     return _question(OURS.read(row, where), where, {})

@@ -35,11 +35,7 @@ class KeptStep:
 
 
 def find_step(run: Path, step: int) -> Path:
-    """Return the file of a kept step.
-
-    Raises:
-        UserError: the run kept no trajectories, or not those of this step.
-    """
+    """Return the file of a kept step; UserError if the run did not keep it."""
     steps = kept_steps(run)
     if step in steps:
         return steps[step]
@@ -52,11 +48,7 @@ def find_step(run: Path, step: int) -> Path:
 
 
 def read_step(path: Path) -> KeptStep:
-    """Read a kept step.
-
-    Raises:
-        UserError: the file is missing, damaged or of another version.
-    """
+    """Read a kept step; UserError if the file is missing, damaged or of another version."""
     table = read_columns(path)
     rows, metadata = table.to_pylist(maps_as_pydicts="strict"), _text(table.schema.metadata)
     groups, credits, logprobs = from_rows(rows, *opening_and_actions(metadata))
@@ -71,13 +63,9 @@ def opening_and_actions(metadata: Mapping[str, str]) -> tuple[str, tuple[str, ..
 
 
 def read_columns(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read columns of a kept step; default: all.
+    """Read columns of a kept step; default: all. Raises UserError as `read_step`.
 
-    Args:
-        columns: names of `schema.SCHEMA`, or parts of them such as ``turns.list.element.advantage``.
-
-    Raises:
-        UserError: the file is missing, damaged or of another version.
+    `columns` are names of `schema.SCHEMA`, or parts of them such as ``turns.list.element.advantage``.
     """
     version = read_metadata(path).get("schema_version")
     if version != VERSION:
@@ -90,15 +78,11 @@ def read_columns(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Read the metadata of a file, without its rows.
+    """Read the metadata of a file, without its rows. Raises UserError as `read_step`.
 
-    Returns:
-        schema_version; advantage and config: that section, and the whole config, as JSON; tokenizer: its
-        folder, relative to the run's; seed: of the step's draws; actions: their names as JSON, if search was
-        not the only one.
-
-    Raises:
-        UserError: as `read_step`.
+    Returns schema_version; advantage and config: that section, and the whole config, as JSON; tokenizer: its
+    folder, relative to the run's; seed: of the step's draws; actions: their names as JSON, if search was not
+    the only one.
     """
     with _readable(path):
         return _text(pq.read_schema(path).metadata)
@@ -127,9 +111,8 @@ def from_rows(
 ) -> tuple[list[Group], list[GroupCredit], Logprobs]:
     """Return the groups of a step, their credit and the learner's log-probabilities.
 
-    Args:
-        rows: from `pyarrow.Table.to_pylist` with maps as dictionaries; arrays or lists.
-        opening, actions: of every trajectory, see `Trajectory`.
+    `rows` come from `pyarrow.Table.to_pylist` with maps as dictionaries. `opening` and `actions` are those of
+    every `Trajectory`.
     """
     groups, credits, logprobs = [], [], []
     for _, chosen in groupby(rows, lambda row: row["group"]):

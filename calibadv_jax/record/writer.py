@@ -33,11 +33,8 @@ _TURN_COLUMNS = (  # attributes of a turn that are columns
 class RolloutWriter:
     """Keep the steps of a run as ``rollouts/step_N.parquet``.
 
-    The newest `log.rollouts_keep` steps stay, and of the older ones every `log.rollouts_every`-th.
-
-    Args:
-        folder: of the run.
-        start_step: first step that will be written; files of it and of later steps are removed.
+    The newest `log.rollouts_keep` steps stay, and of the older ones every `log.rollouts_every`-th. Files of
+    `start_step` and of later steps are removed.
     """
 
     def __init__(self, folder: Path, config: Config, start_step: int) -> None:
@@ -53,15 +50,9 @@ class RolloutWriter:
         learner_logprobs: Logprobs,
         seed: int,
     ) -> dict[str, float]:
-        """Write one step, and remove older ones.
+        """Write one step, and remove older ones; `seed` is that of the step's draws.
 
-        Args:
-            credits: `AdvantageResult.credits`.
-            learner_logprobs: see `to_rows`.
-            seed: of the draws of the step.
-
-        Returns:
-            The size of the file; nothing where log.rollouts is none.
+        Returns the size of the file as a metric; nothing where log.rollouts is none.
         """
         if self.log.rollouts == "none":
             return {}
@@ -105,8 +96,7 @@ def to_rows(
 ) -> list[RecordRow]:
     """Return the rows of a step; arrays stay arrays.
 
-    Args:
-        learner_logprobs: float32 [T] of the response of every finished trajectory, None if not computed.
+    `learner_logprobs` are float32 [T] of the response of every finished trajectory, None if not computed.
     """
     rows = []
     for number, (group, credit, logprobs) in enumerate(zip(groups, credits, learner_logprobs, strict=True)):

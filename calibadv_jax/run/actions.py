@@ -26,10 +26,8 @@ EXPECTED = "a class that is called without arguments, as in examples/own_tool.py
 def make_actions(config: Config) -> tuple[Action, ...]:
     """Return the actions in the order of the config; none stand for search alone.
 
-    MCP servers are asked for their tools at the first call.
-
-    Raises:
-        UserError: one cannot be made, or two have the same name.
+    MCP servers are asked for their tools at the first call. Raises UserError if an action cannot be made, or
+    two have the same name.
     """
     if config.tools == DEFAULT:
         return ()
@@ -99,11 +97,7 @@ def _check(action: Action, tool: ToolConfig, others: list[Action]) -> None:
 
 
 def describe_actions(config: Config) -> list[str]:
-    """Return lines for the terminal; none where search alone is on.
-
-    Raises:
-        UserError: see `make_actions`.
-    """
+    """Return lines for the terminal; none where search alone is on. Raises as `make_actions`."""
     actions = make_actions(config)
     if not actions:
         return []
@@ -119,11 +113,7 @@ def describe_actions(config: Config) -> list[str]:
 
 
 def check_tags(actions: tuple[Action, ...], tokenizer: Any) -> None:
-    """Refuse a tokenizer that cannot write the actions' tags (`load_tokenizer` checks the protocol's).
-
-    Raises:
-        UserError: a tag does not survive a round trip.
-    """
+    """Refuse (UserError) a tokenizer that loses the actions' tags; `load_tokenizer` checks the protocol's."""
     for action in actions:
         for tag in (f"<{action.name}>", f"</{action.name}>"):
             ids = tokenizer.encode(f"{tag} a", add_special_tokens=False)

@@ -14,8 +14,8 @@ from calibadv_jax.run.actions import describe_actions
 def describe_choices(config: Config) -> list[str]:
     """Return lines for the terminal; optional features appear only if they are on.
 
-    Raises:
-        UserError: a user's function cannot be loaded, or takes other parameters; or nothing could be learned.
+    Raises UserError if a user's function cannot be loaded, or takes other parameters; or nothing could be
+    learned.
     """
     _check_something_is_learned(config)
     return [

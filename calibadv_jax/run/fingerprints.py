@@ -38,11 +38,7 @@ def judge_hash(config: Config) -> str:
 
 
 def tools_hash(config: Config) -> str:
-    """Return the hash of the actions in the prompt; empty if search is the only one.
-
-    Raises:
-        UserError: see `make_actions`.
-    """
+    """Return the hash of the actions in the prompt; empty if search is the only one."""
     actions = make_actions(config)
     described = [[each.name, each.purpose, each.argument, each.may_be_empty] for each in actions]
     return content_hash(described) if described else ""
@@ -54,11 +50,7 @@ def prompt_hashes(config: Config) -> dict[str, str]:
 
 
 def initial_hash(config: Config, model: Model) -> str:
-    """Return the hash of the weights in policy.path.
-
-    Raises:
-        UserError: there are none, or they are damaged.
-    """
+    """Return the hash of the weights in policy.path; UserError if they are missing or damaged."""
     weights, _ = find_folder(config, config.policy.path, with_weights=True, known=model.pins)
     return weights_hash(weights)
 
@@ -95,11 +87,7 @@ def cold_start_identity(
 
 
 def check_same(config: Config, model: Model, questions: Sequence[Question], hosts: Hosts) -> None:
-    """Refuse processes that read different files, or offer different actions: each may have its own copies.
-
-    Raises:
-        UserError: a process reads something else.
-    """
+    """Refuse (UserError) processes that read different files or offer different actions."""
     hosts.same("data.train", lambda: content_hash([dataclasses.astuple(each) for each in questions]))
     hosts.same("policy or tokenizer", lambda: content_hash([model.hf_config, model.tokenizer_hash]))
     hosts.same("file reward.judge.prompt", lambda: judge_hash(config))
@@ -126,14 +114,8 @@ def describe_policy(source: PolicySource) -> dict[str, Any]:
 def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -> dict[str, Any]:
     """Return the retriever as plain values; empty where nothing is searched.
 
-    A running service describes itself, or is its address if it names no corpus. A service that is started
-    here is its corpus and its pages, with the times at which the files were written.
-
-    Args:
-        warn: called with a line while the service is waited for.
-
-    Raises:
-        UserError: a running service cannot be reached.
+    A running service describes itself, or is its address if it names no corpus; UserError if it cannot be
+    reached. A service that is started here is its corpus and its pages, with the times of the files.
     """
     if config.url == NO_RETRIEVER:
         return {}

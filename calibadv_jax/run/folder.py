@@ -51,13 +51,11 @@ def enter_run_folder(
 
     Args:
         config: without the addresses of services that this start itself began.
-        questions: of data.train.
         say: prints how this start differs from the last start, and which steps are trained again.
         mirror: taken over by this start; its configs and inputs are here already.
 
-    Raises:
-        UserError: the folder holds steps of another experiment, or of a run that must not be resumed, or it
-            cannot be written.
+    Raises UserError if the folder holds steps of another experiment, or of a run that must not be resumed, or
+    it cannot be written.
     """
     folder = Path(config.run.dir)
     identity = run_identity(config, model, questions)
@@ -105,13 +103,9 @@ def _say_history(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
-    """Refuse a cold start in sft.output that the config does not describe.
+    """Refuse (UserError) a cold start in sft.output that the config does not describe, or without settings.
 
-    Args:
-        may_differ: keys and sections that are not compared.
-
-    Raises:
-        UserError: it was made with other settings, or they are lost.
+    Keys and sections in `may_differ` are not compared.
     """
     path = Path(config.run.dir) / COLD_START
     if not path.is_file():
@@ -143,14 +137,10 @@ def write_policy_folder(folder: Path, model: Model, base: Base | None = None) ->
 
 
 def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> None:
-    """Compare the retrieval service with that of the last start, and keep its description in the folder.
+    """Compare the retrieval service, by its health reply, with the last start's, and keep its description.
 
-    Args:
-        state: the reply of the service's health endpoint.
-
-    Raises:
-        UserError: the folder holds steps that were trained with another index, and checkpoint.allow_change
-            names neither retriever.content nor its section; or it cannot be written.
+    Raises UserError if the folder holds steps that were trained with another index, and
+    checkpoint.allow_change names neither retriever.content nor its section; or it cannot be written.
     """
     path = folder / SERVICE_FILE
     if holds_training(folder) and not among(config.checkpoint.allow_change, SERVICE):
@@ -228,8 +218,7 @@ def _changes(
 def _decay(values: Mapping[str, Any], config: Config) -> int:
     """Return the updates over which the learning rate falls, for a config as nested values."""
     learner = dataclasses.replace(
-        config.learner,
-        **{name: values["learner"][name] for name in ("steps", "epochs", "minibatch_size")},
+        config.learner, **{name: values["learner"][name] for name in ("steps", "epochs", "minibatch_size")}
     )
     rollout = values["rollout"]
     updates = total_updates(learner, rollout["questions_per_step"] * rollout["group_size"])
@@ -292,10 +281,7 @@ def differences(
 
 
 def offers_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the actions of two configs differ in nothing but addresses and timeouts of servers.
-
-    The tools of a server are compared by their hash (`fingerprints.TOOLS`).
-    """
+    """Whether two configs' actions differ only in addresses and timeouts; tools have a hash."""
 
     def offer(tool: Mapping[str, Any]) -> dict[str, Any]:
         server = tool["mcp"] and {"timeout": 0, "patience": 0, "url": bool(tool["mcp"]["url"])}

@@ -66,9 +66,8 @@ def build_model(config: Config, path: str, adapters: Adapters | None = None) -> 
         path: a folder, or a repository of the hub: OWNER/NAME or OWNER/NAME@REVISION.
         adapters: of the policy: policy.lora where it is trained, else the adapters of its run.
 
-    Raises:
-        UserError: neither is given, or one cannot be used; or rollout.max_length exceeds the policy's
-            positions, which a vLLM worker would refuse too.
+    Raises UserError if neither is given or usable, or rollout.max_length exceeds the policy's positions,
+    which a vLLM worker would refuse too.
     """
     source, pins = find_folder(config, path)
     if path:
@@ -104,14 +103,8 @@ def find_folder(
 ) -> tuple[Path, tuple[hub.Pin, ...]]:
     """Return the folder of a policy or tokenizer, and the pin of its repository if it is on the hub.
 
-    The commit stays the one that the run's folder has pinned.
-
-    Args:
-        with_weights: download the safetensors too.
-        known: pins of this process.
-
-    Raises:
-        UserError: the repository cannot be fetched, or policy.revision is set for a folder.
+    The commit stays the one that the run's folder, or this process (`known`), has pinned. Raises UserError if
+    the repository cannot be fetched, or policy.revision is set for a folder.
     """
     is_policy = bool(name) and name == config.policy.path
     if not hub.is_repository(name):
@@ -133,8 +126,7 @@ def find_folder(
 def load_tokenizer(folder: str | Path) -> Any:
     """Return a HuggingFace tokenizer that can write and end the protocol's turns.
 
-    Raises:
-        UserError: no tokenizer there, no end-of-text token, or text does not survive a round trip.
+    Raises UserError if there is none, it has no end-of-text token, or text does not survive a round trip.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -160,11 +152,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def check_round_trip(tokenizer: Any, folder: Path) -> None:
-    """Refuse a tokenizer that loses text.
-
-    Raises:
-        UserError: decode(encode(text)) lacks a tag, or a part of one of `PROBES`.
-    """
+    """Refuse (UserError) a tokenizer whose decode(encode(text)) lacks a tag or a part of one of `PROBES`."""
     if lost := lost_probes(tokenizer):
         text = PROBES[lost[0]]
         advice = "set policy.tokenizer to a folder whose tokenizer keeps them"
@@ -222,10 +210,7 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def initial_params(config: Config, model: Model, path: str) -> Params:
-    """Return the parameters of a HuggingFace folder or repository; random ones if `path` is empty.
-
-    Adapters come from policy.lora.init_from, or are new.
-    """
+    """Return the parameters of a HuggingFace folder or repository, or random ones, with their adapters."""
     policy, mesh, init_from = model.policy, model.mesh, config.policy.lora.init_from
     if not path:
         params = init_params(policy, mesh, config.run.seed)
@@ -262,11 +247,7 @@ class Base:
     adapters: Adapters
 
     def params(self, policy: Policy, mesh: Mesh) -> Params:
-        """Return the parameters in the policy's precision and shardings, without adapters.
-
-        Raises:
-            UserError: the folder is missing, or holds another model.
-        """
+        """Return the sharded parameters without adapters; UserError if missing or of another model."""
         if not self.folder:
             return split(init_params(policy, mesh, self.seed))[0]
         folder = Path(self.folder)
@@ -300,11 +281,7 @@ class Base:
 
 
 def read_base(folder: Path) -> Base | None:
-    """Read base.json of a run's ``policy`` folder; None where the run trains every parameter.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Read base.json of a run's ``policy`` folder; None without adapters; UserError if damaged."""
     path = folder / BASE
     if not path.is_file():
         return None
@@ -359,11 +336,8 @@ class PolicySource:
     def params(self, policy: Policy, mesh: Mesh) -> Params:
         """Return all parameters in the policy's precision (a snapshot's: `compute_dtype`) and shardings.
 
-        Args:
-            policy: with the source's `adapters`.
-
-        Raises:
-            UserError: missing, incomplete, damaged, or of another policy.
+        `policy` has the source's `adapters`. Raises UserError if they are missing, damaged, or of another
+        policy.
         """
         if self.kind == "huggingface":
             return load_params(self.path, policy, mesh)

@@ -34,17 +34,13 @@ CRITIC = "critic"  # its part of a checkpoint's state
 class RunState:
     """All that a checkpoint holds: policy, optimizer, critic, order of questions, stream, guards.
 
-    Continues from the newest checkpoint of the folder. As a block, it ends by saving the last step.
+    Continues from the newest checkpoint of the folder; UserError if it is damaged, or of another policy,
+    optimizer or question file. As a block, it ends by saving the last step.
 
     Args:
-        questions: to train on.
         rollouts: take every new policy.
-        folder: of the run.
         hosts: the processes that train together.
         mirror: receives every complete checkpoint.
-
-    Raises:
-        UserError: that checkpoint is damaged, or of another policy, optimizer or question file.
     """
 
     def __init__(
@@ -136,8 +132,7 @@ class RunState:
     def publish(self) -> dict[str, float]:
         """Hand the policy to the sampler as version `step`.
 
-        Returns:
-            How far each vLLM worker's log-probabilities of a fixed text are from the learner's.
+        Returns how far each vLLM worker's log-probabilities of a fixed text are from the learner's.
         """
         learner = self.trainer.learner
         published = self.rollouts.publish(self.step, learner.whole(self.state["params"]))
@@ -155,11 +150,7 @@ class RunState:
         return {name: sum(count[name] for count in counts) for name in counts[0]}
 
     def roll_back(self) -> None:
-        """Return to the newest checkpoint of a good step, with another seed.
-
-        Raises:
-            UserError: there is no such checkpoint.
-        """
+        """Return to the newest checkpoint of a good step, with another seed; UserError if there is none."""
         collapsed, last_good = self.step, self.guards.last_good_step
         self._wait_for_checkpoint()
         good = [step for step in self.checkpoints.steps() if step <= last_good]
@@ -214,9 +205,8 @@ class RunState:
     def save_if_due(self) -> None:
         """Save after every `checkpoint.every` steps, unless a guard doubts the step, and after the last step.
 
-        Raises:
-            UserError: in all processes, where one learns that the checkpoint before could not be written, or
-                that another start writes to run.mirror.
+        Raises UserError in all processes, if the checkpoint before could not be written, or another start
+        writes to run.mirror.
         """
         every = self.config.checkpoint.every
         is_due = self.step == self.config.learner.steps or bool(

@@ -52,9 +52,8 @@ class Trainer:
     def begin(self, is_fresh: bool) -> State:
         """Load reference and critic, and return the state that the run begins with.
 
-        Args:
-            is_fresh: no checkpoint replaces the parameters; else the state is empty, except for adapters,
-                whose checkpoints lack their base.
+        Unless `is_fresh`, a checkpoint replaces the state, which is empty, except for adapters: their
+        checkpoints lack the base.
         """
         config, model, params = self.config, self.model, None
         if is_fresh or model.policy.adapters:
@@ -86,12 +85,7 @@ class Trainer:
     def update(
         self, state: State, step: int, seed: int, groups: Sequence[Group], advantages: AdvantageResult
     ) -> Updated:
-        """Train policy and critic on the groups' trajectories; donates `state`.
-
-        Args:
-            step: number of finished steps.
-            seed: of the order of mini-batches.
-        """
+        """Train policy and critic after `step` steps; donates `state`. `seed` orders the mini-batches."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         per_token = [values for group in advantages.advantages for values in group]
         samples = [make_sample(*pair) for pair in zip(trajectories, per_token, strict=True)]
@@ -120,9 +114,8 @@ class Trainer:
 class Critic:
     """PPO's critic between the steps.
 
-    Args:
-        params: of the policy that the run begins with, which the critic copies; the trained ones are donated.
-            None: the state comes from a checkpoint.
+    It copies `params`, the policy that the run begins with, and donates the trained ones. None: its state
+    comes from a checkpoint.
     """
 
     def __init__(self, config: Config, model: Model, params: Params | None):
@@ -176,8 +169,7 @@ class Critic:
 def explained(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
     """Return 1 - variance of (returns - values) / variance of the returns; nothing if they are all equal.
 
-    Args:
-        values, returns: float64 [N], of all sampled tokens of the step.
+    `values` and `returns`: float64 [N], of all sampled tokens of the step.
     """
     spread = float(np.var(returns))
     return {"critic/explained_variance": 1 - float(np.var(returns - values)) / spread} if spread else {}

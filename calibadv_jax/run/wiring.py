@@ -35,13 +35,9 @@ from calibadv_jax.snapshots.publish import SnapshotStore
 
 
 def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None) -> None:
-    """Check the evaluation file and the running services, before minutes of work begin.
+    """Check (UserError) the evaluation file and the running services, before minutes of work begin.
 
-    Args:
-        warn: called with a line while a service is waited for, up to its `patience`.
-
-    Raises:
-        UserError: the evaluation file is missing or malformed, or a service does not answer.
+    `warn` gets a line while a service is waited for, up to its `patience`.
     """
     if config.evaluate.every:
         check_questions(load_questions(config.data.eval, config.data.columns), {}, config.prompt.template)
@@ -58,11 +54,8 @@ def open_services(
     """Yield the URLs of the retriever and of the vLLM workers (none if sampler.name is jax).
 
     Services without a URL in the config are started here, and end with the block; their output goes to the
-    run's folder.
-
-    Args:
-        model_folder: HuggingFace folder with config.json and tokenizer for the workers.
-        hosts: the processes of the run. The first one starts the retriever for all; each has its own workers.
+    run's folder. The first process starts the retriever for all `hosts`; each has its own workers, which take
+    config.json and tokenizer of `model_folder`.
     """
     folder, warn = Path(config.run.dir), Console(config.log.progress).warn
     section = config.retriever if config.has_retriever else config.retriever.at(NO_RETRIEVER)
@@ -91,10 +84,9 @@ def open_rollouts(
     """Yield rollouts with the configured sampler and retriever, without weights yet.
 
     Args:
-        model_folder: as for `open_services`.
+        model_folder, hosts: as for `open_services`.
         snapshots: folder in which policies are published for vLLM workers.
         check_service: called with the reply of the retriever's health endpoint; raises to refuse it.
-        hosts: the processes of the run, each with its own rollouts.
     """
     actions = make_actions(config)
     check_tags(actions, model.tokenizer)

@@ -57,7 +57,7 @@ def test_a_files_demonstrations_are_shuffled_again_in_every_epoch(tmp_path):
     def epochs(seed):
         own, held_out = sft._own_demonstrations(config, build_word_tokenizer())
         assert held_out is None
-        drawn = [d.question.id for d in islice(sft._demonstrations(config, SftPhase(), own, seed), 60)]
+        drawn = [d.question.id for d in islice((own[n] for n in sft._order(len(own), None, seed)), 60)]
         return [drawn[start : start + 20] for start in (0, 20, 40)]
 
     names = [str(number) for number in range(20)]
@@ -118,14 +118,14 @@ def test_as_many_samples_go_into_a_batch_as_first_fit_places(row_length, rows, s
             expected.append(pending[:-1])
             pending = pending[-1:]
     samples = [Sample(np.full(length, number), *[None] * 3) for number, length in enumerate(lengths)]
-    found = [[int(sample.tokens[0]) for sample in full] for full in sft._row_fulls(samples, rows, row_length)]
-    assert found == expected and len(found) > 3
+    fulls = [[int(sample.tokens[0]) for sample in full] for full in sft._row_fulls(samples, rows, row_length)]
+    assert fulls[:-1] == expected and fulls[-1] == pending and len(fulls) > 4
 
 
 def test_the_rest_of_the_last_epoch_comes_too():
     samples = [Sample(np.zeros(20, np.int32), *[None] * 3)] * 70
-    assert [len(full) for full in sft._row_fulls(samples, 4, 320, with_rest=True)] == [64, 6]
-    assert [len(full) for full in sft._row_fulls(samples[:64], 4, 320, with_rest=True)] == [64]
+    assert [len(full) for full in sft._row_fulls(samples, 4, 320)] == [64, 6]
+    assert [len(full) for full in sft._row_fulls(samples[:64], 4, 320)] == [64]
 
 
 def test_a_phase_gives_steps_or_epochs():
@@ -159,7 +159,7 @@ def test_rows_are_counted_only_where_one_more_may_be_needed(monkeypatch):
         sft, "place", lambda lengths, row_length: counted.append(1) or place(lengths, row_length)
     )
     samples = [Sample(np.zeros(20, np.int32), *[None] * 3)] * 200
-    assert [len(full) for full in sft._row_fulls(samples, 4, 320)] == [64, 64, 64]
+    assert [len(full) for full in sft._row_fulls(samples, 4, 320)] == [64, 64, 64, 8]
     assert len(counted) < 20
 
 
@@ -242,10 +242,7 @@ def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
     row = {"conversations": [{"from": role, "value": text} for role, text in said]}
     row["conversations"][2]["weight"] = 0
     (demonstration,) = load_demonstrations(write(tmp_path / "d.jsonl", row))
-    assert demonstration.turns == (
-        DemoTurn(SEARCH, trained=False, observation="city"),
-        DemoTurn(ANSWER),
-    )
+    assert demonstration.turns == (DemoTurn(SEARCH, trained=False, observation="city"), DemoTurn(ANSWER))
     assert [message.role for message in demonstration.question.prompt] == ["system", "user"]
     assert demonstration.question.golden_answers == ("ada",)
 

@@ -415,14 +415,7 @@ class Kept:
         return self.saved[-1]
 
 
-@pytest.mark.parametrize(
-    ("every", "saved"),
-    [
-        (0, []),
-        (4, [3, 4, 7, 8, 11, 12]),
-        (100, [3, 6, 9, 12]),
-    ],
-)
+@pytest.mark.parametrize(("every", "saved"), [(0, []), (4, [3, 4, 7, 8, 11, 12]), (100, [3, 6, 9, 12])])
 def test_slow_updates_are_saved_every_ten_minutes(tmp_path, monkeypatch, every, saved):
     """Each update takes four minutes: ten minutes after the last save the next one is due."""
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=0)

@@ -57,10 +57,7 @@ def of_whole_texts():
         (build_word_tokenizer, []),  # most words are unknown to it
         (lambda: of_bytes(normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])), []),
         (lambda: of_bytes(normalizers.Replace(Regex(r"\s+"), " ")), []),
-        (
-            lambda: of_bytes(normalizers.Replace(" ", "")),
-            ["spaces", "digits", "accents", "Chinese"],
-        ),
+        (lambda: of_bytes(normalizers.Replace(" ", "")), ["spaces", "digits", "accents", "Chinese"]),
         (lambda: of_bytes(normalizers.Replace("\n", "")), ["newlines"]),
         (lambda: of_bytes(normalizers.Replace(Regex(r"\d"), "0")), ["digits"]),
         (

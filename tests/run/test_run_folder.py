@@ -129,8 +129,7 @@ def test_data_and_policy_are_known_by_what_they_hold(run, arguments, name):
 
 
 @pytest.mark.parametrize(
-    "override",
-    ["data.train=elsewhere.jsonl", "log.backends=[]", "sampler.slots=3", "checkpoint.every=9"],
+    "override", ["data.train=elsewhere.jsonl", "log.backends=[]", "sampler.slots=3", "checkpoint.every=9"]
 )
 def test_what_changes_no_result_is_accepted_and_shown(run, override):
     with_checkpoint(run)

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folder_rig import (
-    CALCULATOR,
-    another_calculator,
-    contents,
-    make_run,
-    trained,
-    with_checkpoint,
-)
+from run_folder_rig import CALCULATOR, another_calculator, contents, make_run, trained, with_checkpoint
 from safetensors.numpy import save_file
 
 from calibadv_jax.config import dump_config, load_config
