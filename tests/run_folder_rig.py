@@ -43,15 +43,15 @@ def make_run(tmp_path):
     folder = tmp_path / "run"
 
     def enter(*overrides, questions=QUESTIONS, **hf_config):
-        said = []
+        output = []
         config = load_config(path, [f"run.dir={folder}", *overrides])
         model = StandInModel(tmp_path / "tokenizer", **hf_config)
         mirror = open_mirror(config, Console(progress=False))
         with mirror.inputs(config.policy.path) if mirror else nullcontext():
-            enter_run_folder(config, model, questions, said.append, mirror)
+            enter_run_folder(config, model, questions, output.append, mirror)
         with mirror or nullcontext():
             pass
-        return "\n".join(said)
+        return "\n".join(output)
 
     enter.folder = folder
     return enter

@@ -51,7 +51,7 @@ def prompt_hashes(config: Config) -> dict[str, str]:
 
 def initial_hash(config: Config, model: Model) -> str:
     """Return the hash of the weights in policy.path; UserError if they are missing or damaged."""
-    weights, _ = find_folder(config, config.policy.path, with_weights=True, known=model.pins)
+    weights, _ = find_folder(config, config.policy.path, with_weights=True, resolved=model.pins)
     return weights_hash(weights)
 
 

@@ -76,7 +76,7 @@ def build_model(config: Config, path: str, adapters: Adapters | None = None) -> 
         hf_config = dict(config.policy.init)
     else:
         raise UserError("policy.path is empty: set it to a HuggingFace folder, or give policy.init")
-    folder, more_pins = find_folder(config, config.policy.tokenizer or path, known=pins)
+    folder, more_pins = find_folder(config, config.policy.tokenizer or path, resolved=pins)
     tokenizer = load_tokenizer(folder)
     hf_config.setdefault("vocab_size", len(tokenizer))
     if hf_config["vocab_size"] < len(tokenizer):
@@ -99,11 +99,11 @@ def build_model(config: Config, path: str, adapters: Adapters | None = None) -> 
 
 
 def find_folder(
-    config: Config, name: str, with_weights: bool = False, known: Sequence[hub.Pin] = ()
+    config: Config, name: str, with_weights: bool = False, resolved: Sequence[hub.Pin] = ()
 ) -> tuple[Path, tuple[hub.Pin, ...]]:
     """Return the folder of a policy or tokenizer, and the pin of its repository if it is on the hub.
 
-    The commit stays the one that the run's folder, or this process (`known`), has pinned. Raises UserError if
+    The commit stays the one that the run's folder, or this process (`resolved`), has pinned. UserError if
     the repository cannot be fetched, or policy.revision is set for a folder.
     """
     is_policy = bool(name) and name == config.policy.path
@@ -118,7 +118,7 @@ def find_folder(
     if is_policy and revision and config.policy.revision:
         raise UserError(f"policy.path={name} and policy.revision both name a revision: leave one out")
     revision = revision or (config.policy.revision if is_policy else "") or "main"
-    pins = {(pin.repository, pin.revision): pin for pin in (*hub.read_pins(Path(config.run.dir)), *known)}
+    pins = {(pin.repository, pin.revision): pin for pin in (*hub.read_pins(Path(config.run.dir)), *resolved)}
     pin = pins.get((repository, revision)) or hub.resolve(repository, revision)
     return hub.fetch_model(pin, with_weights), (pin,)
 
@@ -215,7 +215,7 @@ def initial_params(config: Config, model: Model, path: str) -> Params:
     if not path:
         params = init_params(policy, mesh, config.run.seed)
     else:
-        folder, _ = find_folder(config, path, with_weights=True, known=model.pins)
+        folder, _ = find_folder(config, path, with_weights=True, resolved=model.pins)
         params = load_params(folder, policy, mesh)
         if policy.adapters and not init_from:
             params = joined(params, init_params(policy, mesh, config.run.seed, only_trained=True))
@@ -231,7 +231,7 @@ def base_of(config: Config, model: Model, path: str) -> Base | None:
         return None
     folder, sha256 = "", ""
     if path:
-        weights, _ = find_folder(config, path, with_weights=True, known=model.pins)
+        weights, _ = find_folder(config, path, with_weights=True, resolved=model.pins)
         folder, sha256 = str(weights.absolute()), weights_hash(weights)
     return Base(path, folder, sha256, config.run.seed, adapters)
 

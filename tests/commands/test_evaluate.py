@@ -48,13 +48,13 @@ def test_its_own_temperatures_and_samples_and_no_shuffled_rewards(run):
     assert list(report.means) == ["0", "0.7"]
     for name, count in (("0", 1), ("0.7", 3)):
         for source, right in (("a", 1), ("b", 0), ("all", 0.5), ("average", 0.5)):
-            found = report.means[name][source]
-            assert {metric: found[metric] for metric in ("f1", "em", "cover_em")} == dict.fromkeys(
+            result = report.means[name][source]
+            assert {metric: result[metric] for metric in ("f1", "em", "cover_em")} == dict.fromkeys(
                 ("f1", "em", "cover_em"), right
             )
-            assert (found["format"], found["answered"], found["searches"]) == (1, 1, 1)
+            assert (result["format"], result["answered"], result["searches"]) == (1, 1, 1)
             questions = 8 if source in ("all", "average") else 4
-            assert (found["questions"], found["trajectories"], found["failed"]) == (
+            assert (result["questions"], result["trajectories"], result["failed"]) == (
                 questions, questions * count, 0
             )  # fmt: skip
     assert sampler.loaded == [0]
@@ -62,8 +62,8 @@ def test_its_own_temperatures_and_samples_and_no_shuffled_rewards(run):
 
 def test_tokens_are_those_that_the_policy_sampled(run):
     report, _ = run()
-    said = [len("<think>t</think><search>a 0</search>"), len("<think>t</think><answer>yes</answer>")]
-    assert report.means["0"]["a"]["tokens"] == sum(said)
+    output = [len("<think>t</think><search>a 0</search>"), len("<think>t</think><answer>yes</answer>")]
+    assert report.means["0"]["a"]["tokens"] == sum(output)
 
 
 def test_the_same_draws_at_every_evaluation_of_a_run_and_others_in_another(run):
@@ -128,8 +128,8 @@ def test_what_failed_is_counted_left_out_of_the_means_and_asked_again(run):
     """The retriever fails for one question of a; at temperature 0 that question has no score."""
     run.shelf = Shelf({"a 1": RequestFailed("retriever", "gone")})
     report, _ = run(rollout={"max_failed_share": 0.2})
-    found = report.means["0"]["a"]
-    assert (found["em"], found["questions"], found["trajectories"], found["failed"]) == (1, 3, 3, 1)
+    result = report.means["0"]["a"]
+    assert (result["em"], result["questions"], result["trajectories"], result["failed"]) == (1, 3, 3, 1)
     assert rows(run)[1]["scores"] == {} and rows(run)[1]["trajectories"][0]["error"] == "retriever: gone"
     run.shelf = Shelf()
     report, sampler = run(rollout={"max_failed_share": 0.2})

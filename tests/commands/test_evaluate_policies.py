@@ -120,7 +120,7 @@ def test_folder_checkpoint_and_snapshot_are_the_same_policy(evaluate, params, tm
     }
     for name, policy in names.items():
         evaluate(name, policy)
-    found = {name: texts(tmp_path / f"{name}.jsonl") for name in names}
-    assert found["folder"] == found["checkpoint"] == found["snapshot"] != found["newest"]
+    result = {name: texts(tmp_path / f"{name}.jsonl") for name in names}
+    assert result["folder"] == result["checkpoint"] == result["snapshot"] != result["newest"]
     steps = [json.loads((tmp_path / f"{name}.json").read_text())["policy"]["step"] for name in names]
     assert steps == [None, 3, 3, 4]

@@ -34,9 +34,9 @@ def test_prompts_that_are_too_long_are_left_out_and_told(run, capsys):
     keys = {"rollout": {"max_prompt_length": 100}, "data": {"overlong_prompts": "leave_out"}}
     report, _ = run(**keys)
     assert report.means["0"]["all"]["questions"] == 8
-    found = json.loads(run.file(".json").read_text())["overlong_prompts"]
-    assert found.startswith("data.eval: the prompts of 1 of 9 questions") and found.endswith("are left out")
-    assert found in " ".join(capsys.readouterr().err.split())
+    result = json.loads(run.file(".json").read_text())["overlong_prompts"]
+    assert result.startswith("data.eval: the prompts of 1 of 9 questions") and result.endswith("are left out")
+    assert result in " ".join(capsys.readouterr().err.split())
     assert run(**keys)[1].asked == []
     means, _ = run.validate(**keys)
     assert means["0"]["all"]["questions"] == 8
@@ -51,7 +51,7 @@ def test_passages_lose_their_end_where_the_prompt_would_be_too_long(run):
     assert {len(prompt) for prompt in sampler.prompts} == {600}
     assert all('Passage 1: "first" word word' in prompt for prompt in sampler.prompts)
     assert not any("second" in prompt for prompt in sampler.prompts)
-    assert [prompt.strip()[-3:] for prompt in sampler.prompts] == [one.text for one in QUESTIONS]
+    assert [prompt.strip()[-3:] for prompt in sampler.prompts] == [question.text for question in QUESTIONS]
 
 
 def test_a_question_that_leaves_no_room_for_passages_is_asked_without(run):

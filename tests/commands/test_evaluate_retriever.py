@@ -26,12 +26,12 @@ SERVICE = {"status": "ready", "corpus_sha256": "c1", "encoder": "hashed", "model
 
 
 @contextmanager
-def service(**said):
+def service(**health):
     """URL of a service that says this of itself and answers nothing."""
 
     class Health(Handler):
         def do_GET(self):
-            self.reply(200, said)
+            self.reply(200, health)
 
     with serving(Health) as url:
         yield {"retriever": {"url": url}}

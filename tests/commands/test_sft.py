@@ -114,7 +114,7 @@ def test_as_many_samples_go_into_a_batch_as_first_fit_places(row_length, rows, s
     pending, expected = [], []
     for number in range(len(lengths)):
         pending.append(number)
-        if place([lengths[one] for one in pending], row_length)[1] > rows:
+        if place([lengths[item] for item in pending], row_length)[1] > rows:
             expected.append(pending[:-1])
             pending = pending[-1:]
     samples = [Sample(np.full(length, number), *[None] * 3) for number, length in enumerate(lengths)]
@@ -149,8 +149,8 @@ def test_epochs_train_every_demonstration_so_often(tmp_path, tokenizer):
     assert len(batches) == sft.count_updates(config, phase, own, tokenizer, 5) > 3
     assert sum(int(batch.segment_ids.max(axis=1).sum()) for batch in batches) == 18
     later = list(sft._batches(config, phase, own, tokenizer, 5, skipped=2))
-    for one, other in zip(batches[2:], later, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
+    for item, other in zip(batches[2:], later, strict=True):
+        np.testing.assert_array_equal(item.tokens, other.tokens)
 
 
 def test_rows_are_counted_only_where_one_more_may_be_needed(monkeypatch):
@@ -179,9 +179,9 @@ def test_no_phases_is_an_error_and_writes_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def chat(asked, *said):
-    roles = ["user", *["assistant", "tool"] * len(said)]
-    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, (asked, *said), strict=False)]}
+def chat(asked, *replies):
+    roles = ["user", *["assistant", "tool"] * len(replies)]
+    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, (asked, *replies), strict=False)]}
 
 
 SEARCH, ANSWER = "<think> a </think>\n<search> silent garden </search>", "<answer> ada </answer>"
@@ -201,8 +201,8 @@ def encoded(tmp_path, row, tokenizer, **prompt):
 
 def test_a_chat_is_the_tokens_of_the_same_turns(tmp_path, tokenizer):
     """What a tool says is shown as the agent loop shows it, and is not trained."""
-    said = '<information>Doc 1(Title: "a") b\nDoc 2(Title: "c") d</information>'
-    sample = encoded(tmp_path, chat(QUESTION.text, SEARCH, said, ANSWER), tokenizer)
+    output = '<information>Doc 1(Title: "a") b\nDoc 2(Title: "c") d</information>'
+    sample = encoded(tmp_path, chat(QUESTION.text, SEARCH, output, ANSWER), tokenizer)
     documents = (Document("1", "a", "b"), Document("2", "c", "d"))
     turns = (DemoTurn(SEARCH, documents), DemoTurn(ANSWER))
     expected = sft.encode_demonstration(Demonstration(QUESTION, turns), config_with(), tokenizer, "sampled")
@@ -238,8 +238,8 @@ def test_a_chats_own_prompt_or_the_template(tmp_path, tokenizer):
 
 
 def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
-    said = [("system", "x"), ("human", "who ?"), ("gpt", SEARCH), ("observation", "city"), ("gpt", ANSWER)]
-    row = {"conversations": [{"from": role, "value": text} for role, text in said]}
+    output = [("system", "x"), ("human", "who ?"), ("gpt", SEARCH), ("observation", "city"), ("gpt", ANSWER)]
+    row = {"conversations": [{"from": role, "value": text} for role, text in output]}
     row["conversations"][2]["weight"] = 0
     (demonstration,) = load_demonstrations(write(tmp_path / "d.jsonl", row))
     assert demonstration.turns == (DemoTurn(SEARCH, trained=False, observation="city"), DemoTurn(ANSWER))
@@ -284,7 +284,7 @@ def test_a_share_of_the_questions_is_held_out():
     own = [Demonstration(replace(QUESTION, text=f"q{n // 3}"), (DemoTurn(ANSWER),)) for n in range(30)]
     training, held_out = split_off(own, 0.2, seed=0)
     assert len(held_out) == 6 and len(training) == 24
-    assert not {one.question.text for one in training} & {one.question.text for one in held_out}
+    assert not {item.question.text for item in training} & {item.question.text for item in held_out}
     assert split_off(own, 0.2, seed=0) == (training, held_out) != split_off(own, 0.2, seed=1)
     assert split_off(own, 0.0, seed=0) == (own, [])
     assert len(split_off(own, 0.001, seed=0)[1]) == 3, "one question at least"
@@ -334,8 +334,8 @@ def test_the_held_out_loss_is_measured_and_is_the_mean_over_their_tokens(tmp_pat
     _, held_out = split_off(load_demonstrations(path), 0.5, config.run.seed)
     assert len(held_out) == 2
     total, count = 0.0, 0
-    for one in held_out:
-        sample = sft.encode_demonstration(one, config, tokenizer, "sampled")
+    for item in held_out:
+        sample = sft.encode_demonstration(item, config, tokenizer, "sampled")
         logprobs = learner.logprobs(params, pack([sample], 32))[0, : len(sample.tokens) - 1]
         total -= logprobs[sample.mask[1:]].sum()
         count += int(sample.mask.sum())
@@ -345,41 +345,41 @@ def test_the_held_out_loss_is_measured_and_is_the_mean_over_their_tokens(tmp_pat
 def test_demonstrations_whose_prompts_are_too_long_are_known_at_the_start(tmp_path, tokenizer):
     """Not when one of them is drawn; data.overlong_prompts decides, as for questions."""
     asked = ["who founded a ?", "who founded " + "city " * 200 + "?", "who founded it ?"]
-    path = write(tmp_path / "d.jsonl", *(chat(one, ANSWER) for one in asked))
+    path = write(tmp_path / "d.jsonl", *(chat(item, ANSWER) for item in asked))
     config = config_with(demonstrations=str(path))
     config = replace(config, rollout=replace(config.rollout, max_prompt_length=100))
-    said = []
+    output = []
     with pytest.raises(
         UserError, match=r"sft.demonstrations: the prompts of 1 of 3 questions are longer than .*=leave_out"
     ):
-        sft._own_demonstrations(config, tokenizer, said.append)
+        sft._own_demonstrations(config, tokenizer, output.append)
     left_out = replace(config, data=replace(config.data, overlong_prompts="leave_out"))
-    training, _ = sft._own_demonstrations(left_out, tokenizer, said.append)
-    assert [one.question.text for one in training] == [asked[0], asked[2]]
-    (line,) = said
+    training, _ = sft._own_demonstrations(left_out, tokenizer, output.append)
+    assert [item.question.text for item in training] == [asked[0], asked[2]]
+    (line,) = output
     assert line.startswith("sft.demonstrations: the prompts of 1 of 3") and "left out" in line
     with_held_out = replace(left_out, sft=replace(left_out.sft, held_out=0.5))
-    training, held_out = sft._own_demonstrations(with_held_out, tokenizer, said.append)
+    training, held_out = sft._own_demonstrations(with_held_out, tokenizer, output.append)
     assert len(training) == 1 and int(held_out.segment_ids.max()) == 1
 
 
 def test_demonstrations_that_are_longer_than_a_row_are_known_at_the_start(tmp_path, tokenizer):
     """As their prompts are: before hundreds of updates, not when one of them is drawn."""
     answers = [f"<think> {'city ' * count}</think> <answer> it </answer>" for count in (1, 300, 200, 1)]
-    rows = [chat(f"who founded {name} ?", one) for name, one in zip("abcd", answers, strict=True)]
+    rows = [chat(f"who founded {name} ?", answer) for name, answer in zip("abcd", answers, strict=True)]
     path = write(tmp_path / "d.jsonl", *rows)
     config = config_with(demonstrations=str(path), row_length=100)
-    said = []
+    output = []
     with pytest.raises(
         UserError,
         match=r"sft.demonstrations: 2 of 4 have more tokens than sft.row_length=100, the longest 3\d\d"
         r" \(question '.*d.jsonl:2'\): raise it, or .*=leave_out",
     ):
-        sft._own_demonstrations(config, tokenizer, said.append)
+        sft._own_demonstrations(config, tokenizer, output.append)
     left_out = replace(config, data=replace(config.data, overlong_prompts="leave_out"))
-    training, _ = sft._own_demonstrations(left_out, tokenizer, said.append)
-    assert [one.question.text for one in training] == ["who founded a ?", "who founded d ?"]
-    assert len(said) == 1 and "2 of 4" in said[0] and "left out" in said[0]
+    training, _ = sft._own_demonstrations(left_out, tokenizer, output.append)
+    assert [item.question.text for item in training] == ["who founded a ?", "who founded d ?"]
+    assert len(output) == 1 and "2 of 4" in output[0] and "left out" in output[0]
     none = replace(left_out, sft=replace(left_out.sft, row_length=8))
     with pytest.raises(UserError, match="4 of 4 .*none is left"):
-        sft._own_demonstrations(none, tokenizer, said.append)
+        sft._own_demonstrations(none, tokenizer, output.append)

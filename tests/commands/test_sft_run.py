@@ -102,9 +102,9 @@ def test_console_names_each_phase_and_its_data(started):
         "phase 2 of 2: 2 updates on generated demonstrations, kind drills, loss on sampled tokens; its"
         " loss is no continuation of the phase before",
     ]
-    one = replace(started[0], sft=replace(started[0].sft, phases=PHASES[:1], demonstrations="mine.jsonl"))
-    assert sft.phase_line(one, [3], 0) == ""
-    two = replace(one, sft=replace(one.sft, phases=PHASES))
+    item = replace(started[0], sft=replace(started[0].sft, phases=PHASES[:1], demonstrations="mine.jsonl"))
+    assert sft.phase_line(item, [3], 0) == ""
+    two = replace(item, sft=replace(item.sft, phases=PHASES))
     assert sft.phase_line(two, [3, 2], 3).startswith("phase 2 of 2: 2 updates on mine.jsonl, loss on")
     assert sft.phase_line(two, [3, 2], 4) == ""
 
@@ -112,8 +112,8 @@ def test_console_names_each_phase_and_its_data(started):
 def test_phases_of_one_kind_see_other_demonstrations(started):
     _, _, batches = started
     assert len(batches) == 5
-    for one, other in itertools.combinations(batches, 2):
-        assert not np.array_equal(one.tokens, other.tokens)
+    for item, other in itertools.combinations(batches, 2):
+        assert not np.array_equal(item.tokens, other.tokens)
 
 
 def test_another_seed_sees_other_demonstrations(started):
@@ -142,9 +142,9 @@ def test_no_demonstration_is_lost_between_two_batches(started):
         ]
         seen.append(sorted(batch.tokens[row][batch.segment_ids[row] == n].tobytes() for row, n in pieces))
     start = 0
-    for one in seen:
-        assert one == sorted(expected[start : start + len(one)])
-        start += len(one)
+    for item in seen:
+        assert item == sorted(expected[start : start + len(item)])
+        start += len(item)
     assert start > 40
 
 
@@ -186,13 +186,13 @@ def interrupted(config, monkeypatch, end):
 def trained_rows(folder):
     rows = [json.loads(line) for line in (folder / "sft_metrics/metrics.jsonl").read_text().splitlines()]
     return [
-        {name: one for name, one in row.items() if not name.startswith(("perf", "timing"))} for row in rows
+        {name: item for name, item in row.items() if not name.startswith(("perf", "timing"))} for row in rows
     ]
 
 
 def assert_the_same(folder, other):
     assert trained_rows(folder) == trained_rows(other)
-    left, right = (load_file(one / "sft/model.safetensors") for one in (folder, other))
+    left, right = (load_file(item / "sft/model.safetensors") for item in (folder, other))
     assert left.keys() == right.keys()
     assert all(np.array_equal(left[name], right[name]) for name in left)
     names = {path.name for path in other.iterdir()}
@@ -275,9 +275,9 @@ def test_an_unfinished_cold_start_is_not_continued_with_other_settings(started, 
     init = replace(config, policy=replace(config.policy, init=SHAPE | {"hidden_size": 32}))
     with pytest.raises(UserError, match=r"\(policy.init.hidden_size, policy.config\)"):
         sft.run(init)
-    told = replace(config, tools=[ToolConfig("search"), ToolConfig("access")])
+    other_tools = replace(config, tools=[ToolConfig("search"), ToolConfig("access")])
     with pytest.raises(UserError, match=r"\(tools, tools.content\)"):
-        sft.run(told)
+        sft.run(other_tools)
     (folder / "sft_start.json").write_text("")
     with pytest.raises(UserError, match="sft_start.json: lost or damaged, .* remove .*sft_checkpoints"):
         sft.run(config)
@@ -395,11 +395,11 @@ def test_adapters_become_part_of_the_policy_that_is_written(started, tmp_path):
     phases = [SftPhase(steps=2, kind="drills")]
     written = replace(changed.sft, init_from=str(started[1] / "sft"), phases=phases)
     sft.run(replace(changed, sft=written))
-    found = load_file(tmp_path / "run/sft/model.safetensors")
-    other = {name for name in base if not np.array_equal(base[name], found[name])}
+    result = load_file(tmp_path / "run/sft/model.safetensors")
+    other = {name for name in base if not np.array_equal(base[name], result[name])}
     assert other == {f"model.layers.0.{name}_proj.weight" for name in ("self_attn.q", "mlp.up")}
     for name in other:
-        assert np.linalg.matrix_rank(found[name] - base[name], tol=1e-6) == 2
+        assert np.linalg.matrix_rank(result[name] - base[name], tol=1e-6) == 2
 
 
 class Kept:

@@ -197,8 +197,8 @@ def test_a_save_that_fails_at_the_end_does_not_hide_why_the_run_stopped(tmp_path
     with pytest.raises(stopped_by or UserError), state:
         if stopped_by:
             raise stopped_by
-    told = "step 0 could not be saved: no room anywhere" in capsys.readouterr().err
-    assert told == bool(stopped_by)
+    message = "step 0 could not be saved: no room anywhere" in capsys.readouterr().err
+    assert message == bool(stopped_by)
 
 
 @pytest.fixture
@@ -248,11 +248,11 @@ def test_a_start_checks_all_that_is_cheap_first_and_continues_what_is_there(tmp_
     with pytest.raises(RuntimeError, match="the machine is gone"):
         start(replace(config, log=replace(config.log, progress=True)), ScriptedRollouts(fails_at=4))
     assert start.order == ["inputs", "model", "rollouts", "closed"]
-    said = capsys.readouterr()
-    lines = [line for line in said.err.splitlines() if not line.startswith("step ")]
+    output = capsys.readouterr()
+    lines = [line for line in output.err.splitlines() if not line.startswith("step ")]
     assert lines[0] == "7 questions; loading the policy"
     assert lines[1:3] == ["waiting for the retriever", "loading the parameters"]
-    assert "soft penalty" in said.out  # what the advantages will be
+    assert "soft penalty" in output.out  # what the advantages will be
     assert (folder / "configs/0.yaml").is_file() and (folder / "policy/tokenizer.json").is_file()
     assert start.folders == (folder / "policy", folder / "snapshots")
     again = start(config)
@@ -329,8 +329,8 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, capsys
     run(make_config(tmp_path, learner={"steps": 4}, checkpoint={"every": 2}), tmp_path, rollouts, True)
     assert rollouts.late and rollouts.loaded[-1][0] == 4
     assert left(tmp_path)[2] == [2, 4]
-    told = [line for line in capsys.readouterr().err.splitlines() if "checkpoint saved" in line]
-    assert told == ["checkpoint saved at step 2", "checkpoint saved at step 4"]
+    message = [line for line in capsys.readouterr().err.splitlines() if "checkpoint saved" in line]
+    assert message == ["checkpoint saved at step 2", "checkpoint saved at step 4"]
 
 
 def test_a_checkpoint_that_fails_meanwhile_ends_the_run_with_its_last_step_saved(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ def test_training_draws_by_the_weights(tmp_path):
     config = configured(tmp_path / "run", {"a": 3.0, "b": 1.0})
     questions = load_questions(config.data.train)
     state = RunState(config, make_model(), questions, ScriptedRollouts(), tmp_path / "run", Console(False))
-    drawn = Counter(one.data_source for one in islice(state.questions, 80))
+    drawn = Counter(question.data_source for question in islice(state.questions, 80))
     assert drawn == {"a": 60, "b": 20}
 
 
@@ -68,7 +68,7 @@ def test_the_evaluation_during_training_is_checked_too(tmp_path):
 
 def test_the_doctor_accepts_what_fits(tmp_path):
     config = configured(tmp_path / "run", {"a": 1.0, "b": 1.0}, "from_data")
-    carried = [replace(one, prompt=(Message("user", ("Say: ", "")),)) for one in QUESTIONS]
+    carried = [replace(question, prompt=(Message("user", ("Say: ", "")),)) for question in QUESTIONS]
     write_questions(tmp_path / "run/mixed.jsonl", carried)
     assert any("12 questions (a, b)" in line for line in doctor.check_questions(config))
 
@@ -124,8 +124,8 @@ def test_a_prompt_that_is_too_long_is_refused_at_the_start(start):
 
 def test_prompts_that_are_too_long_are_left_out_of_training(start, capsys):
     left_out = {"overlong_prompts": "leave_out"}
-    found = start(rollout={"max_prompt_length": 15}, data=left_out, evaluate={"every": 5})
-    assert [question.id for question in found] == [question.id for question in QUESTIONS]
+    result = start(rollout={"max_prompt_length": 15}, data=left_out, evaluate={"every": 5})
+    assert [question.id for question in result] == [question.id for question in QUESTIONS]
     shown = " ".join(capsys.readouterr().err.split())
     for name in ("train", "eval"):
         assert f"data.{name}: the prompts of 1 of 13 questions" in shown

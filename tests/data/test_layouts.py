@@ -201,7 +201,7 @@ def test_a_published_row_is_a_question(tmp_path, name, row, expected):
 def test_triviaqa_as_published(tmp_path):
     whole = {"Data": [TRIVIA, TRIVIA | {"QuestionId": "tc_2"}], "Domain": "Web", "Version": 1.0}
     (tmp_path / "web-train.json").write_text(json.dumps(whole, indent=4))
-    assert [one.id for one in load_questions(tmp_path / "web-train.json")] == [
+    assert [question.id for question in load_questions(tmp_path / "web-train.json")] == [
         "triviaqa_tc_1",
         "triviaqa_tc_2",
     ]
@@ -228,8 +228,8 @@ def test_bamboogle_and_dprs_tables_as_published(tmp_path):
     )
     (tmp_path / "nq-test.qa.csv").write_text("who was it\t['Ann', \"B's\"]\nwhere\t['Rome']\n")
     questions = load_questions(tmp_path / "nq-test.qa.csv")
-    assert [one.golden_answers for one in questions] == [("Ann", "B's"), ("Rome",)]
-    assert {one.data_source for one in questions} == {"nq"}
+    assert [question.golden_answers for question in questions] == [("Ann", "B's"), ("Rome",)]
+    assert {question.data_source for question in questions} == {"nq"}
 
 
 def test_the_content_tells_the_format_and_not_the_name(tmp_path):
@@ -245,7 +245,7 @@ def test_the_content_tells_the_format_and_not_the_name(tmp_path):
 def test_ids_that_repeat_in_other_data_sets_are_told_apart(tmp_path):
     """Search-R1's merged file has FlashRAG's ids: train_0 of NQ and train_0 of HotpotQA."""
     rows = [verl(0, id="train_0"), verl(0, id="train_0", data_source="hotpotqa")]
-    assert [one.id for one in load_questions(write(tmp_path / "q.parquet", *rows))] == [
+    assert [question.id for question in load_questions(write(tmp_path / "q.parquet", *rows))] == [
         "nq_train_0",
         "hotpotqa_train_0",
     ]
@@ -312,8 +312,8 @@ def test_the_large_columns_of_a_parquet_file_are_known_but_not_read(tmp_path):
     unread = {"supporting_facts": ["a"], "evidences": ["b"], "context": ["c"]}
     row = {"id": "1", "question": "x", "answer": "y"}
     path = write(tmp_path / "q.parquet", row | unread)
-    ((_, found),) = files.read_rows(path)
-    assert found == row | dict.fromkeys(unread)
+    ((_, result),) = files.read_rows(path)
+    assert result == row | dict.fromkeys(unread)
     assert load_questions(path)[0].data_source == "2wikimultihopqa", "their names tell the layout"
 
 
@@ -444,8 +444,8 @@ def test_browsecomp_is_decrypted_with_its_canary(tmp_path):
         "browsecomp",
     )
     assert (second.text, second.golden_answers) == ("Who painted it?", ("Ada, later",))
-    for name, one in (("plain.jsonl", plus), ("secret.jsonl", secret)):
-        (question,) = load_questions(write(tmp_path / name, one))
+    for name, item in (("plain.jsonl", plus), ("secret.jsonl", secret)):
+        (question,) = load_questions(write(tmp_path / name, item))
         assert (question.id, question.text) == ("browsecomp_plus_7", "who?")
         assert (question.golden_answers, question.supporting_ids) == (("Ada",), ("1",))
 
@@ -458,9 +458,9 @@ def test_ours_is_read_equally_without_data_source(tmp_path):
     ]
     bare = load_questions(write(tmp_path / "mine.jsonl", *rows))
     named = load_questions(write(tmp_path / "x.jsonl", *(row | {"data_source": "mine"} for row in rows)))
-    assert [one.golden_answers for one in bare] == [("5",), ("Ada",), ("Rome",)]
-    assert [one.golden_answers for one in named] == [one.golden_answers for one in bare]
-    assert [(one.id, one.data_source) for one in named] == [(str(n), "mine") for n in range(3)]
+    assert [item.golden_answers for item in bare] == [("5",), ("Ada",), ("Rome",)]
+    assert [item.golden_answers for item in named] == [item.golden_answers for item in bare]
+    assert [(item.id, item.data_source) for item in named] == [(str(n), "mine") for n in range(3)]
 
 
 def test_columns_of_an_unknown_layout_are_named(tmp_path):

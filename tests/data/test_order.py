@@ -36,7 +36,7 @@ def test_no_epoch_repeats_the_order_of_another():
 def test_a_question_that_is_too_easy_or_too_hard_is_passed_over_once():
     made = [QuestionIterator(QUESTIONS, 0, False, None, 0.25, 0.75) for _ in range(2)]
     first, resumed = made
-    assert [next(first).id for _ in range(20)] == [one.id for one in QUESTIONS]
+    assert [next(first).id for _ in range(20)] == [question.id for question in QUESTIONS]
     for name, scores in {
         "q1": [1, 1, 0.5],  # too easy
         "q2": [-1, 0.7, 0],  # too hard: a negative score counts as 0
@@ -47,10 +47,10 @@ def test_a_question_that_is_too_easy_or_too_hard_is_passed_over_once():
         first.note(name, scores)
     assert first.resting == 2
     resumed.set_state(json.loads(json.dumps(first.get_state())))
-    for one in made:
+    for item in made:
         expected = ["q0", *(f"q{number}" for number in range(3, 20)), *(f"q{number}" for number in range(5))]
-        assert [next(one).id for _ in expected] == expected
-        assert one.get_state() == {"drawn": 45} and one.resting == 0
+        assert [next(item).id for _ in expected] == expected
+        assert item.get_state() == {"drawn": 45} and item.resting == 0
 
 
 def test_by_default_no_question_rests():

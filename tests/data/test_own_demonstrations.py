@@ -19,7 +19,7 @@ def row(*turns, **changes):
 
 
 def write(path, *rows):
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -71,11 +71,13 @@ def test_what_is_no_turn_is_named_with_its_line(tmp_path, turn, message):
 
 def test_half_a_surrogate_pair_is_replaced_in_turns_and_in_messages(tmp_path):
     """As a text has that was cut in the middle of an emoji: no tokenizer takes it."""
-    said = "<think> so \ud83d </think>\n<answer> ada </answer>"
-    chat = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": said}]
-    path = write(tmp_path / "demos.jsonl", row({"text": said}, supporting_ids=["\ud83d"]), {"messages": chat})
-    ours, theirs = load_demonstrations(path)
-    assert ours.turns[0].text == theirs.turns[0].text == said.replace("\ud83d", "\ufffd")
+    output = "<think> so \ud83d </think>\n<answer> ada </answer>"
+    chat = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": output}]
+    path = write(
+        tmp_path / "demos.jsonl", row({"text": output}, supporting_ids=["\ud83d"]), {"messages": chat}
+    )
+    ours, other = load_demonstrations(path)
+    assert ours.turns[0].text == other.turns[0].text == output.replace("\ud83d", "\ufffd")
     assert ours.question.supporting_ids == ("\ufffd",)
     build_word_tokenizer().encode(ours.turns[0].text)
 

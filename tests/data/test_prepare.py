@@ -19,7 +19,7 @@ def row(number, question, source="nq", **changes):
 
 
 def write(path, *rows):
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -45,7 +45,7 @@ def files(tmp_path):
 def test_dropped_rows_are_counted_by_reason_and_source_and_shown(files, tmp_path):
     train, test = files
     report = prepare(str(train), tmp_path / "out.jsonl", Filters(excluded=[str(test)], max_characters=100))
-    assert [(one.id, one.text) for one in load_questions(tmp_path / "out.jsonl")] == [
+    assert [(question.id, question.text) for question in load_questions(tmp_path / "out.jsonl")] == [
         ("1", "Who wrote Silent Garden?"),
         ("1_2", "Another of this id"),
     ]
@@ -82,7 +82,7 @@ def test_examples_are_few(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "equal"),
+    ("item", "other", "equal"),
     [
         ("Who wrote it?", "who WROTE it", True),
         ("Straße", "STRASSE", True),
@@ -91,8 +91,8 @@ def test_examples_are_few(tmp_path):
         ("???", "!!!", False),
     ],
 )
-def test_questions_are_compared_by_their_words(one, other, equal):
-    assert (question_key(one) == question_key(other)) == equal
+def test_questions_are_compared_by_their_words(item, other, equal):
+    assert (question_key(item) == question_key(other)) == equal
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -107,7 +107,7 @@ def test_both_outputs_hold_the_same_with_prompts_or_without(tmp_path, monkeypatc
     assert load_questions(tmp_path / f"out{suffix}") == load_questions(train)
     prepare(str(train), tmp_path / f"bare{suffix}", Filters(keeps_prompt=False))
     bare = load_questions(tmp_path / f"bare{suffix}")
-    assert [one.prompt for one in bare] == [()] * 6 and bare[0].supporting_ids == ("7",)
+    assert [item.prompt for item in bare] == [()] * 6 and bare[0].supporting_ids == ("7",)
 
 
 def test_other_peoples_parquet_becomes_ours(tmp_path):
@@ -125,7 +125,7 @@ def test_other_peoples_parquet_becomes_ours(tmp_path):
     with pytest.raises(UserError, match="id 'nq_test_0' was used before"):
         load_questions(tmp_path / "test.parquet")
     report = prepare(str(tmp_path / "test.parquet"), tmp_path / "out.jsonl")
-    assert [one.id for one in load_questions(tmp_path / "out.jsonl")] == [
+    assert [question.id for question in load_questions(tmp_path / "out.jsonl")] == [
         "nq_test_0",
         "nq_test_0_2",
         "nq_test_0_3",
@@ -167,8 +167,8 @@ def test_bad_arguments_are_one_line(files, tmp_path, monkeypatch, capsys, argume
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as ended:
         cli.calibadv(["prepare-data", str(files[0]), "--output", "out.jsonl", *arguments])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and message in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert ended.value.code == 2 and message in output and output.count("\n") == 1
 
 
 def test_the_command_prints_the_counts(files, tmp_path, capsys):
@@ -197,14 +197,14 @@ def test_the_command_prints_the_counts(files, tmp_path, capsys):
         ["nq", "3", "0", "1", "2", "0", "0"],
         ["all", "6", "1", "1", "2", "1", "1"],
     ]
-    assert [one.text for one in load_questions(tmp_path / "out.parquet")] == ["Another of this id"]
+    assert [question.text for question in load_questions(tmp_path / "out.parquet")] == ["Another of this id"]
 
 
 def test_rows_that_name_no_data_source_get_the_one_that_is_given(tmp_path):
     rows = [{"id": n, "question": f"q{n}", "golden_answers": ["ada"] * (n > 0)} for n in range(3)]
     report = prepare(str(write(tmp_path / "x.jsonl", *rows)), tmp_path / "out.jsonl", Filters("mine"))
     assert counts(report) == {"mine": [3, 2], "all": [3, 2]}
-    assert [one.data_source for one in load_questions(tmp_path / "out.jsonl")] == ["mine", "mine"]
+    assert [question.data_source for question in load_questions(tmp_path / "out.jsonl")] == ["mine", "mine"]
 
 
 def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
@@ -212,7 +212,7 @@ def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
     train = write(tmp_path / "train.jsonl", *rows, row(3, "When?", golden_answers="May|June"))
     report = prepare(str(train), tmp_path / "out.jsonl")
     assert report.rows()[0] == ["nq", 3, 2, 1] and report.reasons == ["empty answer"]
-    assert [one.golden_answers for one in load_questions(tmp_path / "out.jsonl")] == [
+    assert [question.golden_answers for question in load_questions(tmp_path / "out.jsonl")] == [
         ("Rome",),
         ("May|June",),
     ]

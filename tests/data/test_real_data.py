@@ -54,28 +54,30 @@ def searchr1(questions, tmp_path_factory):
 
 @pytest.mark.medium
 def test_as_search_r1_has_them(questions, searchr1, tmp_path):
-    found = load_questions(searchr1)
-    assert [plain(one) for one in found] == [plain(one) for one in questions]
-    assert {one.data_source for one in found} == SOURCES
+    result = load_questions(searchr1)
+    assert [plain(item) for item in result] == [plain(question) for question in questions]
+    assert {item.data_source for item in result} == SOURCES
     rows = pq.read_table(searchr1).to_pylist()
     bare = [
         {name: row[name] for name in row if name not in ("id", "question", "golden_answers")} for row in rows
     ]
     pq.write_table(pa.Table.from_pylist(bare), tmp_path / "authors.parquet")
     again = load_questions(tmp_path / "authors.parquet")
-    assert [plain(one) for one in again] == [plain(one) for one in questions], "out of the prompts"
+    assert [plain(item) for item in again] == [plain(question) for question in questions], (
+        "out of the prompts"
+    )
 
 
 def test_as_flashrag_has_them(questions, tmp_path):
     for source in SOURCES:
         (tmp_path / source).mkdir()
         with (tmp_path / source / "test.jsonl").open("w") as file:
-            for number, one in enumerate(q for q in questions if q.data_source == source):
-                row = {"id": f"test_{number}", "question": one.text, "golden_answers": one.golden_answers}
+            for number, item in enumerate(q for q in questions if q.data_source == source):
+                row = {"id": f"test_{number}", "question": item.text, "golden_answers": item.golden_answers}
                 file.write(json.dumps(row | {"metadata": {}}) + "\n")
-    found = load_questions(f"{tmp_path}/*/test.jsonl")
-    assert sorted(map(plain, found)) == sorted(map(plain, questions))
-    assert len({one.id for one in found}) == len(questions)
+    result = load_questions(f"{tmp_path}/*/test.jsonl")
+    assert sorted(map(plain, result)) == sorted(map(plain, questions))
+    assert len({item.id for item in result}) == len(questions)
 
 
 def test_their_own_prompt_is_given_to_the_policy_word_for_word(searchr1):

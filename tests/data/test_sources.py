@@ -31,7 +31,7 @@ def test_several_files_are_read_in_the_order_given(tmp_path):
     nq, popqa = write(tmp_path / "nq/train.jsonl", 2), write(tmp_path / "popqa/train.jsonl", 1)
     assert sources_of(load_questions([popqa, nq])) == ["popqa", "nq", "nq"]
     assert sources_of(load_questions(f"{tmp_path}/*/train.jsonl")) == ["nq", "nq", "popqa"]
-    assert [one.id for one in load_questions({"mine": nq})] == ["mine_0", "mine_1"]
+    assert [question.id for question in load_questions({"mine": nq})] == ["mine_0", "mine_1"]
 
 
 def test_a_rows_own_data_source_wins(tmp_path):
@@ -108,11 +108,11 @@ def test_a_mixture_has_its_shares_at_every_place(shuffle):
     drawn = list(islice(QuestionIterator(MIXED, 0, shuffle, WEIGHTS), 400))
     for start in range(0, 400, 40):
         assert Counter(sources_of(drawn[start : start + 40])) == {"nq": 30, "hotpotqa": 10}
-    nq = [one.id for one in drawn if one.data_source == "nq"]
+    nq = [item.id for item in drawn if item.data_source == "nq"]
     epochs = [nq[start : start + 6] for start in range(0, 300, 6)]
     assert all(len(set(epoch)) == 6 for epoch in epochs), "a source has epochs of its own"
     assert (len({tuple(epoch) for epoch in epochs}) > 10) == shuffle
-    hotpot = [one.id for one in drawn if one.data_source == "hotpotqa"]
+    hotpot = [item.id for item in drawn if item.data_source == "hotpotqa"]
     assert len(set(hotpot[:90])) == 90
 
 
@@ -130,13 +130,13 @@ def test_a_mixture_goes_on_where_it_was():
 def test_sources_of_one_size_are_not_shuffled_alike():
     questions = [Question(f"{source}{n}", "?", ("a",), source) for source in "ab" for n in range(20)]
     drawn = list(islice(QuestionIterator(questions, 0, True, {"a": 1, "b": 1}), 40))
-    orders = [[one.id[1:] for one in drawn if one.data_source == source] for source in "ab"]
+    orders = [[item.id[1:] for item in drawn if item.data_source == source] for source in "ab"]
     assert orders[0] != orders[1]
 
 
 def test_questions_without_the_prompt_that_is_asked_for_are_named_before_a_run():
     check_questions(MIXED, {}, "paper")
-    carried = [replace(one, prompt=(Message("user", ("x",)),)) for one in MIXED]
+    carried = [replace(question, prompt=(Message("user", ("x",)),)) for question in MIXED]
     check_questions(carried, WEIGHTS, "from_data")
     with pytest.raises(
         UserError, match="question 'hotpotqa3': prompt.template is 'from_data', but its row has"

@@ -20,8 +20,8 @@ SMALL = WorldConfig(
 
 def test_a_search_alone_answers_nothing():
     world = generate_world(SMALL)
-    passages = {one.id: one for one in world.passages}
-    pages = {one.id: one for one in world.pages}
+    passages = {passage.id: passage for passage in world.passages}
+    pages = {page.id: page for page in world.pages}
     assert len({page.address for page in world.pages}) == len(world.passages)
     for question in (*world.train, *world.eval):
         passage_id, page_id = question.supporting_ids
@@ -43,13 +43,14 @@ def test_the_world_lies_on_disk_with_its_pages_and_words(tmp_path):
 
 def test_demonstrations_read_the_page_or_guess():
     ways = {}
-    for one in islice(imperfect(0, SMALL), 300):
-        tags = tuple(turn.text.rpartition("</")[2].rstrip(">") for turn in one.turns)
+    for demonstration in islice(imperfect(0, SMALL), 300):
+        tags = tuple(turn.text.rpartition("</")[2].rstrip(">") for turn in demonstration.turns)
         ways[tags] = ways.get(tags, 0) + 1
         if tags[-2:] == ("access", "answer"):
-            (page,) = one.turns[-2].documents
+            (page,) = demonstration.turns[-2].documents
             assert (
-                one.question.golden_answers[0] in page.text and page.id == f"page {_address(one.turns[-2])}"
+                demonstration.question.golden_answers[0] in page.text
+                and page.id == f"page {_address(demonstration.turns[-2])}"
             )
     assert set(ways) >= {("answer",), ("search", "answer"), ("search", "access", "answer")}
     assert ways["search", "access", "answer"] < 150  # most do not read

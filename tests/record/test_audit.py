@@ -114,15 +114,15 @@ def test_the_file_holds_every_step(tmp_path, capsys):
         keep(tmp_path / "run", make_config(), step=step)
     changed = "advantage.correctness=max"
     call(tmp_path / "run", changed, "--output", tmp_path / "audit.json", "--seed", 4, capsys=capsys)
-    found = json.loads((tmp_path / "audit.json").read_text())
-    assert (found["seed"], found["window"]) == (4, 10)
-    (run,) = found["runs"]
+    result = json.loads((tmp_path / "audit.json").read_text())
+    assert (result["seed"], result["window"]) == (4, 10)
+    (run,) = result["runs"]
     assert run["run"] == str(tmp_path / "run")
     own, other = run["settings"]
     assert (own["name"], own["overrides"]) == ("run", [])
     assert (other["name"], other["overrides"]) == ("correctness=max", [changed])
-    assert [one["step"] for one in own["true"]["steps"]] == [1, 2, 12]
-    assert [(one["first"], one["last"], one["groups"]) for one in own["true"]["windows"]] == [
+    assert [item["step"] for item in own["true"]["steps"]] == [1, 2, 12]
+    assert [(item["first"], item["last"], item["groups"]) for item in own["true"]["windows"]] == [
         (1, 2, 2), (12, 12, 1),
     ]  # fmt: skip
     assert own["true"]["total"]["groups"] == own["control"]["total"]["groups"] == 3
@@ -146,7 +146,7 @@ def test_every_step_has_its_own_settings(tmp_path, capsys):
     keep(tmp_path, with_advantage(correctness="max"), step=2)
     call(tmp_path, "--output", tmp_path / "audit.json", capsys=capsys)
     steps = json.loads((tmp_path / "audit.json").read_text())["runs"][0]["settings"][0]["true"]["steps"]
-    assert [one["blame/good_spared"] for one in steps] == pytest.approx([0.5, 1])
+    assert [step["blame/good_spared"] for step in steps] == pytest.approx([0.5, 1])
 
 
 def test_a_run_with_shuffled_rewards_is_shuffled_as_it_was(tmp_path, capsys):
@@ -170,7 +170,7 @@ def test_several_runs_and_their_mean(tmp_path, capsys):
     first, second, mean = rows(out, "blame/good_spared")
     # With seed 3 the reward falls on the trajectory without a turn: there is no silver, nothing is spared.
     controls = [run["settings"][0]["control"]["total"] for run in json.loads(file.read_text())["runs"]]
-    assert [one["blame/good_spared"] for one in controls] == [0, 0]
+    assert [control["blame/good_spared"] for control in controls] == [0, 0]
     assert (first[0], second[0]) == ("0.500 (0.000)", "1.000 (0.000)")
     assert mean[0] == "0.750 [0.500, 1.000] (0.000)"
     assert "mean of 2 runs [lowest, highest] (mean of the controls)" in out
@@ -184,9 +184,10 @@ def test_whom_estimators_praise_and_blame(tmp_path, capsys):
     assert status == 0
     lines = tables(out.partition("whom estimators praise and blame\n")[2])
     table = {
-        line.split()[0]: [float(one.split()[0]) for one in line.split("  ") if "(" in one] for line in lines
+        line.split()[0]: [float(part.split()[0]) for part in line.split("  ") if "(" in part]
+        for line in lines
     }
-    assert set(VERDICTS) <= {one.strip() for one in lines[0].split("  ")}
+    assert set(VERDICTS) <= {part.strip() for part in lines[0].split("  ")}
     assert set(table) >= {"calibadv", *names.split(",")}
     # 1 of 2 good ones blamed, 1 of 4 useless ones praised; of the blame of 12 tokens 3 lie on the good one.
     assert table["grpo"] == [0.5, 0.25, 0.25, 0.5, 1.0]
@@ -210,13 +211,21 @@ def test_the_control_permutes_rewards_over_the_step(tmp_path):
     seen = set()
     for seed in range(20):
         credits = credit_again(kept, config, seed)
-        scores = [[one.answer_score for one in credit.group.trajectories] for credit in credits]
+        scores = [[trajectory.answer_score for trajectory in credit.group.trajectories] for credit in credits]
         assert sorted(sum(scores, [])) == [0, 0, 0, 0, 1]
         seen.add(str(scores))
         again = credit_again(kept, config, seed)
-        assert [one.answer_score for credit in again for one in credit.group.trajectories] == sum(scores, [])
+        assert [
+            trajectory.answer_score for credit in again for trajectory in credit.group.trajectories
+        ] == sum(scores, [])
     assert {"[[1.0, 0.0, 0.0], [0.0, 0.0]]", "[[0.0, 0.0, 0.0], [0.0, 1.0]]"} <= seen
-    assert [one.answer_score for group in kept.groups for one in group.trajectories] == [1, 0, 0, 0, 0]
+    assert [trajectory.answer_score for group in kept.groups for trajectory in group.trajectories] == [
+        1,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.medium
@@ -233,7 +242,7 @@ def test_what_the_control_measures(tmp_path, capsys):
     assert true["search/good_share"] == control["search/good_share"]
     assert true["silver/group_share"] == 1 and 0.25 < control["silver/group_share"] < 0.55
     assert true["blame/good_blamed"] == 0.5 and 0.25 < control["blame/good_blamed"] < 0.55
-    assert {one["blame/good_blamed"] for one in own["control"]["steps"]} == {0, 0.5, 1}
+    assert {item["blame/good_blamed"] for item in own["control"]["steps"]} == {0, 0.5, 1}
 
 
 def test_warnings(tmp_path, capsys):
@@ -259,8 +268,8 @@ def write(folder, supporting):
     config, groups = make_config(), make_groups()
     _, result = scored(config)
     groups[0].question = replace(groups[0].question, supporting_ids=supporting)
-    for one in groups[0].trajectories:
-        one.question = groups[0].question
+    for trajectory in groups[0].trajectories:
+        trajectory.question = groups[0].question
     RolloutWriter(folder, config, 7).write(7, groups, result.credits, unknown(groups), 3)
 
 

@@ -28,8 +28,8 @@ def same(left, right):
             same(getattr(left, field.name), getattr(right, field.name))
     elif isinstance(left, list | tuple):
         assert type(left) is type(right) and len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            same(one, other)
+        for item, other in zip(left, right, strict=True):
+            same(item, other)
     elif isinstance(left, np.ndarray):
         assert left.dtype == right.dtype
         np.testing.assert_array_equal(left, right)
@@ -39,12 +39,12 @@ def same(left, right):
 
 def test_everything_comes_back_bit_for_bit(tmp_path):
     groups, result, learner = keep(tmp_path, make_config())
-    found = read_step(find_step(tmp_path, 7))
-    same(found.groups, groups)
-    same(found.credits, result.credits)
+    actual = read_step(find_step(tmp_path, 7))
+    same(actual.groups, groups)
+    same(actual.credits, result.credits)
     learner[0][0][[3, 4, 8, 9]] = 0  # the learner has none of observation tokens
-    same(found.learner_logprobs, learner)
-    assert found.step == 7
+    same(actual.learner_logprobs, learner)
+    assert actual.step == 7
 
 
 def test_config_of_the_file_refers_to_the_environment(tmp_path, monkeypatch):
@@ -60,15 +60,17 @@ def test_config_of_the_file_refers_to_the_environment(tmp_path, monkeypatch):
 def test_what_the_environment_opened_is_known_by_the_config_of_the_file(tmp_path):
     prompt = dataclasses.replace(make_config().prompt, prepend_think=True)
     keep(tmp_path, dataclasses.replace(make_config(), prompt=prompt))
-    found = read_step(find_step(tmp_path, 7)).groups
-    assert {one.opening for group in found for one in group.attempts} == {"<think>"}
+    result = read_step(find_step(tmp_path, 7)).groups
+    assert {attempt.opening for group in result for attempt in group.attempts} == {"<think>"}
 
 
 def test_opening_of_first_turn_is_kept(tmp_path):
     groups, result = scored(make_config())
     groups[0].trajectories[0].first_opening = "<think>\n"
     RolloutWriter(tmp_path, make_config(), 7).write(7, groups, result.credits, unknown(groups), 3)
-    first, *others = [one for group in read_step(find_step(tmp_path, 7)).groups for one in group.trajectories]
+    first, *others = [
+        trajectory for group in read_step(find_step(tmp_path, 7)).groups for trajectory in group.trajectories
+    ]
     assert [first.opening_of(0), first.opening_of(1), others[0].opening_of(0)] == ["<think>\n", "", ""]
     path = find_step(tmp_path, 7)
     pq.write_table(pq.read_table(path).drop_columns(["first_opening"]), path)  # as older files are
@@ -207,8 +209,8 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_the_size_is_told(tmp_path):
     writer = RolloutWriter(tmp_path, make_config(), 1)
     groups, result = scored(writer.config)
-    told = writer.write(1, groups, result.credits, unknown(groups), 0)
-    assert told == {"perf/record_bytes": find_step(tmp_path, 1).stat().st_size}
+    message = writer.write(1, groups, result.credits, unknown(groups), 0)
+    assert message == {"perf/record_bytes": find_step(tmp_path, 1).stat().st_size}
 
 
 def test_bad_files_are_one_line(tmp_path):
@@ -240,7 +242,7 @@ def test_an_older_file_knows_nothing_of_golden_answers(tmp_path):
     schema = table.schema.set(table.schema.get_field_index("turns"), pa.field("turns", pa.list_(older)))
     pq.write_table(pa.Table.from_pylist(rows, schema), path)
     for group in read_step(path).groups:
-        assert all(one.golden_logprobs == {} for many in group.attempts for one in many.turns)
+        assert all(turn.golden_logprobs == {} for many in group.attempts for turn in many.turns)
     assert groups[0].trajectories[0].turns[0].golden_logprobs
 
 

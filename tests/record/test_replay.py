@@ -86,10 +86,13 @@ def test_the_kept_step_stays_as_it_is(tmp_path):
     keep(tmp_path, make_config())
     kept = read_step(find_step(tmp_path, 7))
     other = kept_config(kept, Path("step"), ["reward.format=false", "reward.answer=cover_em"])
-    found = replay_step(kept, other)
-    scores = [[one.answer_score for one in group.trajectories] for group in (*kept.groups, *found.groups)]
+    result = replay_step(kept, other)
+    scores = [
+        [trajectory.answer_score for trajectory in group.trajectories]
+        for group in (*kept.groups, *result.groups)
+    ]
     assert scores[:2] == [[1, 0, 0], [0, 0]]
-    found.groups[0].trajectories[0].answer_score = 0.5
+    result.groups[0].trajectories[0].answer_score = 0.5
     assert kept.groups[0].trajectories[0].answer_score == 1
 
 
@@ -108,8 +111,8 @@ def test_a_last_bit_of_another_machine_is_no_difference(tmp_path, capsys):
     result.credits[0].turns[1][0] *= 1 + 2**-52
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, learner, 3)
     assert call(tmp_path) == 0
-    told = "12 of 12 turns have the advantage that was kept, 11 of them bit for bit,"
-    assert f"{told} the other turns within 1e-09" in capsys.readouterr().out
+    message = "12 of 12 turns have the advantage that was kept, 11 of them bit for bit,"
+    assert f"{message} the other turns within 1e-09" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -155,9 +158,9 @@ def test_rewards_are_shuffled_as_they_were(tmp_path):
     result = compute_advantages(groups, config.advantage)
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 14)
     kept = read_step(find_step(tmp_path, 7))
-    found = replay_step(kept, kept_config(kept, Path("step")))
-    assert scores(found.groups) == scores(groups)
-    equal, total = equal_turns(kept.credits, found.advantages.credits)
+    actual = replay_step(kept, kept_config(kept, Path("step")))
+    assert scores(actual.groups) == scores(groups)
+    equal, total = equal_turns(kept.credits, actual.advantages.credits)
     assert equal == total
 
 

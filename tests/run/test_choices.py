@@ -26,13 +26,13 @@ def test_what_is_switched_on_is_said():
     reward = replace(plain.reward, overlong_penalty=1, overlong_from=100, overlong_until=200)
     data, rollout = replace(plain.data, rest_above=0.9), replace(plain.rollout, replace_tied=7)
     policy = replace(plain.policy, lora=replace(plain.policy.lora, rank=8, targets=["q", "v"]))
-    lora, *said = describe_choices(replace(plain, reward=reward, data=data, rollout=rollout, policy=policy))[
-        -4:
-    ]
+    lora, *output = describe_choices(
+        replace(plain, reward=reward, data=data, rollout=rollout, policy=policy)
+    )[-4:]
     assert lora == "adapters ON: rank 8, alpha 32 at q, v; the base stays as it is, in bfloat16"
-    assert "from 100 sampled tokens" in said[0] and "by 1 at 200" in said[0]
-    assert "up to 7 further questions" in said[1]
-    assert "below 0 or above 0.9" in said[2]
+    assert "from 100 sampled tokens" in output[0] and "by 1 at 200" in output[0]
+    assert "up to 7 further questions" in output[1]
+    assert "below 0 or above 0.9" in output[2]
 
 
 def test_a_run_without_searches_must_not_be_paid_for_a_format_that_has_one():
@@ -80,18 +80,20 @@ def test_of_one_trajectory_the_answer_has_no_advantage_once_it_is_balanced():
     turn = Turn("answer", np.ones(1, np.int32), np.zeros(1, np.float32), answer="Ann")
     question = Question("1", "Who?", ("Ann",), "test")
     alone = Trajectory(question, np.ones(1, np.int32), [turn], answer_score=1.0, format_valid=True)
-    found = [
+    result = [
         compute_advantages([Group(question, [alone])], replace(Config().advantage, rebalance=on)).advantages
         for on in (True, False)
     ]
-    assert [one[0][0][0] for one in found] == [0, pytest.approx(1, rel=1e-5)]
+    assert [item[0][0][0] for item in result] == [0, pytest.approx(1, rel=1e-5)]
 
 
 def test_a_critic_is_spoken_of():
     plain = Config()
     advantage = replace(plain.advantage, base="gae")
-    said = describe_choices(replace(plain, advantage=advantage, critic=replace(plain.critic, warmup_steps=3)))
-    text = "\n".join(said)
+    output = describe_choices(
+        replace(plain, advantage=advantage, critic=replace(plain.critic, warmup_steps=3))
+    )
+    text = "\n".join(output)
     assert "critic ON" in text and "learning rate 1e-05" in text and "first 3 steps" in text
     assert "moves all of them" in text
     alone = "\n".join(describe_choices(replace(plain, advantage=replace(plain.advantage, name="gae"))))

@@ -74,9 +74,9 @@ def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
     np.testing.assert_equal(second.loaded[-1][1], rollouts.loaded[-1][1])
     assert rows(tmp_path) == rows(folder)
     for step in (3, 4):  # after the restart
-        for one, other in zip(kept(folder, step).groups, kept(tmp_path, step).groups, strict=True):
-            for mine, theirs in zip(one.trajectories, other.trajectories, strict=True):
-                np.testing.assert_array_equal(critic_values(mine), critic_values(theirs))
+        for group, other in zip(kept(folder, step).groups, kept(tmp_path, step).groups, strict=True):
+            for mine, trajectory in zip(group.trajectories, other.trajectories, strict=True):
+                np.testing.assert_array_equal(critic_values(mine), critic_values(trajectory))
 
 
 def test_a_step_whose_critic_fails_is_not_saved_as_the_step_before(tmp_path, monkeypatch):
@@ -112,11 +112,13 @@ def test_the_first_steps_train_the_critic_alone(whole):
 def test_what_is_kept_tells_the_advantages_and_what_the_critic_learned(whole):
     folder, _ = whole
     step, config = kept(folder, 3), kept_config(kept(folder, 3), Path("step"))
-    found = replay(step, config)
-    assert equal_turns(step.credits, found.advantages.credits, rounding=0) == (12, 12)
-    trajectories = [one for group in found.groups for one in group.trajectories]
-    values = np.concatenate([critic_values(one) for one in trajectories]).astype(np.float64)
-    returns = np.concatenate([gae_and_returns(one, config.advantage)[1] for one in trajectories])
+    result = replay(step, config)
+    assert equal_turns(step.credits, result.advantages.credits, rounding=0) == (12, 12)
+    trajectories = [trajectory for group in result.groups for trajectory in group.trajectories]
+    values = np.concatenate([critic_values(trajectory) for trajectory in trajectories]).astype(np.float64)
+    returns = np.concatenate(
+        [gae_and_returns(trajectory, config.advantage)[1] for trajectory in trajectories]
+    )
     row = rows(folder)[2]
     assert row["critic/explained_variance"] == 1 - np.var(returns - values) / np.var(returns)
     assert row["critic/returns/mean"] == pytest.approx(1 / 3)  # lambda 1: the score, at every token
@@ -144,8 +146,8 @@ def test_calibadv_calibrates_it_by_turn(tmp_path):
     assert row["advantage/answer/ratio_before"] != pytest.approx(2)
     assert row["advantage/answer/ratio_after"] == pytest.approx(2)
     step = kept(tmp_path, 4)
-    found = replay(step, kept_config(step, Path("step")))
-    assert equal_turns(step.credits, found.advantages.credits, rounding=0) == (12, 12)
+    result = replay(step, kept_config(step, Path("step")))
+    assert equal_turns(step.credits, result.advantages.credits, rounding=0) == (12, 12)
 
 
 def test_a_critic_that_diverges_ends_the_run_with_the_key_to_lower(tmp_path):

@@ -194,17 +194,17 @@ def test_what_is_kept_for_the_backward_pass_follows_remat():
 @pytest.mark.medium
 def test_the_tensor_axis_shares_what_it_divides():
     """A vocabulary of 402, 8 heads, 64 MLP columns; what goes from layer to layer is whole on each device."""
-    one, two, four = (estimate({"data": 1, "fsdp": 1, "tensor": size}) for size in (1, 2, 4))
-    assert one["activations"] == two["activations"]
-    assert one["kv cache"] == 2 * two["kv cache"] == 3 * four["kv cache"]  # 6 rows, or 2 of 6
-    assert two["workspace"] < one["workspace"]
+    single, two, four = (estimate({"data": 1, "fsdp": 1, "tensor": size}) for size in (1, 2, 4))
+    assert single["activations"] == two["activations"]
+    assert single["kv cache"] == 2 * two["kv cache"] == 3 * four["kv cache"]  # 6 rows, or 2 of 6
+    assert two["workspace"] < single["workspace"]
     alone = estimate({"data": 1, "fsdp": 4, "tensor": 1})
     assert all(four[name] == alone[name] for name in ("kv cache", *SAMPLING))
     wide = replace(ARCHITECTURE, vocab_size=100_000)
-    one, two, three = (
+    single, two, three = (
         estimate({"data": 1, "fsdp": 1, "tensor": size}, wide)["workspace"] for size in (1, 2, 3)
     )
-    assert one == 2 * two == three  # logits
+    assert single == 2 * two == three  # logits
     rows = {name: estimate(dict(ONE, **{name: 2})) for name in ("data", "fsdp")}
     for shared in rows.values():
         assert estimate()["activations"] == 2 * shared["activations"]
@@ -240,9 +240,9 @@ def test_moments_on_the_host_lie_on_the_device_for_the_optimizers_step_only():
 
 
 def test_the_line_says_what_is_held_and_when():
-    said = {"parameters": 4.0, "optimizer": 8.0, "gradients": 2.0, "activations": 1.0, "workspace": 0.5}
-    said |= {"sampler weights": 2.0, "kv cache": 6.0, "prefill": 0.25, "decode": 0.75}
-    assert memory_line({name: value * GIB for name, value in said.items()}) == (
+    output = {"parameters": 4.0, "optimizer": 8.0, "gradients": 2.0, "activations": 1.0, "workspace": 0.5}
+    output |= {"sampler weights": 2.0, "kv cache": 6.0, "prefill": 0.25, "decode": 0.75}
+    assert memory_line({name: value * GIB for name, value in output.items()}) == (
         "estimated memory a device: 23.50 GiB (parameters 4.00, optimizer 8.00, sampler weights 2.00,"
         " kv cache 6.00; update: gradients 2.00, activations 1.00, workspace 0.50;"
         " sampling: prefill 0.25, decode 0.75)"

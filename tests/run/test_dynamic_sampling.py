@@ -33,12 +33,12 @@ class SomeTied(ScriptedRollouts):
     def begin(self, number, question):
         future = super().begin(number, question)
         if number in self.answers and not future.exception():
-            for one in future.result().trajectories:
-                one.turns[-1] = said(one.turns[-1], self.answers[number])
+            for trajectory in future.result().trajectories:
+                trajectory.turns[-1] = reply_of(trajectory.turns[-1], self.answers[number])
         return future
 
 
-def said(turn, answer):
+def reply_of(turn, answer):
     text = f"<think>t</think><answer>{answer}</answer>"
     return Turn("answer", turn.token_ids, turn.logprobs, text=text, answer=answer)
 
@@ -55,11 +55,11 @@ def test_tied_groups_are_replaced_and_a_resumed_run_replaces_the_same(tmp_path):
     whole = run(config_of(tmp_path / "a"), SomeTied(), tmp_path / "a")
     assert [number for number, _ in whole.begun] == list(range(12))
     # Step 1: 0 gives way to 2, and that to 3, which is tied too, but then two were replaced.
-    found = rows(tmp_path / "a")
-    assert [row["rollout/replaced_groups"] for row in found] == [2, 1, 0, 1]
-    assert [row["group/tied"] for row in found] == [0.5, 0, 0, 0]
+    result = rows(tmp_path / "a")
+    assert [row["rollout/replaced_groups"] for row in result] == [2, 1, 0, 1]
+    assert [row["group/tied"] for row in result] == [0.5, 0, 0, 0]
     second = resumed(config_of(tmp_path / "b"), tmp_path / "b", 10, SomeTied)
-    assert rows(tmp_path / "b") == found
+    assert rows(tmp_path / "b") == result
     assert second.begun == whole.begun[9:]
     np.testing.assert_equal(second.loaded[-1][1], whole.loaded[-1][1])
 

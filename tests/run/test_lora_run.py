@@ -127,9 +127,9 @@ def test_exports_are_the_merged_policy_and_the_adapters(whole, base, tmp_path):
     )
     config = replace(make_config(tmp_path), run=run_of, export=outputs)
     plain = Policy(MODEL.policy.architecture, Numerics())
-    found = load_params(export(config), plain, MODEL.mesh)
+    result = load_params(export(config), plain, MODEL.mesh)
     expected = MODEL.policy.merged(jax.tree.map(jnp.asarray, loaded[-1][1]), jnp.float32)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
     adapter = export(config, adapter=True)
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     again = load_adapters(adapter, MODEL.policy, MODEL.mesh)
@@ -154,11 +154,11 @@ def test_a_snapshot_of_adapters_alone_is_read_as_the_merged_policy(whole, base, 
     shared = find_policy(folder).base.shared()
     alone = store.publish(2, split(params)[1], base=shared, **about)
     assert len(read_manifest(alone)["tensors"]) == 2 * len(LORA.targets)
-    whole_tensors, found = read_tensors(merged), read_tensors(alone)
-    assert found.keys() == whole_tensors.keys()
-    assert all(found[path].dtype == array.dtype for path, array in whole_tensors.items())
-    jax.tree.map(np.testing.assert_array_equal, found, whole_tensors)
-    first, second = (load_snapshot(one, MODEL.policy, MODEL.mesh) for one in (merged, alone))
+    whole_tensors, result = read_tensors(merged), read_tensors(alone)
+    assert result.keys() == whole_tensors.keys()
+    assert all(result[path].dtype == array.dtype for path, array in whole_tensors.items())
+    jax.tree.map(np.testing.assert_array_equal, result, whole_tensors)
+    first, second = (load_snapshot(item, MODEL.policy, MODEL.mesh) for item in (merged, alone))
     jax.tree.map(np.testing.assert_array_equal, first, second)
     for change, words in (({"folder": "/none"}, "is not there"), ({"sha256": "0"}, "another model than")):
         version = 3 + len(words)
@@ -169,10 +169,10 @@ def test_a_snapshot_of_adapters_alone_is_read_as_the_merged_policy(whole, base, 
 def test_a_base_that_is_gone_or_another_model_is_refused(whole, base, tmp_path):
     folder, _ = whole
     moved = shutil.copytree(folder, tmp_path / "run")
-    said = json.loads((moved / "policy/base.json").read_text())
+    output = json.loads((moved / "policy/base.json").read_text())
     other = shutil.copytree(base, tmp_path / "other")
     for place, words in ((tmp_path / "none", "is not there"), (other, "another model than the base")):
-        (moved / "policy/base.json").write_text(json.dumps(said | {"folder": str(place)}))
+        (moved / "policy/base.json").write_text(json.dumps(output | {"folder": str(place)}))
         if place == other:
             shutil.rmtree(other)
             params = jax.jit(Policy(MODEL.policy.architecture, Numerics()).init)(jax.random.key(6))

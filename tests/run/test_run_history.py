@@ -46,8 +46,8 @@ def test_what_is_trained_again_is_said(run):
     trained(run, 8)
     assert run() == "8 steps are trained again: there is no checkpoint yet (checkpoint.every)"
     (run.folder / "checkpoints/6").mkdir(parents=True)
-    said = run()
-    assert said == "2 steps are trained again: the newest checkpoint is that of step 6 (checkpoint.every)"
+    output = run()
+    assert output == "2 steps are trained again: the newest checkpoint is that of step 6 (checkpoint.every)"
     trained(run, 6)
     assert run() == ""
 
@@ -74,9 +74,9 @@ def test_a_start_that_a_full_disk_cut_off_is_skipped_and_said(run):
     with_checkpoint(run)
     damaged = run.folder / "configs/1.yaml"
     damaged.touch()
-    said = run()
-    assert said.startswith(f"{damaged}: empty or cut off (was the disk full?); ")
-    assert said.endswith("configs/0.yaml is compared instead")
+    output = run()
+    assert output.startswith(f"{damaged}: empty or cut off (was the disk full?); ")
+    assert output.endswith("configs/0.yaml is compared instead")
     with pytest.raises(UserError, match="run.seed changed"):
         run("run.seed=1")
     for path in (run.folder / "configs").glob("*.yaml"):
@@ -231,8 +231,8 @@ def test_keys_of_the_environment_are_kept_by_name(run, monkeypatch):
         path.write_text(path.read_text().replace("${oc.env:MY_KEY}", "correct-horse"))
     assert "changed" not in run(*server)
     other = "tools=[search, {mcp: {command: '${oc.env:MY_KEY}'}}]"
-    said = run(other, "checkpoint.allow_change=[tools]")
-    assert "accepted" in said and "correct-horse" not in said
+    output = run(other, "checkpoint.allow_change=[tools]")
+    assert "accepted" in output and "correct-horse" not in output
 
 
 @pytest.mark.parametrize(

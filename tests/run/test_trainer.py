@@ -87,18 +87,18 @@ def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
         kept = read_step(find_step(folder, 2))
         computed = [values is not None for group in kept.learner_logprobs for values in group]
         assert all(computed) if name == "apart" else not any(computed)
-        found = replay(kept, kept_config(kept, Path("step")))
-        equal, total = equal_turns(kept.credits, found.advantages.credits)
+        result = replay(kept, kept_config(kept, Path("step")))
+        equal, total = equal_turns(kept.credits, result.advantages.credits)
         assert equal == total == 12
         row = rows(folder)[1]
         for metric in ("actor/pg_loss", "advantage/answer/negative_after", "reward/mean"):
             # The ratio of the second mini-batch is no longer 1, but the learning rate is tiny.
-            assert found.metrics[metric] == pytest.approx(row[metric], abs=1e-5), metric
+            assert result.metrics[metric] == pytest.approx(row[metric], abs=1e-5), metric
         for other in ("kl_cov", "lld", "balance_detached"):
             changed = replay(kept, kept_config(kept, Path("step"), [f"loss.name={other}"]))
             assert np.isfinite(changed.metrics["actor/pg_loss"])
         if name == "apart":  # between the learner's log-probabilities that were kept and the sampler's
-            assert found.metrics["actor/sampler_mismatch"] == pytest.approx(row["actor/sampler_mismatch"])
+            assert result.metrics["actor/sampler_mismatch"] == pytest.approx(row["actor/sampler_mismatch"])
             assert row["actor/sampler_mismatch"] > 0.1
 
 
@@ -111,9 +111,9 @@ def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
     ],
 )
 def test_what_is_waited_for(tmp_path, sampler, words):
-    told = services(make_config(tmp_path, sampler=sampler))
-    assert told.partition(" (")[0] == words
-    assert ("vllm_worker_*.log" in told) == (words.endswith("minutes"))
+    message = services(make_config(tmp_path, sampler=sampler))
+    assert message.partition(" (")[0] == words
+    assert ("vllm_worker_*.log" in message) == (words.endswith("minutes"))
 
 
 class Terminal(io.StringIO):
@@ -154,7 +154,7 @@ def test_the_kl_term_is_to_the_initial_policy(tmp_path):
     state = make_state(replace(config, learner=replace(config.learner, optimizer=optimizer)), tmp_path)
     initial = jax.device_get(state.state["params"])
     updates = [state.update(*scored(config, [number, number + 3])) for number in range(3)]
-    metrics = [one.metrics for one in updates]
+    metrics = [update.metrics for update in updates]
     kl = [values["actor/kl_loss"] for values in metrics]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4 and kl[2] > 1e-4
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.trainer.reference), initial)
@@ -194,12 +194,12 @@ def test_published_weights_are_compared_with_what_the_workers_compute(tmp_path):
         return jax.nn.log_softmax(decoder.logits(hidden) / 0.5)
 
     table = np.asarray(logprobs(rollouts.loaded[0][1]))[0]
-    theirs = table[np.arange(14), tokens[0, 1:]]
-    rollouts.logprobs = {"a": theirs, "b": theirs + np.float32([0.25] + [0] * 13)}
-    found = state.publish()
-    assert found["rollout/workers"] == 2
-    assert found["rollout/probe_logprob_diff_max"] == pytest.approx(0.25, abs=1e-5)
-    assert found["rollout/probe_logprob_diff_mean"] == pytest.approx(0.25 / 28, abs=1e-5)
+    other = table[np.arange(14), tokens[0, 1:]]
+    rollouts.logprobs = {"a": other, "b": other + np.float32([0.25] + [0] * 13)}
+    result = state.publish()
+    assert result["rollout/workers"] == 2
+    assert result["rollout/probe_logprob_diff_max"] == pytest.approx(0.25, abs=1e-5)
+    assert result["rollout/probe_logprob_diff_mean"] == pytest.approx(0.25 / 28, abs=1e-5)
 
 
 def test_a_step_without_a_sampled_token_changes_nothing(tmp_path):
@@ -237,7 +237,7 @@ def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monk
     [
         {"step": 1},
         {"step": 1, "questions": {}, "stream": {}, "guards": {}},
-        *(pytest.param(one, marks=pytest.mark.medium) for one in (None, [], {})),
+        *(pytest.param(item, marks=pytest.mark.medium) for item in (None, [], {})),
     ],
     ids=["step", "garbled", "none", "list", "empty"],
 )
