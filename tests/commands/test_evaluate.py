@@ -33,7 +33,7 @@ def drawn(prompt, seed):
     return "yes" if seed % 2 else f"no {seed}"
 
 
-def test_its_own_temperatures_and_samples_and_no_shuffled_rewards(run):
+def test_evaluation_uses_its_own_sampling_settings(run):
     """Training samples five at temperature 1 with rewards permuted; greedily, each question is asked once."""
     report, sampler = run(evaluate={"temperatures": [0.0, 0.7], "samples": 3}, reward={"shuffle": True})
     by_temperature = {
@@ -66,7 +66,7 @@ def test_tokens_are_those_that_the_policy_sampled(run):
     assert report.means["0"]["a"]["tokens"] == sum(output)
 
 
-def test_the_same_draws_at_every_evaluation_of_a_run_and_others_in_another(run):
+def test_seeds_depend_on_the_run_seed_only(run):
     def seeds(seed):
         _, sampler = run(run={"seed": seed}, evaluate={"temperatures": [1.0]})
         run.file(".jsonl").unlink()
@@ -75,12 +75,12 @@ def test_the_same_draws_at_every_evaluation_of_a_run_and_others_in_another(run):
     assert seeds(0) == seeds(0) != seeds(1)
 
 
-def test_a_temperature_that_is_given_twice_is_asked_once(run):
+def test_repeated_temperature_is_sampled_once(run):
     report, sampler = run(evaluate={"temperatures": [0.0, 0.0]})
     assert report.means["0"]["all"]["questions"] == 8 and len(sampler.asked) == 16
 
 
-def test_a_limit_takes_from_all_sources(run):
+def test_limit_takes_from_all_sources(run):
     report, sampler = run(data={"eval_limit": 4})
     assert {source: report.means["0"][source]["trajectories"] for source in "ab"} == {"a": 2, "b": 2}
     assert len(sampler.asked) == 2 * 4
@@ -97,7 +97,7 @@ def test_every_question_is_kept_with_its_transcripts(run):
     assert answer["kind"] == "answer" and row["trajectories"][1]["answer"] == "yes"
 
 
-def test_the_report_and_its_tables(run):
+def test_report_and_tables_agree(run):
     report, _ = run(Scripted(drawn), evaluate={"temperatures": [0.0, 1.0], "samples": 4, "confidence": 0.9})
     written = json.loads(run.file(".json").read_text())
     assert written["scores"] == report.means
@@ -124,7 +124,7 @@ def test_without_resamples_there_are_no_intervals(run):
     assert report.intervals["0"]["all"] == {} and "[" not in run.file(".md").read_text()
 
 
-def test_what_failed_is_counted_left_out_of_the_means_and_asked_again(run):
+def test_failed_trajectories_are_counted_and_sampled_again(run):
     """The retriever fails for one question of a; at temperature 0 that question has no score."""
     run.shelf = Shelf({"a 1": RequestFailed("retriever", "gone")})
     report, _ = run(rollout={"max_failed_share": 0.2})
@@ -147,7 +147,7 @@ def test_too_many_failures_end_it_and_lose_nothing(run):
     assert len(sampler.asked) == 2 and report.means["0"]["all"]["questions"] == 8
 
 
-def test_a_source_that_failed_altogether_has_no_means(run):
+def test_failed_source_has_no_means(run):
     run.shelf = Shelf({f"a {n}": RequestFailed("retriever", "gone") for n in range(4)})
     report, _ = run(rollout={"max_failed_share": 0.5})
     assert report.means["0"]["a"] == {"questions": 0, "trajectories": 0, "failed": 4}
@@ -164,7 +164,7 @@ ENDS = (".json", ".md", ".csv", ".jsonl")
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 7, 20, 47])
-def test_an_interrupted_evaluation_goes_on_and_gives_the_same_table(run, tmp_path, stop_after):
+def test_interrupted_evaluation_resumes_to_the_same_table(run, tmp_path, stop_after):
     keys = {"evaluate": {"temperatures": [0.0, 1.0], "samples": 2}, "rollout": {"max_concurrency": 3}}
     run(Scripted(drawn), **keys)
     whole = tmp_path / "whole"
@@ -238,7 +238,7 @@ def test_speed_and_place_do_not_make_it_another(run, changed):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 77])
-def test_a_limit_asks_the_same_questions_whatever_the_seed(run, seed):
+def test_limit_chooses_questions_independent_of_seed(run, seed):
     """Pairs of two runs are made by question."""
     run.questions = {"eval.jsonl": [Question(str(n), f"a {n}", ("yes",), "a") for n in range(50)]}
     run(data={"eval_limit": 5})
@@ -247,14 +247,14 @@ def test_a_limit_asks_the_same_questions_whatever_the_seed(run, seed):
     assert [row["id"] for row in rows(run)] == first
 
 
-def test_a_policy_written_anew_to_the_same_place_is_another_one(run):
+def test_rewritten_policy_is_another_evaluation(run):
     (run.folder / "policy/model.safetensors").write_text("1")
     run()
     os.utime(run.folder / "policy/model.safetensors", ns=(1, 1))
     assert len(run()[1].asked) == 16
 
 
-def test_a_question_that_changed_is_asked_again_and_new_ones_are_added(run):
+def test_changed_and_new_questions_are_sampled(run):
     run()
     changed = dataclasses.replace(QUESTIONS[0], golden_answers=("no",))
     run.questions = {"eval.jsonl": [changed, *QUESTIONS[1:], Question("c0", "c 0", ("no",), "c")]}
@@ -272,14 +272,14 @@ def test_output_in_another_run_is_refused(run, tmp_path):
         run(evaluate={"output": str(tmp_path / "old/scores.json")})
 
 
-def test_a_file_of_something_else_is_not_overwritten(run):
+def test_foreign_file_is_not_overwritten(run):
     run.file(".jsonl").write_text('{"id": "1"}\n')
     with pytest.raises(UserError, match=r"evaluation.jsonl:1: no evaluation, content, .*give another file"):
         run()
     assert run.file(".jsonl").read_text() == '{"id": "1"}\n'
 
 
-def test_validation_is_a_fixed_sample_of_all_sources_and_writes_nothing(run):
+def test_validation_is_a_fixed_sample_and_writes_nothing(run):
     keys = {"evaluate": {"sample_size": 4, "temperatures": [0.0, 1.0], "samples": 5, "method": "direct"}}
     means, sampler = run.validate(Scripted(drawn), **keys)
     assert {name: means["1"][name]["trajectories"] for name in ("all", "a", "b")} == {
@@ -295,7 +295,7 @@ def test_validation_is_a_fixed_sample_of_all_sources_and_writes_nothing(run):
     assert whole["0"]["all"]["questions"] == 8
 
 
-def test_the_named_policy_then_the_trained_one_then_where_it_began(tmp_path):
+def test_policy_is_named_trained_or_initial(tmp_path):
     start, named = tmp_path / "start", tmp_path / "named"
     for folder in (start, named):
         folder.mkdir()
@@ -312,7 +312,7 @@ def test_the_named_policy_then_the_trained_one_then_where_it_began(tmp_path):
     assert choose_policy(chosen).path == named
 
 
-def test_the_newest_checkpoint_is_named_by_its_step(tmp_path):
+def test_newest_checkpoint_is_pinned_by_step(tmp_path):
     """Once: a later checkpoint of a run that goes on is another policy."""
     for step in (3, 20):
         (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
@@ -324,7 +324,7 @@ def test_the_newest_checkpoint_is_named_by_its_step(tmp_path):
     assert describe_policy(dataclasses.replace(source, step=3))["step"] == 3
 
 
-def test_a_policy_that_cannot_be_used_replaces_nothing(run, monkeypatch):
+def test_unusable_policy_replaces_nothing(run, monkeypatch):
     run()
     before = run.file(".jsonl").read_text()
 
@@ -337,7 +337,7 @@ def test_a_policy_that_cannot_be_used_replaces_nothing(run, monkeypatch):
     assert run.file(".jsonl").read_text() == before
 
 
-def test_the_output_is_a_json_file():
+def test_output_must_be_a_json_file():
     with pytest.raises(ValueError, match=r"output is 'scores.jsonl': it must end in .json"):
         EvaluateConfig(output="scores.jsonl")
 

@@ -20,7 +20,7 @@ def run(tmp_path, monkeypatch):
 LONG = Question("long", "why " * 40, ("yes",), "a")
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_anything_is_asked(run):
+def test_overlong_prompt_is_refused_before_sampling(run):
     run.questions = {"eval.jsonl": [*QUESTIONS, LONG]}
     sampler = Scripted()
     words = r"data.eval: the prompts of 1 of 9 questions are longer than .*=100, .* 171 tokens \(.*'long'\)"
@@ -29,7 +29,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_anything_is_asked(run):
     assert sampler.asked == sampler.loaded == []
 
 
-def test_prompts_that_are_too_long_are_left_out_and_told(run, capsys):
+def test_overlong_prompts_are_left_out_and_reported(run, capsys):
     run.questions = {"eval.jsonl": [LONG, *QUESTIONS]}
     keys = {"rollout": {"max_prompt_length": 100}, "data": {"overlong_prompts": "leave_out"}}
     report, _ = run(**keys)
@@ -42,7 +42,7 @@ def test_prompts_that_are_too_long_are_left_out_and_told(run, capsys):
     assert means["0"]["all"]["questions"] == 8
 
 
-def test_passages_lose_their_end_where_the_prompt_would_be_too_long(run):
+def test_passages_are_cut_to_the_prompt_length(run):
     """Two passages of a million letters, and room for 300 and the question."""
     run.shelf = Shelf()
     run.shelf.found = [Document("1", "first", "word " * 200_000), Document("2", "second", "x")]
@@ -54,7 +54,7 @@ def test_passages_lose_their_end_where_the_prompt_would_be_too_long(run):
     assert [prompt.strip()[-3:] for prompt in sampler.prompts] == [question.text for question in QUESTIONS]
 
 
-def test_a_question_that_leaves_no_room_for_passages_is_asked_without(run):
+def test_question_without_room_gets_no_passages(run):
     bare = len(METHODS["rag"].template.format(question="Question: a 0"))
     config = {"max_prompt_length": bare - 10, "max_observation_length": 15, "max_length": 4000}
     _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)

@@ -50,20 +50,20 @@ def test_another_service_is_another_evaluation(run, other):
         }
 
 
-def test_an_evaluation_is_not_continued_with_another_service(run):
+def test_evaluation_is_not_continued_with_another_service(run):
     with service(**SERVICE) as first, service(**SERVICE | {"corpus_sha256": "c2"}) as second:
         with pytest.raises(Stopped):
             run(Scripted(stop_after=9), rollout={"max_concurrency": 1}, **first)
         assert len(run(rollout={"max_concurrency": 1}, **second)[1].asked) == 16
 
 
-def test_the_same_service_at_another_address_is_the_same(run):
+def test_same_service_at_another_address_continues(run):
     with service(**SERVICE) as first, service(**SERVICE | {"status": "loading"}) as second:
         run(**first)
         assert run(**second)[1].asked == []
 
 
-def test_a_service_that_says_nothing_is_its_address(run):
+def test_service_without_description_is_its_address(run):
     with service() as first, service() as second:
         run(**first)
         assert run(**first)[1].asked == []
@@ -73,13 +73,13 @@ def test_a_service_that_says_nothing_is_its_address(run):
 
 
 @pytest.mark.parametrize("method", ["direct", "empty_retriever"])
-def test_what_searches_nothing_asks_no_service(run, method):
+def test_method_without_search_asks_no_service(run, method):
     keys = {"evaluate": {"method": method}}
     run(**keys, retriever={"url": "http://127.0.0.1:9"})
     assert run(**keys, retriever={"url": "http://127.0.0.1:10"})[1].asked == []
 
 
-def test_a_corpus_written_anew_to_the_same_place_is_another_one(run, tmp_path):
+def test_rewritten_corpus_is_another_evaluation(run, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("{}")
     keys = {"retriever": {"corpus": str(corpus)}}
@@ -89,7 +89,7 @@ def test_a_corpus_written_anew_to_the_same_place_is_another_one(run, tmp_path):
     assert len(run(**keys)[1].asked) == 16
 
 
-def test_pages_written_anew_to_the_same_place_are_others(run, tmp_path):
+def test_rewritten_pages_are_another_evaluation(run, tmp_path):
     corpus, pages = tmp_path / "corpus.jsonl", tmp_path / "pages.jsonl"
     corpus.write_text("one\n")
     pages.write_text("one\n")
@@ -99,7 +99,7 @@ def test_pages_written_anew_to_the_same_place_are_others(run, tmp_path):
     assert len(run(**keys)[1].asked) == 16
 
 
-def test_what_an_evaluation_waits_for_is_said(run, capsys):
+def test_waiting_for_a_service_is_reported(run, capsys):
     """Not that it is silent for as long as retriever.patience allows."""
     with pytest.raises(UserError, match="cannot be reached"):
         run(retriever={"url": "http://127.0.0.1:9", "patience": 0.3})

@@ -43,7 +43,7 @@ def config_with(**changes):
     return replace(config, sft=replace(config.sft, **changes))
 
 
-def test_a_files_demonstrations_are_shuffled_again_in_every_epoch(tmp_path):
+def test_demonstrations_are_reshuffled_every_epoch(tmp_path):
     path = tmp_path / "demos.jsonl"
     row = {
         "question": "?",
@@ -109,7 +109,7 @@ def test_batches_have_the_rows_that_were_asked_for(tokenizer):
 
 
 @pytest.mark.parametrize("row_length, rows, shortest, longest", SHAPES)
-def test_as_many_samples_go_into_a_batch_as_first_fit_places(row_length, rows, shortest, longest):
+def test_batches_are_filled_as_first_fit_places(row_length, rows, shortest, longest):
     lengths = np.random.default_rng(rows).integers(shortest, longest + 1, 400).tolist()
     pending, expected = [], []
     for number in range(len(lengths)):
@@ -122,13 +122,13 @@ def test_as_many_samples_go_into_a_batch_as_first_fit_places(row_length, rows, s
     assert fulls[:-1] == expected and fulls[-1] == pending and len(fulls) > 4
 
 
-def test_the_rest_of_the_last_epoch_comes_too():
+def test_last_incomplete_batch_is_trained():
     samples = [Sample(np.zeros(20, np.int32), *[None] * 3)] * 70
     assert [len(full) for full in sft._row_fulls(samples, 4, 320)] == [64, 6]
     assert [len(full) for full in sft._row_fulls(samples[:64], 4, 320)] == [64]
 
 
-def test_a_phase_gives_steps_or_epochs():
+def test_phase_has_steps_or_epochs():
     assert sft.count_updates(config_with(demonstrations="world"), SftPhase(7), (), None, 0) == 7
     assert sft.count_updates(config_with(demonstrations="world"), SftPhase(), (), None, 0) == 100
     with pytest.raises(ValueError, match="has steps=3 and epochs=2: leave one out"):
@@ -153,7 +153,7 @@ def test_epochs_train_every_demonstration_so_often(tmp_path, tokenizer):
         np.testing.assert_array_equal(item.tokens, other.tokens)
 
 
-def test_rows_are_counted_only_where_one_more_may_be_needed(monkeypatch):
+def test_packing_is_computed_only_when_needed(monkeypatch):
     counted = []
     monkeypatch.setattr(
         sft, "place", lambda lengths, row_length: counted.append(1) or place(lengths, row_length)
@@ -163,7 +163,7 @@ def test_rows_are_counted_only_where_one_more_may_be_needed(monkeypatch):
     assert len(counted) < 20
 
 
-def test_a_demonstration_too_long_for_a_row_is_named(tokenizer):
+def test_overlong_demonstration_is_named(tokenizer):
     turns = (DemoTurn(f"<answer> {'ada ' * 50}</answer>"),)
     with pytest.raises(UserError, match="question '1' has .* tokens, but sft.row_length is 16"):
         sft.encode_demonstration(
@@ -199,7 +199,7 @@ def encoded(tmp_path, row, tokenizer, **prompt):
     return sft.encode_demonstration(demonstration, config, tokenizer, "sampled")
 
 
-def test_a_chat_is_the_tokens_of_the_same_turns(tmp_path, tokenizer):
+def test_chat_encodes_like_the_same_turns(tmp_path, tokenizer):
     """What a tool says is shown as the agent loop shows it, and is not trained."""
     output = '<information>Doc 1(Title: "a") b\nDoc 2(Title: "c") d</information>'
     sample = encoded(tmp_path, chat(QUESTION.text, SEARCH, output, ANSWER), tokenizer)
@@ -212,7 +212,7 @@ def test_a_chat_is_the_tokens_of_the_same_turns(tmp_path, tokenizer):
     assert "information" not in trained and "<search>" in trained and "<answer>" in trained
 
 
-def test_what_a_tool_says_can_not_write_tags(tmp_path, tokenizer):
+def test_tool_messages_cannot_write_tags(tmp_path, tokenizer):
     sample = encoded(
         tmp_path, chat(QUESTION.text, SEARCH, "lives </information> <answer> x", ANSWER), tokenizer
     )
@@ -228,7 +228,7 @@ def test_documents_of_demonstrations_can_not_write_tags(tokenizer):
     assert text.count("</information>") == 1 and text.count("<answer>") == 1
 
 
-def test_a_chats_own_prompt_or_the_template(tmp_path, tokenizer):
+def test_chat_prompt_follows_the_template(tmp_path, tokenizer):
     row = chat("find city . Question: who founded it ?", ANSWER)
     assert tokenizer.decode(encoded(tmp_path, row, tokenizer).tokens).startswith(
         "Question : who founded it ?"
@@ -274,13 +274,13 @@ def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
         ({"turns": 3}, "d.jsonl:1: field 'turns' must be a non-empty list, got 3; or give 'messages'"),
     ],
 )
-def test_a_bad_chat_is_named(tmp_path, row, message):
+def test_bad_chat_is_named(tmp_path, row, message):
     with pytest.raises(UserError, match=message) as caught:
         load_demonstrations(write(tmp_path / "d.jsonl", row))
     assert "\n" not in str(caught.value)
 
 
-def test_a_share_of_the_questions_is_held_out():
+def test_share_of_questions_is_held_out():
     own = [Demonstration(replace(QUESTION, text=f"q{n // 3}"), (DemoTurn(ANSWER),)) for n in range(30)]
     training, held_out = split_off(own, 0.2, seed=0)
     assert len(held_out) == 6 and len(training) == 24
@@ -292,13 +292,13 @@ def test_a_share_of_the_questions_is_held_out():
         split_off(own[:3], 0.5, seed=0)
 
 
-def test_the_generator_holds_nothing_out(tokenizer):
+def test_generator_cannot_hold_out(tokenizer):
     with pytest.raises(UserError, match="sft.held_out is 0.5, but sft.demonstrations=world"):
         sft._own_demonstrations(config_with(demonstrations="world", held_out=0.5), tokenizer)
 
 
 @pytest.mark.medium
-def test_the_held_out_loss_is_measured_and_is_the_mean_over_their_tokens(tmp_path):
+def test_held_out_loss_is_the_token_mean(tmp_path):
     tokenizer = build_word_tokenizer()
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     path = write(
@@ -342,7 +342,7 @@ def test_the_held_out_loss_is_measured_and_is_the_mean_over_their_tokens(tmp_pat
     assert measured[5] == pytest.approx(total / count, rel=1e-4)
 
 
-def test_demonstrations_whose_prompts_are_too_long_are_known_at_the_start(tmp_path, tokenizer):
+def test_overlong_demonstration_prompts_are_refused_at_start(tmp_path, tokenizer):
     """Not when one of them is drawn; data.overlong_prompts decides, as for questions."""
     asked = ["who founded a ?", "who founded " + "city " * 200 + "?", "who founded it ?"]
     path = write(tmp_path / "d.jsonl", *(chat(item, ANSWER) for item in asked))
@@ -363,7 +363,7 @@ def test_demonstrations_whose_prompts_are_too_long_are_known_at_the_start(tmp_pa
     assert len(training) == 1 and int(held_out.segment_ids.max()) == 1
 
 
-def test_demonstrations_that_are_longer_than_a_row_are_known_at_the_start(tmp_path, tokenizer):
+def test_demonstrations_beyond_row_length_are_refused_at_start(tmp_path, tokenizer):
     """As their prompts are: before hundreds of updates, not when one of them is drawn."""
     answers = [f"<think> {'city ' * count}</think> <answer> it </answer>" for count in (1, 300, 200, 1)]
     rows = [chat(f"who founded {name} ?", answer) for name, answer in zip("abcd", answers, strict=True)]

@@ -148,7 +148,7 @@ def test_no_demonstration_is_lost_between_two_batches(started):
     assert start > 40
 
 
-def test_what_it_leaves_behind(started):
+def test_finished_cold_start_leaves_policy_and_config(started):
     config, folder, _ = started
     written = read_hf_config(folder / "sft")
     assert written["vocab_size"] == 398 and written["hidden_size"] == 16
@@ -200,7 +200,7 @@ def assert_the_same(folder, other):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.medium)])
-def test_after_a_signal_the_same_command_goes_on_to_the_same_bits(
+def test_cold_start_resumes_bit_for_bit_after_signal(
     started, tmp_path, monkeypatch, number, capfd
 ):
     """The update that is computed is finished and saved."""
@@ -238,7 +238,7 @@ def test_row_length_left_out_follows_the_unfinished_start(started, tmp_path, mon
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("slow", "newest"), [(False, 2), (True, 3)])
-def test_after_a_kill_the_updates_since_the_last_state_are_trained_again(
+def test_cold_start_resumes_from_checkpoint_after_kill(
     started, tmp_path, monkeypatch, slow, newest
 ):
     """The state is saved every two updates, and where they are slow after ten minutes at most."""
@@ -259,7 +259,7 @@ def test_after_a_kill_the_updates_since_the_last_state_are_trained_again(
 
 
 @pytest.mark.medium
-def test_an_unfinished_cold_start_is_not_continued_with_other_settings(started, tmp_path, monkeypatch):
+def test_unfinished_cold_start_refuses_other_settings(started, tmp_path, monkeypatch):
     config, _, _ = started
     config = moved(config, tmp_path / "run")
 
@@ -286,7 +286,7 @@ def test_an_unfinished_cold_start_is_not_continued_with_other_settings(started, 
 
 
 @pytest.mark.medium
-def test_an_unfinished_cold_start_is_not_continued_with_actions_that_are_told_otherwise(
+def test_unfinished_cold_start_refuses_changed_actions(
     started, tmp_path, monkeypatch
 ):
     tools = [ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")]
@@ -302,7 +302,7 @@ def test_other_actions_want_another_cold_start(started):
         check_cold_start(replace(started[0], tools=[ToolConfig("search"), ToolConfig("access")]))
 
 
-def test_a_cold_start_whose_settings_were_cut_off_is_one_line(started, tmp_path):
+def test_truncated_cold_start_settings_are_refused(started, tmp_path):
     config = moved(started[0], tmp_path / "run")
     (tmp_path / "run/sft.yaml").write_text("run:\n  se")
     with pytest.raises(
@@ -317,7 +317,7 @@ class Killed(BaseException):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("removed", [1, 2])
-def test_a_kill_while_what_is_no_longer_needed_goes_loses_nothing(started, tmp_path, monkeypatch, removed):
+def test_kill_during_cleanup_loses_nothing(started, tmp_path, monkeypatch, removed):
     """Whichever of the removals were done: the same command goes on or begins again, and ends well."""
     config, whole, _ = started
     config = moved(config, tmp_path / "run")
@@ -350,7 +350,7 @@ def test_a_kill_while_what_is_no_longer_needed_goes_loses_nothing(started, tmp_p
 
 @pytest.mark.medium
 @pytest.mark.parametrize("every", [0, 1])
-def test_a_cold_start_that_diverges_ends_and_writes_no_policy(started, tmp_path, every):
+def test_diverged_cold_start_writes_no_policy(started, tmp_path, every):
     """The first update has rate 0; the second makes the parameters infinite."""
     config = moved(started[0], tmp_path / "run")
     optimizer = replace(config.sft.optimizer, lr=1e38)
@@ -366,7 +366,7 @@ def test_a_cold_start_that_diverges_ends_and_writes_no_policy(started, tmp_path,
 
 
 @pytest.mark.medium
-def test_a_cold_start_of_which_no_update_is_finite_writes_no_policy(started, tmp_path, monkeypatch):
+def test_cold_start_without_finite_updates_writes_no_policy(started, tmp_path, monkeypatch):
     """The parameters stay as they were: they are finite, and worth nothing."""
     config, update = moved(started[0], tmp_path / "run"), sft.Learner.update
 
@@ -382,7 +382,7 @@ def test_a_cold_start_of_which_no_update_is_finite_writes_no_policy(started, tmp
 
 
 @pytest.mark.medium
-def test_adapters_become_part_of_the_policy_that_is_written(started, tmp_path):
+def test_adapters_are_merged_into_written_policy(started, tmp_path):
     """Only the products that have one differ from the base, and by a matrix of the adapters' rank."""
     config, _, _ = started
     base = load_file(started[1] / "sft/model.safetensors")

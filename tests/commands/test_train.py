@@ -145,7 +145,7 @@ def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_the_last_step_and_the_next_start_continues(tmp_path):
+def test_sigterm_saves_the_last_step(tmp_path):
     """As SLURM, Kubernetes and spot machines stop a run; the rows equal those of an undisturbed one."""
     overrides = [*SMALL, "learner.steps=14", "checkpoint.every=100", "mesh.fsdp=1"]
     whole = load_config(ROOT / "configs/quickstart.yaml", [*overrides, f"run.dir={tmp_path}/whole"])

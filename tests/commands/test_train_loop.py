@@ -77,7 +77,7 @@ def failing_learn(at):
     return fail
 
 
-def test_an_update_that_fails_leaves_no_row_and_the_step_before_it_is_saved(tmp_path, monkeypatch):
+def test_failed_update_saves_the_step_before(tmp_path, monkeypatch):
     config = make_config(tmp_path, checkpoint={"every": 0})
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "learn", failing_learn(at=3))
@@ -88,7 +88,7 @@ def test_an_update_that_fails_leaves_no_row_and_the_step_before_it_is_saved(tmp_
     assert left(tmp_path) == ([1, 2, 3, 4], [1, 2, 3, 4], [2, 4])
 
 
-def test_a_policy_that_no_sampler_takes_keeps_the_row_and_the_step_that_made_it(tmp_path):
+def test_failed_publication_keeps_row_and_step(tmp_path):
     config = make_config(tmp_path, checkpoint={"every": 0})
     with pytest.raises(Broken):
         run(config, tmp_path, Failing(version=2))
@@ -100,7 +100,7 @@ def test_a_policy_that_no_sampler_takes_keeps_the_row_and_the_step_that_made_it(
     assert left(tmp_path) == ([1, 2, 3, 4], [1, 2, 3, 4], [2, 4])
 
 
-def test_a_policy_that_cannot_be_published_at_the_start_costs_nothing(tmp_path):
+def test_failed_first_publication_samples_nothing(tmp_path):
     config = make_config(tmp_path)
     rollouts = Failing(version=0)
     with pytest.raises(Broken):
@@ -118,7 +118,7 @@ def test_a_policy_that_cannot_be_published_at_the_start_costs_nothing(tmp_path):
         pytest.param(5, [3], marks=pytest.mark.medium),
     ],
 )
-def test_every_so_many_steps_and_the_last_one_are_saved(tmp_path, every, saved):
+def test_checkpoints_follow_every_and_last_step(tmp_path, every, saved):
     """Two are kept at most."""
     config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": every, "keep": 2})
     run(config, tmp_path)
@@ -126,7 +126,7 @@ def test_every_so_many_steps_and_the_last_one_are_saved(tmp_path, every, saved):
 
 
 @pytest.mark.medium
-def test_a_finished_run_that_is_started_again_publishes_and_trains_nothing(tmp_path):
+def test_finished_run_trains_nothing_more(tmp_path):
     config = make_config(tmp_path, learner={"steps": 1})
     run(config, tmp_path)
     before = rows(tmp_path)
@@ -136,7 +136,7 @@ def test_a_finished_run_that_is_started_again_publishes_and_trains_nothing(tmp_p
 
 
 @pytest.mark.medium
-def test_an_evaluation_that_fails_keeps_the_step_and_the_next_one_is_of_a_due_step(tmp_path, monkeypatch):
+def test_failed_evaluation_keeps_the_step(tmp_path, monkeypatch):
     evaluated = []
 
     def validate(config, rollouts):
@@ -156,7 +156,7 @@ def test_an_evaluation_that_fails_keeps_the_step_and_the_next_one_is_of_a_due_st
     assert evaluated == [2, 4, 6]
 
 
-def test_a_signal_in_the_update_is_heard_when_the_step_is_written(tmp_path, monkeypatch):
+def test_signal_in_update_waits_for_the_record(tmp_path, monkeypatch):
     """As from a scheduler; the row, the trajectories and the checkpoint of the step are there."""
     write = train.RolloutWriter.write
 
@@ -173,7 +173,7 @@ def test_a_signal_in_the_update_is_heard_when_the_step_is_written(tmp_path, monk
     assert left(tmp_path) == ([1, 2], [1, 2], [2])
 
 
-def test_a_state_that_an_update_took_over_is_not_saved(tmp_path):
+def test_donated_state_is_not_saved(tmp_path):
     """The update's arguments are gone when it fails inside: the last checkpoint stays the newest."""
     config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": 1})
     state = RunState(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console(progress=False))
@@ -186,7 +186,7 @@ def test_a_state_that_an_update_took_over_is_not_saved(tmp_path):
 
 
 @pytest.mark.parametrize("stopped_by", [Broken, None])
-def test_a_save_that_fails_at_the_end_does_not_hide_why_the_run_stopped(tmp_path, capsys, stopped_by):
+def test_failed_last_save_keeps_the_original_error(tmp_path, capsys, stopped_by):
     config = make_config(tmp_path)
     state = RunState(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console())
 
@@ -242,7 +242,7 @@ def start(tmp_path, monkeypatch):
     return begin
 
 
-def test_a_start_checks_all_that_is_cheap_first_and_continues_what_is_there(tmp_path, start, capsys):
+def test_start_checks_inputs_first_and_resumes(tmp_path, start, capsys):
     folder = tmp_path / "run"
     config = make_config(folder, learner={"steps": 3}, prompt={"template": "short"})
     with pytest.raises(RuntimeError, match="the machine is gone"):
@@ -276,7 +276,7 @@ def test_another_experiment_is_refused_before_anything_is_opened(tmp_path, start
         start(config)
 
 
-def test_the_next_start_begins_with_the_policy_that_was_saved(tmp_path, monkeypatch):
+def test_next_start_restores_the_saved_state(tmp_path, monkeypatch):
     """Parameters, moments and the number of updates; the policy that the run began with is not loaded."""
     optimizer = replace(make_config(tmp_path).learner.optimizer, lr=0.05)
     config = make_config(tmp_path, learner={"steps": 2, "optimizer": optimizer})
@@ -333,14 +333,14 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, capsys
     assert message == ["checkpoint saved at step 2", "checkpoint saved at step 4"]
 
 
-def test_a_checkpoint_that_fails_meanwhile_ends_the_run_with_its_last_step_saved(tmp_path, monkeypatch):
+def test_failed_asynchronous_checkpoint_ends_the_run_saved(tmp_path, monkeypatch):
     rollouts = Releasing(SlowDisk(monkeypatch, OSError("no room")))
     with pytest.raises(UserError, match=r"step 2 cannot be saved; the older checkpoints are whole.*no room"):
         run(make_config(tmp_path, learner={"steps": 9}, checkpoint={"every": 2}), tmp_path, rollouts)
     assert left(tmp_path)[2][-1] == rollouts.loaded[-1][0] < 9
 
 
-def test_without_it_a_checkpoint_is_complete_before_the_next_step(tmp_path):
+def test_synchronous_checkpoint_completes_before_next_step(tmp_path):
     steps = []
 
     class Looking(ScriptedRollouts):

@@ -49,7 +49,7 @@ def test_training_draws_by_the_weights(tmp_path):
         ({}, "from_data", "question 'a0': prompt.template is 'from_data', but its row has no 'prompt'"),
     ],
 )
-def test_what_does_not_fit_is_said_before_anything_starts(tmp_path, weights, template, message):
+def test_unfit_data_is_refused_before_anything_starts(tmp_path, weights, template, message):
     config = configured(tmp_path / "run", weights, template)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=message):
@@ -59,14 +59,14 @@ def test_what_does_not_fit_is_said_before_anything_starts(tmp_path, weights, tem
         doctor.check_questions(config)
 
 
-def test_the_evaluation_during_training_is_checked_too(tmp_path):
+def test_evaluation_data_of_training_is_checked(tmp_path):
     config = configured(tmp_path / "run", {}, "from_data")
     check_inputs(config)
     with pytest.raises(UserError, match="question 'a0': prompt.template is 'from_data'"):
         check_inputs(replace(config, evaluate=replace(config.evaluate, every=1)))
 
 
-def test_the_doctor_accepts_what_fits(tmp_path):
+def test_doctor_accepts_fitting_data(tmp_path):
     config = configured(tmp_path / "run", {"a": 1.0, "b": 1.0}, "from_data")
     carried = [replace(question, prompt=(Message("user", ("Say: ", "")),)) for question in QUESTIONS]
     write_questions(tmp_path / "run/mixed.jsonl", carried)
@@ -116,13 +116,13 @@ def start(tmp_path, monkeypatch):
     return run
 
 
-def test_a_prompt_that_is_too_long_is_refused_at_the_start(start):
+def test_overlong_prompt_is_refused_at_the_start(start):
     words = r"data.train: the prompts of 1 of 13 questions .*=15, .* has 47 tokens \(.*'long'\): raise it"
     with pytest.raises(UserError, match=words):
         start(rollout={"max_prompt_length": 15})
 
 
-def test_prompts_that_are_too_long_are_left_out_of_training(start, capsys):
+def test_overlong_prompts_are_left_out_of_training(start, capsys):
     left_out = {"overlong_prompts": "leave_out"}
     result = start(rollout={"max_prompt_length": 15}, data=left_out, evaluate={"every": 5})
     assert [question.id for question in result] == [question.id for question in QUESTIONS]
@@ -131,7 +131,7 @@ def test_prompts_that_are_too_long_are_left_out_of_training(start, capsys):
         assert f"data.{name}: the prompts of 1 of 13 questions" in shown
 
 
-def test_training_goes_on_with_all_questions_where_all_prompts_fit(start, capsys):
+def test_fitting_prompts_are_all_trained(start, capsys):
     room = {"max_prompt_length": 47, "max_length": 60}
     assert len(start(rollout=room, learner={"row_length": 60}, evaluate={"every": 5})) == 13
     assert "are left out" not in capsys.readouterr().err

@@ -193,7 +193,7 @@ def write(path, *rows):
         ),
     ],
 )
-def test_a_published_row_is_a_question(tmp_path, name, row, expected):
+def test_published_rows_are_questions(tmp_path, name, row, expected):
     (question,) = load_questions(write(tmp_path / name, row))
     assert (question.id, question.text, question.golden_answers, question.data_source) == expected
 
@@ -232,7 +232,7 @@ def test_bamboogle_and_dprs_tables_as_published(tmp_path):
     assert {question.data_source for question in questions} == {"nq"}
 
 
-def test_the_content_tells_the_format_and_not_the_name(tmp_path):
+def test_content_decides_the_format(tmp_path):
     parquet = write(tmp_path / "q.parquet", verl(1), verl(2)).rename(tmp_path / "q.jsonl")
     packed = tmp_path / "again.parquet"
     packed.write_bytes(
@@ -242,7 +242,7 @@ def test_the_content_tells_the_format_and_not_the_name(tmp_path):
     assert len(load_questions(parquet)) == 2
 
 
-def test_ids_that_repeat_in_other_data_sets_are_told_apart(tmp_path):
+def test_repeated_ids_get_their_data_source(tmp_path):
     """Search-R1's merged file has FlashRAG's ids: train_0 of NQ and train_0 of HotpotQA."""
     rows = [verl(0, id="train_0"), verl(0, id="train_0", data_source="hotpotqa")]
     assert [question.id for question in load_questions(write(tmp_path / "q.parquet", *rows))] == [
@@ -251,7 +251,7 @@ def test_ids_that_repeat_in_other_data_sets_are_told_apart(tmp_path):
     ]
 
 
-def test_a_rows_prompt_is_kept_cut_at_the_question_and_survives_our_layout(tmp_path):
+def test_prompt_is_split_at_question_and_survives_writing(tmp_path):
     system = {"role": "system", "content": "You help."}
     rows = [verl(n, f"q{n}?", prompt=[system, *verl(n, f"q{n}?")["prompt"]]) for n in (1, 2)]
     questions = load_questions(write(tmp_path / "q.parquet", *rows))
@@ -263,7 +263,7 @@ def test_a_rows_prompt_is_kept_cut_at_the_question_and_survives_our_layout(tmp_p
     assert question_row(questions[0])["prompt"] == rows[0]["prompt"]
 
 
-def test_a_prompt_that_is_text_is_the_users(tmp_path):
+def test_text_prompt_is_a_user_message(tmp_path):
     ours = {"id": 1, "question": "who?", "golden_answers": ["me"], "data_source": "x", "prompt": "Say: who?"}
     (question,) = load_questions(write(tmp_path / "q.jsonl", ours))
     assert question.prompt == (Message("user", ("Say: ", "")),)
@@ -302,13 +302,13 @@ TOOL, ASSISTANT = ([{"role": role, "content": "x"}] for role in ("tool", "assist
     ],
 )
 @pytest.mark.parametrize(("name", "place"), [("q.jsonl", "q.jsonl:2: "), ("q.json", "q.json row 2: ")])
-def test_a_bad_row_is_named_with_its_key(tmp_path, good, change, message, name, place):
+def test_bad_row_is_named_with_its_key(tmp_path, good, change, message, name, place):
     with pytest.raises(UserError, match=place + message) as caught:
         load_questions(write(tmp_path / name, good, good | change))
     assert "\n" not in str(caught.value)
 
 
-def test_the_large_columns_of_a_parquet_file_are_known_but_not_read(tmp_path):
+def test_large_parquet_columns_are_not_read(tmp_path):
     unread = {"supporting_facts": ["a"], "evidences": ["b"], "context": ["c"]}
     row = {"id": "1", "question": "x", "answer": "y"}
     path = write(tmp_path / "q.parquet", row | unread)
@@ -331,7 +331,7 @@ VALUES = st.recursive(
 @pytest.mark.medium
 @settings(max_examples=150)
 @given(layout=st.sampled_from(LAYOUTS), values=st.lists(VALUES, min_size=14, max_size=14))
-def test_whatever_a_row_holds_it_is_a_question_or_one_line(tmp_path_factory, layout, values):
+def test_any_row_is_a_question_or_refused(tmp_path_factory, layout, values):
     optional = ("id", "prompt", "answer", "answer_aliases", "extra_info", "supporting_ids", "answerable")
     row = dict(zip(sorted({*layout.keys, *optional}), values, strict=False))
     path = tmp_path_factory.getbasetemp() / "hostile.jsonl"
@@ -344,14 +344,14 @@ def test_whatever_a_row_holds_it_is_a_question_or_one_line(tmp_path_factory, lay
         assert question.text.strip() and all(answer.strip() for answer in question.golden_answers)
 
 
-def test_rows_of_no_known_layout_are_refused_with_their_keys(tmp_path):
+def test_unknown_layout_is_refused_with_its_keys(tmp_path):
     with pytest.raises(
         UserError, match="q.jsonl:1: no known layout: the keys are text, n; give every row 'id'"
     ):
         load_questions(write(tmp_path / "q.jsonl", {"text": 1, "n": 2}))
 
 
-def test_a_bad_row_of_a_parquet_file_is_counted_over_its_batches(tmp_path, monkeypatch):
+def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BATCH", 2)
     with pytest.raises(UserError, match="q.parquet row 4: key 'answer' holds no answer"):
         load_questions(write(tmp_path / "q.parquet", ASKED, ASKED, ASKED, {"question": "x", "answer": ""}))
@@ -368,7 +368,7 @@ def test_a_bad_row_of_a_parquet_file_is_counted_over_its_batches(tmp_path, monke
         (b"who\t['a']\nwhere\t[a\n", ":2: expected a question, a tab and a list of answers"),
     ],
 )
-def test_a_broken_file_is_one_line(tmp_path, content, message):
+def test_broken_file_is_refused(tmp_path, content, message):
     (tmp_path / "q").write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
         load_questions(tmp_path / "q")

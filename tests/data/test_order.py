@@ -17,11 +17,11 @@ def drawn(seed, shuffle, count=40):
     return [int(next(iterator).id[1:]) for _ in range(count)]
 
 
-def test_unshuffled_questions_come_in_the_order_of_the_file_again_and_again():
+def test_unshuffled_questions_repeat_the_file_order():
     assert drawn(0, False) == list(range(20)) * 2 == drawn(1, False)
 
 
-def test_the_seed_decides_the_order():
+def test_seed_decides_the_order():
     assert drawn(0, True) == drawn(0, True)
     assert len({tuple(drawn(seed, True, 20)) for seed in range(5)} | {tuple(range(20))}) == 6
 
@@ -33,7 +33,7 @@ def test_no_epoch_repeats_the_order_of_another():
     assert len({tuple(epoch) for epoch in epochs}) == 6
 
 
-def test_a_question_that_is_too_easy_or_too_hard_is_passed_over_once():
+def test_too_easy_or_hard_question_is_skipped_once():
     made = [QuestionIterator(QUESTIONS, 0, False, None, 0.25, 0.75) for _ in range(2)]
     first, resumed = made
     assert [next(first).id for _ in range(20)] == [question.id for question in QUESTIONS]

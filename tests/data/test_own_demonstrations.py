@@ -63,13 +63,13 @@ def test_every_field_arrives_in_order(tmp_path):
         ({"text": SEARCH, "documents": [{"title": 1, "text": "b"}]}, "'documents' must be a list"),
     ],
 )
-def test_what_is_no_turn_is_named_with_its_line(tmp_path, turn, message):
+def test_invalid_turn_is_named_with_its_line(tmp_path, turn, message):
     path = write(tmp_path / "demos.jsonl", row(ANSWER), row(ANSWER, turn))
     with pytest.raises(UserError, match=f"demos.jsonl:2: {message}"):
         load_demonstrations(path)
 
 
-def test_half_a_surrogate_pair_is_replaced_in_turns_and_in_messages(tmp_path):
+def test_lone_surrogate_is_replaced_in_turns_and_messages(tmp_path):
     """As a text has that was cut in the middle of an emoji: no tokenizer takes it."""
     output = "<think> so \ud83d </think>\n<answer> ada </answer>"
     chat = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": output}]
@@ -83,13 +83,13 @@ def test_half_a_surrogate_pair_is_replaced_in_turns_and_in_messages(tmp_path):
 
 
 @pytest.mark.parametrize("turns", [[], None, "x"])
-def test_a_demonstration_without_turns_is_refused(tmp_path, turns):
+def test_demonstration_without_turns_is_refused(tmp_path, turns):
     path = write(tmp_path / "demos.jsonl", row(turns=turns))
     with pytest.raises(UserError, match="demos.jsonl:1: field 'turns' must be a non-empty list"):
         load_demonstrations(path)
 
 
-def test_an_empty_file_is_refused(tmp_path):
+def test_empty_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="no demonstrations in it"):
         load_demonstrations(write(tmp_path / "demos.jsonl"))
 

@@ -42,7 +42,7 @@ def files(tmp_path):
     return train, write(tmp_path / "test.jsonl", row(9, "where is it", "hotpotqa"))
 
 
-def test_dropped_rows_are_counted_by_reason_and_source_and_shown(files, tmp_path):
+def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path):
     train, test = files
     report = prepare(str(train), tmp_path / "out.jsonl", Filters(excluded=[str(test)], max_characters=100))
     assert [(question.id, question.text) for question in load_questions(tmp_path / "out.jsonl")] == [
@@ -96,7 +96,7 @@ def test_questions_are_compared_by_their_words(item, other, equal):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_both_outputs_hold_the_same_with_prompts_or_without(tmp_path, monkeypatch, suffix):
+def test_both_output_formats_hold_the_same(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(module, "BATCH", 2)
     prompts = [
         [{"role": "system", "content": "x"}, {"role": "user", "content": f"Say: q{n}?"}] for n in range(5)
@@ -133,7 +133,7 @@ def test_other_peoples_parquet_becomes_ours(tmp_path):
     assert report.renamed == 2
 
 
-def test_a_bad_row_leaves_what_was_there_before(files, tmp_path):
+def test_bad_row_keeps_the_former_output(files, tmp_path):
     train, _ = files
     (tmp_path / "out.jsonl").write_text("mine")
     with train.open("a") as file:
@@ -171,7 +171,7 @@ def test_bad_arguments_are_one_line(files, tmp_path, monkeypatch, capsys, argume
     assert ended.value.code == 2 and message in output and output.count("\n") == 1
 
 
-def test_the_command_prints_the_counts(files, tmp_path, capsys):
+def test_command_prints_the_counts(files, tmp_path, capsys):
     train, test = files
     build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
     filters = ["--exclude", str(test), "--max_tokens", "20", "--tokenizer", str(tmp_path / "tokenizer")]
@@ -200,7 +200,7 @@ def test_the_command_prints_the_counts(files, tmp_path, capsys):
     assert [question.text for question in load_questions(tmp_path / "out.parquet")] == ["Another of this id"]
 
 
-def test_rows_that_name_no_data_source_get_the_one_that_is_given(tmp_path):
+def test_rows_without_data_source_get_the_default(tmp_path):
     rows = [{"id": n, "question": f"q{n}", "golden_answers": ["ada"] * (n > 0)} for n in range(3)]
     report = prepare(str(write(tmp_path / "x.jsonl", *rows)), tmp_path / "out.jsonl", Filters("mine"))
     assert counts(report) == {"mine": [3, 2], "all": [3, 2]}

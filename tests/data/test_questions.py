@@ -47,7 +47,7 @@ def test_malformed_rows_name_file_and_line(tmp_path, row, message):
         load_questions(write(tmp_path / "q.jsonl", GOOD, row))
 
 
-def test_key_with_a_dot_and_answer_of_separators_stay(tmp_path):
+def test_key_with_dot_and_separator_answer_stay(tmp_path):
     path = write(tmp_path / "q.jsonl", {"asked.text": "who?", "right": "|"})
     (question,) = load_questions(str(path), ColumnsConfig("asked.text", "right", "|"))
     assert (question.text, question.golden_answers) == ("who?", ("|",))
@@ -96,7 +96,7 @@ def test_every_epoch_has_every_question_in_another_order():
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_a_question_with_a_lone_surrogate_can_be_written(tmp_path):
+def test_question_with_lone_surrogate_can_be_written(tmp_path):
     row = '{"id": 7, "question": "who\\ud800?", "golden_answers": ["a\\udc00"], "data_source": "t"}\n'
     (tmp_path / "q.jsonl").write_text(row)
     (question,) = load_questions(tmp_path / "q.jsonl")

@@ -80,7 +80,7 @@ def test_as_flashrag_has_them(questions, tmp_path):
     assert len({item.id for item in result}) == len(questions)
 
 
-def test_their_own_prompt_is_given_to_the_policy_word_for_word(searchr1):
+def test_prompt_of_the_row_reaches_the_policy_unchanged(searchr1):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={piece: n for n, piece in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -92,7 +92,7 @@ def test_their_own_prompt_is_given_to_the_policy_word_for_word(searchr1):
         assert decode(tokenizer, ids) == PROMPT.format(question.text)
 
 
-def test_train_and_test_do_not_overlap_and_an_overlap_is_found(shared, searchr1, tmp_path):
+def test_overlap_of_train_and_test_is_detected(shared, searchr1, tmp_path):
     train = shared / "data/wiki_sample/train.jsonl"
     report = prepare(str(train), tmp_path / "train.jsonl", Filters(excluded=[str(searchr1)]))
     assert report.rows()[-1] == ["all", 3819, 3819]

@@ -34,12 +34,12 @@ def test_several_files_are_read_in_the_order_given(tmp_path):
     assert [question.id for question in load_questions({"mine": nq})] == ["mine_0", "mine_1"]
 
 
-def test_a_rows_own_data_source_wins(tmp_path):
+def test_data_source_of_the_row_wins(tmp_path):
     path = write(tmp_path / "nq/train.jsonl", 1, data_source="theirs")
     assert sources_of(load_questions({"mine": path})) == ["theirs"]
 
 
-def test_an_id_in_two_files_is_named_with_both_places(tmp_path):
+def test_repeated_id_is_named_with_both_places(tmp_path):
     first = write(tmp_path / "a.jsonl", 1, data_source="x")
     second = write(tmp_path / "b.jsonl", 1, data_source="x")
     with pytest.raises(UserError, match=f"{second}:1: id '0' was used before, at {first}:1"):
@@ -81,14 +81,14 @@ def test_names_tell_the_data_source(path, expected):
         ("data.train=", ""),
     ],
 )
-def test_one_file_several_or_named_ones_on_the_command_line(tmp_path, override, expected):
+def test_data_train_takes_path_list_or_mapping(tmp_path, override, expected):
     (tmp_path / "c.yaml").write_text("data: {train: {mine: x.jsonl}, weights: {mine: 2}}\n")
     config = load_config(tmp_path / "c.yaml", [override, "data.weights={nq: 0.5, mine: 1}"])
     assert config.data.train == expected
     assert config.data.weights == {"nq": 0.5, "mine": 1.0}
 
 
-def test_a_weight_must_be_positive(tmp_path):
+def test_weight_must_be_positive(tmp_path):
     (tmp_path / "c.yaml").write_text("data: {weights: {nq: 0}}\n")
     with pytest.raises(UserError, match="data.weights.nq: must be greater than 0"):
         load_config(tmp_path / "c.yaml")
@@ -104,7 +104,7 @@ WEIGHTS = {"nq": 3.0, "hotpotqa": 1.0}
 
 @pytest.mark.medium
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_mixture_has_its_shares_at_every_place(shuffle):
+def test_mixture_has_its_shares_everywhere(shuffle):
     drawn = list(islice(QuestionIterator(MIXED, 0, shuffle, WEIGHTS), 400))
     for start in range(0, 400, 40):
         assert Counter(sources_of(drawn[start : start + 40])) == {"nq": 30, "hotpotqa": 10}
@@ -116,7 +116,7 @@ def test_a_mixture_has_its_shares_at_every_place(shuffle):
     assert len(set(hotpot[:90])) == 90
 
 
-def test_a_mixture_goes_on_where_it_was():
+def test_resumed_mixture_continues_exactly():
     whole = list(islice(QuestionIterator(MIXED, 1, True, WEIGHTS), 100))
     first = QuestionIterator(MIXED, 1, True, WEIGHTS)
     for _ in range(37):
@@ -134,7 +134,7 @@ def test_sources_of_one_size_are_not_shuffled_alike():
     assert orders[0] != orders[1]
 
 
-def test_questions_without_the_prompt_that_is_asked_for_are_named_before_a_run():
+def test_question_without_required_prompt_is_refused():
     check_questions(MIXED, {}, "paper")
     carried = [replace(question, prompt=(Message("user", ("x",)),)) for question in MIXED]
     check_questions(carried, WEIGHTS, "from_data")

@@ -29,7 +29,7 @@ LISTED = {
 
 @pytest.mark.parametrize("separator", [",", "\t"])
 @pytest.mark.parametrize("column", ["answer", "answers", "golden_answers", "possible_answers", "Answer"])
-def test_a_list_in_a_table_is_a_list(tmp_path, column, separator):
+def test_list_in_a_table_cell_is_parsed(tmp_path, column, separator):
     """JSON's, Python's or numpy's; what only looks like one is a text, and is never run."""
     text = io.StringIO()
     table = csv.writer(text, delimiter=separator)
@@ -62,7 +62,7 @@ def test_our_own_layout_as_a_table(tmp_path):
         "[ 'Ada', ['Bo']]",
     ],
 )
-def test_a_list_in_a_table_that_is_broken_is_refused(tmp_path, cell):
+def test_broken_list_in_a_table_is_refused(tmp_path, cell):
     text = io.StringIO()
     csv.writer(text).writerows([["question", "answer"], ["who?", "Ada"], ["what?", cell]])
     (tmp_path / "mine.csv").write_text(text.getvalue())

@@ -68,7 +68,7 @@ def test_answers_follow_from_the_supporting_passages(world):
             assert passages[1].title not in question.text
 
 
-def test_the_tokenizer_knows_every_word(world, tokenizer):
+def test_tokenizer_covers_every_word(world, tokenizer):
     demonstrations = list(itertools.islice(imperfect(0, SMALL), 200))
     texts = [question.text for question in world.train + world.eval]
     texts += [f"{passage.title} {passage.text}" for passage in world.passages]
@@ -81,7 +81,7 @@ def test_the_tokenizer_knows_every_word(world, tokenizer):
         assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids
 
 
-def test_the_tokenizer_survives_saving(tokenizer, tmp_path):
+def test_saved_tokenizer_is_equal(tokenizer, tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer.save_pretrained(tmp_path)
@@ -121,7 +121,7 @@ def test_one_hop_guesses_are_as_frequent_as_said():
     assert share == pytest.approx(Flaws().guess, abs=0.06)
 
 
-def test_world_folder_is_written_once_and_never_over_something_else(tmp_path):
+def test_world_folder_is_written_once(tmp_path):
     config = WorldConfig(**{**vars(SMALL), "dir": str(tmp_path / "world")})
     folder = write_world(config)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
@@ -136,7 +136,7 @@ def test_world_folder_is_written_once_and_never_over_something_else(tmp_path):
 
 
 @pytest.mark.parametrize("manifest", ["", '{"seed": 0, "peo', "[]", "\xff"])
-def test_a_folder_with_a_manifest_of_something_else_is_left_alone(tmp_path, manifest):
+def test_folder_with_foreign_manifest_is_refused(tmp_path, manifest):
     (tmp_path / "manifest.json").write_bytes(manifest.encode("latin-1"))
     with pytest.raises(UserError, match="holds something other than this world"):
         write_world(WorldConfig(**{**vars(SMALL), "dir": str(tmp_path)}))

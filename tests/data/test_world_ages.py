@@ -35,7 +35,7 @@ def tags_of(demonstration):
 
 
 @pytest.mark.parametrize("pages", [True, False])
-def test_an_age_is_the_difference_of_two_years_and_stands_nowhere(pages):
+def test_age_is_a_difference_found_in_no_text(pages):
     world = generate_world(replace(AGES, pages=pages))
     texts = {item.title: item.text for item in world.pages or world.passages}
     asked = [item for item in (*world.train, *world.eval) if item.data_source == "age"]
@@ -49,7 +49,7 @@ def test_an_age_is_the_difference_of_two_years_and_stands_nowhere(pages):
         assert len(question.supporting_ids) == 1 + pages
 
 
-def test_the_tokenizer_knows_its_words_and_no_other_token_moves():
+def test_tokenizer_covers_ages_and_keeps_other_ids():
     tokenizer, of_pages = build_word_tokenizer(pages=True, ages=True), build_word_tokenizer(pages=True)
     world = generate_world(AGES)
     texts = [f"{passage.title} {passage.text}" for passage in (*world.passages, *world.pages)]
@@ -62,7 +62,7 @@ def test_the_tokenizer_knows_its_words_and_no_other_token_moves():
     assert kept == {word: tokenizer.get_vocab()[word] for word in kept}
 
 
-def test_few_demonstrations_calculate_and_those_that_do_are_right():
+def test_few_demonstrations_calculate_correctly():
     ways = Counter()
     for demonstration in itertools.islice(imperfect(0, AGES), 600):
         if not is_age(demonstration):

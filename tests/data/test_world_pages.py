@@ -18,7 +18,7 @@ SMALL = WorldConfig(
 )  # fmt: skip
 
 
-def test_a_search_alone_answers_nothing():
+def test_search_alone_answers_nothing():
     world = generate_world(SMALL)
     passages = {passage.id: passage for passage in world.passages}
     pages = {page.id: page for page in world.pages}
@@ -30,7 +30,7 @@ def test_a_search_alone_answers_nothing():
         assert passage.text == f"the page of {page.title} is {page.address}."
 
 
-def test_the_world_lies_on_disk_with_its_pages_and_words(tmp_path):
+def test_world_is_written_with_its_pages(tmp_path):
     write_world(replace(SMALL, dir=str(tmp_path / "world")))
     rows = [json.loads(line) for line in (tmp_path / "world/pages.jsonl").read_text().splitlines()]
     assert len(rows) == 88 and set(rows[0]) == {"url", "contents"}

@@ -54,7 +54,7 @@ def with_advantage(**changes):
     return replace(config, advantage=replace(config.advantage, **changes))
 
 
-def test_the_table_of_a_run(tmp_path, capsys):
+def test_audit_prints_the_table_of_a_run(tmp_path, capsys):
     keep(tmp_path, make_config())
     status, out, err = call(tmp_path, capsys=capsys)
     assert status == 0
@@ -96,7 +96,7 @@ def test_other_settings_stand_beside_the_runs_own(tmp_path, capsys):
 
 
 @pytest.mark.medium
-def test_a_sweep_is_a_column_a_value(tmp_path, capsys):
+def test_sweep_adds_a_column_per_value(tmp_path, capsys):
     keep(tmp_path, make_config())
     arguments = ["--sweep", "advantage.target_ratio=0.5,2", "--sweep", "advantage.soft_penalty=false"]
     _, out, _ = call(tmp_path, *arguments, capsys=capsys)
@@ -109,7 +109,7 @@ def test_a_sweep_is_a_column_a_value(tmp_path, capsys):
     assert [value(cell) for cell in rows(out, "blame/good_spared")[0]] == [0.5, 1, 1, 1]
 
 
-def test_the_file_holds_every_step(tmp_path, capsys):
+def test_output_file_holds_every_step(tmp_path, capsys):
     for step in (1, 2, 12):
         keep(tmp_path / "run", make_config(), step=step)
     changed = "advantage.correctness=max"
@@ -149,7 +149,7 @@ def test_every_step_has_its_own_settings(tmp_path, capsys):
     assert [step["blame/good_spared"] for step in steps] == pytest.approx([0.5, 1])
 
 
-def test_a_run_with_shuffled_rewards_is_shuffled_as_it_was(tmp_path, capsys):
+def test_audit_shuffles_rewards_with_the_step_seed(tmp_path, capsys):
     """With the seed of the step, which after a rollback is not the run's."""
     config = make_config()
     config = replace(config, reward=replace(config.reward, shuffle=True))
@@ -204,7 +204,7 @@ def test_mistakes_in_estimators_are_one_line(tmp_path, capsys):
         assert status == 2 and err.count("\n") == 1 and "advantage." in err
 
 
-def test_the_control_permutes_rewards_over_the_step(tmp_path):
+def test_control_permutes_rewards_over_the_step(tmp_path):
     keep(tmp_path, make_config())
     kept = read_step(find_step(tmp_path, 7))
     config = kept_config(kept, Path("step"))
@@ -229,7 +229,7 @@ def test_the_control_permutes_rewards_over_the_step(tmp_path):
 
 
 @pytest.mark.medium
-def test_what_the_control_measures(tmp_path, capsys):
+def test_control_measures_chance(tmp_path, capsys):
     """The reward of 1 falls on one of five: two of the other group, the best, the wrong, the empty one.
 
     Then there is silver in 0, 0, 1, 1, 0 groups, and of the two good searches 0, 0, 1, 1, 2 are blamed.
@@ -368,7 +368,7 @@ def test_verdict_names_its_numbers():
     assert pooled[0].startswith("  right: ")  # each alone would be too few
 
 
-def test_blame_of_a_group_adds_up_to_the_measures(tmp_path):
+def test_group_blame_adds_up_to_the_measures(tmp_path):
     keep(tmp_path, make_config())
     kept = read_step(find_step(tmp_path, 7))
     evidence = gather(credit_again(kept, kept_config(kept, tmp_path)))

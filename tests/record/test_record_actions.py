@@ -45,7 +45,7 @@ def kept(tmp_path):
     return find_step(tmp_path, 1), groups, result
 
 
-def test_a_record_knows_which_tags_were_actions(kept):
+def test_record_keeps_the_actions(kept):
     path, groups, result = kept
     assert read_metadata(path)["schema_version"] == VERSION == "1"  # no column is new
     assert json.loads(read_metadata(path)["actions"]) == ["search", "access"]

@@ -16,12 +16,12 @@ from calibadv_jax.rewards.score import score_trajectory
 from calibadv_jax.run.choices import describe_choices
 
 
-def test_by_default_only_credit_and_loss_are_spoken_of():
+def test_defaults_describe_credit_and_loss_only():
     plain = Config()
     assert describe_choices(plain) == [*describe(plain.advantage), *check_loss(plain.loss)]
 
 
-def test_what_is_switched_on_is_said():
+def test_optional_features_are_described_when_on():
     plain = Config()
     reward = replace(plain.reward, overlong_penalty=1, overlong_from=100, overlong_until=200)
     data, rollout = replace(plain.data, rest_above=0.9), replace(plain.rollout, replace_tied=7)
@@ -35,7 +35,7 @@ def test_what_is_switched_on_is_said():
     assert "below 0 or above 0.9" in output[2]
 
 
-def test_a_run_without_searches_must_not_be_paid_for_a_format_that_has_one():
+def test_format_reward_without_searches_is_refused():
     """Every score would be 0, in every step, and no guard would ever be armed."""
     plain = Config()
     without = replace(plain, rollout=replace(plain.rollout, max_searches=0))
@@ -66,7 +66,7 @@ ALONE = {"group_size": 1}
         (ALONE, {"rebalance_within": "step"}, ""),
     ],
 )
-def test_one_trajectory_a_question_is_refused_where_several_are_compared(rollout, advantage, message):
+def test_single_trajectory_groups_are_refused_by_group_estimators(rollout, advantage, message):
     plain = Config()
     config = replace(
         plain, rollout=replace(plain.rollout, **rollout), advantage=replace(plain.advantage, **advantage)
@@ -75,7 +75,7 @@ def test_one_trajectory_a_question_is_refused_where_several_are_compared(rollout
         describe_choices(config)
 
 
-def test_of_one_trajectory_the_answer_has_no_advantage_once_it_is_balanced():
+def test_balanced_single_trajectory_has_no_answer_advantage():
     """What the refusal speaks of."""
     turn = Turn("answer", np.ones(1, np.int32), np.zeros(1, np.float32), answer="Ann")
     question = Question("1", "Who?", ("Ann",), "test")
@@ -87,7 +87,7 @@ def test_of_one_trajectory_the_answer_has_no_advantage_once_it_is_balanced():
     assert [item[0][0][0] for item in result] == [0, pytest.approx(1, rel=1e-5)]
 
 
-def test_a_critic_is_spoken_of():
+def test_critic_is_described():
     plain = Config()
     advantage = replace(plain.advantage, base="gae")
     output = describe_choices(
@@ -100,6 +100,6 @@ def test_a_critic_is_spoken_of():
     assert "critic ON" in alone and "moves all" not in alone
 
 
-def test_the_doctor_says_the_same():
+def test_doctor_describes_the_same_choices():
     for checks in (doctor.CHECKS, offline_checks.OFFLINE_CHECKS):
         assert dict(checks)["calibration"] is describe_choices

@@ -68,7 +68,7 @@ def kept(folder, step):
     return read_step(find_step(folder, step))
 
 
-def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
+def test_resumed_critic_run_is_bit_for_bit_equal(whole, tmp_path):
     folder, rollouts = whole
     second = resumed(critic_config(tmp_path), tmp_path, 5)
     np.testing.assert_equal(second.loaded[-1][1], rollouts.loaded[-1][1])
@@ -79,7 +79,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
                 np.testing.assert_array_equal(critic_values(mine), critic_values(trajectory))
 
 
-def test_a_step_whose_critic_fails_is_not_saved_as_the_step_before(tmp_path, monkeypatch):
+def test_step_with_failed_critic_is_not_saved(tmp_path, monkeypatch):
     """The policy is updated by then: the next start would train it once more on the same trajectories."""
     learn_values, asked = critic.learn_values, []
 
@@ -95,7 +95,7 @@ def test_a_step_whose_critic_fails_is_not_saved_as_the_step_before(tmp_path, mon
     assert checkpoints(tmp_path) == [2]
 
 
-def test_the_first_steps_train_the_critic_alone(whole):
+def test_critic_warmup_leaves_the_policy_unchanged(whole):
     folder, rollouts = whole
     before, after, later = (params for _, params in rollouts.loaded[:3])
     np.testing.assert_equal(before, after)
@@ -109,7 +109,7 @@ def test_the_first_steps_train_the_critic_alone(whole):
     assert not [name for name in second if name.startswith("critic") and not find(name)]
 
 
-def test_what_is_kept_tells_the_advantages_and_what_the_critic_learned(whole):
+def test_record_reproduces_advantages_and_critic_metrics(whole):
     folder, _ = whole
     step, config = kept(folder, 3), kept_config(kept(folder, 3), Path("step"))
     result = replay(step, config)
@@ -126,7 +126,7 @@ def test_what_is_kept_tells_the_advantages_and_what_the_critic_learned(whole):
     assert row["critic/loss"] == pytest.approx(error, rel=1e-5)
 
 
-def test_a_checkpoint_has_both_and_its_policy_can_be_taken_alone(whole):
+def test_checkpoint_holds_critic_and_separable_policy(whole):
     folder, rollouts = whole
     state = make_state(critic_config(folder), folder)
     policy = state.model.policy
@@ -150,7 +150,7 @@ def test_calibadv_calibrates_it_by_turn(tmp_path):
     assert equal_turns(step.credits, result.advantages.credits, rounding=0) == (12, 12)
 
 
-def test_a_critic_that_diverges_ends_the_run_with_the_key_to_lower(tmp_path):
+def test_diverged_critic_ends_the_run(tmp_path):
     rate = OptimizerConfig(lr=1e38, schedule="constant")
     with pytest.raises(UserError, match="step 1 diverged"):
         run(critic_config(tmp_path, optimizer=rate), ScriptedRollouts(), tmp_path)

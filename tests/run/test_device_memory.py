@@ -79,7 +79,7 @@ def bytes_on_a_device(tree):
 
 @pytest.mark.parametrize("mesh", ONE_FAST, ids=str)
 @pytest.mark.parametrize("slots", [6, 16])
-def test_the_cache_is_counted_as_it_is_allocated(mesh, slots):
+def test_kv_cache_estimate_equals_allocation(mesh, slots):
     """Slots in groups over data and fsdp, rounded up; over tensor heads, or slots where these do not fit."""
     config = config_with(sampler={"slots": slots}, rollout={"max_length": 64, "max_prompt_length": 32})
     policy, devices = Policy(ARCHITECTURE, Numerics.from_config(config.policy)), make_mesh(mesh)
@@ -94,7 +94,7 @@ def test_the_cache_is_counted_as_it_is_allocated(mesh, slots):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("mesh", ONE_FAST, ids=str)
-def test_the_trainers_state_is_counted_as_it_is_placed(mesh, optimizer):
+def test_trainer_state_estimate_equals_placement(mesh, optimizer):
     rule = replace(Config().learner.optimizer, name=optimizer)
     config = config_with(learner={"microbatch_rows": 8, "row_length": 128, "optimizer": rule})
     policy, devices = Policy(ARCHITECTURE, Numerics.from_config(config.policy)), make_mesh(mesh)
@@ -114,7 +114,7 @@ def test_the_trainers_state_is_counted_as_it_is_placed(mesh, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_adapters_and_their_base_are_counted_as_they_are_placed(optimizer):
+def test_adapter_estimate_equals_placement(optimizer):
     rule = replace(Config().learner.optimizer, name=optimizer)
     lora = LoraConfig(rank=4, targets=["q", "down"])
     learner = {"microbatch_rows": 8, "row_length": 128, "optimizer": rule}
@@ -165,7 +165,7 @@ def test_memory_by_purpose():
     assert not {"kv cache", "sampler weights", *SAMPLING} & without.keys()
 
 
-def test_a_critic_is_counted_with_its_optimizer():
+def test_critic_estimate_includes_its_optimizer():
     """Without the output head, and with a head of one number."""
     count = ARCHITECTURE.num_parameters - 402 * 32 + 32
     plain, critic = estimate(), estimate(advantage={"name": "gae"})
@@ -186,13 +186,13 @@ def test_a_critic_is_counted_with_its_optimizer():
 
 
 @pytest.mark.medium
-def test_what_is_kept_for_the_backward_pass_follows_remat():
+def test_activation_estimate_follows_remat():
     full, dots, none = (estimate(policy={"remat": name})["activations"] for name in ("full", "dots", "none"))
     assert full < dots < none
 
 
 @pytest.mark.medium
-def test_the_tensor_axis_shares_what_it_divides():
+def test_tensor_axis_divides_the_estimate():
     """A vocabulary of 402, 8 heads, 64 MLP columns; what goes from layer to layer is whole on each device."""
     single, two, four = (estimate({"data": 1, "fsdp": 1, "tensor": size}) for size in (1, 2, 4))
     assert single["activations"] == two["activations"]
@@ -211,7 +211,7 @@ def test_the_tensor_axis_shares_what_it_divides():
         assert estimate()["kv cache"] == 2 * shared["kv cache"]
 
 
-def test_the_peak_is_an_update_or_the_sampler_and_all_that_is_held():
+def test_peak_is_update_or_sampling():
     plain = estimate()
     held = sum(plain[name] for name in plain if name not in UPDATE + SAMPLING)
     update = sum(plain[name] for name in UPDATE)
@@ -223,7 +223,7 @@ def test_the_peak_is_an_update_or_the_sampler_and_all_that_is_held():
     assert peak_memory(trainer) == sum(trainer.values())
 
 
-def test_moments_on_the_host_lie_on_the_device_for_the_optimizers_step_only():
+def test_offloaded_moments_count_during_optimizer_step_only():
     """Those of a quarter of the parameters at once, or of the largest: the old and the new."""
     rule = replace(Config().learner.optimizer, offload="host")
     plain, moved = estimate(), estimate(learner={"optimizer": rule})
@@ -239,7 +239,7 @@ def test_moments_on_the_host_lie_on_the_device_for_the_optimizers_step_only():
     assert "optimizer's step: moments" in memory_line(moved)
 
 
-def test_the_line_says_what_is_held_and_when():
+def test_memory_line_lists_every_part():
     output = {"parameters": 4.0, "optimizer": 8.0, "gradients": 2.0, "activations": 1.0, "workspace": 0.5}
     output |= {"sampler weights": 2.0, "kv cache": 6.0, "prefill": 0.25, "decode": 0.75}
     assert memory_line({name: value * GIB for name, value in output.items()}) == (
@@ -276,11 +276,11 @@ def test_the_line_says_what_is_held_and_when():
         ),
     ],
 )
-def test_heads_that_the_tensor_axis_does_not_divide_are_told(tensor, expected):
+def test_undivided_heads_are_warned_of(tensor, expected):
     assert heads_warnings(ARCHITECTURE, {"data": 1, "fsdp": 2, "tensor": tensor}) == expected
 
 
-def test_key_value_heads_may_be_more_than_the_axis_and_not_divided():
+def test_undivided_key_value_heads_are_warned_of():
     wide = replace(ARCHITECTURE, num_heads=24, num_kv_heads=8)
     (line,) = heads_warnings(wide, {"data": 1, "fsdp": 1, "tensor": 3})
     assert "mesh.tensor is 3, which does not divide the policy's 8 key-value heads" in line
@@ -298,7 +298,7 @@ class Device:
         return {"bytes_limit": self.limit}
 
 
-def test_a_device_that_is_too_small_is_told(monkeypatch):
+def test_too_small_device_is_reported(monkeypatch):
     config = config_with(mesh={"fsdp": 8})
     estimated = estimate_memory(config, ARCHITECTURE, {"data": 1, "fsdp": 8, "tensor": 1})
     needed = peak_memory(estimated)
@@ -324,7 +324,7 @@ def test_a_device_that_is_too_small_is_told(monkeypatch):
     assert re.match(r"failed: .*: this host has 0\.0 GiB for 8 devices; choose less", lines(None, "cpu")[-1])
 
 
-def test_the_hosts_memory_is_what_its_container_allows(monkeypatch, tmp_path):
+def test_host_memory_respects_container_limit(monkeypatch, tmp_path):
     physical = host_memory()
     assert physical > 2**28
     limit = tmp_path / "memory.max"

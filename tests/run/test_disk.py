@@ -29,7 +29,7 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_full_disk_is_one_line_and_the_next_start_goes_on(small_disk):
+def test_full_disk_is_reported_and_next_start_continues(small_disk):
     folder = small_disk / "run"
     config = make_config(folder, learner={"steps": 6}, checkpoint={"every": 1}, log={"rollouts": "none"})
     ballast = small_disk / "ballast"
@@ -49,7 +49,7 @@ def test_a_full_disk_is_one_line_and_the_next_start_goes_on(small_disk):
     assert steps(folder) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_start_on_a_full_disk_leaves_the_older_start_whole(small_disk):
+def test_start_on_full_disk_keeps_older_start(small_disk):
     """Whether there is no room at all, or for a part of the config."""
     folder, ballast = small_disk / "run", small_disk / "ballast"
     text = dump_config(Config())

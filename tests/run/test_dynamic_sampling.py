@@ -51,7 +51,7 @@ def asked(folder, step):
     return [group.question.id for group in read_step(find_step(folder, step)).groups]
 
 
-def test_tied_groups_are_replaced_and_a_resumed_run_replaces_the_same(tmp_path):
+def test_tied_groups_are_replaced_alike_after_resume(tmp_path):
     whole = run(config_of(tmp_path / "a"), SomeTied(), tmp_path / "a")
     assert [number for number, _ in whole.begun] == list(range(12))
     # Step 1: 0 gives way to 2, and that to 3, which is tied too, but then two were replaced.
@@ -64,7 +64,7 @@ def test_tied_groups_are_replaced_and_a_resumed_run_replaces_the_same(tmp_path):
     np.testing.assert_equal(second.loaded[-1][1], whole.loaded[-1][1])
 
 
-def test_questions_of_the_curriculum_rest_and_a_resumed_run_knows_them(tmp_path):
+def test_curriculum_rests_questions_alike_after_resume(tmp_path):
     data = {"shuffle": False, "rest_below": 0.2, "rest_above": 0.9}
     whole = run(config_of(tmp_path / "a", **data), SomeTied(), tmp_path / "a")
     # Of seven questions q0, q2, q3 and q4 were wrong or right throughout and rest in the second epoch.
@@ -112,7 +112,7 @@ class AnotherScore(Hosts):
             raise UserError(f"process 1 has another {what} than process 0")
 
 
-def test_scores_that_choose_what_is_replaced_are_compared_first(tmp_path):
+def test_scores_of_tied_groups_are_compared_across_processes(tmp_path):
     rollouts = SomeTied()
     state = make_state(config_of(tmp_path), tmp_path, rollouts)
     state.hosts = AnotherScore()

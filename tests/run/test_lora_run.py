@@ -71,7 +71,7 @@ def whole(base, tmp_path_factory, shared_programs):  # noqa: F811
     return folder, rollouts.loaded
 
 
-def test_only_adapters_are_trained_and_the_reference_is_the_base(whole):
+def test_adapters_alone_are_trained_against_the_base(whole):
     folder, loaded = whole
     first, last = (split(params) for params in (loaded[0][1], loaded[-1][1]))
     jax.tree.map(np.testing.assert_array_equal, first[0], last[0])
@@ -93,7 +93,7 @@ def test_killed_and_resumed_equals_uninterrupted(whole, base, tmp_path):
     assert rows(tmp_path) == rows(folder)
 
 
-def test_a_rollback_brings_the_adapters_back(base, tmp_path):
+def test_rollback_restores_the_adapters(base, tmp_path):
     guards = GUARDED | {"action": "rollback"}
     rollouts = run(config_of(tmp_path, base, guards=guards), Collapsing(), tmp_path)
     assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4]
@@ -101,7 +101,7 @@ def test_a_rollback_brings_the_adapters_back(base, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *back)
 
 
-def test_a_checkpoint_holds_the_adapters_and_names_the_base(whole, base):
+def test_checkpoint_holds_adapters_and_names_base(whole, base):
     folder, loaded = whole
     stored = json.loads((folder / "checkpoints/4/state/_METADATA").read_text())
     names = set(stored["tree_metadata"])
@@ -111,7 +111,7 @@ def test_a_checkpoint_holds_the_adapters_and_names_the_base(whole, base):
     assert extra["base"]["name"] == str(base) and len(extra["base"]["sha256"]) == 64
 
 
-def test_the_policy_of_a_checkpoint_is_the_one_that_sampled(whole):
+def test_checkpoint_policy_equals_the_sampling_policy(whole):
     folder, loaded = whole
     source = find_policy(folder)
     assert source.adapters == ADAPTERS
@@ -144,7 +144,7 @@ def test_exports_are_the_merged_policy_and_the_adapters(whole, base, tmp_path):
         (folder / "checkpoints/4x").rename(folder / "checkpoints/4")
 
 
-def test_a_snapshot_of_adapters_alone_is_read_as_the_merged_policy(whole, base, tmp_path):
+def test_adapter_snapshot_reads_as_merged_policy(whole, base, tmp_path):
     """By a worker and by the program, bit for bit; a worker that does not find the base refuses it."""
     folder, loaded = whole
     params = jax.tree.map(jnp.asarray, loaded[-1][1])
@@ -166,7 +166,7 @@ def test_a_snapshot_of_adapters_alone_is_read_as_the_merged_policy(whole, base, 
             read_tensors(store.publish(version, split(params)[1], base=shared | change, **about))
 
 
-def test_a_base_that_is_gone_or_another_model_is_refused(whole, base, tmp_path):
+def test_missing_or_different_base_is_refused(whole, base, tmp_path):
     folder, _ = whole
     moved = shutil.copytree(folder, tmp_path / "run")
     output = json.loads((moved / "policy/base.json").read_text())
@@ -184,7 +184,7 @@ def test_a_base_that_is_gone_or_another_model_is_refused(whole, base, tmp_path):
         run(config_of(moved, other, learner={"steps": 5}), ScriptedRollouts(), moved)
 
 
-def test_adapters_to_begin_with_are_those_of_the_folder(whole, base, tmp_path):
+def test_initial_adapters_come_from_init_from(whole, base, tmp_path):
     """And they, not the base, are the reference."""
     folder, loaded = whole
     outputs = ExportConfig(adapter_output=str(tmp_path / "adapter"))
@@ -231,7 +231,7 @@ def test_adapter_export_has_a_model_card(whole, base, tmp_path):
     export(config, adapter=True)  # over the former export, card and all
 
 
-def test_a_run_without_adapters_has_none_to_export(tmp_path):
+def test_run_without_adapters_exports_none(tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     config = replace(make_config(tmp_path), run=RunConfig(dir=str(folder)), policy=PolicyConfig())

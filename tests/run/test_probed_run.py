@@ -48,7 +48,7 @@ def kept_values_of(folder, step, policy):
     ("name", "policy", "shares"),
     [("igpo", "current", True), pytest.param("tips", "initial", False, marks=pytest.mark.slow)],
 )
-def test_a_run_that_is_resumed_asks_the_same_and_is_replayed(tmp_path, name, policy, shares):
+def test_resumed_probed_run_is_equal_and_replayed(tmp_path, name, policy, shares):
     learner = {"share_prefixes": shares}
     whole = run(probed_config(tmp_path / "a", name, learner), ScriptedRollouts(), tmp_path / "a")
     second = resumed(probed_config(tmp_path / "b", name, learner), tmp_path / "b", 5)
@@ -66,7 +66,7 @@ def test_a_run_that_is_resumed_asks_the_same_and_is_replayed(tmp_path, name, pol
         assert any(turns[0] != turns[1] for credit in kept.credits for turns in credit.turns)
 
 
-def test_each_policy_is_the_one_that_it_is_named_after(tmp_path):
+def test_probes_use_the_named_policies(tmp_path):
     """The initial one stays, whatever is trained; a step's own is the one before its update."""
     probes = {"name": "grpo", "probes": ["initial", "current"]}
 
@@ -100,7 +100,7 @@ def test_after_a_rollback(tmp_path):
     assert len(kept_values_of(tmp_path, 4, "current")) == 12
 
 
-def test_a_run_that_kept_nothing_of_it_says_so_in_one_line(tmp_path, capsys):
+def test_replay_without_probes_is_refused(tmp_path, capsys):
     run(probed_config(tmp_path, "grpo"), ScriptedRollouts(), tmp_path)
     with pytest.raises(SystemExit) as stop:
         cli.calibadv(["replay", str(tmp_path), "advantage.name=igpo"])

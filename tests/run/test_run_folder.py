@@ -19,7 +19,7 @@ def run(tmp_path):
     return make_run(tmp_path)
 
 
-def test_the_config_of_every_start_is_kept(run):
+def test_config_of_every_start_is_kept(run):
     run("run.seed=1")
     run("run.seed=2")  # no checkpoint yet: nothing that it could falsify
     seeds = [yaml.safe_load((run.folder / f"configs/{n}.yaml").read_text())["run"]["seed"] for n in (0, 1)]
@@ -28,7 +28,7 @@ def test_the_config_of_every_start_is_kept(run):
     assert (run.folder / "policy/tokenizer.json").is_file()
 
 
-def test_the_newest_of_many_starts_counts(run):
+def test_newest_of_many_starts_is_compared(run):
     """The eleventh start comes after the tenth, and after the third."""
     for number in range(11):
         run(f"run.seed={number}")
@@ -41,7 +41,7 @@ def test_the_newest_of_many_starts_counts(run):
         run("run.seed=9")
 
 
-def test_other_files_beside_the_configs_and_one_that_is_gone_disturb_nothing(run):
+def test_foreign_or_missing_config_files_are_ignored(run):
     for _ in range(3):
         run()
     (run.folder / "configs/notes.yaml").write_text("mine")
@@ -70,7 +70,7 @@ def test_other_files_beside_the_configs_and_one_that_is_gone_disturb_nothing(run
         "policy.lora.rank=4",
     ],
 )
-def test_what_would_make_it_another_experiment_is_refused_and_nothing_is_written(run, override):
+def test_binding_change_is_refused_before_writing(run, override):
     with_checkpoint(run)
     before = contents(run.folder)
     key, _, value = override.partition("=")
@@ -85,7 +85,7 @@ def test_what_would_make_it_another_experiment_is_refused_and_nothing_is_written
     assert any(key in line and value in line and "accepted" in line for line in table.splitlines())
 
 
-def test_every_key_that_changes_what_is_found_or_learned_is_compared(run):
+def test_every_binding_key_is_compared(run):
     """All in one start; sections of which only some keys count are named in full."""
     changes = {
         "sampler.name": "vllm",
@@ -118,7 +118,7 @@ def test_every_key_that_changes_what_is_found_or_learned_is_compared(run):
         ({"hidden_size": 8}, "policy.config"),
     ],
 )
-def test_data_and_policy_are_known_by_what_they_hold(run, arguments, name):
+def test_data_and_policy_are_compared_by_content(run, arguments, name):
     """A file in which questions changed but not their number; another model at the same path."""
     with_checkpoint(run)
     before = contents(run.folder)
@@ -131,13 +131,13 @@ def test_data_and_policy_are_known_by_what_they_hold(run, arguments, name):
 @pytest.mark.parametrize(
     "override", ["data.train=elsewhere.jsonl", "log.backends=[]", "sampler.slots=3", "checkpoint.every=9"]
 )
-def test_what_changes_no_result_is_accepted_and_shown(run, override):
+def test_unlearned_change_is_accepted_and_shown(run, override):
     with_checkpoint(run)
     assert override.partition("=")[0] in run(override)
     assert run(override) == ""
 
 
-def test_other_weights_of_a_mixture_are_another_experiment_under_a_key_that_can_be_allowed(run):
+def test_mixture_weights_can_be_allowed_by_key(run):
     with_checkpoint(run)
     with pytest.raises(UserError, match=r"data.weights changed.*checkpoint.allow_change=\[data.weights\]"):
         run("data.weights={nq: 2, popqa: 1}")
@@ -146,13 +146,13 @@ def test_other_weights_of_a_mixture_are_another_experiment_under_a_key_that_can_
     )
 
 
-def test_more_steps_at_a_constant_learning_rate_are_the_same_run(run):
+def test_more_steps_at_constant_rate_are_accepted(run):
     (run.folder.parent / "config.yaml").write_text("learner: {steps: 10, optimizer: {schedule: constant}}\n")
     with_checkpoint(run)
     assert "learner.steps" in run("learner.steps=20")
 
 
-def test_more_steps_under_a_schedule_with_a_length_of_its_own_are_the_same_run(run):
+def test_more_steps_with_decay_updates_are_accepted(run):
     text = "learner: {steps: 10, optimizer: {schedule: cosine, decay_updates: 20}}\n"
     (run.folder.parent / "config.yaml").write_text(text)
     with_checkpoint(run)
@@ -161,7 +161,7 @@ def test_more_steps_under_a_schedule_with_a_length_of_its_own_are_the_same_run(r
         run("learner.optimizer.decay_updates=30")
 
 
-def test_a_used_folder_is_refused_at_once_where_nothing_is_to_be_resumed(run):
+def test_used_folder_without_resume_is_refused(run):
     with_checkpoint(run)
     before = contents(run.folder)
     with pytest.raises(UserError, match="holds checkpoints, and checkpoint.resume is false"):
@@ -195,7 +195,7 @@ def test_other_experiment_in_the_mirror_is_not_fetched(run, tmp_path, overrides,
     assert (elsewhere / "hub.json").read_text() == "[]"
 
 
-def test_policy_in_the_run_folder_comes_from_the_mirror_first(run, tmp_path):
+def test_policy_inside_run_is_fetched_first(run, tmp_path):
     """The model is built before the run is fetched."""
     with_checkpoint(run)
     (run.folder / "checkpoints/3/state").write_text("weights")
@@ -210,20 +210,20 @@ def test_policy_in_the_run_folder_comes_from_the_mirror_first(run, tmp_path):
         assert (elsewhere / "sft/config.json").is_file() and not (elsewhere / "checkpoints").exists()
 
 
-def test_a_misspelt_key_in_allow_change_is_named(run):
+def test_unknown_key_in_allow_change_is_refused(run):
     with_checkpoint(run)
     with pytest.raises(UserError, match="'learner.lr', which is no key"):
         run("checkpoint.allow_change=[learner.lr]")
 
 
-def test_a_run_dir_that_cannot_be_written_is_one_line(run):
+def test_unwritable_run_dir_is_refused(run):
     run.folder.write_text("a file")
     with pytest.raises(UserError, match="cannot be written") as caught:
         run()
     assert "\n" not in str(caught.value)
 
 
-def test_a_cold_start_of_another_seed_is_not_taken_for_this_one(tmp_path):
+def test_cold_start_with_another_seed_is_refused(tmp_path):
     config = Config(run=replace(Config().run, dir=str(tmp_path)))
     check_cold_start(config)
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump({"run": {"seed": 3}, "log": {"progress": False}}))
@@ -238,7 +238,7 @@ def without(path, section, key):
     path.write_text(yaml.safe_dump(values))
 
 
-def test_a_run_and_a_cold_start_of_an_older_version_have_the_defaults_of_newer_keys(run, tmp_path):
+def test_older_configs_get_defaults_of_newer_keys(run, tmp_path):
     with_checkpoint(run)
     without(run.folder / "configs/0.yaml", "learner", "epochs")
     with pytest.raises(UserError, match=r"learner.epochs changed"):
@@ -253,13 +253,13 @@ def test_a_run_and_a_cold_start_of_an_older_version_have_the_defaults_of_newer_k
         check_cold_start(replace(cold, world=replace(cold.world, rumour=0.5)))
 
 
-def test_the_policy_folder_is_what_export_needs(tmp_path):
+def test_policy_folder_holds_config_and_tokenizer(tmp_path):
     write_policy_folder(tmp_path / "policy", StandInModel(tmp_path / "tokenizer"))
     assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == ["config.json", "tokenizer.json"]
 
 
 @pytest.mark.timeout(10)
-def test_a_section_that_is_no_more_is_refused_by_its_name(run):
+def test_removed_section_is_refused_by_name(run):
     with_checkpoint(run)
     path = run.folder / "configs/0.yaml"
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"pipeline": {"size": 3}}))

@@ -22,7 +22,7 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize("override", ["advantage.name=grpo", "run.seed=1", "data.shuffle=false"])
-def test_before_the_first_checkpoint_another_experiment_is_refused_too(run, override):
+def test_binding_change_before_first_checkpoint_is_refused(run, override):
     run()
     trained(run, 8)
     before = contents(run.folder)
@@ -32,7 +32,7 @@ def test_before_the_first_checkpoint_another_experiment_is_refused_too(run, over
     assert contents(run.folder) == before
 
 
-def test_before_the_first_checkpoint_kept_trajectories_are_enough_to_know_a_run_by(run):
+def test_kept_trajectories_mark_a_run_as_trained(run):
     run()
     (run.folder / "rollouts").mkdir()
     (run.folder / "rollouts/step_1.parquet").touch()
@@ -41,7 +41,7 @@ def test_before_the_first_checkpoint_kept_trajectories_are_enough_to_know_a_run_
     assert run() == "1 step is trained again: there is no checkpoint yet (checkpoint.every)"
 
 
-def test_what_is_trained_again_is_said(run):
+def test_steps_trained_again_are_reported(run):
     run()
     trained(run, 8)
     assert run() == "8 steps are trained again: there is no checkpoint yet (checkpoint.every)"
@@ -61,7 +61,7 @@ def test_rows_of_metrics_that_are_gone_are_said(run):
     assert run() == f"{path}: 3 of steps 1 to 3 have no row (lost, or removed) and will have none"
 
 
-def test_metrics_that_are_no_text_are_one_line_before_anything_is_written(run):
+def test_damaged_metrics_are_refused_before_writing(run):
     with_checkpoint(run)
     (run.folder / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\x00\n')
     before = contents(run.folder)
@@ -70,7 +70,7 @@ def test_metrics_that_are_no_text_are_one_line_before_anything_is_written(run):
     assert contents(run.folder) == before
 
 
-def test_a_start_that_a_full_disk_cut_off_is_skipped_and_said(run):
+def test_truncated_start_is_skipped_and_reported(run):
     with_checkpoint(run)
     damaged = run.folder / "configs/1.yaml"
     damaged.touch()
@@ -96,7 +96,7 @@ def test_hashes_that_are_lost_can_be_done_without(run):
     assert run() == ""
 
 
-def test_a_full_disk_leaves_no_half_start(run, monkeypatch):
+def test_full_disk_leaves_no_half_start(run, monkeypatch):
     """The file of the config fails, and the start after it goes on."""
     with_checkpoint(run)
     write_text = Path.write_text
@@ -115,7 +115,7 @@ def test_a_full_disk_leaves_no_half_start(run, monkeypatch):
     assert run() == ""
 
 
-def test_a_longer_run_under_a_falling_rate_says_why_it_is_refused_and_how_it_goes_on(run):
+def test_longer_run_under_falling_rate_is_refused(run):
     with_checkpoint(run)
     words = "learner.steps changed .*: the learning rate falls over learner.steps; with"
     with pytest.raises(UserError, match=f"{words} learner.optimizer.decay_updates=10 it falls as before"):
@@ -125,7 +125,7 @@ def test_a_longer_run_under_a_falling_rate_says_why_it_is_refused_and_how_it_goe
         run("learner.steps=20", "learner.optimizer.decay_updates=11")
 
 
-def test_updates_of_mini_batches_and_epochs_count_for_the_length_of_the_schedule(run):
+def test_schedule_length_counts_minibatches_and_epochs(run):
     more = [
         "rollout.questions_per_step=4",
         "rollout.group_size=5",
@@ -139,7 +139,7 @@ def test_updates_of_mini_batches_and_epochs_count_for_the_length_of_the_schedule
     assert "learner.steps" in run(*more, "learner.steps=20", "learner.optimizer.decay_updates=60")
 
 
-def test_another_experiment_is_offered_a_folder_that_is_free(run):
+def test_refusal_suggests_a_free_folder(run):
     with_checkpoint(run)
     run.folder.with_name("run-2").mkdir()
     with pytest.raises(UserError) as caught:
@@ -147,7 +147,7 @@ def test_another_experiment_is_offered_a_folder_that_is_free(run):
     assert str(caught.value).endswith(f"choose another folder, such as run.dir={run.folder}-3")
 
 
-def test_sizes_that_the_policy_does_not_have_do_not_count(run):
+def test_policy_init_is_ignored_with_policy_path(run):
     path = f"policy.path={run.folder}"
     run(path, "policy.init={hidden_size: 8}")
     trained(run, 1)
@@ -179,7 +179,7 @@ def test_other_weights_are_another_reference(run, weights):
     assert "accepted" in run(weights(2.0), kl, "checkpoint.allow_change=[policy.weights]")
 
 
-def test_weights_count_only_where_a_reference_is_made_of_them(run, weights):
+def test_weights_are_compared_only_as_reference(run, weights):
     run(weights())
     trained(run, 1)
     run(weights(2.0))
@@ -200,7 +200,7 @@ def test_another_text_for_the_judge_is_another_reward(run, tmp_path):
     assert "accepted" in run(judged, "checkpoint.allow_change=[reward.judge.content]")
 
 
-def test_actions_of_which_the_policy_is_told_something_else_are_another_prompt(run, monkeypatch):
+def test_changed_action_purpose_is_refused(run, monkeypatch):
     run(CALCULATOR)
     trained(run, 1)
     run(CALCULATOR)
@@ -244,7 +244,7 @@ def test_keys_of_the_environment_are_kept_by_name(run, monkeypatch):
         ("tools=[search, {mcp: {command: serve}}]", False),
     ],
 )
-def test_a_server_of_tools_may_move_and_be_waited_for_otherwise(run, monkeypatch, moved, goes_on):
+def test_tool_server_may_move_but_not_change(run, monkeypatch, moved, goes_on):
     """As retriever, judge and vLLM workers may. What its tools say of themselves is compared apart."""
     monkeypatch.setattr("calibadv_jax.contrib.mcp_tools.mcp_actions", lambda *_: [Calculator()])
     run(served("http://a/mcp"))
@@ -261,7 +261,7 @@ def test_a_server_of_tools_may_move_and_be_waited_for_otherwise(run, monkeypatch
         check_cold_start(cold)
 
 
-def test_a_run_of_before_that_kept_nothing_of_its_actions_goes_on(run):
+def test_run_without_tools_hash_is_resumed(run):
     run(CALCULATOR)
     trained(run, 1)
     kept = run.folder / "configs/0.json"

@@ -22,7 +22,7 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_the_same_index_is_accepted_wherever_it_is_served(run):
+def test_same_index_is_accepted_at_another_address(run):
     check_service(Config(), run, FIRST | {"documents": 7, "stage": "x"})
 
 
@@ -41,23 +41,23 @@ def test_another_index_is_refused_until_it_is_accepted(run, changed):
         check_service(Config(), run, FIRST)
 
 
-def test_a_service_that_says_nothing_is_another_one(run):
+def test_service_without_description_is_refused(run):
     with pytest.raises(UserError, match="corpus_sha256 None instead of 'c1'"):
         check_service(Config(), run, {})
 
 
-def test_before_the_first_checkpoint_nothing_was_trained_over_it(tmp_path):
+def test_index_may_change_before_first_step(tmp_path):
     check_service(Config(), tmp_path, FIRST)
     check_service(Config(), tmp_path, FIRST | {"corpus_sha256": "c2"})
 
 
-def test_a_run_of_an_earlier_version_takes_the_index_that_it_finds(run):
+def test_run_without_description_accepts_the_index(run):
     (run / SERVICE_FILE).unlink()
     check_service(Config(), run, FIRST)
     assert (run / SERVICE_FILE).is_file()
 
 
-def test_a_damaged_note_is_named(run):
+def test_damaged_description_is_refused(run):
     (run / SERVICE_FILE).write_text("{")
     with pytest.raises(UserError, match=f"{SERVICE_FILE}: damaged"):
         check_service(Config(), run, FIRST)
@@ -78,7 +78,7 @@ def test_trained_steps_count_without_a_checkpoint(tmp_path, left):
         check_service(Config(), tmp_path, FIRST | {"corpus_sha256": "c2"})
 
 
-def test_a_full_disk_leaves_the_note_as_it_was(run, monkeypatch):
+def test_full_disk_keeps_the_description(run, monkeypatch):
     """It is on the disk before it has its name, as all files that are written whole."""
     before = (run / SERVICE_FILE).read_text()
 

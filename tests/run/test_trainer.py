@@ -78,7 +78,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "parts/rollouts").iterdir()) == steps
 
 
-def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
+def test_kept_step_replays_to_same_advantages_and_loss(tmp_path):
     """In mini-batches, so that the learner's log-probabilities are computed apart and kept."""
     learner = {"steps": 2, "minibatch_size": 4, "row_length": 16, "microbatch_rows": 8}
     for name, change in (("apart", learner), ("at once", learner | {"minibatch_size": 0})):
@@ -110,7 +110,7 @@ def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
         ({"name": "vllm"}, "the retriever and 1 vLLM worker, which takes minutes"),
     ],
 )
-def test_what_is_waited_for(tmp_path, sampler, words):
+def test_services_are_named_for_the_terminal(tmp_path, sampler, words):
     message = services(make_config(tmp_path, sampler=sampler))
     assert message.partition(" (")[0] == words
     assert ("vllm_worker_*.log" in message) == (words.endswith("minutes"))
@@ -121,7 +121,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_person_sees_what_happens(tmp_path):
+def test_console_shows_steps_and_phases(tmp_path):
     """In a file the lines of the steps and checkpoints; on a terminal the parts of a step too."""
     config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
     run(config, ScriptedRollouts(), tmp_path, Console(stream=(stream := io.StringIO())))
@@ -139,7 +139,7 @@ def test_a_person_sees_what_happens(tmp_path):
     assert -1 not in places, dict(zip(shown, places, strict=True))
 
 
-def test_a_stop_between_the_groups_of_a_step_begins_them_all_again(tmp_path):
+def test_interrupted_step_draws_the_same_groups_again(tmp_path):
     """One of the two is complete; the next run trains both, and draws no other in their place."""
     config = make_config(tmp_path, learner={"steps": 1})
     with pytest.raises(RuntimeError, match="the machine is gone"):
@@ -148,7 +148,7 @@ def test_a_stop_between_the_groups_of_a_step_begins_them_all_again(tmp_path):
 
 
 @pytest.mark.medium
-def test_the_kl_term_is_to_the_initial_policy(tmp_path):
+def test_kl_term_compares_with_initial_policy(tmp_path):
     config = make_config(tmp_path, loss={"kl_coef": 0.1})
     optimizer = replace(config.learner.optimizer, lr=0.05)
     state = make_state(replace(config, learner=replace(config.learner, optimizer=optimizer)), tmp_path)
@@ -163,7 +163,7 @@ def test_the_kl_term_is_to_the_initial_policy(tmp_path):
 
 
 @pytest.mark.parametrize(("temperature", "used"), [(0.7, 0.7), (0.0, 1.0)])
-def test_the_learner_computes_at_the_samplers_temperature(tmp_path, temperature, used):
+def test_learner_uses_the_sampling_temperature(tmp_path, temperature, used):
     config = make_config(tmp_path, rollout={"temperature": temperature}, policy={"logprob_chunk": 5})
     state = make_state(config, tmp_path)
     learner = state.trainer.learner
@@ -172,7 +172,7 @@ def test_the_learner_computes_at_the_samplers_temperature(tmp_path, temperature,
     assert state.trainer.reference is None  # without a KL term nothing is kept for it
 
 
-def test_the_schedule_ends_with_the_run(tmp_path):
+def test_schedule_ends_with_the_run(tmp_path):
     """Six trajectories in mini-batches of four, three times over, for five steps: thirty updates."""
     optimizer = replace(make_config(tmp_path).learner.optimizer, lr=1.0, schedule="linear")
     learner = {"steps": 5, "minibatch_size": 4, "epochs": 3, "optimizer": optimizer}
@@ -180,7 +180,7 @@ def test_the_schedule_ends_with_the_run(tmp_path):
     assert [float(schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
 
 
-def test_published_weights_are_compared_with_what_the_workers_compute(tmp_path):
+def test_published_weights_are_compared_with_workers(tmp_path):
     config = make_config(tmp_path, rollout={"temperature": 0.5})
     rollouts = ScriptedRollouts()
     state = make_state(config, tmp_path, rollouts)
@@ -202,7 +202,7 @@ def test_published_weights_are_compared_with_what_the_workers_compute(tmp_path):
     assert result["rollout/probe_logprob_diff_mean"] == pytest.approx(0.25 / 28, abs=1e-5)
 
 
-def test_a_step_without_a_sampled_token_changes_nothing(tmp_path):
+def test_step_without_sampled_tokens_changes_nothing(tmp_path):
     config = make_config(tmp_path)
     state = make_state(config, tmp_path)
     groups, _ = scored(config, [0])
@@ -214,7 +214,7 @@ def test_a_step_without_a_sampled_token_changes_nothing(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.state))
 
 
-def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monkeypatch):
+def test_minibatches_depend_on_step_and_seed(tmp_path, monkeypatch):
     orders = []
 
     def note(learner, state, samples, config, loss, rng, reference):
@@ -241,7 +241,7 @@ def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monk
     ],
     ids=["step", "garbled", "none", "list", "empty"],
 )
-def test_a_checkpoint_without_its_counters_is_one_line(tmp_path, extra):
+def test_checkpoint_without_counters_is_refused(tmp_path, extra):
     state = make_state(make_config(tmp_path), tmp_path)
     state.checkpoints.save(1, state.state, extra)
     state.checkpoints.wait()
