@@ -170,9 +170,9 @@ def rows(folder):
     ]
 
 
-def make_state(config, folder, rollouts=None, console=None, model=MODEL, questions=QUESTIONS):
+def make_state(config, folder, rollouts=None, console=None):
     console = console or Console(progress=False)
-    return RunState(config, model, questions, rollouts or ScriptedRollouts(), folder, console)
+    return RunState(config, MODEL, QUESTIONS, rollouts or ScriptedRollouts(), folder, console)
 
 
 def checkpoints(folder):

@@ -34,7 +34,6 @@ def drawn(prompt, seed):
 
 
 def test_evaluation_uses_its_own_sampling_settings(run):
-    """Training samples five at temperature 1 with rewards permuted; greedily, each question is asked once."""
     report, sampler = run(evaluate={"temperatures": [0.0, 0.7], "samples": 3}, reward={"shuffle": True})
     by_temperature = {
         temperature: {s for s, sampling in sampler.asked if sampling.temperature == temperature}
@@ -239,19 +238,11 @@ def test_speed_and_place_do_not_make_it_another(run, changed):
 
 @pytest.mark.parametrize("seed", [1, 2, 77])
 def test_limit_chooses_questions_independent_of_seed(run, seed):
-    """Pairs of two runs are made by question."""
     run.questions = {"eval.jsonl": [Question(str(n), f"a {n}", ("yes",), "a") for n in range(50)]}
     run(data={"eval_limit": 5})
     first = [row["id"] for row in rows(run)]
     run(data={"eval_limit": 5}, run={"seed": seed})
     assert [row["id"] for row in rows(run)] == first
-
-
-def test_rewritten_policy_is_another_evaluation(run):
-    (run.folder / "policy/model.safetensors").write_text("1")
-    run()
-    os.utime(run.folder / "policy/model.safetensors", ns=(1, 1))
-    assert len(run()[1].asked) == 16
 
 
 def test_changed_and_new_questions_are_sampled(run):
@@ -313,7 +304,6 @@ def test_policy_is_named_trained_or_initial(tmp_path):
 
 
 def test_newest_checkpoint_is_pinned_by_step(tmp_path):
-    """Once: a later checkpoint of a run that goes on is another policy."""
     for step in (3, 20):
         (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
     source = PolicySource(tmp_path / "checkpoints", "checkpoint")

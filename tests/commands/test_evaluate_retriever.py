@@ -7,7 +7,7 @@ import os
 from contextlib import contextmanager
 
 import pytest
-from evaluation_rig import Rig, Scripted, Stopped
+from evaluation_rig import Rig
 from http_rig import Handler, serving
 
 from calibadv_jax.core.errors import UserError
@@ -41,20 +41,12 @@ def service(**health):
     "other", [{"corpus_sha256": "c2"}, {"encoder": "e5"}, {"reranker": "m"}, {"identity": "i2"}], ids=str
 )
 def test_another_service_is_another_evaluation(run, other):
-    """One with another corpus must not be given what the first one found."""
     with service(**SERVICE) as first, service(**SERVICE | other) as second:
         assert len(run(**first)[1].asked) == 16 and run(**first)[1].asked == []
         assert len(run(**second)[1].asked) == 16
         assert {row["retriever"].get("corpus_sha256") for row in rows(run)} == {
             other.get("corpus_sha256", "c1")
         }
-
-
-def test_evaluation_is_not_continued_with_another_service(run):
-    with service(**SERVICE) as first, service(**SERVICE | {"corpus_sha256": "c2"}) as second:
-        with pytest.raises(Stopped):
-            run(Scripted(stop_after=9), rollout={"max_concurrency": 1}, **first)
-        assert len(run(rollout={"max_concurrency": 1}, **second)[1].asked) == 16
 
 
 def test_same_service_at_another_address_continues(run):
@@ -100,7 +92,6 @@ def test_rewritten_pages_are_another_evaluation(run, tmp_path):
 
 
 def test_waiting_for_a_service_is_reported(run, capsys):
-    """Not that it is silent for as long as retriever.patience allows."""
     with pytest.raises(UserError, match="cannot be reached"):
         run(retriever={"url": "http://127.0.0.1:9", "patience": 0.3})
     assert "retriever http://127.0.0.1:9" in "".join(capsys.readouterr())

@@ -6,6 +6,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from rows_rig import write_rows
 from tiny_policy import GROUPED, Letters
 
 from calibadv_jax.commands import sft
@@ -86,7 +87,6 @@ def test_only_what_the_policy_writes_is_trained(tokenizer, loss_on):
 
 @pytest.mark.parametrize(("action", "shown"), [("search", True), ("calculate", False)])
 def test_search_without_documents_shows_no_results(action, shown):
-    """As the agent loop does, and for a search alone."""
     letters = Letters()
     turns = (DemoTurn(f"<{action}> 1 </{action}>"), DemoTurn("<answer> ada </answer>"))
     config = replace(config_with(), tools=[ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")])
@@ -141,7 +141,7 @@ def test_phase_has_steps_or_epochs():
 
 def test_epochs_train_every_demonstration_so_often(tmp_path, tokenizer):
     names = ("a", "city", "it", "no", "who", "founded")
-    path = write(tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in names))
+    path = write_rows(tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in names))
     own = load_demonstrations(path)
     config = config_with(demonstrations=str(path), rows=1, row_length=40)
     phase = SftPhase(epochs=3)
@@ -187,20 +187,14 @@ def chat(asked, *replies):
 SEARCH, ANSWER = "<think> a </think>\n<search> silent garden </search>", "<answer> ada </answer>"
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def encoded(tmp_path, row, tokenizer, **prompt):
-    (demonstration,) = load_demonstrations(write(tmp_path / "d.jsonl", row))
+    (demonstration,) = load_demonstrations(write_rows(tmp_path / "d.jsonl", row))
     config = config_with()
     config = replace(config, prompt=replace(config.prompt, **prompt))
     return sft.encode_demonstration(demonstration, config, tokenizer, "sampled")
 
 
 def test_chat_encodes_like_the_same_turns(tmp_path, tokenizer):
-    """What a tool says is shown as the agent loop shows it, and is not trained."""
     output = '<information>Doc 1(Title: "a") b\nDoc 2(Title: "c") d</information>'
     sample = encoded(tmp_path, chat(QUESTION.text, SEARCH, output, ANSWER), tokenizer)
     documents = (Document("1", "a", "b"), Document("2", "c", "d"))
@@ -241,7 +235,7 @@ def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
     output = [("system", "x"), ("human", "who ?"), ("gpt", SEARCH), ("observation", "city"), ("gpt", ANSWER)]
     row = {"conversations": [{"from": role, "value": text} for role, text in output]}
     row["conversations"][2]["weight"] = 0
-    (demonstration,) = load_demonstrations(write(tmp_path / "d.jsonl", row))
+    (demonstration,) = load_demonstrations(write_rows(tmp_path / "d.jsonl", row))
     assert demonstration.turns == (DemoTurn(SEARCH, trained=False, observation="city"), DemoTurn(ANSWER))
     assert [message.role for message in demonstration.question.prompt] == ["system", "user"]
     assert demonstration.question.golden_answers == ("ada",)
@@ -272,11 +266,15 @@ def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
             "message 3 .*a system message",
         ),
         ({"turns": 3}, "d.jsonl:1: field 'turns' must be a non-empty list, got 3; or give 'messages'"),
+        *(
+            ({"turns": turns}, "d.jsonl:1: field 'turns' must be a non-empty list")
+            for turns in ([], None, "x")
+        ),
     ],
 )
 def test_bad_chat_is_named(tmp_path, row, message):
     with pytest.raises(UserError, match=message) as caught:
-        load_demonstrations(write(tmp_path / "d.jsonl", row))
+        load_demonstrations(write_rows(tmp_path / "d.jsonl", row))
     assert "\n" not in str(caught.value)
 
 
@@ -301,7 +299,7 @@ def test_generator_cannot_hold_out(tokenizer):
 def test_held_out_loss_is_the_token_mean(tmp_path):
     tokenizer = build_word_tokenizer()
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    path = write(
+    path = write_rows(
         tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in ("a", "city", "it", "no"))
     )
     config = config_with(
@@ -343,9 +341,8 @@ def test_held_out_loss_is_the_token_mean(tmp_path):
 
 
 def test_overlong_demonstration_prompts_are_refused_at_start(tmp_path, tokenizer):
-    """Not when one of them is drawn; data.overlong_prompts decides, as for questions."""
     asked = ["who founded a ?", "who founded " + "city " * 200 + "?", "who founded it ?"]
-    path = write(tmp_path / "d.jsonl", *(chat(item, ANSWER) for item in asked))
+    path = write_rows(tmp_path / "d.jsonl", *(chat(item, ANSWER) for item in asked))
     config = config_with(demonstrations=str(path))
     config = replace(config, rollout=replace(config.rollout, max_prompt_length=100))
     output = []
@@ -364,10 +361,9 @@ def test_overlong_demonstration_prompts_are_refused_at_start(tmp_path, tokenizer
 
 
 def test_demonstrations_beyond_row_length_are_refused_at_start(tmp_path, tokenizer):
-    """As their prompts are: before hundreds of updates, not when one of them is drawn."""
     answers = [f"<think> {'city ' * count}</think> <answer> it </answer>" for count in (1, 300, 200, 1)]
     rows = [chat(f"who founded {name} ?", answer) for name, answer in zip("abcd", answers, strict=True)]
-    path = write(tmp_path / "d.jsonl", *rows)
+    path = write_rows(tmp_path / "d.jsonl", *rows)
     config = config_with(demonstrations=str(path), row_length=100)
     output = []
     with pytest.raises(

@@ -125,7 +125,6 @@ def test_another_seed_sees_other_demonstrations(started):
 
 
 def test_no_demonstration_is_lost_between_two_batches(started):
-    """All that was drawn is trained, in the order in which it was drawn."""
     config, _, _ = started
     tokenizer = build_word_tokenizer()
     drawn = GENERATORS[PHASES[0].kind](7, config.world)
@@ -200,10 +199,7 @@ def assert_the_same(folder, other):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.medium)])
-def test_cold_start_resumes_bit_for_bit_after_signal(
-    started, tmp_path, monkeypatch, number, capfd
-):
-    """The update that is computed is finished and saved."""
+def test_cold_start_resumes_bit_for_bit_after_signal(started, tmp_path, monkeypatch, number, capfd):
     config, whole, _ = started
     config = moved(config, tmp_path / "run")
     ended = interrupted(config, monkeypatch, lambda: os.kill(os.getpid(), number))
@@ -223,7 +219,6 @@ def test_cold_start_resumes_bit_for_bit_after_signal(
 
 
 def test_row_length_left_out_follows_the_unfinished_start(started, tmp_path, monkeypatch):
-    """A run of a program whose default was another number goes on to the same bits."""
     config, whole, _ = started
     config = moved(config, tmp_path / "run")
     interrupted(config, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -238,10 +233,7 @@ def test_row_length_left_out_follows_the_unfinished_start(started, tmp_path, mon
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("slow", "newest"), [(False, 2), (True, 3)])
-def test_cold_start_resumes_from_checkpoint_after_kill(
-    started, tmp_path, monkeypatch, slow, newest
-):
-    """The state is saved every two updates, and where they are slow after ten minutes at most."""
+def test_cold_start_resumes_from_checkpoint_after_kill(started, tmp_path, monkeypatch, slow, newest):
     config, whole, _ = started
     config = moved(config, tmp_path / "run")
     if slow:
@@ -286,9 +278,7 @@ def test_unfinished_cold_start_refuses_other_settings(started, tmp_path, monkeyp
 
 
 @pytest.mark.medium
-def test_unfinished_cold_start_refuses_changed_actions(
-    started, tmp_path, monkeypatch
-):
+def test_unfinished_cold_start_refuses_changed_actions(started, tmp_path, monkeypatch):
     tools = [ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")]
     config = replace(moved(started[0], tmp_path / "run"), tools=tools)
     interrupted(config, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -318,7 +308,6 @@ class Killed(BaseException):
 @pytest.mark.medium
 @pytest.mark.parametrize("removed", [1, 2])
 def test_kill_during_cleanup_loses_nothing(started, tmp_path, monkeypatch, removed):
-    """Whichever of the removals were done: the same command goes on or begins again, and ends well."""
     config, whole, _ = started
     config = moved(config, tmp_path / "run")
     left = iter(range(removed))
@@ -367,7 +356,6 @@ def test_diverged_cold_start_writes_no_policy(started, tmp_path, every):
 
 @pytest.mark.medium
 def test_cold_start_without_finite_updates_writes_no_policy(started, tmp_path, monkeypatch):
-    """The parameters stay as they were: they are finite, and worth nothing."""
     config, update = moved(started[0], tmp_path / "run"), sft.Learner.update
 
     def skipped(self, state, *arguments):

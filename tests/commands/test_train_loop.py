@@ -157,7 +157,6 @@ def test_failed_evaluation_keeps_the_step(tmp_path, monkeypatch):
 
 
 def test_signal_in_update_waits_for_the_record(tmp_path, monkeypatch):
-    """As from a scheduler; the row, the trajectories and the checkpoint of the step are there."""
     write = train.RolloutWriter.write
 
     def stopped(self, step, *more):
@@ -174,7 +173,6 @@ def test_signal_in_update_waits_for_the_record(tmp_path, monkeypatch):
 
 
 def test_donated_state_is_not_saved(tmp_path):
-    """The update's arguments are gone when it fails inside: the last checkpoint stays the newest."""
     config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": 1})
     state = RunState(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console(progress=False))
     with pytest.raises(Broken), state:
@@ -277,7 +275,6 @@ def test_another_experiment_is_refused_before_anything_is_opened(tmp_path, start
 
 
 def test_next_start_restores_the_saved_state(tmp_path, monkeypatch):
-    """Parameters, moments and the number of updates; the policy that the run began with is not loaded."""
     optimizer = replace(make_config(tmp_path).learner.optimizer, lr=0.05)
     config = make_config(tmp_path, learner={"steps": 2, "optimizer": optimizer})
     elsewhere = RunState(

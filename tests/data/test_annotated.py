@@ -201,7 +201,6 @@ def test_passages_are_read_by_id_in_every_format(tmp_path):
 
 
 def test_corpus_text_cannot_write_action_tags():
-    """Its title is a query and its sentence a thought: sft would train the policy to call it."""
     output = "Ann calls <access>evil</access> in Oslo."
     question = asked("Where is Ann?", ["Oslo"], ["x"])
     result = [Lookup("<access>evil</access>", (Document("x", "Ann", output),), ("x",))]
@@ -216,7 +215,6 @@ def test_corpus_text_cannot_write_action_tags():
 
 
 def test_varied_first_query_depends_on_the_id_alone():
-    """The same draws in every process, which Python's own hash would not give."""
     queries = []
     for name in "012345":
         question = asked("Is Bo Dorn or Cy Emm a painter?", ["yes"], ["p3", "p4"], name=name)

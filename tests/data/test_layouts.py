@@ -7,11 +7,10 @@ import hashlib
 import io
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows_rig import write_rows
 
 from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core.errors import UserError
@@ -68,17 +67,6 @@ NATURAL = {
         {"short_answers": [], "yes_no_answer": "YES"},
     ],
 }
-
-
-def write(path, *rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(list(rows)))
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.mark.parametrize(
@@ -194,7 +182,7 @@ def write(path, *rows):
     ],
 )
 def test_published_rows_are_questions(tmp_path, name, row, expected):
-    (question,) = load_questions(write(tmp_path / name, row))
+    (question,) = load_questions(write_rows(tmp_path / name, row))
     assert (question.id, question.text, question.golden_answers, question.data_source) == expected
 
 
@@ -233,7 +221,7 @@ def test_bamboogle_and_dprs_tables_as_published(tmp_path):
 
 
 def test_content_decides_the_format(tmp_path):
-    parquet = write(tmp_path / "q.parquet", verl(1), verl(2)).rename(tmp_path / "q.jsonl")
+    parquet = write_rows(tmp_path / "q.parquet", verl(1), verl(2)).rename(tmp_path / "q.jsonl")
     packed = tmp_path / "again.parquet"
     packed.write_bytes(
         gzip.compress(b"\xef\xbb\xbf" + b"".join(json.dumps(verl(n)).encode() + b"\n" for n in (1, 2)))
@@ -245,7 +233,7 @@ def test_content_decides_the_format(tmp_path):
 def test_repeated_ids_get_their_data_source(tmp_path):
     """Search-R1's merged file has FlashRAG's ids: train_0 of NQ and train_0 of HotpotQA."""
     rows = [verl(0, id="train_0"), verl(0, id="train_0", data_source="hotpotqa")]
-    assert [question.id for question in load_questions(write(tmp_path / "q.parquet", *rows))] == [
+    assert [question.id for question in load_questions(write_rows(tmp_path / "q.parquet", *rows))] == [
         "nq_train_0",
         "hotpotqa_train_0",
     ]
@@ -254,7 +242,7 @@ def test_repeated_ids_get_their_data_source(tmp_path):
 def test_prompt_is_split_at_question_and_survives_writing(tmp_path):
     system = {"role": "system", "content": "You help."}
     rows = [verl(n, f"q{n}?", prompt=[system, *verl(n, f"q{n}?")["prompt"]]) for n in (1, 2)]
-    questions = load_questions(write(tmp_path / "q.parquet", *rows))
+    questions = load_questions(write_rows(tmp_path / "q.parquet", *rows))
     before, after = PROMPT.split("{}")
     assert questions[0].prompt == (Message("system", ("You help.",)), Message("user", (before, after)))
     assert questions[0].prompt[1] is questions[1].prompt[1], "the words that all rows share are kept once"
@@ -265,7 +253,7 @@ def test_prompt_is_split_at_question_and_survives_writing(tmp_path):
 
 def test_text_prompt_is_a_user_message(tmp_path):
     ours = {"id": 1, "question": "who?", "golden_answers": ["me"], "data_source": "x", "prompt": "Say: who?"}
-    (question,) = load_questions(write(tmp_path / "q.jsonl", ours))
+    (question,) = load_questions(write_rows(tmp_path / "q.jsonl", ours))
     assert question.prompt == (Message("user", ("Say: ", "")),)
 
 
@@ -304,14 +292,14 @@ TOOL, ASSISTANT = ([{"role": role, "content": "x"}] for role in ("tool", "assist
 @pytest.mark.parametrize(("name", "place"), [("q.jsonl", "q.jsonl:2: "), ("q.json", "q.json row 2: ")])
 def test_bad_row_is_named_with_its_key(tmp_path, good, change, message, name, place):
     with pytest.raises(UserError, match=place + message) as caught:
-        load_questions(write(tmp_path / name, good, good | change))
+        load_questions(write_rows(tmp_path / name, good, good | change))
     assert "\n" not in str(caught.value)
 
 
 def test_large_parquet_columns_are_not_read(tmp_path):
     unread = {"supporting_facts": ["a"], "evidences": ["b"], "context": ["c"]}
     row = {"id": "1", "question": "x", "answer": "y"}
-    path = write(tmp_path / "q.parquet", row | unread)
+    path = write_rows(tmp_path / "q.parquet", row | unread)
     ((_, result),) = files.read_rows(path)
     assert result == row | dict.fromkeys(unread)
     assert load_questions(path)[0].data_source == "2wikimultihopqa", "their names tell the layout"
@@ -348,13 +336,15 @@ def test_unknown_layout_is_refused_with_its_keys(tmp_path):
     with pytest.raises(
         UserError, match="q.jsonl:1: no known layout: the keys are text, n; give every row 'id'"
     ):
-        load_questions(write(tmp_path / "q.jsonl", {"text": 1, "n": 2}))
+        load_questions(write_rows(tmp_path / "q.jsonl", {"text": 1, "n": 2}))
 
 
 def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BATCH", 2)
     with pytest.raises(UserError, match="q.parquet row 4: key 'answer' holds no answer"):
-        load_questions(write(tmp_path / "q.parquet", ASKED, ASKED, ASKED, {"question": "x", "answer": ""}))
+        load_questions(
+            write_rows(tmp_path / "q.parquet", ASKED, ASKED, ASKED, {"question": "x", "answer": ""})
+        )
 
 
 @pytest.mark.parametrize(
@@ -376,7 +366,6 @@ def test_broken_file_is_refused(tmp_path, content, message):
 
 
 def test_rlinfs_rows(tmp_path):
-    """One text holds the whole prompt, with or without the marks of a chat."""
     chat = "<|im_start|>user\nReason in <think>. Question: who?<|im_end|>\n<|im_start|>assistant\n<think>"
     rows = [
         {"prompt": "Reason. Question: where?\nAssistant: <think>", "solutions": ["Rome", "Roma"]},
@@ -409,7 +398,7 @@ def test_rlinfs_rows(tmp_path):
 @pytest.mark.parametrize("key", ["reward_model", "reward_spec", "solutions", "ground_truth"])
 def test_question_is_cut_from_its_prompt_or_refused(tmp_path, key, prompt, expected):
     answers = {"ground_truth": {"target": ["Jane Austen"]}} if key.startswith("reward") else ["Jane Austen"]
-    path = write(tmp_path / "q.jsonl", {"prompt": [{"role": "user", "content": prompt}], key: answers})
+    path = write_rows(tmp_path / "q.jsonl", {"prompt": [{"role": "user", "content": prompt}], key: answers})
     if expected is None:
         with pytest.raises(UserError, match="q.jsonl:1: .*(cannot be separated from|non-empty string)"):
             load_questions(path)
@@ -422,7 +411,7 @@ def test_question_is_cut_from_its_prompt_or_refused(tmp_path, key, prompt, expec
 def test_trl_prompt_holds_the_question(tmp_path, content, is_chat):
     chat = [{"role": "system", "content": "Help."}, {"role": "user", "content": content}]
     row = {"prompt": chat if is_chat else content, "ground_truth": "Jane Austen"}
-    (question,) = load_questions(write(tmp_path / "trl.jsonl", row))
+    (question,) = load_questions(write_rows(tmp_path / "trl.jsonl", row))
     assert (question.text, question.golden_answers) == ("who wrote Emma?", ("Jane Austen",))
     assert question.text.join(question.prompt[-1].parts) == content
 
@@ -437,7 +426,7 @@ def test_browsecomp_is_decrypted_with_its_canary(tmp_path):
     plus = {"query_id": "7", "query": "who?", "answer": "Ada", "gold_docs": [{"docid": "1", "text": "."}]}
     secret = plus | {"query": encrypted("who?", "y"), "answer": encrypted("Ada", "y"), "canary": "y"}
     rows = [row, row | {"problem": "Who painted it?", "answer": "Ada, later"}]
-    first, second = load_questions(write(tmp_path / "bc.parquet", *rows))
+    first, second = load_questions(write_rows(tmp_path / "bc.parquet", *rows))
     assert (first.text, first.golden_answers, first.data_source) == (
         "Who painted it?",
         ("Ada",),
@@ -445,7 +434,7 @@ def test_browsecomp_is_decrypted_with_its_canary(tmp_path):
     )
     assert (second.text, second.golden_answers) == ("Who painted it?", ("Ada, later",))
     for name, item in (("plain.jsonl", plus), ("secret.jsonl", secret)):
-        (question,) = load_questions(write(tmp_path / name, item))
+        (question,) = load_questions(write_rows(tmp_path / name, item))
         assert (question.id, question.text) == ("browsecomp_plus_7", "who?")
         assert (question.golden_answers, question.supporting_ids) == (("Ada",), ("1",))
 
@@ -456,8 +445,8 @@ def test_ours_is_read_equally_without_data_source(tmp_path):
         {"id": "1", "question": "Who sang it?", "golden_answers": ["Ada", ""]},
         {"id": "2", "question": "Capital of Italy?", "golden_answers": "Rome"},
     ]
-    bare = load_questions(write(tmp_path / "mine.jsonl", *rows))
-    named = load_questions(write(tmp_path / "x.jsonl", *(row | {"data_source": "mine"} for row in rows)))
+    bare = load_questions(write_rows(tmp_path / "mine.jsonl", *rows))
+    named = load_questions(write_rows(tmp_path / "x.jsonl", *(row | {"data_source": "mine"} for row in rows)))
     assert [item.golden_answers for item in bare] == [("5",), ("Ada",), ("Rome",)]
     assert [item.golden_answers for item in named] == [item.golden_answers for item in bare]
     assert [(item.id, item.data_source) for item in named] == [(str(n), "mine") for n in range(3)]
@@ -465,15 +454,15 @@ def test_ours_is_read_equally_without_data_source(tmp_path):
 
 def test_columns_of_an_unknown_layout_are_named(tmp_path):
     row = {"request": [{"role": "user", "content": "who?"}], "gold": {"text": "Ada|Bo"}, "qid": 3}
-    path = write(tmp_path / "mine.jsonl", row)
+    path = write_rows(tmp_path / "mine.jsonl", row)
     (question,) = load_questions(path, ColumnsConfig("request", "gold.text", "|"))
     assert (question.id, question.text, question.golden_answers) == ("mine_3", "who?", ("Ada", "Bo"))
     with pytest.raises(UserError, match="mine.jsonl:1: no key 'gold.words': the keys are request, gold, qid"):
         load_questions(path, ColumnsConfig("request", "gold.words"))
-    write(path, row, {"request": "where?", "qid": 4})
+    write_rows(path, row, {"request": "where?", "qid": 4})
     with pytest.raises(NoAnswer, match="mine.jsonl:2: key 'gold.text' holds no answer"):
         load_questions(path, ColumnsConfig("request", "gold.text"))
-    short = write(tmp_path / "short.jsonl", {"question": "who?", "gold": ["Ada"]})
+    short = write_rows(tmp_path / "short.jsonl", {"question": "who?", "gold": ["Ada"]})
     assert load_questions(short, ColumnsConfig(answer="gold"))[0].golden_answers == ("Ada",)
 
 

@@ -1,8 +1,7 @@
 """A user's own demonstrations: every field arrives, and what cannot be one is named with its line."""
 
-import json
-
 import pytest
+from rows_rig import write_rows
 
 from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
@@ -18,18 +17,13 @@ def row(*turns, **changes):
     return fields | {"turns": list(turns)} | changes
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_every_field_arrives_in_order(tmp_path):
     documents = [
         {"id": 7, "title": "Garden", "text": "by Ada"},
         {"title": "Other", "text": ""},  # known by its title
         {"id": "x", "title": "Garden", "text": "a second one of that title"},
     ]
-    path = write(
+    path = write_rows(
         tmp_path / "demos.jsonl",
         row({"text": SEARCH, "documents": documents}, ANSWER),
         row(ANSWER, id="2", supporting_ids=[7]),
@@ -55,6 +49,7 @@ def test_every_field_arrives_in_order(tmp_path):
     [
         ({"text": "<think> only a thought </think>"}, "a turn must hold <search> query"),
         ({"text": "<search> </search>"}, "a turn must hold <search> query"),
+        ({"text": ""}, "every turn needs a non-empty 'text'"),
         ({"text": "<answer> a <search> b </search> </answer>"}, "a turn must hold <search> query"),
         ({"text": "  "}, "every turn needs a non-empty 'text'"),
         ("<answer> ada </answer>", "every turn needs a non-empty 'text'"),
@@ -64,16 +59,15 @@ def test_every_field_arrives_in_order(tmp_path):
     ],
 )
 def test_invalid_turn_is_named_with_its_line(tmp_path, turn, message):
-    path = write(tmp_path / "demos.jsonl", row(ANSWER), row(ANSWER, turn))
+    path = write_rows(tmp_path / "demos.jsonl", row(ANSWER), row(ANSWER, turn))
     with pytest.raises(UserError, match=f"demos.jsonl:2: {message}"):
         load_demonstrations(path)
 
 
 def test_lone_surrogate_is_replaced_in_turns_and_messages(tmp_path):
-    """As a text has that was cut in the middle of an emoji: no tokenizer takes it."""
     output = "<think> so \ud83d </think>\n<answer> ada </answer>"
     chat = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": output}]
-    path = write(
+    path = write_rows(
         tmp_path / "demos.jsonl", row({"text": output}, supporting_ids=["\ud83d"]), {"messages": chat}
     )
     ours, other = load_demonstrations(path)
@@ -82,23 +76,16 @@ def test_lone_surrogate_is_replaced_in_turns_and_messages(tmp_path):
     build_word_tokenizer().encode(ours.turns[0].text)
 
 
-@pytest.mark.parametrize("turns", [[], None, "x"])
-def test_demonstration_without_turns_is_refused(tmp_path, turns):
-    path = write(tmp_path / "demos.jsonl", row(turns=turns))
-    with pytest.raises(UserError, match="demos.jsonl:1: field 'turns' must be a non-empty list"):
-        load_demonstrations(path)
-
-
 def test_empty_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="no demonstrations in it"):
-        load_demonstrations(write(tmp_path / "demos.jsonl"))
+        load_demonstrations(write_rows(tmp_path / "demos.jsonl"))
 
 
 def test_chat_question_ends_with_its_line(tmp_path):
     prompt = "Answer it.\nQuestion: who wrote it?\nThink first."
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": ANSWER["text"]}]
     plain = [{"role": "user", "content": "who?\nThink first."}, messages[1]]
-    path = write(tmp_path / "demos.jsonl", {"messages": messages}, {"messages": plain, "id": 2.0})
+    path = write_rows(tmp_path / "demos.jsonl", {"messages": messages}, {"messages": plain, "id": 2.0})
     first, second = load_demonstrations(path)
     assert first.question.text == "who wrote it?" and second.question.text == "who?\nThink first."
     assert second.question.id == "2"

@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rows_rig import write_rows
 
 from calibadv_jax import cli
 from calibadv_jax.contrib import prepare as module
@@ -18,11 +19,6 @@ def row(number, question, source="nq", **changes):
     return {"id": number, "question": question, "golden_answers": ["ada"], "data_source": source} | changes
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def counts(report):
     return {values[0]: values[1:3] for values in report.rows()}
 
@@ -30,7 +26,7 @@ def counts(report):
 @pytest.fixture
 def files(tmp_path):
     """A training file with something of everything, and a test file."""
-    train = write(
+    train = write_rows(
         tmp_path / "train.jsonl",
         row(1, "Who wrote Silent Garden?"),
         row(2, "who  wrote «silent garden»"),  # a duplicate of the first
@@ -39,7 +35,7 @@ def files(tmp_path):
         row(5, "When " + "very " * 40 + "long ago?", "hotpotqa"),
         row(1, "Another of this id", "hotpotqa"),
     )
-    return train, write(tmp_path / "test.jsonl", row(9, "where is it", "hotpotqa"))
+    return train, write_rows(tmp_path / "test.jsonl", row(9, "where is it", "hotpotqa"))
 
 
 def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path):
@@ -68,7 +64,7 @@ def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path):
 def test_lone_surrogates_of_rows_are_replaced(tmp_path):
     half = "\ud83d"
     odd = row(2, f"Who is {half}?", f"nq{half}", golden_answers=[f"a{half}"])
-    train = write(tmp_path / "train.jsonl", row(1, f"Who {half}?", f"nq{half}", golden_answers=[]), odd)
+    train = write_rows(tmp_path / "train.jsonl", row(1, f"Who {half}?", f"nq{half}", golden_answers=[]), odd)
     report = prepare(str(train), tmp_path / "out.parquet")
     assert report.rows()[0] == ["nq\ufffd", 2, 1, 1]
     (question,) = load_questions(tmp_path / "out.parquet")
@@ -76,7 +72,7 @@ def test_lone_surrogates_of_rows_are_replaced(tmp_path):
 
 
 def test_examples_are_few(tmp_path):
-    train = write(tmp_path / "train.jsonl", *(row(n, "Same?") for n in range(20)))
+    train = write_rows(tmp_path / "train.jsonl", *(row(n, "Same?") for n in range(20)))
     report = prepare(str(train), tmp_path / "out.jsonl")
     assert len(report.examples["duplicate"]) == module.EXAMPLES and counts(report)["all"] == [20, 1]
 
@@ -102,7 +98,7 @@ def test_both_output_formats_hold_the_same(tmp_path, monkeypatch, suffix):
         [{"role": "system", "content": "x"}, {"role": "user", "content": f"Say: q{n}?"}] for n in range(5)
     ]
     rows = [row(n, f"q{n}?", prompt=prompts[n], supporting_ids=["7"]) for n in range(5)]
-    train = write(tmp_path / "train.jsonl", *rows, row(9, "no prompt?"))
+    train = write_rows(tmp_path / "train.jsonl", *rows, row(9, "no prompt?"))
     prepare(str(train), tmp_path / f"out{suffix}")
     assert load_questions(tmp_path / f"out{suffix}") == load_questions(train)
     prepare(str(train), tmp_path / f"bare{suffix}", Filters(keeps_prompt=False))
@@ -202,14 +198,14 @@ def test_command_prints_the_counts(files, tmp_path, capsys):
 
 def test_rows_without_data_source_get_the_default(tmp_path):
     rows = [{"id": n, "question": f"q{n}", "golden_answers": ["ada"] * (n > 0)} for n in range(3)]
-    report = prepare(str(write(tmp_path / "x.jsonl", *rows)), tmp_path / "out.jsonl", Filters("mine"))
+    report = prepare(str(write_rows(tmp_path / "x.jsonl", *rows)), tmp_path / "out.jsonl", Filters("mine"))
     assert counts(report) == {"mine": [3, 2], "all": [3, 2]}
     assert [question.data_source for question in load_questions(tmp_path / "out.jsonl")] == ["mine", "mine"]
 
 
 def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
     rows = [row(1, "Who?", golden_answers=["A"]), row(2, "Where?", golden_answers=["The", "Rome"])]
-    train = write(tmp_path / "train.jsonl", *rows, row(3, "When?", golden_answers="May|June"))
+    train = write_rows(tmp_path / "train.jsonl", *rows, row(3, "When?", golden_answers="May|June"))
     report = prepare(str(train), tmp_path / "out.jsonl")
     assert report.rows()[0] == ["nq", 3, 2, 1] and report.reasons == ["empty answer"]
     assert [question.golden_answers for question in load_questions(tmp_path / "out.jsonl")] == [
@@ -221,8 +217,8 @@ def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
 
 
 def test_named_columns_and_separator_are_read(tmp_path, capsys):
-    train = write(tmp_path / "mine.jsonl", {"query_id": 7, "text": "who?", "gold": "Ada; Bo"})
-    test = write(tmp_path / "test.jsonl", row(9, "where?"))
+    train = write_rows(tmp_path / "mine.jsonl", {"query_id": 7, "text": "who?", "gold": "Ada; Bo"})
+    test = write_rows(tmp_path / "test.jsonl", row(9, "where?"))
     call = ["prepare-data", str(train), "--question", "text", "--answer", "gold", "--exclude", str(test)]
     for separator in (["--separator", ";"], []):
         with pytest.raises(SystemExit) as ended:

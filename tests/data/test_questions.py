@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from rows_rig import write_rows
 
 from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core.errors import UserError
@@ -16,17 +17,6 @@ GOOD = {"id": "1", "question": "who?", "golden_answers": ["me"], "data_source": 
 
 def make(count, source="nq"):
     return [Question(f"{source}{i}", f"q{i}", ("a",), source) for i in range(count)]
-
-
-def write(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-def test_round_trip(tmp_path):
-    questions = [Question("1", "wer?", ("ich", "du"), "nq", ("7",))]
-    write_questions(tmp_path / "q.jsonl", questions)
-    assert load_questions(tmp_path / "q.jsonl") == questions
 
 
 @pytest.mark.parametrize(
@@ -44,11 +34,11 @@ def test_round_trip(tmp_path):
 )
 def test_malformed_rows_name_file_and_line(tmp_path, row, message):
     with pytest.raises(UserError, match=message):
-        load_questions(write(tmp_path / "q.jsonl", GOOD, row))
+        load_questions(write_rows(tmp_path / "q.jsonl", GOOD, row))
 
 
 def test_key_with_dot_and_separator_answer_stay(tmp_path):
-    path = write(tmp_path / "q.jsonl", {"asked.text": "who?", "right": "|"})
+    path = write_rows(tmp_path / "q.jsonl", {"asked.text": "who?", "right": "|"})
     (question,) = load_questions(str(path), ColumnsConfig("asked.text", "right", "|"))
     assert (question.text, question.golden_answers) == ("who?", ("|",))
     assert without_nan(float("inf")) is None
@@ -56,7 +46,7 @@ def test_key_with_dot_and_separator_answer_stay(tmp_path):
 
 def test_row_without_answer_names_its_layouts_source(tmp_path):
     row = {"id": "1", "question": "who?", "paragraphs": [], "answerable": False}
-    ((_, reason),) = read_questions(write(tmp_path / "q.jsonl", row), "q")
+    ((_, reason),) = read_questions(write_rows(tmp_path / "q.jsonl", row), "q")
     assert reason.source == "musique"
 
 
@@ -64,9 +54,7 @@ def test_missing_and_empty_files(tmp_path):
     with pytest.raises(UserError, match="no such file of questions"):
         load_questions(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match="no questions in it"):
-        load_questions(write(tmp_path / "q.jsonl", ""))
-    with pytest.raises(UserError, match="set data.train"):
-        load_questions("")
+        load_questions(write_rows(tmp_path / "q.jsonl", ""))
 
 
 def test_select_evenly_takes_from_every_source():
@@ -87,13 +75,6 @@ def test_resumed_pipeline_goes_on_exactly(shuffle):
     resumed = QuestionIterator(make(10), seed=3, shuffle=shuffle)
     resumed.set_state(state)
     assert [next(resumed) for _ in range(25)] == expected
-
-
-def test_every_epoch_has_every_question_in_another_order():
-    iterator = QuestionIterator(make(8), seed=0, shuffle=True)
-    epochs = [[next(iterator).id for _ in range(8)] for _ in range(3)]
-    assert all(sorted(epoch) == sorted(q.id for q in make(8)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
 def test_question_with_lone_surrogate_can_be_written(tmp_path):

@@ -1,7 +1,5 @@
 """Real questions, written as other trainers have them, and read again."""
 
-import json
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -66,18 +64,6 @@ def test_as_search_r1_has_them(questions, searchr1, tmp_path):
     assert [plain(item) for item in again] == [plain(question) for question in questions], (
         "out of the prompts"
     )
-
-
-def test_as_flashrag_has_them(questions, tmp_path):
-    for source in SOURCES:
-        (tmp_path / source).mkdir()
-        with (tmp_path / source / "test.jsonl").open("w") as file:
-            for number, item in enumerate(q for q in questions if q.data_source == source):
-                row = {"id": f"test_{number}", "question": item.text, "golden_answers": item.golden_answers}
-                file.write(json.dumps(row | {"metadata": {}}) + "\n")
-    result = load_questions(f"{tmp_path}/*/test.jsonl")
-    assert sorted(map(plain, result)) == sorted(map(plain, questions))
-    assert len({item.id for item in result}) == len(questions)
 
 
 def test_prompt_of_the_row_reaches_the_policy_unchanged(searchr1):

@@ -48,7 +48,6 @@ def test_no_entity_occurs_twice(facts):
 
 @pytest.mark.parametrize("generator", [imperfect, lookups])
 def test_careful_demonstration_quotes_shown_passages(generator):
-    """Quoted is the sentence that was looked for: of the passage with the title of the last search."""
     quotes = 0
     for demonstration in itertools.islice(generator(3, WorldConfig()), 1000):
         shown = None
@@ -68,7 +67,6 @@ def test_careful_demonstration_quotes_shown_passages(generator):
 
 @pytest.mark.medium
 def test_wrong_name_is_searched_before_the_right_one():
-    """Never after it: the answer follows from the last search."""
     detours = 0
     for demonstration in itertools.islice(imperfect(4, WorldConfig()), 2000):
         searches = [turn.documents[0] for turn in demonstration.turns if turn.documents]

@@ -12,7 +12,6 @@ from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.contrib.worlds.words import POOLS
 from calibadv_jax.contrib.worlds.world import generate_world, write_world
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.demonstrations import DemoTurn, load_demonstrations
 from calibadv_jax.data.questions import load_questions
 
 SMALL = WorldConfig(people=40, cities=12, companies=12, works=8, train_questions=300, eval_questions=200)
@@ -146,27 +145,3 @@ def test_folder_with_foreign_manifest_is_refused(tmp_path, manifest):
 def test_too_many_entities_is_one_clear_line():
     with pytest.raises(UserError, match="5000 names of kind 'person' were asked for, but there are"):
         generate_world(WorldConfig(people=5000))
-
-
-def test_own_demonstrations(tmp_path):
-    path = tmp_path / "demos.jsonl"
-    row = {
-        "id": "a",
-        "question": "q",
-        "golden_answers": ["x"],
-        "data_source": "mine",
-        "turns": [
-            {"text": "<search> q </search>", "documents": [{"title": "T", "text": "t"}]},
-            {"text": "<answer> x </answer>"},
-        ],
-    }
-    path.write_text(json.dumps(row) + "\n")
-    (demonstration,) = load_demonstrations(path)
-    assert demonstration.turns[1] == DemoTurn("<answer> x </answer>")
-    assert demonstration.turns[0].documents[0].title == "T"
-    path.write_text(json.dumps(row | {"turns": [{"text": ""}]}) + "\n")
-    with pytest.raises(UserError, match=r"demos.jsonl:1: every turn needs a non-empty 'text'"):
-        load_demonstrations(path)
-    path.write_text(json.dumps(row | {"turns": [{"text": "<think> t </think> Rome"}]}) + "\n")
-    with pytest.raises(UserError, match="demos.jsonl:1: a turn must hold <search> query </search> or"):
-        load_demonstrations(path)

@@ -141,7 +141,6 @@ def test_windows(tmp_path, capsys):
 
 
 def test_every_step_has_its_own_settings(tmp_path, capsys):
-    """Those of a run may change where it is resumed."""
     keep(tmp_path, make_config(), step=1)
     keep(tmp_path, with_advantage(correctness="max"), step=2)
     call(tmp_path, "--output", tmp_path / "audit.json", capsys=capsys)
@@ -150,7 +149,6 @@ def test_every_step_has_its_own_settings(tmp_path, capsys):
 
 
 def test_audit_shuffles_rewards_with_the_step_seed(tmp_path, capsys):
-    """With the seed of the step, which after a rollback is not the run's."""
     config = make_config()
     config = replace(config, reward=replace(config.reward, shuffle=True))
     groups = make_groups()

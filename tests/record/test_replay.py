@@ -144,7 +144,6 @@ def test_rows_that_differ_are_marked(before, after, is_changed, mark):
 
 
 def test_rewards_are_shuffled_as_they_were(tmp_path):
-    """With the seed of the step, which after a rollback is not the run's."""
     config = make_config()
     config = replace(config, reward=replace(config.reward, shuffle=True))
 

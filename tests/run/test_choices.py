@@ -36,7 +36,6 @@ def test_optional_features_are_described_when_on():
 
 
 def test_format_reward_without_searches_is_refused():
-    """Every score would be 0, in every step, and no guard would ever be armed."""
     plain = Config()
     without = replace(plain, rollout=replace(plain.rollout, max_searches=0))
     with pytest.raises(
@@ -76,7 +75,6 @@ def test_single_trajectory_groups_are_refused_by_group_estimators(rollout, advan
 
 
 def test_balanced_single_trajectory_has_no_answer_advantage():
-    """What the refusal speaks of."""
     turn = Turn("answer", np.ones(1, np.int32), np.zeros(1, np.float32), answer="Ann")
     question = Question("1", "Who?", ("Ann",), "test")
     alone = Trajectory(question, np.ones(1, np.int32), [turn], answer_score=1.0, format_valid=True)

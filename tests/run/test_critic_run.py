@@ -157,7 +157,6 @@ def test_diverged_critic_ends_the_run(tmp_path):
 
 
 def test_critic_rate_is_read_before_the_update(tmp_path, monkeypatch):
-    """The schedule is asked before the update raises the count."""
     config = critic_config(tmp_path, optimizer=OptimizerConfig(lr=0.05, schedule="cosine", warmup_steps=1))
     trained = critic.Critic(config, MODEL, None)
     trained.state = {"updates": 0, "params": {"w": np.ones(1, np.float32)}}

@@ -149,7 +149,6 @@ def learner_count(policy):
 
 
 def test_memory_by_purpose():
-    """Each number from the shapes."""
     count = ARCHITECTURE.num_parameters
     plain = estimate()
     assert plain["parameters"] == 4 * count
@@ -166,7 +165,6 @@ def test_memory_by_purpose():
 
 
 def test_critic_estimate_includes_its_optimizer():
-    """Without the output head, and with a head of one number."""
     count = ARCHITECTURE.num_parameters - 402 * 32 + 32
     plain, critic = estimate(), estimate(advantage={"name": "gae"})
     assert critic["critic"] == 4 * count
@@ -224,7 +222,6 @@ def test_peak_is_update_or_sampling():
 
 
 def test_offloaded_moments_count_during_optimizer_step_only():
-    """Those of a quarter of the parameters at once, or of the largest: the old and the new."""
     rule = replace(Config().learner.optimizer, offload="host")
     plain, moved = estimate(), estimate(learner={"optimizer": rule})
     assert moved["optimizer"] == 0 and moved["moments"] == plain["optimizer"] / 2
@@ -337,7 +334,6 @@ def test_host_memory_respects_container_limit(monkeypatch, tmp_path):
 
 
 def test_sizes_of_accelerators_are_told_on_a_cpu(monkeypatch):
-    """With the keys to change; the overlay that is named changes them all."""
     own, overlay = ROOT / "configs/own_data.yaml", ROOT / "configs/cpu.yaml"
     (warning,) = cpu_lines(load_config(own))
     for key in ("sampler.slots (64)", "rollout.max_length (16384)", "learner.row_length (16384)"):

@@ -50,7 +50,6 @@ def test_full_disk_is_reported_and_next_start_continues(small_disk):
 
 
 def test_start_on_full_disk_keeps_older_start(small_disk):
-    """Whether there is no room at all, or for a part of the config."""
     folder, ballast = small_disk / "run", small_disk / "ballast"
     text = dump_config(Config())
     add_start(folder, text, {"data.content": "a"})

@@ -145,7 +145,6 @@ def test_exports_are_the_merged_policy_and_the_adapters(whole, base, tmp_path):
 
 
 def test_adapter_snapshot_reads_as_merged_policy(whole, base, tmp_path):
-    """By a worker and by the program, bit for bit; a worker that does not find the base refuses it."""
     folder, loaded = whole
     params = jax.tree.map(jnp.asarray, loaded[-1][1])
     store = SnapshotStore(tmp_path / "snapshots", keep=2, dtype=jnp.bfloat16)
@@ -185,7 +184,6 @@ def test_missing_or_different_base_is_refused(whole, base, tmp_path):
 
 
 def test_initial_adapters_come_from_init_from(whole, base, tmp_path):
-    """And they, not the base, are the reference."""
     folder, loaded = whole
     outputs = ExportConfig(adapter_output=str(tmp_path / "adapter"))
     config = replace(make_config(tmp_path), run=RunConfig(dir=str(folder)), export=outputs)
@@ -193,8 +191,8 @@ def test_initial_adapters_come_from_init_from(whole, base, tmp_path):
     begun = config_of(tmp_path, base)
     policy = replace(begun.policy, lora=replace(LORA, init_from=str(adapter)))
     begun = trainer_rig.make_state(replace(begun, policy=policy), tmp_path)
-    for params in (begun.state["params"], begun.reference):
-        whole_policy = begun.learner.whole(params)
+    for params in (begun.state["params"], begun.trainer.reference):
+        whole_policy = begun.trainer.learner.whole(params)
         jax.tree.map(np.testing.assert_array_equal, whole_policy, loaded[-1][1])
 
     def refused(change, words, **fields):

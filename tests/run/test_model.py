@@ -88,7 +88,6 @@ def test_tokenizer_class_that_loses_spaces_is_refused(tmp_path):
 
 
 def test_tokenizer_file_that_loses_digits_is_refused(tmp_path):
-    """Its class is right, so that another folder is the way out."""
     of_bytes(normalizers.Replace(Regex(r"\d"), "")).save_pretrained(tmp_path)
     with pytest.raises(
         UserError, match=r"loses digits: '1291 and 12345' becomes ' and '; set policy\.tokenizer"
@@ -110,7 +109,6 @@ def test_tokenizer_that_cannot_be_read_is_one_line(tmp_path, file, content):
 
 @pytest.mark.parametrize(("generation", "expected"), [(None, [1, 5]), ({"eos_token_id": [9, 5]}, [1, 5, 9])])
 def test_end_of_text_tokens_are_kept_in_config(tmp_path, generation, expected):
-    """From there exports, snapshots and a later evaluation have them, without the folder they came from."""
     build_word_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"eos_token_id": 5}))
     if generation is not None:
@@ -145,7 +143,6 @@ def test_tokenizer_splits_alike_beside_a_policy(tmp_path, model_type):
 
 @pytest.mark.medium
 def test_tokenizer_class_of_the_model_is_kept(tmp_path):
-    """As the models of the paper name it, which AutoTokenizer knows how to make."""
     of_bytes().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "qwen2"}))
     path = tmp_path / "tokenizer_config.json"
@@ -169,7 +166,6 @@ def test_tokenizer_with_own_code_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.medium
 def test_embedded_sampler_imports_no_torch(tmp_path):
-    """Where it is installed, its import takes seconds."""
     build_word_tokenizer().save_pretrained(tmp_path)
     program = f"""
 import sys
@@ -187,7 +183,6 @@ sys.stdout.write(" ".join({{"torch", "sympy", "scipy.stats"}} & sys.modules.keys
 
 
 def test_vocabulary_hash_covers_words_and_ids(tmp_path):
-    """Workers and a resumed run compare it: the same words under other ids are another vocabulary."""
 
     def hash_of(name, words):
         tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))

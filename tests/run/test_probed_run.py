@@ -67,7 +67,6 @@ def test_resumed_probed_run_is_equal_and_replayed(tmp_path, name, policy, shares
 
 
 def test_probes_use_the_named_policies(tmp_path):
-    """The initial one stays, whatever is trained; a step's own is the one before its update."""
     probes = {"name": "grpo", "probes": ["initial", "current"]}
 
     class Again(ScriptedRollouts):

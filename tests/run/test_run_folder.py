@@ -86,7 +86,6 @@ def test_binding_change_is_refused_before_writing(run, override):
 
 
 def test_every_binding_key_is_compared(run):
-    """All in one start; sections of which only some keys count are named in full."""
     changes = {
         "sampler.name": "vllm",
         "retriever.encoder": "e5",
@@ -119,7 +118,6 @@ def test_every_binding_key_is_compared(run):
     ],
 )
 def test_data_and_policy_are_compared_by_content(run, arguments, name):
-    """A file in which questions changed but not their number; another model at the same path."""
     with_checkpoint(run)
     before = contents(run.folder)
     with pytest.raises(UserError, match=f"{name} changed"):
@@ -179,7 +177,6 @@ def test_used_folder_without_resume_is_refused(run):
     ],
 )
 def test_other_experiment_in_the_mirror_is_not_fetched(run, tmp_path, overrides, changes, message):
-    """The second start has an empty folder: what it compares goes again."""
     with_checkpoint(run)
     (run.folder / "checkpoints/3/state").write_text("weights")
     (run.folder / "hub.json").write_text("[]")
@@ -196,7 +193,6 @@ def test_other_experiment_in_the_mirror_is_not_fetched(run, tmp_path, overrides,
 
 
 def test_policy_inside_run_is_fetched_first(run, tmp_path):
-    """The model is built before the run is fetched."""
     with_checkpoint(run)
     (run.folder / "checkpoints/3/state").write_text("weights")
     (run.folder / "sft").mkdir()

@@ -97,7 +97,6 @@ def test_hashes_that_are_lost_can_be_done_without(run):
 
 
 def test_full_disk_leaves_no_half_start(run, monkeypatch):
-    """The file of the config fails, and the start after it goes on."""
     with_checkpoint(run)
     write_text = Path.write_text
 
@@ -216,7 +215,6 @@ def served(url, more="", **own):
 
 
 def test_keys_of_the_environment_are_kept_by_name(run, monkeypatch):
-    """A key that was replaced since is no change, and neither key stands anywhere."""
     monkeypatch.setattr("calibadv_jax.run.fingerprints.tools_hash", lambda config: "the same")
     server = ["tools=[search, {mcp: {command: 'srv --key ${oc.env:MY_KEY}'}}]"]
     for number, key in enumerate(("hunter2", "correct-horse")):
@@ -245,7 +243,6 @@ def test_keys_of_the_environment_are_kept_by_name(run, monkeypatch):
     ],
 )
 def test_tool_server_may_move_but_not_change(run, monkeypatch, moved, goes_on):
-    """As retriever, judge and vLLM workers may. What its tools say of themselves is compared apart."""
     monkeypatch.setattr("calibadv_jax.contrib.mcp_tools.mcp_actions", lambda *_: [Calculator()])
     run(served("http://a/mcp"))
     trained(run, 1)

@@ -64,7 +64,6 @@ def test_damaged_description_is_refused(run):
 
 
 def test_its_section_accepts_it_too(run):
-    """As for every other change: checkpoint.allow_change takes keys and sections."""
     section = replace(Config(), checkpoint=CheckpointConfig(allow_change=["retriever"]))
     check_service(section, run, FIRST | {"corpus_sha256": "c2"})
 
@@ -79,7 +78,6 @@ def test_trained_steps_count_without_a_checkpoint(tmp_path, left):
 
 
 def test_full_disk_keeps_the_description(run, monkeypatch):
-    """It is on the disk before it has its name, as all files that are written whole."""
     before = (run / SERVICE_FILE).read_text()
 
     def full(_):

@@ -122,7 +122,6 @@ class Terminal(io.StringIO):
 
 
 def test_console_shows_steps_and_phases(tmp_path):
-    """In a file the lines of the steps and checkpoints; on a terminal the parts of a step too."""
     config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
     run(config, ScriptedRollouts(), tmp_path, Console(stream=(stream := io.StringIO())))
     first, *lines = stream.getvalue().splitlines()
@@ -140,7 +139,6 @@ def test_console_shows_steps_and_phases(tmp_path):
 
 
 def test_interrupted_step_draws_the_same_groups_again(tmp_path):
-    """One of the two is complete; the next run trains both, and draws no other in their place."""
     config = make_config(tmp_path, learner={"steps": 1})
     with pytest.raises(RuntimeError, match="the machine is gone"):
         run(config, (first := ScriptedRollouts(fails_at=1)), tmp_path)

@@ -71,7 +71,6 @@ def test_rollback_deletes_checkpoints_of_bad_steps(tmp_path):
 
 @pytest.mark.medium
 def test_resumed_run_counts_former_rollbacks(tmp_path):
-    """Its numbers are those of the attempt after the collapse, and its rollbacks count on."""
     config = make_config(tmp_path, guards=GUARDED | {"action": "rollback"})
     before = run(config, Collapsing(), tmp_path)
     state = make_state(config, tmp_path, after := ScriptedRollouts())
@@ -80,7 +79,6 @@ def test_resumed_run_counts_former_rollbacks(tmp_path):
 
 
 def test_restart_after_rollback_keeps_the_new_seed(tmp_path):
-    """No checkpoint has been written since then. A folder that begins anew has never gone back."""
 
     class Ended(Collapsing):
         def begin(self, number, question):
@@ -200,7 +198,6 @@ class Tying(ScriptedRollouts):
 
 @pytest.mark.medium
 def test_tied_steps_are_no_collapse(tmp_path):
-    """They compute nothing, so they have no entropy: none is shown, and no guard sees 0."""
     config = make_config(tmp_path, guards={"action": "stop", "patience": 1})
     run(config, Tying(), tmp_path, Console(stream=(stream := io.StringIO())))
     first, *tied = rows(tmp_path)
@@ -223,7 +220,6 @@ def test_without_a_good_checkpoint_a_rollback_says_so(tmp_path):
 
 
 def test_rollback_draws_other_reward_permutations(tmp_path, monkeypatch):
-    """Rewards are scored with the numbers of the way back, as trajectories are."""
     drawn, random_state = [], train.random_state
 
     def noted(seed, step, purpose):

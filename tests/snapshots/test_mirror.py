@@ -111,7 +111,7 @@ def test_another_machine_goes_on_as_if_nothing_had_happened(tmp_path, s3):
     whole = make_config(tmp_path / "whole", learner={"steps": 6}, checkpoint={"every": 2})
     expected = make_state(whole, tmp_path / "whole")
     with Stop() as stop, expected:
-        train(whole, expected, expected.rollouts, tmp_path / "whole", Console(progress=False), stop)
+        train(expected, stop)
 
     url = f"{s3}/some/run"
     parts = {"learner": {"steps": 6}, "checkpoint": {"every": 2, "keep": 1}}
