@@ -48,8 +48,8 @@ def _check_something_is_learned(config: Config) -> None:
     balances = credit.rebalance and credit.rebalance_within == "group" and not credit.rebalance_excess
     if credit.is_calibrated and balances and credit.adjust != "clip":
         raise UserError(
-            "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question: no"
-            " answer would ever be praised or blamed; set rollout.group_size to 2 or more, or advantage.name"
+            "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question:"
+            " every answer would have the advantage 0; set rollout.group_size to 2 or more, or advantage.name"
             " to what compares none, such as gae"
         )
 

@@ -57,7 +57,7 @@ ALONE = {"group_size": 1}
 @pytest.mark.parametrize(
     ("rollout", "advantage", "message"),
     [
-        (ALONE, {}, "group_size is 1, but advantage.name=calibadv .*no answer would ever be praised"),
+        (ALONE, {}, "group_size is 1, but advantage.name=calibadv .*every answer would have the advantage 0"),
         (ALONE | {"replace_tied": 3}, {"name": "gae"}, "replace_tied=3 of them would be thrown away"),
         ({"group_size": 2, "replace_tied": 3}, {}, ""),
         (ALONE, {"name": "gae"}, ""),
