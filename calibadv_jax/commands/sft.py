@@ -128,7 +128,7 @@ def _run(config: Config, console: Console) -> None:
     )
     with stop, ColdStart(config, identity, learner, initial, console) as cold_start:
         batches = _all_batches(config, updates, training, model.tokenizer, cold_start.step)
-        _train(config, learner, cold_start, batches, schedule, updates, held_out, console, stop)
+        _train(config, cold_start, batches, schedule, updates, held_out, stop)
         write_text(folder / COLD_START, dump_config(config))
         hub.write_pins(folder, model.pins)
         dtype, tokenizer = config.policy.param_dtype, model.tokenizer_folder
@@ -139,13 +139,11 @@ def _run(config: Config, console: Console) -> None:
 
 def _train(
     config: Config,
-    learner: Learner,
     cold_start: ColdStart,
     batches: Iterator[Batch],
     schedule: Callable[[int], Any],
     updates: Sequence[int],
     held_out: Batch | None,
-    console: Console,
     stop: Stop,
 ) -> None:
     """Train on the batches; `updates` are those of each phase.
@@ -153,8 +151,8 @@ def _train(
     Raises UserError if it diverged: the parameters are not finite, or no update is, for guards.patience
     updates in a row or from the first to the last.
     """
-    folder, every = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every
-    total = sum(updates)
+    folder, every, total = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every, sum(updates)
+    learner, console = cold_start.learner, cold_start.console
     patience = min(config.guards.patience, total)
     guards = Guards(dataclasses.replace(config.guards, patience=patience), "sft.optimizer.lr")
     backends = open_backends(config.log, folder, cold_start.step + 1, console.warn)
@@ -423,7 +421,8 @@ class ColdStart:
         initial: Callable[[], Params],
         console: Console,
     ):
-        self.folder, self.every, self.console = Path(config.run.dir), config.sft.checkpoint_every, console
+        self.folder, self.every = Path(config.run.dir), config.sft.checkpoint_every
+        self.learner, self.console = learner, console
         now = {"config": kept_values(config), "identity": dict(identity)}
         if (self.folder / GONE).exists():
             shutil.rmtree(self.folder / GONE)

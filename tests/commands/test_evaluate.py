@@ -1,4 +1,4 @@
-"""Evaluation: its own temperature, whatever training uses; which policy; what is written; going on."""
+"""Evaluation: sampling, policy, retriever, prompts, output files, resuming."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import dataclasses
 import json
 import os
 import signal
+from contextlib import contextmanager
 
 import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
+from http_rig import Handler, serving
 
 from calibadv_jax.commands.evaluate import choose_policy, report_table
 from calibadv_jax.config import Config, EvaluateConfig, PolicyConfig, RunConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
-from calibadv_jax.core.trajectory import Question
+from calibadv_jax.core.trajectory import Document, Question
+from calibadv_jax.evaluation.methods import METHODS
 from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.model import PolicySource
 
@@ -348,3 +351,126 @@ def test_weights_overwritten_in_place_are_asked_again(run):
             os.utime(path, ns=(time * 10**9, time * 10**9))
         assert len(run()[1].asked) == 16
     assert run()[1].asked == []
+
+
+SERVICE = {"status": "ready", "corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": ""}
+
+
+@contextmanager
+def service(**health):
+    """URL of a service that says this of itself and answers nothing."""
+
+    class Health(Handler):
+        def do_GET(self):
+            self.reply(200, health)
+
+    with serving(Health) as url:
+        yield {"retriever": {"url": url}}
+
+
+@pytest.mark.parametrize(
+    "other", [{"corpus_sha256": "c2"}, {"encoder": "e5"}, {"reranker": "m"}, {"identity": "i2"}], ids=str
+)
+def test_another_service_is_another_evaluation(run, other):
+    with service(**SERVICE) as first, service(**SERVICE | other) as second:
+        assert len(run(**first)[1].asked) == 16 and run(**first)[1].asked == []
+        assert len(run(**second)[1].asked) == 16
+        assert {row["retriever"].get("corpus_sha256") for row in rows(run)} == {
+            other.get("corpus_sha256", "c1")
+        }
+
+
+def test_same_service_at_another_address_continues(run):
+    with service(**SERVICE) as first, service(**SERVICE | {"status": "loading"}) as second:
+        run(**first)
+        assert run(**second)[1].asked == []
+
+
+def test_service_without_description_is_its_address(run):
+    with service() as first, service() as second:
+        run(**first)
+        assert run(**first)[1].asked == []
+        assert len(run(**second)[1].asked) == 16
+        assert rows(run)[0]["retriever"] == json.loads(run.file(".json").read_text())["retriever"]
+        assert rows(run)[0]["retriever"] == second["retriever"]
+
+
+@pytest.mark.parametrize("method", ["direct", "empty_retriever"])
+def test_method_without_search_asks_no_service(run, method):
+    keys = {"evaluate": {"method": method}}
+    run(**keys, retriever={"url": "http://127.0.0.1:9"})
+    assert run(**keys, retriever={"url": "http://127.0.0.1:10"})[1].asked == []
+
+
+def test_rewritten_corpus_is_another_evaluation(run, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("{}")
+    keys = {"retriever": {"corpus": str(corpus)}}
+    run(**keys)
+    assert run(**keys)[1].asked == []
+    os.utime(corpus, ns=(1, 1))
+    assert len(run(**keys)[1].asked) == 16
+
+
+def test_rewritten_pages_are_another_evaluation(run, tmp_path):
+    corpus, pages = tmp_path / "corpus.jsonl", tmp_path / "pages.jsonl"
+    corpus.write_text("one\n")
+    pages.write_text("one\n")
+    keys = {"retriever": {"corpus": str(corpus), "pages": str(pages)}}
+    assert len(run(**keys)[1].asked) == 16 and run(**keys)[1].asked == []
+    os.utime(pages, ns=(1, 1))
+    assert len(run(**keys)[1].asked) == 16
+
+
+def test_waiting_for_a_service_is_reported(run, capsys):
+    with pytest.raises(UserError, match="cannot be reached"):
+        run(retriever={"url": "http://127.0.0.1:9", "patience": 0.3})
+    assert "retriever http://127.0.0.1:9" in "".join(capsys.readouterr())
+
+
+LONG = Question("long", "why " * 40, ("yes",), "a")
+
+
+def test_overlong_prompt_is_refused_before_sampling(run):
+    run.questions = {"eval.jsonl": [*QUESTIONS, LONG]}
+    sampler = Scripted()
+    words = r"data.eval: the prompts of 1 of 9 questions are longer than .*=100, .* 171 tokens \(.*'long'\)"
+    with pytest.raises(UserError, match=words):
+        run(sampler, rollout={"max_prompt_length": 100})
+    assert sampler.asked == sampler.loaded == []
+
+
+def test_overlong_prompts_are_left_out_and_reported(run, capsys):
+    run.questions = {"eval.jsonl": [LONG, *QUESTIONS]}
+    keys = {"rollout": {"max_prompt_length": 100}, "data": {"overlong_prompts": "leave_out"}}
+    report, _ = run(**keys)
+    assert report.means["0"]["all"]["questions"] == 8
+    result = json.loads(run.file(".json").read_text())["overlong_prompts"]
+    assert result.startswith("data.eval: the prompts of 1 of 9 questions") and result.endswith("are left out")
+    assert result in " ".join(capsys.readouterr().err.split())
+    assert run(**keys)[1].asked == []
+    means, _ = run.validate(**keys)
+    assert means["0"]["all"]["questions"] == 8
+
+
+def test_passages_are_cut_to_the_prompt_length(run):
+    """Two passages of a million letters, and room for 300 and the question."""
+    run.shelf = Shelf()
+    run.shelf.found = [Document("1", "first", "word " * 200_000), Document("2", "second", "x")]
+    config = {"max_prompt_length": 200, "max_observation_length": 400, "max_length": 4000}
+    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)
+    assert {len(prompt) for prompt in sampler.prompts} == {600}
+    assert all('Passage 1: "first" word word' in prompt for prompt in sampler.prompts)
+    assert not any("second" in prompt for prompt in sampler.prompts)
+    assert [prompt.strip()[-3:] for prompt in sampler.prompts] == [question.text for question in QUESTIONS]
+
+
+def test_question_without_room_gets_no_passages(run):
+    bare = len(METHODS["rag"].template.format(question="Question: a 0"))
+    config = {"max_prompt_length": bare - 10, "max_observation_length": 15, "max_length": 4000}
+    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)
+    assert {len(prompt) for prompt in sampler.prompts} == {bare + 5}
+    config |= {"max_observation_length": 10}
+    run.file(".jsonl").unlink()
+    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)
+    assert {len(prompt) for prompt in sampler.prompts} == {bare}

@@ -1,10 +1,8 @@
 """Question files as the field publishes them, loaded as they are."""
 
 import base64
-import csv
 import gzip
 import hashlib
-import io
 import json
 
 import pytest
@@ -186,38 +184,39 @@ def test_published_rows_are_questions(tmp_path, name, row, expected):
     assert (question.id, question.text, question.golden_answers, question.data_source) == expected
 
 
-def test_triviaqa_as_published(tmp_path):
-    whole = {"Data": [TRIVIA, TRIVIA | {"QuestionId": "tc_2"}], "Domain": "Web", "Version": 1.0}
-    (tmp_path / "web-train.json").write_text(json.dumps(whole, indent=4))
-    assert [question.id for question in load_questions(tmp_path / "web-train.json")] == [
-        "triviaqa_tc_1",
-        "triviaqa_tc_2",
-    ]
+WEB = {"Data": [TRIVIA, TRIVIA | {"QuestionId": "tc_2"}], "Domain": "Web", "Version": 1.0}
 
 
-def test_popqa_as_published(tmp_path):
-    text = io.StringIO()
-    table = csv.writer(text, delimiter="\t")
-    table.writerow(["id", "subj", "question", "possible_answers"])
-    table.writerow([4222362, "George Rankin", 'What is "Rankin"?', json.dumps(["politician", "pol"])])
-    (tmp_path / "popQA.tsv").write_text(text.getvalue())
-    (question,) = load_questions(tmp_path / "popQA.tsv")
-    assert (question.id, question.text) == ("popqa_4222362", 'What is "Rankin"?')
-    assert question.golden_answers == ("politician", "pol")
-
-
-def test_bamboogle_and_dprs_tables_as_published(tmp_path):
-    (tmp_path / "Bamboogle Prerelease.csv").write_text('Question,Answer\n"Who, then?",Ann\n')
-    (question,) = load_questions(tmp_path / "Bamboogle Prerelease.csv")
-    assert (question.text, question.golden_answers, question.data_source) == (
-        "Who, then?",
-        ("Ann",),
-        "bamboogle",
-    )
-    (tmp_path / "nq-test.qa.csv").write_text("who was it\t['Ann', \"B's\"]\nwhere\t['Rome']\n")
-    questions = load_questions(tmp_path / "nq-test.qa.csv")
-    assert [question.golden_answers for question in questions] == [("Ann", "B's"), ("Rome",)]
-    assert {question.data_source for question in questions} == {"nq"}
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "web-train.json",
+            json.dumps(WEB, indent=4),
+            [(f"triviaqa_tc_{n}", "Which lake?", ("Como", "Lake Como")) for n in (1, 2)],
+        ),
+        (
+            "popQA.tsv",
+            "id\tsubj\tquestion\tpossible_answers\n"
+            '4222362\tGeorge Rankin\t"What is ""Rankin""?"\t"[""politician"", ""pol""]"\n',
+            [("popqa_4222362", 'What is "Rankin"?', ("politician", "pol"))],
+        ),
+        (
+            "Bamboogle Prerelease.csv",
+            'Question,Answer\n"Who, then?",Ann\n',
+            [("bamboogle_Bamboogle Prerelease_0", "Who, then?", ("Ann",))],
+        ),
+        (
+            "nq-test.qa.csv",
+            "who was it\t['Ann', \"B's\"]\nwhere\t['Rome']\n",
+            [("nq_nq-test_0", "who was it", ("Ann", "B's")), ("nq_nq-test_1", "where", ("Rome",))],
+        ),
+    ],
+)
+def test_published_files_are_read(tmp_path, name, text, expected):
+    (tmp_path / name).write_text(text)
+    questions = load_questions(tmp_path / name)
+    assert [(question.id, question.text, question.golden_answers) for question in questions] == expected
 
 
 def test_content_decides_the_format(tmp_path):

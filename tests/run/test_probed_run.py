@@ -83,22 +83,6 @@ def test_probes_use_the_named_policies(tmp_path):
     assert first != kept_values_of(tmp_path / "b", 4, "current")
 
 
-def test_after_a_rollback(tmp_path):
-    class Collapsing(ScriptedRollouts):
-        def begin(self, number, question):
-            future = super().begin(number, question)
-            if number >= 7 and self.seed == 0:
-                for trajectory in future.result().trajectories:
-                    trajectory.turns[0].logprobs = trajectory.turns[0].logprobs - 30
-            return future
-
-    guards = {"max_sampled_perplexity": 1000.0, "patience": 1, "action": "rollback"}
-    rollouts = run(probed_config(tmp_path, "igpo", guards=guards), Collapsing(), tmp_path)
-    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4]
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
-    assert len(kept_values_of(tmp_path, 4, "current")) == 12
-
-
 def test_replay_without_probes_is_refused(tmp_path, capsys):
     run(probed_config(tmp_path, "grpo"), ScriptedRollouts(), tmp_path)
     with pytest.raises(SystemExit) as stop:
