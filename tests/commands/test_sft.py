@@ -299,30 +299,20 @@ def test_generator_cannot_hold_out(tokenizer):
 def test_held_out_loss_is_the_token_mean(tmp_path):
     tokenizer = build_word_tokenizer()
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    path = write_rows(
-        tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in ("a", "city", "it", "no"))
-    )
-    config = config_with(
-        demonstrations=str(path),
-        held_out=0.5,
-        held_out_every=2,
-        rows=8,
-        row_length=32,
-        phases=[SftPhase(5)],
-        output=str(tmp_path / "run/sft"),
-    )
+    rows = [chat(f"who founded {name} ?", ANSWER) for name in ("a", "city", "it", "no")]
+    path, output = write_rows(tmp_path / "d.jsonl", *rows), str(tmp_path / "run/sft")
+    held_out = {"held_out": 0.5, "held_out_every": 2, "phases": [SftPhase(5)]}
+    config = config_with(demonstrations=str(path), rows=8, row_length=32, output=output, **held_out)
+    policy = {"init": GROUPED, "tokenizer": str(tmp_path / "tokenizer"), "compute_dtype": "float32"}
     config = replace(
         config,
         run=replace(config.run, dir=str(tmp_path / "run")),
-        policy=replace(
-            config.policy, init=GROUPED, tokenizer=str(tmp_path / "tokenizer"), compute_dtype="float32"
-        ),
+        policy=replace(config.policy, **policy),
         log=replace(config.log, backends=[], progress=False),
     )
     sft.run(config)
-    rows = [
-        json.loads(line) for line in (tmp_path / "run/sft_metrics/metrics.jsonl").read_text().splitlines()
-    ]
+    lines = (tmp_path / "run/sft_metrics/metrics.jsonl").read_text().splitlines()
+    rows = list(map(json.loads, lines))
     measured = {row["step"]: row["sft/held_out_loss"] for row in rows if "sft/held_out_loss" in row}
     assert sorted(measured) == [2, 4, 5]
 

@@ -167,8 +167,9 @@ def test_more_steps_at_the_same_rates_are_accepted(run, optimizer):
     (run.folder.parent / "config.yaml").write_text(text)
     with_checkpoint(run)
     assert "learner.steps" in run("learner.steps=20")
-    with pytest.raises(UserError, match="decay_updates changed"):
-        run("learner.optimizer.decay_updates=30", "learner.optimizer.schedule=cosine")
+    if "decay" in optimizer:
+        with pytest.raises(UserError, match="decay_updates changed"):
+            run("learner.optimizer.decay_updates=30")
 
 
 def test_used_folder_without_resume_is_refused(run):
