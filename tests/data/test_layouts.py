@@ -67,121 +67,64 @@ NATURAL = {
 }
 
 
+def without(row, key):
+    return {name: value for name, value in row.items() if name != key}
+
+
+TOKENS = [{"token": t, "html_token": t == "d"} for t in [*"abc", "May", "d", "1999"]]
+SPAN = [{"short_answers": [{"start_token": 3, "end_token": 6}], "yes_no_answer": "YES"}]
+HUB_NOTES = {"short_answers": [{"text": ["May 1999"]}, {"text": []}], "yes_no_answer": [-1, 1]}
+DISTRACTOR = {"id": "5a7a", "supporting_facts": {"title": ["a"], "sent_id": [0]}, "context": {"title": ["a"]}}
+HUB_TRIVIA = {
+    "question": "Which lake?",
+    "question_id": "tc_1",
+    "question_source": "http://x/",
+    "answer": {"aliases": ["Lake Como"], "value": "Como", "normalized_value": "como"},
+}
+MAGAZINE = f"5a7a {HOTPOT['question']} Arthur's Magazine"
+
+
 @pytest.mark.parametrize(
-    ("name", "row", "expected"),
+    ("name", "row", "expected"),  # id, question, answers, data source
     [
-        ("q.parquet", verl(7), ("nq_train_7", "who?", ("me",), "nq")),
-        ("q.parquet", verl(7, id="test_0", question="who"), ("nq_test_0", "who", ("me",), "nq")),
-        (
-            "q.jsonl",
-            verl(7, extra_info={"index": 3, "question": "which?"}),
-            ("nq_3", "which?", ("me",), "nq"),
-        ),
-        (
-            "q.parquet",
-            verl(0, reward_model={"style": "rule", "ground_truth": "20 July"}),
-            ("nq_train_0", "who?", ("20 July",), "nq"),
-        ),
-        (
-            "q.jsonl",
-            verl(0, reward_model={"ground_truth": {"answers": ["me"]}}),
-            ("nq_train_0", "who?", ("me",), "nq"),
-        ),
-        (
-            "nq/test.jsonl",
-            {"id": "test_0", "question": "who?", "golden_answers": ["me"]},
-            ("nq_test_0", "who?", ("me",), "nq"),
-        ),
-        (
-            "popqa/test.jsonl",
-            {"id": 4, "question": "who?", "golden_answers": ["me", 5]},
-            ("popqa_4", "who?", ("me", "5"), "popqa"),
-        ),
-        (
-            "hotpot_train_v1.1.json",
-            HOTPOT,
-            ("hotpotqa_5a7a", HOTPOT["question"], (HOTPOT["answer"],), "hotpotqa"),
-        ),
-        (
-            "distractor/train-0.parquet",
-            {k: v for k, v in HOTPOT.items() if k != "_id"}
-            | {
-                "id": "5a7a",
-                "supporting_facts": {"title": ["a"], "sent_id": [0]},
-                "context": {"title": ["a"]},
-            },
-            ("hotpotqa_5a7a", HOTPOT["question"], (HOTPOT["answer"],), "hotpotqa"),
-        ),
-        (
-            "dev.json",
-            HOTPOT | {"evidences": [["a", "b", "c"]]},
-            ("2wikimultihopqa_5a7a", HOTPOT["question"], (HOTPOT["answer"],), "2wikimultihopqa"),
-        ),
-        ("x.json", TRIVIA, ("triviaqa_tc_1", "Which lake?", ("Como", "Lake Como"), "triviaqa")),
-        (
-            "x.parquet",
-            {
-                "question": "Which lake?",
-                "question_id": "tc_1",
-                "question_source": "http://x/",
-                "answer": {"aliases": ["Lake Como"], "value": "Como", "normalized_value": "como"},
-            },
-            ("triviaqa_tc_1", "Which lake?", ("Como", "Lake Como"), "triviaqa"),
-        ),
-        ("musique_ans_v1.0_dev.jsonl", MUSIQUE, ("musique_2hop__1_2", "Who?", ("Ann", "A. Berk"), "musique")),
-        ("v1.0-simplified.jsonl", NATURAL, ("nq_55", "when was it", ("May 1999", "yes"), "nq")),
+        ("q.parquet", verl(7), "nq_train_7 who? me nq"),
+        ("q.parquet", verl(7, id="test_0", question="who"), "nq_test_0 who me nq"),
+        ("q.jsonl", verl(7, extra_info={"index": 3, "question": "which?"}), "nq_3 which? me nq"),
+        ("q.parquet", verl(0, reward_model={"ground_truth": "20 July"}), "nq_train_0 who? 20 July nq"),
+        ("q.jsonl", verl(0, reward_model={"ground_truth": {"answers": ["me"]}}), "nq_train_0 who? me nq"),
+        ("nq/a.jsonl", {"id": "a_0", "question": "who?", "golden_answers": ["me"]}, "nq_a_0 who? me nq"),
+        ("popqa/a.jsonl", {"id": 4, "question": "?", "golden_answers": ["me", 5]}, "popqa_4 ? me/5 popqa"),
+        ("hotpot_train_v1.1.json", HOTPOT, f"hotpotqa_{MAGAZINE} hotpotqa"),
+        ("distractor/a.parquet", without(HOTPOT, "_id") | DISTRACTOR, f"hotpotqa_{MAGAZINE} hotpotqa"),
+        ("dev.json", HOTPOT | {"evidences": [["a", "b"]]}, f"2wikimultihopqa_{MAGAZINE} 2wikimultihopqa"),
+        ("x.json", TRIVIA, "triviaqa_tc_1 Which lake? Como/Lake Como triviaqa"),
+        ("x.parquet", HUB_TRIVIA, "triviaqa_tc_1 Which lake? Como/Lake Como triviaqa"),
+        ("musique_ans_v1.0_dev.jsonl", MUSIQUE, "musique_2hop__1_2 Who? Ann/A. Berk musique"),
+        ("v1.0-simplified.jsonl", NATURAL, "nq_55 when was it May 1999/yes nq"),
         (
             "full.jsonl",
-            {k: v for k, v in NATURAL.items() if k != "document_text"}
-            | {
-                "document_tokens": [
-                    {"token": t, "html_token": t == "d"} for t in [*"abc", "May", "d", "1999"]
-                ]
-            }
-            | {
-                "annotations": [
-                    {"short_answers": [{"start_token": 3, "end_token": 6}], "yes_no_answer": "YES"}
-                ]
-            },
-            ("nq_55", "when was it", ("May 1999", "yes"), "nq"),
+            without(NATURAL, "document_text") | {"document_tokens": TOKENS, "annotations": SPAN},
+            "nq_55 when was it May 1999/yes nq",
         ),
         (
             "natural.parquet",
-            {
-                "id": "797",
-                "question": {"text": "when was it", "tokens": ["when"]},
-                "annotations": {
-                    "short_answers": [{"text": ["May 1999"]}, {"text": []}],
-                    "yes_no_answer": [-1, 1],
-                },
-            },
-            ("nq_797", "when was it", ("May 1999", "yes"), "nq"),
+            {"id": "797", "question": {"text": "when was it", "tokens": ["when"]}, "annotations": HUB_NOTES},
+            "nq_797 when was it May 1999/yes nq",
         ),
-        (
-            "NQ-open.dev.jsonl",
-            {"question": "when?", "answer": ["1999"]},
-            ("nq_NQ-open_0", "when?", ("1999",), "nq"),
-        ),
-        (
-            "bamboogle.parquet",
-            {"Question": "Who?", "Answer": "Ann"},
-            ("bamboogle_0", "Who?", ("Ann",), "bamboogle"),
-        ),
-        (
-            "mine.jsonl",
-            {"qid": 3, "question": "Who?", "answers": ["Ann"]},
-            ("mine_3", "Who?", ("Ann",), "mine"),
-        ),
+        ("NQ-open.dev.jsonl", {"question": "when?", "answer": ["1999"]}, "nq_NQ-open_0 when? 1999 nq"),
+        ("bamboogle.parquet", {"Question": "Who?", "Answer": "Ann"}, "bamboogle_0 Who? Ann bamboogle"),
+        ("mine.jsonl", {"qid": 3, "question": "Who?", "answers": ["Ann"]}, "mine_3 Who? Ann mine"),
         (
             "biencoder-nq-dev.json",
             {"dataset": "nq", "question": "Who?", "answers": ["Ann"], "positive_ctxs": []},
-            ("nq_biencoder-nq-dev_0", "Who?", ("Ann",), "nq"),
+            "nq_biencoder-nq-dev_0 Who? Ann nq",
         ),
     ],
 )
 def test_published_rows_are_questions(tmp_path, name, row, expected):
     (question,) = load_questions(write_rows(tmp_path / name, row))
-    assert (question.id, question.text, question.golden_answers, question.data_source) == expected
+    answers = "/".join(question.golden_answers)
+    assert f"{question.id} {question.text} {answers} {question.data_source}" == expected
 
 
 WEB = {"Data": [TRIVIA, TRIVIA | {"QuestionId": "tc_2"}], "Domain": "Web", "Version": 1.0}
