@@ -6,6 +6,7 @@ Each line carries the identity of its evaluation, so that an interrupted one con
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from calibadv_jax.config import Config, RewardConfig
 from calibadv_jax.config.keys import marked
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import content_hash, replacing, written
+from calibadv_jax.core.files import replacing, written
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.evaluation.intervals import pass_at_k
 from calibadv_jax.evaluation.methods import METHODS
@@ -34,7 +35,7 @@ def identity(
     policy: dict[str, Any],
     service: dict[str, Any],
     questions: Sequence[Question],
-    prompt_hashes: Mapping[str, str],
+    told: Mapping[str, str],
 ) -> str:
     """Hash of what decides an answer or its scores: policy, method, prompt, sampling, retrieval, reward.
 
@@ -42,8 +43,8 @@ def identity(
         config: as given, before `method_config`.
         service: which retriever answers.
         questions: all of the evaluation; "random_documents" draws from them.
-        prompt_hashes: hashes of the actions in the prompt ("tools", unless search is the only one) and of
-            the judge's prompt ("judge", if it has a file).
+        told: hashes of what the policy is told of its actions ("tools", where search is not the only one)
+            and of what the judge is told ("judge", where it has a file).
     """
     evaluate, sampler = config.evaluate, config.sampler
     dtype = config.sampler_dtype
@@ -60,14 +61,11 @@ def identity(
         "service": service,
         "pool": [q.text for q in questions] if evaluate.method == "random_documents" else [],
     }
-    if config.reward != RewardConfig() or prompt_hashes.get("judge"):
-        value["reward"] = [
-            _deciding("reward", dataclasses.asdict(config.reward)),
-            prompt_hashes.get("judge", ""),
-        ]
-    if prompt_hashes.get("tools"):
-        value["tools"] = [prompt_hashes["tools"], [[tool.name, tool.max_length] for tool in config.tools]]
-    return content_hash(value)[:16]
+    if config.reward != RewardConfig() or told.get("judge"):
+        value["reward"] = [_deciding("reward", dataclasses.asdict(config.reward)), told.get("judge", "")]
+    if told.get("tools"):
+        value["tools"] = [told["tools"], [[tool.name, tool.max_length] for tool in config.tools]]
+    return _hash(value)
 
 
 def _deciding(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +218,11 @@ def _without_transcripts(row: Row) -> Row:
 
 def _content(question: Question) -> str:
     """Hash of all that the data say of a question."""
-    return content_hash(dataclasses.asdict(question))[:16]
+    return _hash(dataclasses.asdict(question))
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _has_failed(row: Row) -> bool:
