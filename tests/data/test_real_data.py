@@ -3,14 +3,9 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from calibadv_jax.config import PromptConfig
 from calibadv_jax.contrib.prepare import Filters, prepare
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.rollout.observation import decode
-from calibadv_jax.rollout.prompts import build_prompt
 
 PROMPT = (
     "Answer the given question. Reason inside <think> and </think>; search with <search> query </search>; the"
@@ -64,18 +59,6 @@ def test_as_search_r1_has_them(questions, searchr1, tmp_path):
     assert [plain(item) for item in again] == [plain(question) for question in questions], (
         "out of the prompts"
     )
-
-
-def test_prompt_of_the_row_reaches_the_policy_unchanged(searchr1):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={piece: n for n, piece in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    config = PromptConfig(template="from_data")
-    for question in load_questions(searchr1):
-        ids = build_prompt(question, tokenizer, config, 9999)
-        assert decode(tokenizer, ids) == PROMPT.format(question.text)
 
 
 def test_overlap_of_train_and_test_is_detected(shared, searchr1, tmp_path):
