@@ -46,13 +46,8 @@ def config_with(**changes):
 
 def test_demonstrations_are_reshuffled_every_epoch(tmp_path):
     path = tmp_path / "demos.jsonl"
-    row = {
-        "question": "?",
-        "golden_answers": ["x"],
-        "data_source": "t",
-        "turns": [{"text": "<answer> x </answer>"}],
-    }
-    path.write_text("".join(json.dumps(row | {"id": number}) + "\n" for number in range(20)))
+    row = {"question": "?", "golden_answers": ["x"], "data_source": "t", "turns": [{"text": ANSWER}]}
+    write_rows(path, *(row | {"id": number} for number in range(20)))
     config = config_with(demonstrations=str(path))
 
     def epochs(seed):
@@ -69,13 +64,7 @@ def test_demonstrations_are_reshuffled_every_epoch(tmp_path):
 
 @pytest.mark.parametrize("loss_on", ["sampled", "all"])
 def test_only_what_the_policy_writes_is_trained(tokenizer, loss_on):
-    turns = (
-        DemoTurn(
-            "<think> find silent garden </think>\n<search> silent garden </search>",
-            (Document("1", "a", "b"),),
-        ),
-        DemoTurn("<answer> ada </answer>"),
-    )
+    turns = (DemoTurn(SEARCH, (Document("1", "a", "b"),)), DemoTurn(ANSWER))
     sample = sft.encode_demonstration(Demonstration(QUESTION, turns), config_with(), tokenizer, loss_on)
     text = tokenizer.decode(sample.tokens)
     assert "<information>" in text and "<answer>" in text
@@ -133,9 +122,7 @@ def test_phase_has_steps_or_epochs():
     assert sft.count_updates(config_with(demonstrations="world"), SftPhase(), (), None, 0) == 100
     with pytest.raises(ValueError, match="has steps=3 and epochs=2: leave one out"):
         SftPhase(steps=3, epochs=2)
-    with pytest.raises(
-        UserError, match="epochs=2, but sft.demonstrations=world writes new demonstrations all the time"
-    ):
+    with pytest.raises(UserError, match="epochs=2, but sft.demonstrations=world"):
         sft.count_updates(config_with(demonstrations="world"), SftPhase(epochs=2), (), None, 0)
 
 
@@ -207,9 +194,8 @@ def test_chat_encodes_like_the_same_turns(tmp_path, tokenizer):
 
 
 def test_tool_messages_cannot_write_tags(tmp_path, tokenizer):
-    sample = encoded(
-        tmp_path, chat(QUESTION.text, SEARCH, "lives </information> <answer> x", ANSWER), tokenizer
-    )
+    row = chat(QUESTION.text, SEARCH, "lives </information> <answer> x", ANSWER)
+    sample = encoded(tmp_path, row, tokenizer)
     text = tokenizer.decode(sample.tokens)
     assert text.count("</information>") == 1 and text.count("<answer>") == 1
     assert "lives" in text and "lives" not in tokenizer.decode(sample.tokens[sample.mask])
@@ -224,9 +210,8 @@ def test_documents_of_demonstrations_can_not_write_tags(tokenizer):
 
 def test_chat_prompt_follows_the_template(tmp_path, tokenizer):
     row = chat("find city . Question: who founded it ?", ANSWER)
-    assert tokenizer.decode(encoded(tmp_path, row, tokenizer).tokens).startswith(
-        "Question : who founded it ?"
-    )
+    short = tokenizer.decode(encoded(tmp_path, row, tokenizer).tokens)
+    assert short.startswith("Question : who founded it ?")
     own = tokenizer.decode(encoded(tmp_path, row, tokenizer, template="from_data").tokens)
     assert own.startswith("find city . Question : who founded it ? <answer>")
 
@@ -246,30 +231,20 @@ def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
     [
         ({"messages": []}, "d.jsonl:1: 'messages' must be a non-empty list"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of an assistant"),
-        (
-            {"messages": [{"role": "judge", "content": "x"}]},
-            "message 1 of 'messages' must be an object with 'role'",
-        ),
+        ({"messages": [{"role": "judge", "content": "x"}]}, "message 1 of 'messages' .* with 'role'"),
         ({"messages": [{"role": "assistant", "content": None}]}, "write a tool call as <search>"),
-        (
-            {"messages": [{"role": "assistant", "content": ANSWER}]},
-            "the message before the assistant's first",
-        ),
+        ({"messages": [{"role": "assistant", "content": ANSWER}]}, "before the assistant's first"),
         (chat("x", "hello"), "message 2 of 'messages': a turn must hold <search>"),
         (chat("x", f"{ANSWER} bye"), "message 2 of 'messages': the policy stops after its action; remove"),
-        (
-            {"messages": [*chat("x", ANSWER)["messages"] * 1, {"role": "assistant", "content": ANSWER}]},
-            "message 3 .*two messages of the assistant",
-        ),
-        (
-            {"messages": [*chat("x", ANSWER)["messages"], {"role": "system", "content": "x"}]},
-            "message 3 .*a system message",
+        *(
+            ({"messages": [*chat("x", ANSWER)["messages"], {"role": role, "content": ANSWER}]}, message)
+            for role, message in (
+                ("assistant", "message 3 .*two messages of the assistant"),
+                ("system", "message 3 .*a system message"),
+            )
         ),
         ({"turns": 3}, "d.jsonl:1: field 'turns' must be a non-empty list, got 3; or give 'messages'"),
-        *(
-            ({"turns": turns}, "d.jsonl:1: field 'turns' must be a non-empty list")
-            for turns in ([], None, "x")
-        ),
+        *(({"turns": turns}, "field 'turns' must be a non-empty list") for turns in ([], None, "x")),
     ],
 )
 def test_bad_chat_is_named(tmp_path, row, message):
@@ -336,9 +311,7 @@ def test_overlong_demonstration_prompts_are_refused_at_start(tmp_path, tokenizer
     config = config_with(demonstrations=str(path))
     config = replace(config, rollout=replace(config.rollout, max_prompt_length=100))
     output = []
-    with pytest.raises(
-        UserError, match=r"sft.demonstrations: the prompts of 1 of 3 questions are longer than .*=leave_out"
-    ):
+    with pytest.raises(UserError, match="sft.demonstrations: the prompts of 1 of 3 .*=leave_out"):
         sft._own_demonstrations(config, tokenizer, output.append)
     left_out = replace(config, data=replace(config.data, overlong_prompts="leave_out"))
     training, _ = sft._own_demonstrations(left_out, tokenizer, output.append)
@@ -358,8 +331,7 @@ def test_demonstrations_beyond_row_length_are_refused_at_start(tmp_path, tokeniz
     output = []
     with pytest.raises(
         UserError,
-        match=r"sft.demonstrations: 2 of 4 have more tokens than sft.row_length=100, the longest 3\d\d"
-        r" \(question '.*d.jsonl:2'\): raise it, or .*=leave_out",
+        match=r"sft.demonstrations: 2 of 4 .* sft.row_length=100, the longest 3\d\d .*d.jsonl:2.*=leave_out",
     ):
         sft._own_demonstrations(config, tokenizer, output.append)
     left_out = replace(config, data=replace(config.data, overlong_prompts="leave_out"))

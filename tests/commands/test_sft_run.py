@@ -295,9 +295,7 @@ def test_other_actions_want_another_cold_start(started):
 def test_truncated_cold_start_settings_are_refused(started, tmp_path):
     config = moved(started[0], tmp_path / "run")
     (tmp_path / "run/sft.yaml").write_text("run:\n  se")
-    with pytest.raises(
-        UserError, match=r"sft.yaml: empty or cut off .*; remove .*sft, and the cold start is"
-    ):
+    with pytest.raises(UserError, match="sft.yaml: empty or cut off .*; remove .*sft"):
         check_cold_start(config)
 
 
@@ -344,9 +342,7 @@ def test_diverged_cold_start_writes_no_policy(started, tmp_path, every):
     config = moved(started[0], tmp_path / "run")
     optimizer = replace(config.sft.optimizer, lr=1e38)
     config = replace(config, sft=replace(config.sft, optimizer=optimizer, checkpoint_every=every))
-    with pytest.raises(
-        UserError, match="step 2: the parameters are not finite: .* diverged; lower sft.optimizer.lr"
-    ):
+    with pytest.raises(UserError, match="step 2: .* not finite.*; lower sft.optimizer.lr"):
         sft.run(config)
     folder = tmp_path / "run"
     assert not (folder / "sft").exists() and not (folder / "sft.yaml").exists()

@@ -175,10 +175,8 @@ def test_content_decides_the_format(tmp_path):
 def test_repeated_ids_get_their_data_source(tmp_path):
     """Search-R1's merged file has FlashRAG's ids: train_0 of NQ and train_0 of HotpotQA."""
     rows = [verl(0, id="train_0"), verl(0, id="train_0", data_source="hotpotqa")]
-    assert [question.id for question in load_questions(write_rows(tmp_path / "q.parquet", *rows))] == [
-        "nq_train_0",
-        "hotpotqa_train_0",
-    ]
+    questions = load_questions(write_rows(tmp_path / "q.parquet", *rows))
+    assert [question.id for question in questions] == ["nq_train_0", "hotpotqa_train_0"]
 
 
 def test_prompt_is_split_at_question_and_survives_writing(tmp_path):
@@ -207,28 +205,16 @@ TOOL, ASSISTANT = ([{"role": role, "content": "x"}] for role in ("tool", "assist
 @pytest.mark.parametrize(
     ("good", "change", "message"),
     [
-        (
-            verl(0),
-            {"reward_model": {"ground_truth": {"target": []}}},
-            "key 'reward_model.ground_truth.target' ho",
-        ),
+        (verl(0), {"reward_model": {"ground_truth": {"target": []}}}, "'reward_model.ground_truth.target'"),
         (verl(0), {"reward_model": 3}, "'reward_model' and 'extra_info' must be objects"),
         (verl(0), {"prompt": "Who?"}, "key 'question' is missing.*exactly once; add the key"),
         (verl(0), verl(1, "Question: x?"), "key 'question' is missing.*exactly once; add the key"),
         (verl(0), {"question": "x", "prompt": TOOL}, "field 'prompt' must be text or.*'role' .system, user"),
-        (
-            verl(0),
-            {"question": "x", "prompt": ASSISTANT},
-            "the last message of 'prompt' is of role 'assistant'",
-        ),
+        (verl(0), {"question": "x", "prompt": ASSISTANT}, "last message of 'prompt' .* 'assistant'"),
         (MUSIQUE, {"answerable": False}, "key 'answerable' is false; remove the row"),
         (ASKED, {"answer": {"a": 1}}, "key 'answer' must be text"),
         (ASKED, {"question": " "}, "field 'question' must be a non-empty string, got ''; correct"),
-        (
-            POPQA,
-            {"possible_answers": '["no'},
-            "key 'possible_answers' begins as a list, but is none: '.\"no'; write",
-        ),
+        (POPQA, {"possible_answers": '["no'}, "key 'possible_answers' begins as a list, but is none"),
     ],
 )
 @pytest.mark.parametrize(("name", "place"), [("q.jsonl", "q.jsonl:2: "), ("q.json", "q.json row 2: ")])
@@ -275,9 +261,7 @@ def test_any_row_is_a_question_or_refused(tmp_path_factory, layout, values):
 
 
 def test_unknown_layout_is_refused_with_its_keys(tmp_path):
-    with pytest.raises(
-        UserError, match="q.jsonl:1: no known layout: the keys are text, n; give every row 'id'"
-    ):
+    with pytest.raises(UserError, match="q.jsonl:1: no known layout: the keys are text, n"):
         load_questions(write_rows(tmp_path / "q.jsonl", {"text": 1, "n": 2}))
 
 
@@ -317,9 +301,8 @@ def test_rlinfs_rows(tmp_path):
     first, second = load_questions(tmp_path / "rlinf.jsonl")
     assert (first.text, first.golden_answers) == ("where?", ("Rome", "Roma"))
     assert (second.text, second.golden_answers) == ("who?", ("Ann",))
-    assert [question.text.join(question.prompt[0].parts) for question in (first, second)] == [
-        row["prompt"] for row in rows
-    ]
+    prompts = [question.text.join(question.prompt[0].parts) for question in (first, second)]
+    assert prompts == [row["prompt"] for row in rows]
     (tmp_path / "rlinf.jsonl").write_text(json.dumps({"prompt": "who?", "solutions": ["Ann"]}))
     with pytest.raises(UserError, match="the prompt does not hold 'Question:' exactly once"):
         load_questions(tmp_path / "rlinf.jsonl")
@@ -369,11 +352,8 @@ def test_browsecomp_is_decrypted_with_its_canary(tmp_path):
     secret = plus | {"query": encrypted("who?", "y"), "answer": encrypted("Ada", "y"), "canary": "y"}
     rows = [row, row | {"problem": "Who painted it?", "answer": "Ada, later"}]
     first, second = load_questions(write_rows(tmp_path / "bc.parquet", *rows))
-    assert (first.text, first.golden_answers, first.data_source) == (
-        "Who painted it?",
-        ("Ada",),
-        "browsecomp",
-    )
+    read = first.text, first.golden_answers, first.data_source
+    assert read == ("Who painted it?", ("Ada",), "browsecomp")
     assert (second.text, second.golden_answers) == ("Who painted it?", ("Ada, later",))
     for name, item in (("plain.jsonl", plus), ("secret.jsonl", secret)):
         (question,) = load_questions(write_rows(tmp_path / name, item))

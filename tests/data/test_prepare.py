@@ -41,10 +41,8 @@ def files(tmp_path):
 def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path):
     train, test = files
     report = prepare(str(train), tmp_path / "out.jsonl", Filters(excluded=[str(test)], max_characters=100))
-    assert [(question.id, question.text) for question in load_questions(tmp_path / "out.jsonl")] == [
-        ("1", "Who wrote Silent Garden?"),
-        ("1_2", "Another of this id"),
-    ]
+    written = [(question.id, question.text) for question in load_questions(tmp_path / "out.jsonl")]
+    assert written == [("1", "Who wrote Silent Garden?"), ("1_2", "Another of this id")]
     assert report.reasons == ["duplicate", "no answer", "overlap", "too long"]
     assert report.rows() == [
         ["hotpotqa", 3, 1, 0, 0, 1, 1],
@@ -121,11 +119,8 @@ def test_other_peoples_parquet_becomes_ours(tmp_path):
     with pytest.raises(UserError, match="id 'nq_test_0' was used before"):
         load_questions(tmp_path / "test.parquet")
     report = prepare(str(tmp_path / "test.parquet"), tmp_path / "out.jsonl")
-    assert [question.id for question in load_questions(tmp_path / "out.jsonl")] == [
-        "nq_test_0",
-        "nq_test_0_2",
-        "nq_test_0_3",
-    ]
+    written = [question.id for question in load_questions(tmp_path / "out.jsonl")]
+    assert written == ["nq_test_0", "nq_test_0_2", "nq_test_0_3"]
     assert report.renamed == 2
 
 
@@ -142,9 +137,7 @@ def test_bad_row_keeps_the_former_output(files, tmp_path):
 
 
 def test_nothing_left_is_an_error_and_writes_nothing(files, tmp_path):
-    with pytest.raises(
-        UserError, match=r"no question is left, 6 were dropped \(no answer, other data source\)"
-    ):
+    with pytest.raises(UserError, match="no question is left, 6 .*no answer, other data source"):
         prepare(str(files[0]), tmp_path / "out.jsonl", Filters(data_sources={"none"}))
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -171,23 +164,13 @@ def test_command_prints_the_counts(files, tmp_path, capsys):
     train, test = files
     build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
     filters = ["--exclude", str(test), "--max_tokens", "20", "--tokenizer", str(tmp_path / "tokenizer")]
-    call = [
-        "prepare-data",
-        str(train),
-        "--output",
-        str(tmp_path / "out.parquet"),
-        *filters,
-        "--only",
-        "hotpotqa",
-    ]
+    output = ["--output", str(tmp_path / "out.parquet"), "--only", "hotpotqa"]
     with pytest.raises(SystemExit) as ended:
-        cli.calibadv(call)
+        cli.calibadv(["prepare-data", str(train), *output, *filters])
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == [
-        *("data", "source", "read", "written", "no", "answer", "other", "data", "source"),
-        *("overlap", "too", "long"),
-    ]
+    header = "data source read written no answer other data source overlap too long"
+    assert lines[0].split() == header.split()
     assert [line.split() for line in lines[2:5]] == [
         ["hotpotqa", "3", "1", "0", "0", "1", "1"],
         ["nq", "3", "0", "1", "2", "0", "0"],
@@ -208,10 +191,8 @@ def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
     train = write_rows(tmp_path / "train.jsonl", *rows, row(3, "When?", golden_answers="May|June"))
     report = prepare(str(train), tmp_path / "out.jsonl")
     assert report.rows()[0] == ["nq", 3, 2, 1] and report.reasons == ["empty answer"]
-    assert [question.golden_answers for question in load_questions(tmp_path / "out.jsonl")] == [
-        ("Rome",),
-        ("May|June",),
-    ]
+    written = [question.golden_answers for question in load_questions(tmp_path / "out.jsonl")]
+    assert written == [("Rome",), ("May|June",)]
     kept = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     assert (kept["empty_answers"], kept["joined_answers"]) == (1, 1)
 

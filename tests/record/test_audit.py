@@ -217,13 +217,8 @@ def test_control_permutes_rewards_over_the_step(tmp_path):
             trajectory.answer_score for credit in again for trajectory in credit.group.trajectories
         ] == sum(scores, [])
     assert {"[[1.0, 0.0, 0.0], [0.0, 0.0]]", "[[0.0, 0.0, 0.0], [0.0, 1.0]]"} <= seen
-    assert [trajectory.answer_score for group in kept.groups for trajectory in group.trajectories] == [
-        1,
-        0,
-        0,
-        0,
-        0,
-    ]
+    before = [trajectory.answer_score for group in kept.groups for trajectory in group.trajectories]
+    assert before == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.medium
@@ -338,12 +333,7 @@ def measured(true, control, count=40, spread=0.0):
         ((0.8, 0.1), (0.7, 0.4), {}, ["right: ", "better than chance: "]),
         ((0.1, 0.8), (0.4, 0.7), {}, ["wrong: ", "worse than chance: "]),
         ((0.8, 0.1), (0.8, 0.1), {}, ["right: ", "cannot say whether it is better than chance: "]),
-        (
-            (0.55, 0.5),
-            (0.5, 0.5),
-            {"spread": 0.4},
-            ["cannot say whether it is right: ", "cannot say whether it is better"],
-        ),
+        ((0.55, 0.5), (0.5, 0.5), {"spread": 0.4}, ["cannot say whether it is right: ", "cannot say"]),
         ((0.55, 0.5), (0.5, 0.5), {"spread": 0.4, "count": 4000}, ["right: ", "better than chance: "]),
         ((0.8, 0.1), (0.7, 0.4), {"count": 29}, ["cannot say: truly good searches are blamed in 29 groups"]),
         ((0.0, 0.0), (0.0, 0.0), {}, ["no calibration: no search lost any blame; 0.500 [0.500, 0.500] of"]),

@@ -129,16 +129,9 @@ def test_last_bit_difference_is_accepted(tmp_path, capsys):
     ],
 )
 def test_rows_that_differ_are_marked(before, after, is_changed, mark):
-    columns = {
-        "run": {},
-        "replayed": {"reward/f1": before},
-        "changed": {"reward/f1": after, "reward/em": 1.0},
-    }
-    columns["replayed"]["reward/em"] = 1.0
-    columns = {
-        name: {metric: value for metric, value in column.items() if value is not None}
-        for name, column in columns.items()
-    }
+    columns = {"run": {}}
+    for name, value in (("replayed", before), ("changed", after)):
+        columns[name] = {"reward/em": 1.0} | ({} if value is None else {"reward/f1": value})
     rows = {name: cells for name, *cells in comparison_rows(columns, is_changed)}
     assert rows["reward/f1"][-1] == mark and rows["reward/em"][-1] == ""
 

@@ -38,9 +38,7 @@ def test_optional_features_are_described_when_on():
 def test_format_reward_without_searches_is_refused():
     plain = Config()
     without = replace(plain, rollout=replace(plain.rollout, max_searches=0))
-    with pytest.raises(
-        UserError, match="max_searches is 0 .*every trajectory would score 0.*reward.format=false"
-    ):
+    with pytest.raises(UserError, match="max_searches is 0 .*reward.format=false"):
         describe_choices(without)
     turn = Turn("answer", np.ones(1, np.int32), np.zeros(1), text="<think>t</think><answer>Ann</answer>")
     alone = Trajectory(

@@ -89,9 +89,7 @@ def test_tokenizer_class_that_loses_spaces_is_refused(tmp_path):
 
 def test_tokenizer_file_that_loses_digits_is_refused(tmp_path):
     of_bytes(normalizers.Replace(Regex(r"\d"), "")).save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=r"loses digits: '1291 and 12345' becomes ' and '; set policy\.tokenizer"
-    ):
+    with pytest.raises(UserError, match="loses digits: .* becomes ' and '; set policy.tokenizer"):
         load_tokenizer(tmp_path)
 
 
@@ -122,9 +120,7 @@ def test_max_length_beyond_positions_is_refused(tmp_path):
     build_word_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 512}))
     config = Config(mesh=MeshConfig(data=1, fsdp=8))
-    with pytest.raises(
-        UserError, match=r"config\.json: .* up to 512 .*rollout\.max_length is 16384; lower it"
-    ):
+    with pytest.raises(UserError, match=r"config\.json: .* up to 512 .*rollout\.max_length is 16384"):
         build_model(config, str(tmp_path))
     rollout = replace(config.rollout, max_length=512, max_prompt_length=64)
     build_model(replace(config, rollout=rollout), str(tmp_path))

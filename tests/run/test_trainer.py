@@ -243,7 +243,5 @@ def test_checkpoint_without_counters_is_refused(tmp_path, extra):
     state = make_state(make_config(tmp_path), tmp_path)
     state.checkpoints.save(1, state.state, extra)
     state.checkpoints.wait()
-    with pytest.raises(
-        UserError, match=r"checkpoints/1: damaged checkpoint; delete it to use an older checkpoint \(in extra"
-    ):
+    with pytest.raises(UserError, match=r"checkpoints/1: damaged .*\(in extra"):
         make_state(make_config(tmp_path), tmp_path)

@@ -148,9 +148,7 @@ def test_diverged_parameters_end_the_run_unsaved(tmp_path, action):
     config = make_config(tmp_path, learner={"optimizer": optimizer}, guards={"action": action})
     config = replace(config, checkpoint=replace(config.checkpoint, every=1))
     rollouts = ScriptedRollouts()
-    with pytest.raises(
-        UserError, match="step 2 diverged .* is not saved: the newest checkpoint is that of step 1"
-    ):
+    with pytest.raises(UserError, match="step 2 diverged .* not saved: .* step 1"):
         run(config, rollouts, tmp_path)
     assert checkpoints(tmp_path) == [1]
     assert [version for version, _ in rollouts.loaded] == [0, 1]  # no worker gets what is not finite

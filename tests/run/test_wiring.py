@@ -99,10 +99,6 @@ def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypa
         assert made["size"] == 24
         assert rollouts.publish(7, {"p": 1}) == tmp_path / "v000007"
     assert opened[2:] == ["sampler closed", "workers closed", "retriever closed"]
-    about = {
-        "hf_config": model.hf_config,
-        "tokenizer_hash": model.tokenizer_hash,
-        "base": None,
-        "writes": True,
-    }
-    assert stored == [(tmp_path / "snapshots", 5, "float32"), (7, {"p": 1}, about | {"writes": True})]
+    about = {"hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash}
+    about |= {"base": None, "writes": True}
+    assert stored == [(tmp_path / "snapshots", 5, "float32"), (7, {"p": 1}, about)]
