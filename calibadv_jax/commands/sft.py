@@ -484,7 +484,7 @@ def _check_unfinished(folder: Path, config: Mapping[str, Any], identity: Mapping
         before, hashes = with_defaults(start["config"]), start["identity"]
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder / START}: lost or damaged, so that nobody knows what {CHECKPOINTS} is of; {advice}"
+            f"{folder / START}: lost or damaged, so that the settings of {CHECKPOINTS} are unknown; {advice}"
         ) from error
     changed = changed_keys(before, config, COMPARED, FREE)
     changed += [name for name, _, _ in differences(hashes, identity)]

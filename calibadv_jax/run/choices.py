@@ -50,7 +50,7 @@ def _check_something_is_learned(config: Config) -> None:
         raise UserError(
             "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question:"
             " every answer would have the advantage 0; set rollout.group_size to 2 or more, or advantage.name"
-            " to what compares none, such as gae"
+            " to an estimator that compares none, such as gae"
         )
 
 
@@ -66,8 +66,8 @@ def _critic(config: Config) -> list[str]:
         lines.append(f"  in the first {critic.warmup_steps} steps the critic alone is trained")
     if config.advantage.is_calibrated:
         lines.append(
-            "  an advantage of a turn is the mean of its tokens'; the calibration moves all of them by what"
-            " it changes the mean"
+            "  an advantage of a turn is the mean of its tokens'; the calibration moves all of them by"
+            " its change of the mean"
         )
     return lines
 
@@ -87,7 +87,7 @@ def _switched_on(config: Config) -> list[str]:
     reward, data, lines = config.reward, config.data, describe_adapters(config.policy.lora)
     if config.learner.share_prefixes:
         lines.append(
-            "shared prefixes ON: what trajectories of a group begin with is computed once in the updates"
+            "shared prefixes ON: the common beginning of a group's trajectories is computed once in the updates"
         )
     if reward.overlong_penalty:
         lines.append(

@@ -183,7 +183,7 @@ def _check_resume(
     start = newest_start(folder)
     if start is None:
         raise UserError(
-            f"run.dir={folder} holds trained steps, but no configs/ that says of what; choose another run.dir"
+            f"run.dir={folder} holds trained steps, but their configs/ is lost; choose another run.dir"
         )
     for path in start.damaged:
         say(f"{path}: empty or cut off (was the disk full?); {start.path} is compared instead")

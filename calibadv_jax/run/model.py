@@ -39,7 +39,7 @@ PROBES = {
     "newlines": "a\nb\n\nc",
 }
 BASE = "base.json"  # beside the config.json and the tokenizer of a run
-MOVED = f"write where it lies into the run's policy/{BASE} (folder)"
+MOVED = f"set its folder in the run's policy/{BASE}"
 
 
 @dataclass(frozen=True)
