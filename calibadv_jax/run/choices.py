@@ -87,7 +87,7 @@ def _switched_on(config: Config) -> list[str]:
     reward, data, lines = config.reward, config.data, describe_adapters(config.policy.lora)
     if config.learner.share_prefixes:
         lines.append(
-            "shared prefixes ON: the common beginning of a group's trajectories is computed once in the updates"
+            "shared prefixes ON: a common beginning of a group's trajectories is computed once per update"
         )
     if reward.overlong_penalty:
         lines.append(
