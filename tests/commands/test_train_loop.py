@@ -19,7 +19,7 @@ from trainer_rig import (
     QUESTIONS,
     ScriptedRollouts,
     make_config,
-    make_model,
+    make_state,
     rows,
     shared_programs,  # noqa: F401
 )
@@ -32,7 +32,6 @@ from calibadv_jax.data.questions import write_questions
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run import trainer as trainer_module
-from calibadv_jax.run.state import RunState
 
 
 class Broken(Exception):
@@ -53,9 +52,7 @@ class Failing(ScriptedRollouts):
 
 
 def run(config, folder, rollouts=None, progress=False):
-    console = Console(progress)
-    state = RunState(config, MODEL, QUESTIONS, rollouts or ScriptedRollouts(), folder, console)
-    with Stop() as stop, state:
+    with Stop() as stop, make_state(config, folder, rollouts, Console(progress)) as state:
         train.train(state, stop)
     return state
 
@@ -176,7 +173,7 @@ def test_signal_in_update_waits_for_the_record(tmp_path, monkeypatch):
 
 def test_donated_state_is_not_saved(tmp_path):
     config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": 1})
-    state = RunState(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console(progress=False))
+    state = make_state(config, tmp_path)
     with pytest.raises(Broken), state:
         state.save()
         state.step = 1
@@ -188,7 +185,7 @@ def test_donated_state_is_not_saved(tmp_path):
 @pytest.mark.parametrize("stopped_by", [Broken, None])
 def test_failed_last_save_keeps_the_original_error(tmp_path, capsys, stopped_by):
     config = make_config(tmp_path)
-    state = RunState(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console())
+    state = make_state(config, tmp_path, console=Console())
 
     def full():
         raise UserError("no room\nanywhere")
@@ -279,12 +276,10 @@ def test_another_experiment_is_refused_before_anything_is_opened(tmp_path, start
 def test_next_start_restores_the_saved_state(tmp_path, monkeypatch):
     optimizer = replace(make_config(tmp_path).learner.optimizer, lr=0.05)
     config = make_config(tmp_path, learner={"steps": 2, "optimizer": optimizer})
-    elsewhere = RunState(
-        config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path / "other", Console(progress=False)
-    )
+    elsewhere = make_state(config, tmp_path / "other")
     fresh, trained = jax.device_get((elsewhere.state, run(config, tmp_path).state))
     monkeypatch.delattr("calibadv_jax.run.trainer.initial_params")
-    state = RunState(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console(progress=False))
+    state = make_state(config, tmp_path)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.state), trained)
     assert int(trained["updates"]) == state.step == 2 and int(fresh["updates"]) == 0
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), trained["params"], fresh["params"])
@@ -372,10 +367,7 @@ def test_every_part_of_a_step_reports(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "validate", validate)
     config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
     config = replace(config, evaluate=replace(config.evaluate, every=2))
-    rollouts, console = Counting(), Console(progress=False)
-    state = RunState(config, make_model(), QUESTIONS, rollouts, tmp_path, console)
-    with Stop() as stop, state:
-        train.train(state, stop)
+    run(config, tmp_path, Counting())
     first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
 
     expected = {
