@@ -76,7 +76,7 @@ class Trainer:
         return jax.tree.map(jnp.copy, model.policy.split(params)[1])
 
     def probe(self, state: State, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
-        """Return the groups with the golden answers' log-probabilities under each probed policy, and metrics."""
+        """Return the groups with the golden answers' log-probabilities of each probed policy, and metrics."""
         params = {"current": state["params"], "initial": self.reference}
         policies = {name: params[name] for name in self.config.advantage.probed}
         probe = load_optional("probe").with_golden_logprobs
