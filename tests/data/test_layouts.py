@@ -205,12 +205,12 @@ TOOL, ASSISTANT = ([{"role": role, "content": "x"}] for role in ("tool", "assist
 @pytest.mark.parametrize(
     ("good", "change", "message"),
     [
-        (verl(0), {"reward_model": {"ground_truth": {"target": []}}}, "'reward_model.ground_truth.target'"),
+        (verl(0), {"reward_model": {"ground_truth": {"target": []}}}, "key .*ground_truth.target' holds no"),
         (verl(0), {"reward_model": 3}, "'reward_model' and 'extra_info' must be objects"),
         (verl(0), {"prompt": "Who?"}, "key 'question' is missing.*exactly once; add the key"),
         (verl(0), verl(1, "Question: x?"), "key 'question' is missing.*exactly once; add the key"),
         (verl(0), {"question": "x", "prompt": TOOL}, "field 'prompt' must be text or.*'role' .system, user"),
-        (verl(0), {"question": "x", "prompt": ASSISTANT}, "last message of 'prompt' .* 'assistant'"),
+        (verl(0), {"question": "x", "prompt": ASSISTANT}, "the last message of 'prompt' .* 'assistant'"),
         (MUSIQUE, {"answerable": False}, "key 'answerable' is false; remove the row"),
         (ASKED, {"answer": {"a": 1}}, "key 'answer' must be text"),
         (ASKED, {"question": " "}, "field 'question' must be a non-empty string, got ''; correct"),
