@@ -23,8 +23,8 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.run import trainer
 from calibadv_jax.run.model import Model
+from calibadv_jax.run.state import RunState
 
 HF_CONFIG = NARROW | {"vocab_size": 24, "num_key_value_heads": 1, "tie_word_embeddings": True}
 QUESTIONS = [Question(f"q{number}", f"question {number}?", ("yes",), "toy") for number in range(7)]
@@ -68,12 +68,7 @@ def make_config(folder, **sections):
     values = {
         "run": {"dir": str(folder)},
         "data": {"train": str(folder / "train.jsonl")},
-        "rollout": {
-            "questions_per_step": 2,
-            "group_size": 3,
-            "max_prompt_length": 8,
-            "max_length": 16,
-        },
+        "rollout": {"questions_per_step": 2, "group_size": 3, "max_prompt_length": 8, "max_length": 16},
         "learner": {"steps": 4, "row_length": 16, "microbatch_rows": 8},
         "checkpoint": {"every": 2},
         "log": {"backends": [], "progress": False},
@@ -155,10 +150,8 @@ UNTIMED = ("timing_s/", "perf/")
 
 
 def run(config, rollouts, tmp_path, console=None):
-    console = console or Console(progress=False)
-    learning = make_trainer(config, tmp_path, rollouts, console)
-    with Stop() as stop, learning:
-        train(config, learning, rollouts, tmp_path, console, stop)
+    with Stop() as stop, make_state(config, tmp_path, rollouts, console) as state:
+        train(state, stop)
     return rollouts
 
 
@@ -177,9 +170,9 @@ def rows(folder):
     ]
 
 
-def make_trainer(config, folder, rollouts=None, console=None):
+def make_state(config, folder, rollouts=None, console=None):
     console = console or Console(progress=False)
-    return trainer.Trainer(config, MODEL, QUESTIONS, rollouts or ScriptedRollouts(), folder, console)
+    return RunState(config, MODEL, QUESTIONS, rollouts or ScriptedRollouts(), folder, console)
 
 
 def checkpoints(folder):

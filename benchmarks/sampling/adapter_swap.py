@@ -29,7 +29,7 @@ from calibadv_jax.policy.adapters import Adapters, joined
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
-from calibadv_jax.run.base import Base
+from calibadv_jax.run.model import Base
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from calibadv_jax.commands.evaluate import at_step, describe_policy
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.config.keys import among, marked
@@ -29,6 +28,7 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.prompts import TEMPLATES
+from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.folder import differences, is_binding, with_defaults
 from calibadv_jax.run.model import PolicySource, find_policy
 from calibadv_jax.snapshots.card import generation_config, model_card
@@ -43,11 +43,7 @@ PLACES = marked(Mark.PLACE)  # the card names their last part, or nothing
 
 
 def run(config: Config, adapter: bool = False) -> None:
-    """Exports and prints the folder.
-
-    Args:
-        adapter: as `export`.
-    """
+    """Export and print the folder; `adapter` as in `export`."""
     alone(config.distributed, "export")
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be in use
     console = Console(config.log.progress)
@@ -57,25 +53,19 @@ def run(config: Config, adapter: bool = False) -> None:
 
 
 def export(config: Config, adapter: bool = False) -> Path:
-    """Writes export.source (default: the newest checkpoint of run.dir) to export.output.
+    """Write export.source (default: the newest checkpoint of run.dir) to export.output, on one device.
 
-    `export.source` is a snapshot, a checkpoint or a folder of checkpoints, of this run or another run.
-    Works on one device. As a program it uses the host, since a training run may fill the accelerators.
+    `export.source` is a snapshot, a checkpoint or a folder of checkpoints, of this run or another run. With
+    `adapter`, only the adapters are written, to export.adapter_output; else they are merged into the weights.
 
-    Args:
-        adapter: write the adapters alone, to export.adapter_output; else a policy with them in its weights.
-
-    Returns:
-        The folder; transformers' from_pretrained loads it, that of the adapters PEFT's.
-
-    Raises:
-        UserError: the source is missing, incomplete, damaged, or not inside a run's folder; or the output
-            lies in another run's folder, or another process writes it.
+    Returns the folder, for transformers' from_pretrained, or PEFT's. Raises UserError if the source is
+    missing, incomplete, damaged, or not inside a run's folder; or the output lies in another run's folder, or
+    another process writes it.
     """
     key = "adapter_output" if adapter else "output"
     output = Path(getattr(config.export, key))
     refuse_other_run(output, f"export.{key}", Path(config.run.dir))
-    source = at_step(find_policy(Path(config.export.source or Path(config.run.dir) / "checkpoints")))
+    source = find_policy(Path(config.export.source or Path(config.run.dir) / "checkpoints")).at_step()
     if source.kind == "huggingface":
         raise UserError(f"{source.path}: no complete checkpoint there; train first, or set export.source")
     if adapter:
@@ -89,26 +79,17 @@ def export(config: Config, adapter: bool = False) -> Path:
     params = policy.merged(source.params(policy, _one_device()), dtype)
     before = source.model_folder / GENERATION
     trained = training_config(config, source)
+    kept = read_json(before) if before.is_file() else {}
     texts = {
-        GENERATION: generation_config(
-            trained["rollout"], hf_config, read_json(before) if before.is_file() else {}
-        ),
+        GENERATION: generation_config(trained["rollout"], hf_config, kept),
         CARD: card(config, source, trained),
     }
+    dtype_name, shard_size = config.export.dtype, int(config.export.max_shard_gib * 2**30)
     with locked_output(output, "export.output", Console(config.log.progress).warn):
-        return save_folder(
-            params,
-            hf_config,
-            output,
-            config.export.dtype,
-            source.model_folder,
-            int(config.export.max_shard_gib * 2**30),
-            texts,
-        )
+        return save_folder(params, hf_config, output, dtype_name, source.model_folder, shard_size, texts)
 
 
 def _export_adapter(config: Config, source: PolicySource, output: Path) -> Path:
-    """Only what was trained; the base is not read."""
     base = source.base
     if base is None:
         raise UserError(
@@ -129,13 +110,13 @@ def _one_device() -> Mesh:
 
 
 def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
-    """The config of the newest start of the source's run; if it kept none, the config that was given."""
+    """Return the config of the newest start of the source's run; the given config if it kept none."""
     start = newest_start(source.model_folder.parent)
     return kept_values(config) if start is None else with_defaults(start.config)
 
 
 def card(config: Config, source: PolicySource, trained: dict[str, Any], adapter: bool = False) -> str:
-    """The model card of the policy, or of its adapters alone."""
+    """Return the model card of the policy, or of its adapters alone."""
     policy = describe_policy(source)
     used = dataclasses.replace(
         config, policy=dataclasses.replace(config.policy, path=trained["policy"]["path"], revision="")
@@ -154,14 +135,11 @@ def card(config: Config, source: PolicySource, trained: dict[str, Any], adapter:
 
 
 def _scores(config: Config, policy: dict[str, Any]) -> str:
-    """The table of evaluate.output, if that is an evaluation of this policy."""
+    """Return the table of evaluate.output, if it is an evaluation of this policy."""
     path = Path(config.evaluate.output)
-    if path.is_file():
-        found = read_json(path)
-        if found.get("policy") == policy:
-            report = Report(found["scores"], found["intervals"])
-            about = (
-                f"Method: {found['method']}; {found['samples']} trajectories a question above temperature 0."
-            )
-            return f"{about}\n\n{markdown_table(report, found['confidence'])}"
+    evaluated = read_json(path) if path.is_file() else {}
+    if evaluated.get("policy") == policy:
+        about = f"Method: {evaluated['method']}; {evaluated['samples']} trajectories a question"
+        report = Report(evaluated["scores"], evaluated["intervals"])
+        return f"{about} above temperature 0.\n\n{markdown_table(report, evaluated['confidence'])}"
     return "Not evaluated. `calibadv evaluate` before `calibadv export` puts the scores here."

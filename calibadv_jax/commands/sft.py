@@ -7,31 +7,34 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from calibadv_jax.config import Config, SftPhase, dump_config
 from calibadv_jax.config.kept import refuse_other_run
+from calibadv_jax.config.references import kept_values
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import write_text
+from calibadv_jax.core.files import write_json, write_text
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.locking import locked_output, locked_run
 from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.tags import behind_opening, neutralise_observation, parse_turn
-from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
-from calibadv_jax.data.demonstrations import Demonstration
+from calibadv_jax.data.demonstrations import Demonstration, load_demonstrations, split_off
 from calibadv_jax.hosts.joining import alone
 from calibadv_jax.learner.batching import Batch, Sample, pack, place, token_weights
-from calibadv_jax.learner.learner import Learner, LearnerOptions
+from calibadv_jax.learner.learner import Learner, LearnerOptions, State
 from calibadv_jax.learner.losses import negative_log_likelihood
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.metrics.backends import open_backends
@@ -41,27 +44,44 @@ from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.actions import Access, Search, grammar_of
-from calibadv_jax.rollout.observation import (
-    Observations,
-    added_token_strings,
-    encode,
-    neutralise_documents,
-)
+from calibadv_jax.rollout.observation import Observations, added_token_strings, encode, neutralise_documents
 from calibadv_jax.rollout.prompt_lengths import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.choices import describe_adapters
-from calibadv_jax.run.folder import COLD_START, TOOLS, content_hash, tools_hash
+from calibadv_jax.run.fingerprints import cold_start_identity
+from calibadv_jax.run.folder import COLD_START, COLD_START_KEYS, changed_keys, differences, with_defaults
 from calibadv_jax.run.model import base_of, build_model, initial_params
-from calibadv_jax.run.sft_state import SftState, kept_row_length
+from calibadv_jax.snapshots.checkpoint import CheckpointStore, newest_step
 from calibadv_jax.snapshots.huggingface import save_folder
 
 DEFAULT_STEPS = 100  # of a phase that gives no length
 _NOTHING = np.zeros(0, np.float32)
 
+CHECKPOINTS, START = "sft_checkpoints", "sft_start.json"  # in the run's folder, until the policy is written
+GONE = "sft_checkpoints.removed"  # the checkpoints while they are deleted
+COMPARED = (
+    *COLD_START_KEYS,
+    "policy.compute_dtype",
+    "policy.param_dtype",
+    "rollout.max_prompt_length",
+    "rollout.max_observation_length",
+)
+FREE = (  # of those; contents of files are compared by their hash
+    "sft.output",
+    "sft.init_from",
+    "sft.demonstrations",
+    "sft.held_out_every",
+    "sft.checkpoint_every",
+    "sft.optimizer.offload",
+    "world.dir",
+)
+
+MOST_SECONDS = 600.0  # of work that a kill may cost if updates are slow
+
 
 def run(config: Config) -> None:
-    """Runs every phase in order, then writes the policy to `sft.output`; goes on where it was interrupted."""
+    """Train every phase in order, or continue, then write the policy to `sft.output`."""
     alone(config.distributed, "sft")
     sft, folder = config.sft, Path(config.run.dir)
     if not sft.phases:
@@ -100,69 +120,55 @@ def _run(config: Config, console: Console) -> None:
             offload=sft.optimizer.offload == "host",
         ),
     )
-    identity = {
-        "demonstrations": content_hash([dataclasses.asdict(one) for one in training]),
-        "policy.config": content_hash(model.hf_config),
-        "policy.vocabulary": model.tokenizer_hash,
-    }
-    if tools := tools_hash(config):
-        identity[TOOLS] = tools
-    if base := base_of(config, model, sft.init_from):
-        identity["policy.weights"] = base.sha256
+    identity = cold_start_identity(config, model, training, base_of(config, model, sft.init_from))
     initial = partial(initial_params, config, model, sft.init_from)
     stop = Stop(
         "the update in progress is finished and saved",
         "the last update is saved",
         "the same command goes on from the saved update",
     )
-    with stop, SftState(config, identity, learner, initial, console) as kept:
-        batches = _all_batches(config, updates, training, model.tokenizer, kept.step)
-        _train(config, learner, kept, batches, schedule, updates, held_out, console, stop)
+    with stop, ColdStart(config, identity, learner, initial, console) as cold_start:
+        batches = _all_batches(config, updates, training, model.tokenizer, cold_start.step)
+        _train(config, cold_start, batches, schedule, updates, held_out, stop)
         write_text(folder / COLD_START, dump_config(config))
         hub.write_pins(folder, model.pins)
         dtype, tokenizer = config.policy.param_dtype, model.tokenizer_folder
-        trained = model.policy.merged(learner.whole(kept.state["params"]), dtype)
+        trained = model.policy.merged(learner.whole(cold_start.state["params"]), dtype)
         save_folder(trained, model.hf_config, Path(sft.output), dtype, tokenizer)
-        kept.finish()
+        cold_start.finish()
 
 
 def _train(
     config: Config,
-    learner: Learner,
-    kept: SftState,
+    cold_start: ColdStart,
     batches: Iterator[Batch],
     schedule: Callable[[int], Any],
     updates: Sequence[int],
     held_out: Batch | None,
-    console: Console,
     stop: Stop,
 ) -> None:
-    """Trains on the batches.
+    """Train on the batches; `updates` are those of each phase.
 
-    Args:
-        updates: of each phase.
-
-    Raises:
-        UserError: it diverged: the parameters are not finite, or no update is, for guards.patience updates in
-            a row or from the first to the last.
+    Raises UserError if it diverged: the parameters are not finite, or no update is, for guards.patience
+    updates in a row or from the first to the last.
     """
-    folder, every = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every
-    total = sum(updates)
+    folder, every, total = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every, sum(updates)
+    learner, console = cold_start.learner, cold_start.console
     patience = min(config.guards.patience, total)
     guards = Guards(dataclasses.replace(config.guards, patience=patience), "sft.optimizer.lr")
-    backends = open_backends(config.log, folder, kept.step + 1, console.warn)
+    backends = open_backends(config.log, folder, cold_start.step + 1, console.warn)
     with (
-        MetricsWriter(folder, backends, start_step=kept.step + 1) as writer,
+        MetricsWriter(folder, backends, start_step=cold_start.step + 1) as writer,
         console.bar("cold start", total, "steps") as show,
     ):
         for batch in batches:
-            if line := phase_line(config, updates, kept.step):
+            if line := phase_line(config, updates, cold_start.step):
                 console.note(line)
             begun = time.monotonic()
-            rate = float(schedule(kept.step))
+            rate = float(schedule(cold_start.step))
             tokens = int((batch.segment_ids > 0).sum())
             with stop.held():
-                state, metrics = learner.update(kept.state, [batch], negative_log_likelihood)
+                state, metrics = learner.update(cold_start.state, [batch], negative_log_likelihood)
                 seconds = time.monotonic() - begun
                 metrics = {
                     "sft/loss": metrics.pop("actor/loss"),
@@ -171,7 +177,7 @@ def _train(
                     "perf/tokens_per_second": tokens / seconds,
                     "timing_s/step": seconds,
                 } | metrics
-                step = kept.step + 1
+                step = cold_start.step + 1
                 if held_out is not None and (step % every == 0 or step == total):
                     metrics["sft/held_out_loss"] = held_out_loss(learner, state["params"], held_out)
                 metrics["actor/finite"] = float(learner.is_finite(state["params"]))
@@ -179,14 +185,14 @@ def _train(
                 writer.write(step, metrics | verdict.metrics)
                 if guards.is_broken:  # neither the policy nor a state to go on from is written
                     raise UserError(verdict.findings[0])
-                kept.updated(state)
+                cold_start.updated(state)
             show(step)
             if step % 10 == 0 or step == total:
                 console.step(step, total, metrics)
 
 
 def phase_line(config: Config, updates: Sequence[int], done: int) -> str:
-    """Say which phase begins after `done` updates, and with what data; "" if none or the only one does."""
+    """Return a line on the phase that begins after `done` updates; "" if none or the only one does."""
     number = sum(done >= end for end in itertools.accumulate(updates))
     if len(updates) == 1 or done != sum(updates[:number]):
         return ""
@@ -200,11 +206,7 @@ def phase_line(config: Config, updates: Sequence[int], done: int) -> str:
 def count_updates(
     config: Config, phase: SftPhase, own: Sequence[Demonstration], tokenizer: Any, seed: int
 ) -> int:
-    """Optimizer updates of a phase.
-
-    Raises:
-        UserError: its length is given in epochs, and a generator, which never repeats itself, writes it.
-    """
+    """Return the optimizer updates of a phase; UserError if it gives epochs to a generator without end."""
     if not phase.epochs:
         return phase.steps or DEFAULT_STEPS
     if config.sft.demonstrations == "world":
@@ -212,13 +214,12 @@ def count_updates(
             f"sft.phases: epochs={phase.epochs}, but sft.demonstrations=world writes new demonstrations all"
             " the time: give steps"
         )
-    lengths = (demonstration_length(one, config, tokenizer) for one in own)
+    lengths = (demonstration_length(each, config, tokenizer) for each in own)
     shapes = [Sample(np.zeros(length, np.int32), _NOTHING, _NOTHING, _NOTHING) for length in lengths]
     fulls = _row_fulls(
         (shapes[index] for index in _order(len(own), phase.epochs, seed)),
         config.sft.rows,
         config.sft_row_length,
-        with_rest=True,
     )
     return sum(1 for _ in fulls)
 
@@ -226,7 +227,6 @@ def count_updates(
 def _all_batches(
     config: Config, updates: Sequence[int], own: Sequence[Demonstration], tokenizer: Any, done: int
 ) -> Iterator[Batch]:
-    """The batches of every phase from update `done` on."""
     for number, (phase, count) in enumerate(zip(config.sft.phases, updates, strict=True)):
         skipped = min(done, count)
         done -= skipped
@@ -236,7 +236,7 @@ def _all_batches(
 
 
 def _made_ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """The next `count` batches, each made by another thread while the batch before is trained."""
+    """Yield the next `count` batches; another thread makes each while the batch before is trained."""
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, batches)
         for left in reversed(range(count)):
@@ -249,13 +249,9 @@ def _made_ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
 def _own_demonstrations(
     config: Config, tokenizer: Any, warn: Callable[[str], object] = lambda _: None
 ) -> tuple[list[Demonstration], Batch | None]:
-    """Demonstrations of the file to train on, and the held-out ones in rows; none if a generator writes them.
+    """Return the file's training demonstrations, and the packed held-out ones; none with a generator.
 
-    Args:
-        warn: told how many are left out because they, or their prompts, are too long.
-
-    Raises:
-        UserError: the file cannot be used, or some are too long; see `drop_overlong` and `_drop_long`.
+    `warn` gets a line on those that do not fit. Raises UserError as `drop_overlong` and `_drop_long`.
     """
     sft = config.sft
     if sft.demonstrations == "world":
@@ -265,86 +261,70 @@ def _own_demonstrations(
                 " all the time: sft/loss is a held-out loss already; set it to 0"
             )
         return [], None
-    own, longest = _load(config), config.rollout.max_prompt_length
-    questions = [one.question for one in own]
-    lengths = prompt_lengths(questions, tokenizer, config.prompt, longest, make_actions(config))
+    actions, longest = make_actions(config), config.rollout.max_prompt_length
+    own = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
+    questions = [demonstration.question for demonstration in own]
+    lengths = prompt_lengths(questions, tokenizer, config.prompt, longest, actions)
     _, overlong = drop_overlong(
         questions, lengths, longest, config.data.overlong_prompts, "sft.demonstrations"
     )
     if overlong:
         warn(overlong)
-    fitting = [one for place, one in enumerate(own) if place not in lengths]
+    fitting = [demonstration for index, demonstration in enumerate(own) if index not in lengths]
     fitting, too_long = _drop_long(fitting, config, tokenizer)
     if too_long:
         warn(too_long)
     training, held_out = split_off(fitting, sft.held_out, config.run.seed)
-    samples = [encode_demonstration(one, config, tokenizer, "sampled") for one in held_out]
+    samples = [encode_demonstration(each, config, tokenizer, "sampled") for each in held_out]
     return training, pack(samples, config.sft_row_length) if samples else None
-
-
-def _load(config: Config) -> list[Demonstration]:
-    return load_demonstrations(Path(config.sft.demonstrations), grammar_of(make_actions(config)))
 
 
 def _drop_long(
     own: Sequence[Demonstration], config: Config, tokenizer: Any
 ) -> tuple[list[Demonstration], str]:
-    """The demonstrations that fit in a row, and in words how many do not; "" where all fit.
+    """Return the demonstrations that fit in a row, and a warning of the others; "" where all fit.
 
-    Raises:
-        UserError: some do not fit and data.overlong_prompts is "refuse", or none fits.
+    Raises UserError if some do not fit and data.overlong_prompts is "refuse", or none fits.
     """
     longest = config.sft_row_length
-    lengths = [demonstration_length(one, config, tokenizer) for one in own]
-    kept = [one for one, length in zip(own, lengths, strict=True) if length <= longest]
+    lengths = [demonstration_length(each, config, tokenizer) for each in own]
+    kept = [each for each, length in zip(own, lengths, strict=True) if length <= longest]
     if len(kept) == len(own):
         return kept, ""
-    worst = max(range(len(own)), key=lambda place: lengths[place])
-    found = (
+    worst = max(range(len(own)), key=lambda index: lengths[index])
+    warning = (
         f"sft.demonstrations: {len(own) - len(kept)} of {len(own)} have more tokens than"
         f" sft.row_length={longest}, the longest {lengths[worst]} (question {own[worst].question.id!r})"
     )
     if config.data.overlong_prompts == "refuse":
-        raise UserError(f"{found}: raise it, or leave them out with data.overlong_prompts=leave_out")
+        raise UserError(f"{warning}: raise it, or leave them out with data.overlong_prompts=leave_out")
     if not kept:
-        raise UserError(f"{found}: none is left; raise it")
-    return kept, f"{found}: they are left out"
+        raise UserError(f"{warning}: none is left; raise it")
+    return kept, f"{warning}: they are left out"
 
 
 def held_out_loss(learner: Learner, params: Params, batch: Batch) -> float:
-    """Negative log-likelihood of the tokens that the policy would sample, their mean."""
+    """Return the mean negative log-likelihood of the tokens that the policy would sample."""
     logprobs = learner.logprobs(params, batch)
     return float(-np.sum(batch.weights * np.where(batch.weights > 0, logprobs, 0.0)))
 
 
 def _batches(
-    config: Config,
-    phase: SftPhase,
-    own: Sequence[Demonstration],
-    tokenizer: Any,
-    seed: int,
-    skipped: int = 0,
+    config: Config, phase: SftPhase, own: Sequence[Demonstration], tokenizer: Any, seed: int, skipped: int = 0
 ) -> Iterator[Batch]:
-    """Packed batches of exactly `sft.rows` rows, the last one of epochs apart; endless if there are none.
-
-    Args:
-        skipped: batches that are left out at the beginning.
-    """
+    """Yield packed batches of `sft.rows` rows (the last may have fewer), without the first `skipped`."""
     sft = config.sft
-    demonstrations = _demonstrations(config, phase, own, seed)
-    samples = (encode_demonstration(one, config, tokenizer, phase.loss_on) for one in demonstrations)
-    for full in islice(_row_fulls(samples, sft.rows, config.sft_row_length, with_rest=True), skipped, None):
+    if sft.demonstrations == "world":
+        demonstrations = load_optional("worlds.demonstrations").GENERATORS[phase.kind](seed, config.world)
+    else:
+        demonstrations = (own[index] for index in _order(len(own), phase.epochs, seed))
+    samples = (encode_demonstration(each, config, tokenizer, phase.loss_on) for each in demonstrations)
+    for full in islice(_row_fulls(samples, sft.rows, config.sft_row_length), skipped, None):
         yield pack(full, config.sft_row_length, weights=token_weights(full, "token_mean"))
 
 
-def _row_fulls(
-    samples: Iterable[Sample], rows: int, row_length: int, with_rest: bool = False
-) -> Iterator[list[Sample]]:
-    """Samples in their order, in lists that each fill the rows.
-
-    Args:
-        with_rest: the last samples come too, though they do not fill the rows.
-    """
+def _row_fulls(samples: Iterable[Sample], rows: int, row_length: int) -> Iterator[list[Sample]]:
+    """Yield lists of samples, in their order, that each fill the rows; the last one need not."""
     pending: list[Sample] = []
     lengths: list[int] = []
     for sample in samples:
@@ -353,31 +333,22 @@ def _row_fulls(
         if _may_need_more(lengths, rows, row_length) and place(lengths, row_length)[1] > rows:
             yield pending[:-1]
             pending, lengths = pending[-1:], lengths[-1:]
-    if with_rest and pending:
+    if pending:
         yield pending
 
 
 def _may_need_more(lengths: Sequence[int], rows: int, row_length: int) -> bool:
-    """False only if `place` needs no more than so many rows; costs a small part of it.
+    """Return False only if `place` needs at most `rows` rows; costs a small part of it.
 
-    If a sample opens one more row, it has room in none of the other rows: so many tokens lie there already.
+    A sample opens one more row only if each of the other rows holds too many tokens for it.
     """
     ordered = np.sort(lengths)[::-1]  # as first-fit decreasing takes them
     fewest = rows * (row_length + 1 - ordered) + ordered
     return bool(np.any(np.cumsum(ordered) >= fewest))
 
 
-def _demonstrations(
-    config: Config, phase: SftPhase, own: Sequence[Demonstration], seed: int
-) -> Iterator[Demonstration]:
-    if config.sft.demonstrations == "world":
-        yield from load_optional("worlds.demonstrations").GENERATORS[phase.kind](seed, config.world)
-        return
-    yield from (own[index] for index in _order(len(own), phase.epochs, seed))
-
-
 def _order(count: int, epochs: int | None, seed: int) -> Iterator[int]:
-    """Indices in another order in every epoch; None: without end."""
+    """Yield indices in another order in every epoch; without end if `epochs` is None."""
     rng = np.random.default_rng(seed)
     for _ in itertools.count() if epochs is None else range(epochs):
         yield from rng.permutation(count)
@@ -386,11 +357,7 @@ def _order(count: int, epochs: int | None, seed: int) -> Iterator[int]:
 def encode_demonstration(
     demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str
 ) -> Sample:
-    """A demonstration in exactly the tokens that the agent loop would have written.
-
-    Raises:
-        UserError: they are more than sft.row_length.
-    """
+    """Return a demonstration in the agent loop's tokens; UserError if they exceed sft.row_length."""
     sample = _encoded(demonstration, config, tokenizer, loss_on)
     if len(sample.tokens) > config.sft_row_length:
         raise UserError(
@@ -401,7 +368,7 @@ def encode_demonstration(
 
 
 def demonstration_length(demonstration: Demonstration, config: Config, tokenizer: Any) -> int:
-    """Its tokens, however many."""
+    """Return the number of tokens, whether or not they fit in a row."""
     return len(_encoded(demonstration, config, tokenizer, "sampled").tokens)
 
 
@@ -411,20 +378,119 @@ def _encoded(demonstration: Demonstration, config: Config, tokenizer: Any, loss_
     prompt, opening = open_prompt(demonstration.question, tokenizer, config.prompt, longest, actions)
     parts: list[tuple[np.ndarray, bool]] = [(prompt, False)]
     shown = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
-    by_name: dict[str, Action] = {one.name: one for one in actions or (Search(),)}
+    by_name: dict[str, Action] = {action.name: action for action in actions or (Search(),)}
     for number, turn in enumerate(demonstration.turns, 1):
         text = behind_opening(opening if number == 1 else shown.opening, turn.text)
         parts.append((np.asarray(encode(tokenizer, text), np.int32), turn.trained))
         action = by_name.get(parse_turn(turn.text, "eos", grammar).kind)
         goes_on = action is not None and number < len(demonstration.turns)
         if goes_on or turn.documents or turn.observation:
-            said = neutralise_observation(turn.observation, added_token_strings(tokenizer), grammar)
+            observation = neutralise_observation(turn.observation, added_token_strings(tokenizer), grammar)
             documents = neutralise_documents(turn.documents, tokenizer, grammar)
             renderer = Search() if isinstance(action, Search) else Access()  # not code of one's own
-            body = renderer.render(Reply(tuple(documents), said))
+            body = renderer.render(Reply(tuple(documents), observation))
             parts.append((shown.of(action or Search()).information(body)[0], False))
     tokens = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
     mask = np.concatenate([np.full(len(ids), learned or loss_on == "all") for ids, learned in parts])
     mask[0] = False  # nothing precedes the first token
     nothing = np.zeros(len(tokens), np.float32)
     return Sample(tokens, mask, nothing, nothing)
+
+
+def kept_row_length(folder: Path) -> int | None:
+    """Return the row length of the unfinished cold start in a run's folder; None where none is known."""
+    if newest_step(folder / CHECKPOINTS) is None:
+        return None
+    try:
+        return json.loads((folder / START).read_text(encoding="utf-8"))["config"]["sft"]["row_length"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # `_check_unfinished` names the damage
+        return None
+
+
+class ColdStart:
+    """State and checkpoints of a cold start. As a block, it saves its last update if it is interrupted.
+
+    `initial` returns the parameters to begin with, which are donated; it is not called if a checkpoint has
+    them. Raises UserError if the folder holds an unfinished cold start of other settings, or a damaged one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        identity: Mapping[str, str],
+        learner: Learner,
+        initial: Callable[[], Params],
+        console: Console,
+    ):
+        self.folder, self.every = Path(config.run.dir), config.sft.checkpoint_every
+        self.learner, self.console = learner, console
+        now = {"config": kept_values(config), "identity": dict(identity)}
+        if (self.folder / GONE).exists():
+            shutil.rmtree(self.folder / GONE)
+        newest = newest_step(self.folder / CHECKPOINTS)
+        if newest is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / START, now)
+        else:
+            _check_unfinished(self.folder, now["config"], identity)
+        self.state: State = {}
+        if newest is None or learner.policy.adapters:  # a checkpoint holds adapters without their base
+            self.state = learner.init(initial())
+        self._store = CheckpointStore(self.folder / CHECKPOINTS, keep=1)
+        self.step = self._saved = 0
+        self._saved_at = time.monotonic()
+        if newest is not None:
+            self.state, _ = self._store.restore(newest, learner.abstract_state())
+            self.step = self._saved = newest
+            console.note(f"going on from update {newest}")
+
+    def updated(self, state: State) -> None:
+        """Take the state after one more update, and save it if that is due."""
+        self.state, self.step = state, self.step + 1
+        if self.every and (self.step % self.every == 0 or time.monotonic() - self._saved_at > MOST_SECONDS):
+            self._save()
+
+    def finish(self) -> None:
+        """Remove the checkpoints."""
+        self._saved = self.step
+        self._store.close()
+        # All checkpoints go at once: after a kill the next cold start continues or begins anew.
+        (self.folder / CHECKPOINTS).rename(self.folder / GONE)
+        (self.folder / START).unlink(missing_ok=True)
+        shutil.rmtree(self.folder / GONE)
+
+    def __enter__(self) -> ColdStart:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+        if kind is None or not whole or self.step == self._saved:
+            return
+        try:
+            self._save()
+            self.console.note(f"update {self.step} is saved; the same command goes on from there")
+        except Exception as error:  # whatever Orbax raises: it must not hide why the cold start stopped
+            self.console.note(f"update {self.step} could not be saved: {' '.join(str(error).split())}")
+
+    def _save(self) -> None:
+        self._store.save(self.step, self.state, {})
+        self._store.wait()
+        self._saved, self._saved_at = self.step, time.monotonic()
+
+
+def _check_unfinished(folder: Path, config: Mapping[str, Any], identity: Mapping[str, str]) -> None:
+    advice = f"choose another run.dir, or remove {folder / CHECKPOINTS} to begin again"
+    try:
+        start = json.loads((folder / START).read_text(encoding="utf-8"))
+        before, hashes = with_defaults(start["config"]), start["identity"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder / START}: lost or damaged, so that the settings of {CHECKPOINTS} are unknown; {advice}"
+        ) from error
+    changed = changed_keys(before, config, COMPARED, FREE)
+    changed += [name for name, _, _ in differences(hashes, identity)]
+    if changed:
+        raise UserError(
+            f"run.dir={folder} holds an unfinished cold start with other settings ({', '.join(changed)});"
+            f" {advice}"
+        )

@@ -15,7 +15,7 @@ def run_of(path: Path) -> Path | None:
     return path.parent.parent if is_kept else None
 
 
-def at_home(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def rebase_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The values of a kept config with every path inside its run.dir as one inside `folder`.
 
     Args:

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from calibadv_jax.config.kept import at_home, follow_run, run_of
+from calibadv_jax.config.kept import follow_run, rebase_paths, run_of
 from calibadv_jax.config.keys import marked, refuse_unknown, type_of
 from calibadv_jax.config.references import kept_values, note_references
 from calibadv_jax.config.root import Config
@@ -154,7 +154,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig
         checked = _checked(loaded, str(path))
         if run := run_of(path):
             values: Any = OmegaConf.to_container(checked)
-            checked = OmegaConf.create(at_home(values, run))
+            checked = OmegaConf.create(rebase_paths(values, run))
     if base:
         yield from _read(path.parent / base, (*above, path))
     yield str(path), checked

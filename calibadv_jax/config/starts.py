@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from calibadv_jax.config.kept import at_home
+from calibadv_jax.config.kept import rebase_paths
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json, write_text
 
@@ -46,7 +46,7 @@ def newest_start(run: Path) -> Start | None:
     without_hashes = None
     for path in reversed(start_files(run)):
         kept, identity = read_config(path), _read_identity(path.with_suffix(".json"))
-        config = None if kept is None else at_home(kept, run)
+        config = None if kept is None else rebase_paths(kept, run)
         if config is not None and identity is not None:
             return Start(path, config, identity, tuple(damaged))
         damaged.append(path if config is None else path.with_suffix(".json"))

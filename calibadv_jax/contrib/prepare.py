@@ -21,9 +21,9 @@ from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import replacing
 from calibadv_jax.core.trajectory import Question
+from calibadv_jax.data.files import Sources, find_files
 from calibadv_jax.data.layouts import NO_COLUMNS, NoAnswer
 from calibadv_jax.data.questions import is_joined, question_row, read_questions, write_questions
-from calibadv_jax.data.sources import Sources, find_files
 
 EXAMPLES = 5  # dropped rows that the report shows for each reason
 BATCH = 1024  # rows of a parquet file written at once

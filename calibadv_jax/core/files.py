@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -144,6 +145,11 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """The value as JSON, in one replacement; see `replacing`."""
     write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+def content_hash(value: Any) -> str:
+    """Return the SHA-256 of plain values, as JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> None:

@@ -1,13 +1,13 @@
-"""Rows of data files: JSON Lines, a JSON array, TriviaQA's JSON object, parquet, tsv, csv; also gzipped.
+"""Find data files, and read their rows: JSON Lines, JSON array, TriviaQA's object, parquet, tsv, csv, gzip.
 
-Which of these a file is, its first bytes say; its name does not matter. Rows are read one by one, so that a
-file may be larger than the memory.
+The first bytes decide the format, not the name. Rows are read one by one: a file may exceed the memory.
 """
 
 from __future__ import annotations
 
 import ast
 import csv
+import glob
 import gzip
 import io
 import json
@@ -15,7 +15,7 @@ import re
 import sys
 import tokenize
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -24,12 +24,14 @@ import ijson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 
-Row = dict[str, Any]
+DataRow = dict[str, Any]
+Sources = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
 
 PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
-HEAD = 4096  # bytes that the format is told by
+HEAD = 4096  # bytes that decide the format
 BATCH = 1024  # rows of a parquet file in memory at once
 # Columns of published parquet files that no layout reads, up to a megabyte a row: they come as None.
 UNREAD = (
@@ -48,36 +50,93 @@ OPEN_LIST = re.compile(r"""\s*[\[{]\s*["'{]""")  # of texts, or of objects
 _ARRAY = re.compile(r"array\((\[.*\])(?:,\s*dtype=\w+)?\)", re.DOTALL)  # a NumPy array as text
 _WHOLE_FLOAT = re.compile(r"-?\d+\.0")
 _TRIVIA = re.compile(rb'\s*\{\s*"Data"\s*:\s*\[')
+SPLITS = ("train", "training", "dev", "validation", "valid", "val", "test", "eval")
+# Word in a file's name -> data_source of Search-R1, FlashRAG and the paper.
+DATA_SOURCES = {
+    "nq": "nq",
+    "natural": "nq",
+    "triviaqa": "triviaqa",
+    "trivia": "triviaqa",
+    "popqa": "popqa",
+    "hotpotqa": "hotpotqa",
+    "hotpot": "hotpotqa",
+    "2wiki": "2wikimultihopqa",
+    "2wikimultihop": "2wikimultihopqa",
+    "2wikimultihopqa": "2wikimultihopqa",
+    "musique": "musique",
+    "bamboogle": "bamboogle",
+}
+_SUFFIXES = re.compile(r"(\.(jsonl?|parquet|tsv|csv|gz))+$", re.IGNORECASE)
 
 
-def read_rows(path: str | Path, what: str = "questions") -> Iterator[tuple[str, Row]]:
-    """Yields (place, row) of every row: ``file:line`` for lines of text, ``file row N`` otherwise, from 1.
+def find_files(sources: Sources, default_source: str = "") -> Iterator[tuple[Path, str]]:
+    """Yield every file and the data_source of its rows that name none.
 
     Args:
-        what: the file should hold, for messages.
+        sources: a file, a list of files, or data_source -> file. A file is a path, a pattern such as
+            ``train-*.parquet``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE`` or ``OWNER/NAME``, the
+            only data file of a dataset repository.
+        default_source: data_source where `sources` names none; empty: from the file's name.
 
-    Raises:
-        UserError: no such file, not UTF-8, broken, or a row that is no object.
+    Raises UserError if nothing is named, a pattern matches nothing, or the hub has no such file.
+    """
+    if isinstance(sources, Mapping):
+        named = [(str(file), name) for name, file in sources.items()]
+    else:
+        named = [(str(file), "") for file in ([sources] if isinstance(sources, str | Path) else sources)]
+    if not named or not all(file for file, _ in named):
+        raise UserError("no question file: set data.train and data.eval")
+    for file, source in named:
+        for path in _expand(file):
+            yield path, source or default_source or source_of(path)
+
+
+def _expand(name: str) -> list[Path]:
+    if name.startswith(hub.DATASETS):
+        return hub.fetch_data(name)
+    path = Path(name)
+    if path.exists():
+        return [path]
+    if glob.has_magic(name):
+        paths = [Path(match) for match in sorted(glob.glob(name))]
+        if not paths:
+            raise UserError(f"{name}: no file matches; correct data.train or data.eval")
+        return paths
+    if hub.is_repository(name):
+        return hub.fetch_data(f"{hub.DATASETS}{name}")
+    return [path]
+
+
+def source_of(path: Path) -> str:
+    """Return the data_source in the name of a file or of its folder: nq of ``nq/test.jsonl``."""
+    stem = _SUFFIXES.sub("", path.name)
+    for name in (stem, path.parent.name):
+        for word in re.split(r"[^a-z0-9]+", name.lower()):
+            if word in DATA_SOURCES:
+                return DATA_SOURCES[word]
+    words = re.split(r"[^a-z0-9]+", stem.lower())
+    return (path.parent.name or stem) if words[0] in SPLITS else stem
+
+
+def read_rows(path: str | Path, what: str = "questions") -> Iterator[tuple[str, DataRow]]:
+    """Yield (place, row) of every row: ``file:line`` for lines of text, ``file row N`` otherwise, from 1.
+
+    Raises UserError if there is no such file of `what`, it is not UTF-8 or broken, or a row is no object.
     """
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file of {what}")
     with path.open("rb") as file:
-        if file.read(len(PARQUET)) == PARQUET:
-            yield from _parquet(path)
-            return
-        file.seek(0)
-        packed = file.read(len(GZIP)) == GZIP
-    with _readable(path), gzip.open(path) if packed else path.open("rb") as opened:
+        head = file.read(len(PARQUET))
+    if head == PARQUET:
+        yield from _parquet(path)
+        return
+    with _readable(path), gzip.open(path) if head.startswith(GZIP) else path.open("rb") as opened:
         yield from _text(path, cast(BinaryIO, opened))
 
 
-def read_jsonl(path: str | Path, what: str) -> Iterator[tuple[str, Row]]:
-    """Yields (``file:line``, row) for every line that is not blank.
-
-    Raises:
-        UserError: no such file, not UTF-8, or a line that is not a JSON object.
-    """
+def read_jsonl(path: str | Path, what: str) -> Iterator[tuple[str, DataRow]]:
+    """Yield (``file:line``, row) for every line that is not blank; UserError as `read_rows`."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file of {what}")
@@ -97,7 +156,7 @@ def _readable(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: broken gzip file ({error}); copy it again") from error
 
 
-def _text(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
+def _text(path: Path, file: BinaryIO) -> Iterator[tuple[str, DataRow]]:
     head = file.read(HEAD)
     file.seek(0)
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
@@ -111,7 +170,7 @@ def _text(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
         yield from _table(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
 
 
-def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
+def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, DataRow]]:
     for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8-sig"), 1):
         if not line.strip():
             continue
@@ -123,7 +182,7 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Row]]:
         yield where, _an_object(row, where)
 
 
-def _array(path: Path, file: BinaryIO, prefix: str) -> Iterator[tuple[str, Row]]:
+def _array(path: Path, file: BinaryIO, prefix: str) -> Iterator[tuple[str, DataRow]]:
     number = 0
     try:
         for number, row in enumerate(ijson.items(file, prefix, use_float=True), 1):
@@ -141,29 +200,28 @@ def _array(path: Path, file: BinaryIO, prefix: str) -> Iterator[tuple[str, Row]]
                 yield f"{path} row {later}", _an_object(row, f"{path} row {later}")
 
 
-def _an_object(row: Any, where: str) -> Row:
+def _an_object(row: Any, where: str) -> DataRow:
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
     return row
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
+def _parquet(path: Path) -> Iterator[tuple[str, DataRow]]:
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            number = 0
-            for batch in file.iter_batches(BATCH, columns=[name for name in names if name not in UNREAD]):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path} row {number}", dict.fromkeys(names) | row
+            batches = file.iter_batches(BATCH, columns=[name for name in names if name not in UNREAD])
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(rows, 1):
+                yield f"{path} row {number}", dict.fromkeys(names) | row
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"{path}: broken parquet file ({' '.join(str(error).split())}); copy it again"
         ) from error
 
 
-def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, Row]]:
-    """A table with a header, or DPR's two columns without one: question, Python list of answers."""
+def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, DataRow]]:
+    """Read a table with a header, or DPR's two columns without one: question, Python list of answers."""
     csv.field_size_limit(sys.maxsize)
     first = file.readline()
     file.seek(0)
@@ -191,7 +249,7 @@ def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, Row]]:
         raise UserError(f"{path}:{reader.line_num}: not a table ({error}); correct the row") from error
 
 
-def _dpr(cells: list[str], where: str) -> Row:
+def _dpr(cells: list[str], where: str) -> DataRow:
     answers = parse_list(cells[1]) if len(cells) == 2 else None
     if answers is None:
         raise UserError(
@@ -201,18 +259,14 @@ def _dpr(cells: list[str], where: str) -> Row:
 
 
 def _cell(text: str) -> str | bool | int:
-    """Return the value of a table's cell: text, or a boolean or whole float as pandas or Excel writes it."""
+    """Return text, or a boolean or whole float as pandas or Excel writes it."""
     if text in ("True", "TRUE", "true", "False", "FALSE", "false"):
         return text.lower() == "true"
     return int(text[:-2]) if _WHOLE_FLOAT.fullmatch(text) else text
 
 
 def parse_list(text: str) -> list[Any] | None:
-    """Return the list of texts and numbers that a text holds as JSON, Python or NumPy writes it.
-
-    Returns:
-        None where the text is no such list.
-    """
+    """Return the list of texts and numbers in a text of JSON, Python or NumPy; None if it is no such list."""
     text = text.strip()
     array = _ARRAY.fullmatch(text)
     text = array.group(1) if array else text
@@ -224,11 +278,11 @@ def parse_list(text: str) -> list[Any] | None:
                 continue
             kinds = {type(item) for item in value} if isinstance(value, list | tuple | set) else {object}
             if kinds <= {str, int, float, bool, type(None)} and (kinds == {str} or isinstance(value, list)):
-                return _apart(text) if kinds == {str} and read is ast.literal_eval else list(value)
+                return _strings(text) if kinds == {str} and read is ast.literal_eval else list(value)
     return None
 
 
-def _apart(text: str) -> list[Any]:
-    """The texts of a Python list; numpy writes no commas, and Python would join ['a' 'b'] to one text."""
+def _strings(text: str) -> list[Any]:
+    """Return the texts of a list; NumPy writes no commas, and Python would join ['a' 'b']."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return [ast.literal_eval(token.string) for token in tokens if token.type == tokenize.STRING]

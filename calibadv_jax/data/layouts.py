@@ -1,6 +1,6 @@
-"""What the field's question files call things: from a row of any of them to id, question, answers, prompt.
+"""Layouts of question files: from a row of any published layout to id, question, answers, prompt.
 
-A layout is recognised by the keys of a row. Facts about them: Search-R1 `scripts/data_process`, verl
+The keys of a row decide its layout. Sources: Search-R1 `scripts/data_process`, verl
 `examples/data_preprocess`, FlashRAG's data sets, and the data sets' own publications.
 """
 
@@ -18,11 +18,11 @@ from typing import Any
 
 from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.files import OPEN_LIST, Row, parse_list
+from calibadv_jax.data.files import OPEN_LIST, DataRow, parse_list
 
 NO_COLUMNS = ColumnsConfig()
 _MISSING = object()
-# Between several answers in one text, and what stands in instructions only.
+# Separators of answers in a text, and marks of instructions.
 _SEPARATOR = re.compile(r"<\|?\w*(?:split|sep)\w*\|?>|\[SEP\]|<br ?/?>", re.IGNORECASE)
 _INSTRUCTION = re.compile(
     r"</?(?:think|search|answer|information|access|tool\w*)>|[Tt]hink step by step|\\boxed"
@@ -31,14 +31,14 @@ MARKER = "Question:"  # before the question in the prompts of Search-R1 and of t
 
 
 class NoAnswer(UserError):
-    """A row without an answer that counts, such as those of a test set whose answers are withheld."""
+    """A row without a valid answer, such as those of a test set whose answers are withheld."""
 
     source = ""  # its data_source, set by `questions.read_questions`
 
 
 @dataclass(frozen=True)
 class Fields:
-    """What a row says; nothing is checked but that answers are text."""
+    """The fields of a row; only the answers are checked."""
 
     id: Any
     question: Any
@@ -50,25 +50,16 @@ class Fields:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to write a question.
-
-    Args:
-        keys: a row with all of them has this layout.
-        source: data_source of rows that name none; "": the file's name decides.
-    """
+    """A layout: rows with all its `keys` have it; `source` is the data_source of rows that name none."""
 
     name: str
     keys: frozenset[str]
-    read: Callable[[Row, str], Fields]
+    read: Callable[[DataRow, str], Fields]
     source: str = ""
 
 
-def layout_of(row: Row, where: str, columns: ColumnsConfig = NO_COLUMNS) -> Layout:
-    """Return the layout of the named columns, or else the first one whose keys the row has.
-
-    Raises:
-        UserError: no layout has these keys.
-    """
+def layout_of(row: DataRow, where: str, columns: ColumnsConfig = NO_COLUMNS) -> Layout:
+    """Return the layout of the named columns, or else the first whose keys the row has; UserError if none."""
     if columns.question or columns.answer:
         names = columns.question or "question", columns.answer or "answer"
         missing = next((name for name in names if _value(row, name) is _MISSING), None)
@@ -90,17 +81,16 @@ def layout_of(row: Row, where: str, columns: ColumnsConfig = NO_COLUMNS) -> Layo
 
 
 def without_nan(value: Any) -> Any:
-    """Return the value without what pandas makes of numbers: NaN is missing, a whole float is an integer."""
+    """Undo what pandas makes of numbers: NaN becomes None, a whole float an integer."""
     if isinstance(value, float):
         return None if not math.isfinite(value) else int(value) if value.is_integer() else value
     return value
 
 
 def values_of(value: Any, where: str, key: str) -> list[Any]:
-    """Return a value, a list of them, or a list that is written as text, as a list without missing ones.
+    """Return a value, a list, or a list written as text, as a list without missing values.
 
-    Raises:
-        UserError: a value is no text, number or boolean.
+    Raises UserError for a value that is no text, number or boolean.
     """
     values: list[Any] = []
     for item in value if isinstance(value, list | tuple) else [value]:
@@ -121,11 +111,9 @@ def values_of(value: Any, where: str, key: str) -> list[Any]:
 
 
 def texts(value: Any, where: str, key: str) -> list[str]:
-    """Return the golden answers of a value as texts, each once; booleans are yes and no.
+    """Return the distinct golden answers of a value as texts; booleans become yes and no.
 
-    Raises:
-        NoAnswer: nothing is left.
-        UserError: a value is no text, number or boolean.
+    Raises NoAnswer if nothing is left, and UserError as `values_of`.
     """
     kept: list[str] = []
     for answer in values_of(value, where, key):
@@ -136,7 +124,7 @@ def texts(value: Any, where: str, key: str) -> list[str]:
     return list(dict.fromkeys(kept))
 
 
-def _verl(row: Row, where: str) -> Fields:
+def _verl(row: DataRow, where: str) -> Fields:
     """Search-R1, verl, SkyRL, the CalibAdv authors: the answers are in reward_model.ground_truth."""
     key = "reward_model" if row.get("reward_model") is not None else "reward_spec"
     reward, extra = row.get(key), row.get("extra_info") or {}
@@ -158,7 +146,7 @@ def _verl(row: Row, where: str) -> Fields:
     return Fields(name, question, answers, row.get("data_source"), prompt=row.get("prompt"))
 
 
-def _prompted(key: str, row: Row, where: str, needs_marker: bool = False) -> Fields:
+def _prompted(key: str, row: DataRow, where: str, needs_marker: bool = False) -> Fields:
     """RLinf's search agent (its prompts have a marker) and TRL: the prompt holds the question."""
     prompt = row.get("prompt")
     question = row.get("question") or question_of(prompt, where, needs_marker)
@@ -168,8 +156,7 @@ def _prompted(key: str, row: Row, where: str, needs_marker: bool = False) -> Fie
 def question_of(prompt: Any, where: str, needs_marker: bool = True) -> str:
     """Return the question of a prompt: the rest of the line after the only "Question:".
 
-    Args:
-        needs_marker: whether a prompt without "Question:" is refused; else it begins with the question.
+    Without `needs_marker`, a prompt without "Question:" begins with the question.
     """
     content = prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
@@ -191,7 +178,7 @@ def question_of(prompt: Any, where: str, needs_marker: bool = True) -> str:
     return lines[0]
 
 
-def _golden(row: Row, where: str) -> Fields:
+def _golden(row: DataRow, where: str) -> Fields:
     """Ours and FlashRAG."""
     return Fields(
         row.get("id"),
@@ -203,50 +190,50 @@ def _golden(row: Row, where: str) -> Fields:
     )
 
 
-def _hotpot(row: Row, where: str) -> Fields:
+def _hotpot(row: DataRow, where: str) -> Fields:
     return Fields(_id(row), row.get("question"), texts(row.get("answer"), where, "answer"))
 
 
-def _musique(row: Row, where: str) -> Fields:
+def _musique(row: DataRow, where: str) -> Fields:
     if row.get("answerable") is False:
         raise NoAnswer(f"{where}: key 'answerable' is false; remove the row (calibadv prepare-data does)")
     answers = texts(row.get("answer"), where, "answer")
     aliases = row.get("answer_aliases") or []
-    found = texts([*answers, *(aliases if isinstance(aliases, list) else [aliases])], where, "answer_aliases")
-    return Fields(_id(row), row.get("question"), found)
+    answers += aliases if isinstance(aliases, list) else [aliases]
+    return Fields(_id(row), row.get("question"), texts(answers, where, "answer_aliases"))
 
 
-def _trivia(row: Row, where: str) -> Fields:
+def _trivia(row: DataRow, where: str) -> Fields:
     small = {str(key).lower(): value for key, value in row.items()}
     answer = {str(key).lower(): value for key, value in (small.get("answer") or {}).items()}
-    found = texts([answer.get("value"), *(answer.get("aliases") or [])], where, "Answer")
-    return Fields(small.get("questionid", small.get("question_id")), small.get("question"), found)
+    answers = texts([answer.get("value"), *(answer.get("aliases") or [])], where, "Answer")
+    return Fields(small.get("questionid", small.get("question_id")), small.get("question"), answers)
 
 
-def _natural(row: Row, where: str) -> Fields:
+def _natural(row: DataRow, where: str) -> Fields:
     """Natural Questions as published: short answers are spans of the document's tokens."""
     tokens: list[str] = str(row.get("document_text") or "").split(" ")
     if row.get("document_tokens") is not None:
-        tokens = ["" if one["html_token"] else one["token"] for one in row["document_tokens"]]
-    found: list[str] = []
+        tokens = ["" if token["html_token"] else token["token"] for token in row["document_tokens"]]
+    answers: list[str] = []
     for note in row.get("annotations") or []:
         for span in note.get("short_answers") or []:
-            found.append(" ".join(filter(None, tokens[span["start_token"] : span["end_token"]])))
-        said = str(note.get("yes_no_answer", "NONE"))
-        found += [said.lower()] if said in ("YES", "NO") else []
+            answers.append(" ".join(filter(None, tokens[span["start_token"] : span["end_token"]])))
+        label = str(note.get("yes_no_answer", "NONE"))
+        answers += [label.lower()] if label in ("YES", "NO") else []
     name = row.get("example_id")
-    return Fields(name, row.get("question_text"), texts(found, where, "annotations.short_answers"))
+    return Fields(name, row.get("question_text"), texts(answers, where, "annotations.short_answers"))
 
 
-def _natural_hub(row: Row, where: str) -> Fields:
+def _natural_hub(row: DataRow, where: str) -> Fields:
     """Natural Questions as the hub has them: columns of annotations, with the answers' text."""
     notes, question = row.get("annotations") or {}, row.get("question") or {}
-    found = [text for note in notes.get("short_answers") or [] for text in note.get("text") or []]
-    found += [("no", "yes")[said] for said in notes.get("yes_no_answer") or [] if said in (0, 1)]
-    return Fields(_id(row), question.get("text"), texts(found, where, "annotations.short_answers.text"))
+    answers = [text for note in notes.get("short_answers") or [] for text in note.get("text") or []]
+    answers += [("no", "yes")[label] for label in notes.get("yes_no_answer") or [] if label in (0, 1)]
+    return Fields(_id(row), question.get("text"), texts(answers, where, "annotations.short_answers.text"))
 
 
-def _columns(question: str, answer: str, row: Row, where: str) -> Fields:
+def _columns(question: str, answer: str, row: DataRow, where: str) -> Fields:
     """Return the question and the answers of two keys; a dot in a key leads into an object."""
     text, answers = _value(row, question), _value(row, answer)
     if isinstance(text, list) and text and isinstance(text[-1], dict):  # a chat, which ends with the question
@@ -255,15 +242,14 @@ def _columns(question: str, answer: str, row: Row, where: str) -> Fields:
     return Fields(_id(row), text, texts(answers, where, answer), row.get("data_source"))
 
 
-def _value(row: Row, key: str) -> Any:
-    """Return the value of a key, or _MISSING."""
+def _value(row: DataRow, key: str) -> Any:
     value: Any = row
     for part in [key] if key in row else key.split("."):
         value = value.get(part, _MISSING) if isinstance(value, dict) else _MISSING
     return value
 
 
-def _browsecomp(question: str, row: Row, where: str) -> Fields:
+def _browsecomp(question: str, row: DataRow, where: str) -> Fields:
     """BrowseComp and BrowseComp-Plus, encrypted as published (openai/simple-evals) or not."""
     canary = row.get("canary")
     row = row | {key: _decrypt(row.get(key), canary) for key in (question, "answer") if canary}
@@ -287,11 +273,11 @@ def _decrypt(text: Any, canary: Any) -> Any:
         return text
 
 
-def _id(row: Row) -> Any:
+def _id(row: DataRow) -> Any:
     return next((row[key] for key in IDS if row.get(key) is not None), None)
 
 
-def _layout(name: str, keys: str, read: Callable[[Row, str], Fields], source: str = "") -> Layout:
+def _layout(name: str, keys: str, read: Callable[[DataRow, str], Fields], source: str = "") -> Layout:
     return Layout(name, frozenset(keys.split()), read, source)
 
 

@@ -13,18 +13,15 @@ from calibadv_jax.core.trajectory import Question
 
 
 class QuestionIterator:
-    """Questions one by one, without end; `get_state` and `set_state` carry its position as plain JSON values.
-
-    The position counts questions, so that a resumed run may take another number of them a step.
+    """Questions without end. The state counts questions: a resumed run may take another number a step.
 
     Args:
-        weights: data_source -> its share of the questions, in any unit; empty: every question once an
-            epoch. With weights every source has epochs of its own.
-        rest_below, rest_above: a question with a mean score outside, by `note`, is passed over once;
-            rest_above 1: none is too high.
+        weights: data_source -> its share of the questions, in any unit, with epochs of its own; empty: every
+            question once an epoch.
+        rest_below, rest_above: a question with a mean score outside, by `note`, is skipped once;
+            rest_above 1: no limit.
 
-    Raises:
-        UserError: a weight for a data source that no question has, or a data source without weight.
+    Raises UserError if weights and questions do not name the same data sources.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class QuestionIterator:
 
     @property
     def resting(self) -> int:
-        """Questions that will be passed over once."""
+        """The number of questions that will be skipped once."""
         return len(self._resting)
 
     def note(self, question_id: str, scores: Sequence[float]) -> None:
@@ -79,24 +76,16 @@ class QuestionIterator:
                 self._resting.add(question_id)
 
     def get_state(self) -> dict[str, Any]:
-        """How many questions were drawn, and which ones will be passed over."""
+        """Return the number of drawn questions, and the ids that will be skipped, as JSON values."""
         return {"drawn": self._drawn} | ({"resting": sorted(self._resting)} if self._resting else {})
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues where `get_state` was called, whose questions must be the same ones."""
+        """Continue where `get_state` was called, with the same questions."""
         self._drawn, self._resting = state["drawn"], set(state.get("resting", []))
 
 
 def check_questions(questions: Sequence[Question], weights: Mapping[str, float], template: str = "") -> None:
-    """Whether the questions are those that the config speaks of; known before anything is started.
-
-    Args:
-        weights: of data.weights; empty: not checked.
-        template: prompt.template.
-
-    Raises:
-        UserError: as `QuestionIterator`, or a question without the prompt that the template takes.
-    """
+    """Refuse questions that do not fit data.weights (if any) and prompt.template with a UserError."""
     sources = {question.data_source for question in questions}
     if weights and sources != weights.keys():
         raise UserError(

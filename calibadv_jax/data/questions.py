@@ -1,4 +1,4 @@
-"""Questions: read from files of any known layout, written in ours, chosen evenly."""
+"""Read questions from files of any supported layout, write them in ours, choose them evenly."""
 
 from __future__ import annotations
 
@@ -16,23 +16,18 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.tags import well_formed
 from calibadv_jax.core.trajectory import Message, Question
-from calibadv_jax.data.files import read_rows
+from calibadv_jax.data.files import Sources, find_files, read_rows
 from calibadv_jax.data.layouts import NO_COLUMNS, OURS, Fields, Layout, NoAnswer, layout_of, without_nan
-from calibadv_jax.data.sources import Sources, find_files
 
 ROLES = ("system", "user", "assistant")
 _JOINED = re.compile(r"\S(?:\s*[|;\n]+\s*| / )\S")
 
 
 def load_questions(sources: Sources, columns: ColumnsConfig = NO_COLUMNS) -> list[Question]:
-    """Return the questions of files in any layout of `data.layouts`, in the order given.
+    """Return the questions of files (see `find_files`) in any layout of `data.layouts`, in the order given.
 
-    Args:
-        sources: of data.train or data.eval, see `data.sources.find_files`.
-        columns: data.columns.
-
-    Raises:
-        UserError: missing file, malformed row, no golden answer, an id used twice; with file and line.
+    Raises UserError for a missing file, a malformed row, no golden answer, an id used twice; with file and
+    line.
     """
     questions: list[Question] = []
     seen: dict[str, str] = {}
@@ -56,21 +51,15 @@ def load_questions(sources: Sources, columns: ColumnsConfig = NO_COLUMNS) -> lis
 def read_questions(
     path: Path, source: str, columns: ColumnsConfig = NO_COLUMNS
 ) -> Iterator[tuple[str, Question | NoAnswer]]:
-    """Yield (place, question) of every row, or why it has no answer. The first row decides the layout.
+    """Yield (place, question or `NoAnswer`) of every row. The first row decides the layout.
 
-    A row of ours that names its id and its data_source keeps the id. Others get the id ``DATA_SOURCE_ID``,
-    since ids of published files repeat in other data sets; where they have none, their file's name and their
-    place in it.
-
-    Args:
-        source: data_source of rows that name none.
-        columns: data.columns.
-
-    Raises:
-        UserError: missing file or malformed row, with file and line.
+    Rows in our layout with id and data_source keep the id. Others get the id ``DATA_SOURCE_ID``, since ids of
+    published files repeat in other data sets; without an id, the file's name and the place in it. `source` is
+    the data_source of rows that name none. Raises UserError for a missing file or malformed row, with file
+    and line.
     """
     layout: Layout | None = None
-    prompts: dict[Message, Message] = {}  # nearly all rows share a prompt's words: kept once
+    prompts: dict[Message, Message] = {}  # nearly all rows share a prompt: kept once
     for number, (where, row) in enumerate(read_rows(path)):
         row = {key: without_nan(value) for key, value in row.items()}
         layout = layout or layout_of(row, where, columns)
@@ -85,7 +74,6 @@ def read_questions(
 
 
 def _read(layout: Layout, row: dict[str, Any], where: str, source: str, place: str) -> Fields:
-    """Return the row's fields with an id that no other data set has, and a data_source."""
     try:
         fields = layout.read(row, where)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -109,25 +97,15 @@ def _split(answers: Iterable[str], separator: str) -> list[str]:
 
 
 def parse_question(row: dict[str, Any], where: str) -> Question:
-    """Return the question of a row of our layout that names its id and data_source.
+    """Return the question of a row in our layout with id and data_source; `where` names it in errors.
 
-    Args:
-        where: names the row in errors.
-
-    Raises:
-        NoAnswer: `golden_answers` holds no answer.
-        UserError: another key is wrong.
+    Raises NoAnswer if `golden_answers` holds no answer, and UserError if another key is wrong.
     """
     row = {key: without_nan(value) for key, value in row.items()}
     return _question(OURS.read(row, where), where, {})
 
 
 def _question(fields: Fields, where: str, prompts: dict[Message, Message]) -> Question:
-    """Return the question of a row's fields.
-
-    Args:
-        prompts: messages seen before; equal ones are kept once.
-    """
     name = str(fields.id) if type(fields.id) is int else fields.id  # as in many published files
     values = {"id": name, "question": fields.question, "data_source": fields.data_source}
     for key, value in values.items():
@@ -147,11 +125,7 @@ def _question(fields: Fields, where: str, prompts: dict[Message, Message]) -> Qu
 
 
 def answer_warnings(questions: Sequence[Question], key: str) -> list[str]:
-    """Return a line for each way in which golden answers look wrong.
-
-    Args:
-        key: of the config that names the files.
-    """
+    """Return warnings of golden answers that look wrong; `key` is the config key of the files."""
     lines = []
     empty = [question for question in questions if not all(map(normalise_answer, question.golden_answers))]
     if empty:
@@ -172,30 +146,27 @@ def answer_warnings(questions: Sequence[Question], key: str) -> list[str]:
 
 
 def is_joined(question: Question) -> bool:
-    """Whether the only golden answer looks like several ones in one text."""
+    """Whether the only golden answer looks like several answers in a text."""
     return len(question.golden_answers) == 1 and bool(_JOINED.search(question.golden_answers[0]))
 
 
 def _parse_prompt(
     value: Any, question: str, where: str, prompts: dict[Message, Message]
 ) -> tuple[Message, ...]:
-    """Text or chat messages, cut where the question stands in them."""
+    """Return messages of a text or chat, split at the question."""
     if value is None or value == []:
         return ()
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     messages = []
-    for one in value if isinstance(value, list) else [value]:
-        if (
-            not isinstance(one, dict)
-            or one.get("role") not in ROLES
-            or not isinstance(one.get("content"), str)
-        ):
+    for item in value if isinstance(value, list) else [value]:
+        role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
+        if role not in ROLES or not isinstance(content, str):
             raise UserError(
                 f"{where}: field 'prompt' must be text or a list of objects with 'role' ({', '.join(ROLES)})"
-                f" and a text 'content', got {str(one)[:80]!r}; correct or remove it"
+                f" and a text 'content', got {str(item)[:80]!r}; correct or remove it"
             )
-        message = Message(one["role"], tuple(well_formed(one["content"]).split(question)))
+        message = Message(role, tuple(well_formed(content).split(question)))
         messages.append(prompts.setdefault(message, message))
     if messages[-1].role != "user":
         raise UserError(
@@ -206,7 +177,7 @@ def _parse_prompt(
 
 
 def question_row(question: Question) -> dict[str, Any]:
-    """A question as a row of our layout."""
+    """Return a question as a row of our layout."""
     row = {
         "id": question.id,
         "question": question.text,
@@ -214,17 +185,17 @@ def question_row(question: Question) -> dict[str, Any]:
         "data_source": question.data_source,
         "supporting_ids": list(question.supporting_ids),
     }
-    prompt = [{"role": one.role, "content": question.text.join(one.parts)} for one in question.prompt]
+    prompt = [{"role": each.role, "content": question.text.join(each.parts)} for each in question.prompt]
     return row | ({"prompt": prompt} if prompt else {})
 
 
 def write_questions(path: Path, questions: Iterable[Question]) -> None:
-    """Writes a file that `load_questions` reads."""
+    """Write a file for `load_questions`."""
     write_jsonl(path, map(question_row, questions))
 
 
 def select_evenly(questions: Sequence[Question], limit: int, seed: int) -> list[Question]:
-    """At most `limit` questions, taken in turn from every data source; the order of the file is kept."""
+    """Return at most `limit` questions, drawn in turn from every data source, in the order of the file."""
     rng = np.random.default_rng(seed)
     by_source: dict[str, list[int]] = {}
     for index in rng.permutation(len(questions)).tolist():

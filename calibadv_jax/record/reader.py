@@ -1,4 +1,4 @@
-"""Reads the steps that a run kept: as the values that flowed, or as columns."""
+"""Read the steps that a run kept: as groups with their credit, or as columns."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.trajectory import SEARCH_ALONE, Group
-from calibadv_jax.record.rows import Logprobs, from_rows
-from calibadv_jax.record.schema import VERSION, kept_steps
+from calibadv_jax.core.trajectory import SEARCH_ALONE, Document, Group, Question, Trajectory, Turn
+from calibadv_jax.record.schema import VERSION, Logprobs, kept_steps
+
+RecordRow = dict[str, Any]  # columns of SCHEMA, or of TURN
 
 
 @dataclass(frozen=True)
 class KeptStep:
-    """One training step: what was sampled, what it earned, and what credit assignment made of it."""
+    """A training step: its trajectories, scores and credit."""
 
-    step: int  # the number of the policy that it made
+    step: int  # version of the policy that the step made
     groups: list[Group]
     credits: list[GroupCredit]  # of the finished trajectories of each group, as AdvantageResult.credits
     learner_logprobs: Logprobs  # float32 [T] a trajectory before the first update; None where not computed
@@ -31,28 +35,20 @@ class KeptStep:
 
 
 def find_step(run: Path, step: int) -> Path:
-    """The file of a kept step.
-
-    Raises:
-        UserError: the run kept no trajectories, or not those of this step.
-    """
+    """Return the file of a kept step; UserError if the run did not keep it."""
     steps = kept_steps(run)
     if step in steps:
         return steps[step]
     if not steps:
         raise UserError(f"{run}: no trajectories are kept there; a run with log.rollouts=parquet keeps them")
-    nearest = min(steps, key=lambda one: abs(one - step))
+    nearest = min(steps, key=lambda kept: abs(kept - step))
     raise UserError(
         f"{run}: step {step} is not kept; the nearest kept one is {nearest} (see log.rollouts_keep)"
     )
 
 
 def read_step(path: Path) -> KeptStep:
-    """A kept step whole.
-
-    Raises:
-        UserError: the file is missing, damaged or of another version.
-    """
+    """Read a kept step; UserError if the file is missing, damaged or of another version."""
     table = read_columns(path)
     rows, metadata = table.to_pylist(maps_as_pydicts="strict"), _text(table.schema.metadata)
     groups, credits, logprobs = from_rows(rows, *opening_and_actions(metadata))
@@ -67,28 +63,26 @@ def opening_and_actions(metadata: Mapping[str, str]) -> tuple[str, tuple[str, ..
 
 
 def read_columns(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Some columns of a kept step, or all; only these are read.
+    """Read columns of a kept step; default: all. Raises UserError as `read_step`.
 
-    Args:
-        columns: names of `schema.SCHEMA`, or parts of them such as ``turns.list.element.advantage``.
-
-    Raises:
-        UserError: the file is missing, damaged or of another version.
+    `columns` are names of `schema.SCHEMA`, or parts of them such as ``turns.list.element.advantage``.
     """
-    _check(path)
+    version = read_metadata(path).get("schema_version")
+    if version != VERSION:
+        raise UserError(
+            f"{path}: its schema_version is {version}, this program reads {VERSION}; use the program that"
+            " wrote it"
+        )
     with _readable(path), pq.ParquetFile(path) as file:
         return file.read(columns=None if columns is None else list(columns))
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What the file says of itself, without its rows.
+    """Read the metadata of a file, without its rows. Raises UserError as `read_step`.
 
-    schema_version; advantage and config: the config's section and the whole of it, as JSON; tokenizer: its
-    folder, relative to the run's; seed: of what was drawn in the step; actions: names of those that were on,
-    as JSON, if search was not alone.
-
-    Raises:
-        UserError: as `read_step`.
+    Returns schema_version; advantage and config: that section, and the whole config, as JSON; tokenizer: its
+    folder, relative to the run's; seed: of the step's draws; actions: their names as JSON, if search was not
+    the only one.
     """
     with _readable(path):
         return _text(pq.read_schema(path).metadata)
@@ -108,14 +102,94 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _check(path: Path) -> None:
-    version = read_metadata(path).get("schema_version")
-    if version != VERSION:
-        raise UserError(
-            f"{path}: its schema_version is {version}, this program reads {VERSION}; use the program that"
-            " wrote it"
-        )
-
-
 def _text(metadata: dict[bytes, bytes] | None) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in (metadata or {}).items()}
+
+
+def from_rows(
+    rows: Sequence[RecordRow], opening: str, actions: tuple[str, ...] = SEARCH_ALONE
+) -> tuple[list[Group], list[GroupCredit], Logprobs]:
+    """Return the groups of a step, their credit and the learner's log-probabilities.
+
+    `rows` come from `pyarrow.Table.to_pylist` with maps as dictionaries. `opening` and `actions` are those of
+    every `Trajectory`.
+    """
+    groups, credits, logprobs = [], [], []
+    for _, chosen in groupby(rows, lambda row: row["group"]):
+        members = list(chosen)
+        question = _question(members[0])
+        group = Group.of(question, [_trajectory(row, question, opening, actions) for row in members])
+        finished = [row for row in members if row["error"] is None]
+        groups.append(group)
+        credits.append(_credit(group, finished, dict(members[0]["silver"])))
+        logprobs.append([_logprobs(*pair) for pair in zip(finished, group.trajectories, strict=True)])
+    return groups, credits, logprobs
+
+
+def _question(row: RecordRow) -> Question:
+    return Question(
+        row["question_id"],
+        row["question"],
+        tuple(row["golden_answers"]),
+        row["data_source"],
+        tuple(row["supporting_ids"]),
+    )
+
+
+def _trajectory(row: RecordRow, question: Question, opening: str, actions: tuple[str, ...]) -> Trajectory:
+    return Trajectory(
+        question,
+        np.asarray(row["prompt_ids"], np.int32),
+        [_turn(turn) for turn in row["turns"]],
+        row["index"],
+        row["seconds"],
+        row["error"],
+        row["format_valid"],
+        row["answer_score"],
+        dict(row["metrics"]),
+        opening,
+        actions,
+        row.get("first_opening"),
+    )
+
+
+def _turn(row: RecordRow) -> Turn:
+    names = ("kind", "text", "think", "query", "answer", "is_refused", "observation_text", "stop_reason")
+    return Turn(
+        **{name: row[name] for name in names},
+        token_ids=np.asarray(row["token_ids"], np.int32),
+        logprobs=np.asarray(row["logprobs"], np.float32),  # JSON has null where a number is not finite: NaN
+        documents=tuple(Document(**document) for document in row["documents"]),
+        observation_ids=np.asarray(row["observation_ids"], np.int32),
+        policy_versions=tuple(row["policy_versions"]),
+        golden_logprobs=dict(row.get("golden_logprobs") or {}),
+        values=None if row.get("values") is None else np.asarray(row["values"], np.float32),
+    )
+
+
+def _credit(group: Group, finished: Sequence[RecordRow], silver: dict[str, float]) -> GroupCredit:
+    def column(name: str, kind: type) -> list[np.ndarray]:
+        return [np.array([turn[name] for turn in row["turns"]], kind) for row in finished]
+
+    return GroupCredit(
+        group=group,
+        raw=np.array([row["advantage_raw"] for row in finished], np.float64),
+        before=column("advantage_raw", np.float64),
+        turns=column("advantage", np.float64),
+        correctness=column("correctness", np.float64),
+        silver=silver,
+        softened=column("softened", np.bool_),
+        repeated=[[turn["repeated"] for turn in row["turns"]] for row in finished],
+        found_silver=[[tuple(turn["found_silver"]) for turn in row["turns"]] for row in finished],
+    )
+
+
+def _logprobs(row: RecordRow, trajectory: Trajectory) -> np.ndarray | None:
+    """Return float32 [T] of the response, 0 on observation tokens; None where none were kept."""
+    if not row["turns"] or any(turn["learner_logprobs"] is None for turn in row["turns"]):
+        return None
+    parts = []
+    for row_of_turn, turn in zip(row["turns"], trajectory.turns, strict=True):
+        parts.append(np.asarray(row_of_turn["learner_logprobs"], np.float32))
+        parts.append(np.zeros(len(turn.observation_ids), np.float32))
+    return np.concatenate(parts)

@@ -1,7 +1,6 @@
-"""What a kept step holds: the columns of rollouts/step_N.parquet, one row a trajectory.
+"""The columns of rollouts/step_N.parquet: a row for each trajectory of a step, failed ones included.
 
-Rows stand in the order of the step's groups and their trajectories; those that could not be finished are
-among them. A turn's numbers in `repeated` count from 1.
+Rows are in the order of the step's groups and their trajectories. Turn numbers in `repeated` count from 1.
 """
 
 from __future__ import annotations
@@ -9,7 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+
+Logprobs = list[list[np.ndarray | None]]  # float32 [T] of each trajectory of each group, as its response
 
 VERSION = "1"
 FOLDER = "rollouts"  # in the folder of the run
@@ -40,10 +42,10 @@ TURN = pa.struct(
         ("observation_text", pa.string()),
         ("documents", pa.list_(DOCUMENT)),
         ("advantage_raw", pa.float64()),  # before any calibration; null where its trajectory failed
-        ("advantage", pa.float64()),  # what its sampled tokens were trained with
+        ("advantage", pa.float64()),  # weight of its sampled tokens in the loss
         ("correctness", pa.float64()),
         ("softened", pa.bool_()),
-        ("repeated", pa.string()),  # why it counts as a repetition; null where it does not, or was not judged
+        ("repeated", pa.string()),  # why it is a repetition; null if it is none, or was not judged
         ("found_silver", _TEXTS),
         ("golden_logprobs", pa.map_(pa.string(), pa.float64())),  # older files of this version lack it
         ("values", _FLOATS),  # the critic's, before each sampled token; null, or lacking, without one
@@ -73,7 +75,7 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(TURN)),
     ]
 )
-LOGPROBS = [  # as Parquet names the columns in which nearly all of the room goes
+LOGPROBS = [  # Parquet's names of the columns that take nearly all of the space
     f"turns.list.element.{name}.list.element" for name in ("logprobs", "learner_logprobs", "values")
 ]
 
@@ -84,6 +86,6 @@ def short_name(run: Path) -> str:
 
 
 def kept_steps(run: Path) -> dict[int, Path]:
-    """Step -> its file in a run's folder, in ascending order."""
+    """Return step -> file of a run's folder, in ascending order."""
     named = ((path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).glob("step_*"))
     return dict(sorted((int(match[1]), path) for path, match in named if match))

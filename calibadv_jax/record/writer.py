@@ -1,4 +1,4 @@
-"""Writes a run's trajectories with all that credit assignment knew: one file a step."""
+"""Write a run's trajectories with their credit: one file a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -14,21 +16,25 @@ from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import Config
 from calibadv_jax.config.references import kept_values
 from calibadv_jax.core.files import PARTIAL, replacing
-from calibadv_jax.core.trajectory import SEARCH_ALONE, Group
-from calibadv_jax.record.rows import Logprobs, Row, to_rows
-from calibadv_jax.record.schema import FOLDER, LOGPROBS, SCHEMA, VERSION, kept_steps
+from calibadv_jax.core.trajectory import SEARCH_ALONE, Group, Trajectory, Turn
+from calibadv_jax.record.schema import FOLDER, LOGPROBS, SCHEMA, VERSION, Logprobs, kept_steps
+
+RecordRow = dict[str, Any]  # columns of SCHEMA, or of TURN
+_COLUMNS = (  # attributes of a trajectory that are columns
+    *("index", "error", "answer", "answer_score", "format_valid", "metrics"),
+    *("policy_versions", "seconds", "prompt_ids", "first_opening"),
+)
+_TURN_COLUMNS = (  # attributes of a turn that are columns
+    *("kind", "text", "think", "query", "answer", "stop_reason", "is_refused", "policy_versions"),
+    *("token_ids", "logprobs", "observation_ids", "observation_text", "golden_logprobs", "values"),
+)
 
 
 class RolloutWriter:
-    """Keeps the steps of a run as ``rollouts/step_N.parquet``, a bounded number of them.
+    """Keep the steps of a run as ``rollouts/step_N.parquet``.
 
-    A file is there whole or not at all. Of the steps so far the newest `log.rollouts_keep` stay, and of the
-    older ones every `log.rollouts_every`-th.
-
-    Args:
-        folder: of the run.
-        start_step: first step that will be written; files of this step and of later ones, left by an earlier
-            attempt, are removed.
+    The newest `log.rollouts_keep` steps stay, and of the older ones every `log.rollouts_every`-th. Files of
+    `start_step` and of later steps are removed.
     """
 
     def __init__(self, folder: Path, config: Config, start_step: int) -> None:
@@ -44,28 +50,29 @@ class RolloutWriter:
         learner_logprobs: Logprobs,
         seed: int,
     ) -> dict[str, float]:
-        """Writes one step, and removes those that need not stay any longer.
+        """Write one step, and remove older ones; `seed` is that of the step's draws.
 
-        Args:
-            credits: `AdvantageResult.credits`.
-            learner_logprobs: see `rows.to_rows`.
-            seed: the trainer's, of what was drawn in the step.
-
-        Returns:
-            The size of the file; nothing where log.rollouts is none.
+        Returns the size of the file as a metric; nothing where log.rollouts is none.
         """
         if self.log.rollouts == "none":
             return {}
         path = self.folder / FOLDER / f"step_{step}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = to_rows(step, groups, credits, learner_logprobs)
+        table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata(self._metadata(groups, seed)))
         with replacing(path) as partial:
-            _write(partial, rows, self._metadata(groups, seed))
-        self._remove_old(step)
+            # Dictionaries of values that hardly repeat cost ten times the time and a third more room.
+            pq.write_table(
+                table, partial, compression="zstd", use_dictionary=False, use_byte_stream_split=LOGPROBS
+            )
+        keep, every = self.log.rollouts_keep, self.log.rollouts_every
+        for number, old in kept_steps(self.folder).items():
+            if keep and number <= step - keep and (not every or number % every):
+                old.unlink(missing_ok=True)
         return {"perf/record_bytes": float(path.stat().st_size)}
 
     def rewind(self, step: int) -> None:
-        """Removes the steps at or past `step`, which will be written again, and files that were cut off."""
+        """Remove the steps from `step` on, which will be written again, and partial files."""
         for number, path in kept_steps(self.folder).items():
             if number >= step:
                 path.unlink(missing_ok=True)
@@ -73,7 +80,7 @@ class RolloutWriter:
             path.unlink()
 
     def _metadata(self, groups: Sequence[Group], seed: int) -> dict[str, str]:
-        actions = next((one.actions for group in groups for one in group.attempts), SEARCH_ALONE)
+        actions = next((each.actions for group in groups for each in group.attempts), SEARCH_ALONE)
         named = {} if actions == SEARCH_ALONE else {"actions": json.dumps(actions)}
         return named | {
             "schema_version": VERSION,
@@ -83,14 +90,74 @@ class RolloutWriter:
             "seed": str(seed),
         }
 
-    def _remove_old(self, step: int) -> None:
-        keep, every = self.log.rollouts_keep, self.log.rollouts_every
-        for number, path in kept_steps(self.folder).items():
-            if keep and number <= step - keep and (not every or number % every):
-                path.unlink(missing_ok=True)
+
+def to_rows(
+    step: int, groups: Sequence[Group], credits: Sequence[GroupCredit], learner_logprobs: Logprobs
+) -> list[RecordRow]:
+    """Return the rows of a step; arrays stay arrays.
+
+    `learner_logprobs` are float32 [T] of the response of every finished trajectory, None if not computed.
+    """
+    rows = []
+    for number, (group, credit, logprobs) in enumerate(zip(groups, credits, learner_logprobs, strict=True)):
+        shared = {"step": step, "group": number, "silver": credit.silver}
+        of_group = [_row(trajectory) | shared for trajectory in group.failed]
+        for position, (trajectory, values) in enumerate(zip(group.trajectories, logprobs, strict=True)):
+            row = _row(trajectory) | shared | {"advantage_raw": float(credit.raw[position])}
+            _add_credit(row["turns"], credit, position)
+            if values is not None:
+                _add_logprobs(row["turns"], values)
+            of_group.append(row)
+        rows += sorted(of_group, key=lambda row: row["index"])
+    return rows
 
 
-def _write(path: Path, rows: Sequence[Row], metadata: dict[str, str]) -> None:
-    table = pa.Table.from_pylist(list(rows), schema=SCHEMA.with_metadata(metadata))
-    # Dictionaries of values that hardly repeat cost ten times the time and a third more room.
-    pq.write_table(table, path, compression="zstd", use_dictionary=False, use_byte_stream_split=LOGPROBS)
+def _row(trajectory: Trajectory) -> RecordRow:
+    """Return the row of a trajectory without credit."""
+    question = trajectory.question
+    return {name: getattr(trajectory, name) for name in _COLUMNS} | {
+        "question_id": question.id,
+        "question": question.text,
+        "data_source": question.data_source,
+        "golden_answers": question.golden_answers,
+        "supporting_ids": question.supporting_ids,
+        "turns": [_turn_row(turn) for turn in trajectory.turns],
+        "advantage_raw": None,
+    }
+
+
+def _turn_row(turn: Turn) -> RecordRow:
+    """Return the row of a turn without credit."""
+    documents = [
+        {"id": each.id, "title": each.title, "text": each.text, "score": each.score}
+        for each in turn.documents
+    ]
+    return {name: getattr(turn, name) for name in _TURN_COLUMNS} | {
+        "learner_logprobs": None,
+        "documents": documents,
+        "advantage_raw": None,
+        "advantage": 0.0,
+        "correctness": 0.0,
+        "softened": False,
+        "repeated": None,
+        "found_silver": (),
+    }
+
+
+def _add_credit(turns: list[RecordRow], credit: GroupCredit, position: int) -> None:
+    for index, turn in enumerate(turns):
+        turn["advantage_raw"] = float(credit.before[position][index])
+        turn["advantage"] = float(credit.turns[position][index])
+        turn["correctness"] = float(credit.correctness[position][index])
+        if credit.softened:
+            turn["softened"] = bool(credit.softened[position][index])
+        if credit.repeated:
+            turn["repeated"] = credit.repeated[position][index]
+            turn["found_silver"] = credit.found_silver[position][index]
+
+
+def _add_logprobs(turns: list[RecordRow], logprobs: np.ndarray) -> None:
+    start = 0
+    for turn in turns:
+        turn["learner_logprobs"] = logprobs[start : start + len(turn["token_ids"])]
+        start += len(turn["token_ids"]) + len(turn["observation_ids"])

@@ -1,1 +1,1 @@
-"""What belongs to a run: its folder, its model, its trainer, and how the parts are put together."""
+"""A run: its folder, model, trainer and state, and the parts made from its config."""

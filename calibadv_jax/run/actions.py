@@ -1,4 +1,4 @@
-"""The actions of a run, from its config: each is made once in a process."""
+"""The actions of a run, from its config; each is made once in a process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,10 @@ EXPECTED = "a class that is called without arguments, as in examples/own_tool.py
 
 
 def make_actions(config: Config) -> tuple[Action, ...]:
-    """The actions that are on, in the order of the config; none stand for search alone.
+    """Return the actions in the order of the config; none stand for search alone.
 
-    The servers of the config are asked for their tools, the first time.
-
-    Raises:
-        UserError: one cannot be made, or two have the same name.
+    MCP servers are asked for their tools at the first call. Raises UserError if an action cannot be made, or
+    two have the same name.
     """
     if config.tools == DEFAULT:
         return ()
@@ -43,32 +40,31 @@ def make_actions(config: Config) -> tuple[Action, ...]:
 
 @functools.cache
 def _made(tools: str, log: Path, progress: bool) -> tuple[Action, ...] | UserError:
-    """The actions, or why there are none: a server that does not answer is waited for once."""
+    """Return the actions, or the error: a server that does not answer is waited for once."""
+    actions: list[Action] = []
     try:
-        return _make(tools, log, Console(progress).warn)
+        for values in json.loads(tools):
+            mcp = values.pop("mcp")
+            tool = ToolConfig(**values, mcp=mcp and McpConfig(**mcp))
+            made = (
+                [_of_name(tool)]
+                if not tool.mcp
+                else load_optional("mcp_tools").mcp_actions(
+                    tool.mcp, tool.max_length, log, Console(progress).warn
+                )
+            )
+            for action in made:
+                _check(action, tool, actions)
+                actions.append(action)
     except UserError as error:
         return error
-
-
-def _make(tools: str, log: Path, warn: Callable[[str], object]) -> tuple[Action, ...]:
-    actions: list[Action] = []
-    for values in json.loads(tools):
-        mcp = values.pop("mcp")
-        tool = ToolConfig(**values, mcp=mcp and McpConfig(**mcp))
-        if tool.mcp:
-            found = load_optional("mcp_tools").mcp_actions(tool.mcp, tool.max_length, log, warn)
-        else:
-            found = [_of_name(tool)]
-        for action in found:
-            _check(action, tool, actions)
-            actions.append(action)
     return tuple(actions)
 
 
 def _of_name(tool: ToolConfig) -> Action:
-    known = {"search": Search, "access": Access}
-    if tool.name in known:
-        return known[tool.name](max_length=tool.max_length)
+    built_in = {"search": Search, "access": Access}
+    if tool.name in built_in:
+        return built_in[tool.name](max_length=tool.max_length)
     try:
         own = own_function(tool.name, "tools", (), EXPECTED)()
     except UserError:
@@ -80,7 +76,7 @@ def _of_name(tool: ToolConfig) -> Action:
             f"tools: {tool.name} must give an object of a subclass of calibadv_jax.Action with"
             " `async def call`, as in examples/own_tool.py"
         )
-    missing = [one for one in ("name", "purpose") if not isinstance(getattr(own, one, None), str)]
+    missing = [text for text in ("name", "purpose") if not isinstance(getattr(own, text, None), str)]
     if missing:
         raise UserError(f"tools: {tool.name} has no text {missing[0]!r}; see examples/own_tool.py")
     return OwnAction(own, tool.timeout, tool.max_length)
@@ -101,31 +97,23 @@ def _check(action: Action, tool: ToolConfig, others: list[Action]) -> None:
 
 
 def describe_actions(config: Config) -> list[str]:
-    """Lines for people; none where search alone is on.
-
-    Raises:
-        UserError: see `make_actions`.
-    """
+    """Return lines for the terminal; none where search alone is on. Raises as `make_actions`."""
     actions = make_actions(config)
     if not actions:
         return []
     lines = [f"actions ON: {', '.join(action.name for action in actions)}"]
     template = config.prompt.template
     if template != "paper" and ACTIONS not in template:
-        said = "the rows' own prompts" if template == FROM_DATA else f"prompt.template={template!r}"
+        source = "the rows' own prompts" if template == FROM_DATA else f"prompt.template={template!r}"
         lines.append(
-            f"  the prompt lists none of them ({said}): the policy must know them already, or the template"
+            f"  the prompt lists none of them ({source}): the policy must know them already, or the template"
             f" paper, or {ACTIONS} in a template of your own, lists them"
         )
     return lines
 
 
 def check_tags(actions: tuple[Action, ...], tokenizer: Any) -> None:
-    """Whether the tokenizer can write the actions' tags; those of the protocol were checked before.
-
-    Raises:
-        UserError: a tag does not survive a round trip.
-    """
+    """Refuse (UserError) a tokenizer that loses the actions' tags; `load_tokenizer` checks the protocol's."""
     for action in actions:
         for tag in (f"<{action.name}>", f"</{action.name}>"):
             ids = tokenizer.encode(f"{tag} a", add_special_tokens=False)

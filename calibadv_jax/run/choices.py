@@ -1,4 +1,4 @@
-"""What a config chooses of rewards, credit, loss and questions, in words."""
+"""Describe the choices of a config: rewards, credit, loss, questions, actions, processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from calibadv_jax.run.actions import describe_actions
 
 
 def describe_choices(config: Config) -> list[str]:
-    """Lines for people; of what is off by default only what is switched on.
+    """Return lines for the terminal; optional features appear only if they are on.
 
-    Raises:
-        UserError: a function of the user's cannot be loaded, or takes other parameters; or nothing could be
-            learned.
+    Raises UserError if a user's function cannot be loaded, or takes other parameters; or nothing could be
+    learned.
     """
     _check_something_is_learned(config)
     return [
@@ -31,7 +30,7 @@ def describe_choices(config: Config) -> list[str]:
 
 
 def _check_something_is_learned(config: Config) -> None:
-    """Choices that are sound alone, but together teach nothing and end in no error."""
+    """Refuse choices that are sound alone, but together teach nothing."""
     rollout, credit = config.rollout, config.advantage
     if config.reward.format and not rollout.max_searches:
         raise UserError(
@@ -49,32 +48,32 @@ def _check_something_is_learned(config: Config) -> None:
     balances = credit.rebalance and credit.rebalance_within == "group" and not credit.rebalance_excess
     if credit.is_calibrated and balances and credit.adjust != "clip":
         raise UserError(
-            "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question: no"
-            " answer would ever be praised or blamed; set rollout.group_size to 2 or more, or advantage.name"
-            " to what compares none, such as gae"
+            "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question:"
+            " every answer would have the advantage 0; set rollout.group_size to 2 or more, or advantage.name"
+            " to an estimator that compares none, such as gae"
         )
 
 
 def _critic(config: Config) -> list[str]:
     if not config.advantage.has_critic:
         return []
-    critic, lines = config.critic, []
-    lines.append(
+    critic = config.critic
+    lines = [
         "critic ON: a second model of the policy's size, with an optimizer of its own (learning rate"
         f" {critic.optimizer.lr:g}), is trained in every step, and asked for its values before every update"
-    )
+    ]
     if critic.warmup_steps:
         lines.append(f"  in the first {critic.warmup_steps} steps the critic alone is trained")
     if config.advantage.is_calibrated:
         lines.append(
-            "  an advantage of a turn is the mean of its tokens'; the calibration moves all of them by what"
-            " it changes the mean"
+            "  an advantage of a turn is the mean of its tokens'; the calibration moves all of them by"
+            " its change of the mean"
         )
     return lines
 
 
 def describe_adapters(lora: LoraConfig) -> list[str]:
-    """Say that adapters alone are trained, and which; nothing where there are none."""
+    """Return a line on the adapters that are trained; none without adapters."""
     if not lora.rank:
         return []
     begun = f", which begin as those of {lora.init_from}" if lora.init_from else ""
@@ -88,7 +87,7 @@ def _switched_on(config: Config) -> list[str]:
     reward, data, lines = config.reward, config.data, describe_adapters(config.policy.lora)
     if config.learner.share_prefixes:
         lines.append(
-            "shared prefixes ON: what trajectories of a group begin with is computed once in the updates"
+            "shared prefixes ON: a common beginning of a group's trajectories is computed once per update"
         )
     if reward.overlong_penalty:
         lines.append(

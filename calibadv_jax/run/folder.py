@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from calibadv_jax.config import Config, SftPhase, ToolConfig, dump_config, known_keys
-from calibadv_jax.config.kept import at_home
+from calibadv_jax.config.kept import rebase_paths
 from calibadv_jax.config.keys import among, marked
 from calibadv_jax.config.references import kept_values, with_references
 from calibadv_jax.config.sections.section import Mark
@@ -19,30 +18,24 @@ from calibadv_jax.config.starts import Start, add_start, newest_start, read_conf
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
-from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.learner.optimizer import total_updates
 from calibadv_jax.metrics.console import table
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
-from calibadv_jax.run.actions import make_actions
-from calibadv_jax.run.base import Base
-from calibadv_jax.run.model import Model, base_of, find_folder
+from calibadv_jax.run.fingerprints import IDENTITY, OPTIONAL, run_identity
+from calibadv_jax.run.model import Base, Model, base_of
+from calibadv_jax.services.retriever_health import difference
+from calibadv_jax.services.retriever_health import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import has_checkpoint, newest_step
-from calibadv_jax.snapshots.huggingface import copy_tokenizer, weights_hash
+from calibadv_jax.snapshots.huggingface import copy_tokenizer
 from calibadv_jax.snapshots.mirror import Mirror
-from calibadv_jax.snapshots.peft import adapters_hash
 
 UNLEARNED, LEARNED, TUNED = marked(Mark.UNLEARNED), marked(Mark.LEARNED), marked(Mark.TUNED)
 COLD_START_KEYS = marked(Mark.COLD_START)
-SERVICE = "retriever.content"  # which index is searched: known when the service answers (run/service.py)
+SERVICE = "retriever.content"  # the index; compared when the service answers, by `check_service`
+SERVICE_FILE = "retriever.json"  # in the run's folder: how the retrieval service described its index
 COLD_START = "sft.yaml"  # the config of the cold start
-REFERENCE = "policy.weights"  # only of a run that keeps the policy it began with, or the base of its adapters
-ADAPTERS = "policy.adapters"  # of policy.lora.init_from, only of a run that keeps the policy it began with
-JUDGE = "reward.judge.content"  # of reward.judge.prompt
-TOOLS = "tools.content"  # what the prompt says of the actions: servers and the user's own code say it
-SOME_STARTS = (REFERENCE, ADAPTERS, JUDGE, TOOLS)  # a start without need of them keeps none
-IDENTITY = ("data.content", "policy.config", "policy.vocabulary", *SOME_STARTS)
 
 
 def enter_run_folder(
@@ -52,22 +45,20 @@ def enter_run_folder(
     say: Callable[[str], None],
     mirror: Mirror | None = None,
 ) -> Path:
-    """The run's folder, with this start's config as ``configs/N.yaml`` and the policy's config and tokenizer.
+    """Return the run's folder, with this start's ``configs/N.yaml``, and the policy's config and tokenizer.
 
     Everything is checked before anything is written, or fetched from the mirror.
 
     Args:
-        config: as it is to be kept: without the addresses of services that this start itself began.
-        questions: of data.train.
+        config: without the addresses of services that this start itself began.
         say: prints how this start differs from the last start, and which steps are trained again.
-        mirror: that this start takes over; its configs and inputs are here already.
+        mirror: taken over by this start; its configs and inputs are here already.
 
-    Raises:
-        UserError: the folder holds steps of another experiment, or of a run that is not to be resumed, or
-            it cannot be written.
+    Raises UserError if the folder holds steps of another experiment, or of a run that must not be resumed, or
+    it cannot be written.
     """
     folder = Path(config.run.dir)
-    identity = _identity(config, model, questions)
+    identity = run_identity(config, model, questions)
     is_newer = bool(mirror and mirror.has_newer())
     if is_newer or holds_training(folder):
         _check_resume(config, identity, say, is_newer)
@@ -86,64 +77,17 @@ def enter_run_folder(
     return folder
 
 
-def _identity(config: Config, model: Model, questions: Sequence[Question]) -> dict[str, str]:
-    """Hashes of what files hold that the config only names."""
-    identity = {
-        "data.content": content_hash([dataclasses.astuple(question) for question in questions]),
-        "policy.config": content_hash(model.hf_config),
-        "policy.vocabulary": model.tokenizer_hash,
-    }
-    if prompt := judge_hash(config):
-        identity[JUDGE] = prompt
-    if tools := tools_hash(config):
-        identity[TOOLS] = tools
-    if config.policy.path and (config.keeps_initial_policy or config.policy.lora.rank):
-        identity[REFERENCE] = initial_hash(config, model)
-    if config.keeps_initial_policy and config.policy.lora.init_from:
-        identity[ADAPTERS] = adapters_hash(Path(config.policy.lora.init_from))
-    return identity
-
-
-def judge_hash(config: Config) -> str:
-    """Of the judge's prompt; empty: it has no file."""
-    prompt = config.reward.judge.prompt
-    return content_hash(load_optional("judge").read_prompt(prompt)) if prompt else ""
-
-
-def tools_hash(config: Config) -> str:
-    """Of what the policy is told of the actions that are on; empty: search alone is.
-
-    Raises:
-        UserError: see `make_actions`.
-    """
-    actions = make_actions(config)
-    told = [[one.name, one.purpose, one.argument, one.may_be_empty] for one in actions]
-    return content_hash(told) if told else ""
-
-
-def initial_hash(config: Config, model: Model) -> str:
-    """Of the weights in policy.path.
-
-    Raises:
-        UserError: there are none, or they are damaged.
-    """
-    weights, _ = find_folder(config, config.policy.path, with_weights=True, known=model.pins)
-    return weights_hash(weights)
-
-
 def holds_training(folder: Path) -> bool:
     """Whether a run's folder holds trained steps, with or without a checkpoint of them."""
     return bool(has_checkpoint(folder / "checkpoints") or _logged_steps(folder) or kept_steps(folder))
 
 
 def _logged_steps(folder: Path) -> set[int]:
-    """Steps that have a row of metrics."""
     path = folder / "metrics.jsonl"
     return {row["step"] for row in read_metrics(path)} if path.is_file() else set()
 
 
 def _say_history(folder: Path, say: Callable[[str], None]) -> None:
-    """Which steps are trained again, and of which trained steps nothing is left in metrics.jsonl."""
     logged = _logged_steps(folder)
     trained = logged | kept_steps(folder).keys()
     begun = newest_step(folder / "checkpoints") or 0
@@ -159,13 +103,9 @@ def _say_history(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
-    """Whether the cold start that lies in sft.output is what the config describes.
+    """Refuse (UserError) a cold start in sft.output that the config does not describe, or without settings.
 
-    Args:
-        may_differ: keys and sections that do not count.
-
-    Raises:
-        UserError: it was made with other settings, or they are lost.
+    Keys and sections in `may_differ` are not compared.
     """
     path = Path(config.run.dir) / COLD_START
     if not path.is_file():
@@ -176,16 +116,11 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
             f"{path}: empty or cut off (was the disk full?); remove {config.sft.output}, and the cold start"
             " is made again"
         )
-    before, now = with_defaults(at_home(kept, path.parent)), at_home(kept_values(config), path.parent)
+    before = with_defaults(rebase_paths(kept, path.parent))
+    now = rebase_paths(kept_values(config), path.parent)
     if config.sft.row_length is None:  # the cold start has chosen it
         now["sft"]["row_length"] = before["sft"]["row_length"]
-    changed = [
-        name
-        for name, _, _ in differences(before, now)
-        if among(COLD_START_KEYS, name) and not among(may_differ, name)
-        if name != "tools" or not offers_same(before, now)
-    ]
-    if changed:
+    if changed := changed_keys(before, now, COLD_START_KEYS, may_differ):
         raise UserError(
             f"{config.sft.output}: holds a cold start with other settings ({', '.join(changed)}); choose"
             " another run.dir, or remove the folder"
@@ -193,12 +128,41 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
 
 
 def write_policy_folder(folder: Path, model: Model, base: Base | None = None) -> None:
-    """Writes config.json and tokenizer, which export and vLLM workers take, and which base adapters have."""
+    """Write config.json and tokenizer, for export and vLLM workers, and the base of adapters."""
     folder.mkdir(parents=True, exist_ok=True)
     if base:
         base.write(folder)
     write_json(folder / "config.json", model.hf_config)
     copy_tokenizer(model.tokenizer_folder, folder)
+
+
+def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> None:
+    """Compare the retrieval service, by its health reply, with the last start's, and keep its description.
+
+    Raises UserError if the folder holds steps that were trained with another index, and
+    checkpoint.allow_change names neither retriever.content nor its section; or it cannot be written.
+    """
+    path = folder / SERVICE_FILE
+    if holds_training(folder) and not among(config.checkpoint.allow_change, SERVICE):
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:  # an earlier version wrote none
+            before = index_identity(state)
+        except ValueError as error:
+            raise UserError(
+                f"{path}: damaged, so that the index of the last start is not known; remove it to accept"
+                " the service that is there now"
+            ) from error
+        if other := difference(before, state):
+            raise UserError(
+                f"run.dir={folder}: the retrieval service has another index than at the last start ({other});"
+                " serve that index, choose another run.dir, or accept it:"
+                f" checkpoint.allow_change=[{SERVICE}]"
+            )
+    try:
+        write_json(path, index_identity(state))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from error
 
 
 def _check_resume(
@@ -219,7 +183,7 @@ def _check_resume(
     start = newest_start(folder)
     if start is None:
         raise UserError(
-            f"run.dir={folder} holds trained steps, but no configs/ that says of what; choose another run.dir"
+            f"run.dir={folder} holds trained steps, but their configs/ is lost; choose another run.dir"
         )
     for path in start.damaged:
         say(f"{path}: empty or cut off (was the disk full?); {start.path} is compared instead")
@@ -232,14 +196,14 @@ def _check_resume(
         ]
         say(table(rows, ["changed since the last start", "then", "now", ""]))
     if refused:
-        _refuse(config, start, list(dict.fromkeys(_known(name, keys) for name in refused)))
+        _refuse(config, start, list(dict.fromkeys(_key_of(name, keys) for name in refused)))
 
 
 def _changes(
     start: Start, config: Config, identity: Mapping[str, str]
 ) -> Iterator[tuple[str, Any, Any, bool]]:
-    """(dotted key, value then, value now, whether it makes another experiment) of all that differs."""
-    before, now = with_defaults(start.config), at_home(kept_values(config), Path(config.run.dir))
+    """Yield (dotted key, value then, value now, whether it makes another experiment)."""
+    before, now = with_defaults(start.config), rebase_paths(kept_values(config), Path(config.run.dir))
     same_decay, same_tools = _decay(before, config) == _decay(now, config), offers_same(before, now)
     for name, old, new in differences(before, now):
         is_length = name in ("learner.steps", "learner.optimizer.decay_updates")
@@ -247,19 +211,14 @@ def _changes(
         yield name, old, new, is_binding(name, config) and not is_same
     both = start.identity.keys() & identity.keys()
     for name, old, new in differences(start.identity, identity):
-        if name not in SOME_STARTS or name in both:
+        if name not in OPTIONAL or name in both:
             yield name, old, new, True
 
 
 def _decay(values: Mapping[str, Any], config: Config) -> int:
-    """Updates over which the learning rate of a config, as nested values, falls.
-
-    Args:
-        config: for the types of the sections.
-    """
+    """Return the updates over which the learning rate falls, for a config as nested values."""
     learner = dataclasses.replace(
-        config.learner,
-        **{name: values["learner"][name] for name in ("steps", "epochs", "minibatch_size")},
+        config.learner, **{name: values["learner"][name] for name in ("steps", "epochs", "minibatch_size")}
     )
     rollout = values["rollout"]
     updates = total_updates(learner, rollout["questions_per_step"] * rollout["group_size"])
@@ -289,16 +248,17 @@ def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config that an earlier start wrote, as `kept_values`. A key that is newer had its default."""
-    found = _over(dataclasses.asdict(Config()), values)
-    phase, tool = dataclasses.asdict(SftPhase()), dataclasses.asdict(ToolConfig("search")) | {"name": ""}
-    found["sft"]["phases"] = [phase | one for one in found["sft"]["phases"]]
-    found["tools"] = [tool | ({"name": one} if isinstance(one, str) else one) for one in found["tools"]]
-    return with_references(found)
+    """Return the config of an earlier start, as `kept_values`; newer keys get their defaults."""
+    config = _over(dataclasses.asdict(Config()), values)
+    defaults = dataclasses.asdict(ToolConfig("search")) | {"name": ""}
+    config["sft"]["phases"] = [dataclasses.asdict(SftPhase()) | phase for phase in config["sft"]["phases"]]
+    config["tools"] = [
+        defaults | ({"name": tool} if isinstance(tool, str) else tool) for tool in config["tools"]
+    ]
+    return with_references(config)
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values over others, key by key."""
     merged = dict(below)
     for name, value in above.items():
         old = merged.get(name)
@@ -311,7 +271,7 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value before, value now) of every key that differs; None if a side lacks it."""
+    """Yield (dotted key, value before, value now) of every key that differs; None if a side lacks it."""
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -321,16 +281,25 @@ def differences(
 
 
 def offers_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the actions of two configs differ only in where a server is, and how long one waits for it.
-
-    What a server says of its tools is compared apart (TOOLS).
-    """
+    """Whether two configs' actions differ only in addresses and timeouts; tools have a hash."""
 
     def offer(tool: Mapping[str, Any]) -> dict[str, Any]:
         server = tool["mcp"] and {"timeout": 0, "patience": 0, "url": bool(tool["mcp"]["url"])}
         return {**tool, "timeout": 0, "mcp": server and {**tool["mcp"], **server}}
 
     return [offer(tool) for tool in before["tools"]] == [offer(tool) for tool in now["tools"]]
+
+
+def changed_keys(
+    before: Mapping[str, Any], now: Mapping[str, Any], compared: Sequence[str], free: Sequence[str]
+) -> list[str]:
+    """Return the keys among `compared`, but not among `free`, that differ between two configs."""
+    return [
+        name
+        for name, _, _ in differences(before, now)
+        if among(compared, name) and not among(free, name)
+        if name != "tools" or not offers_same(before, now)
+    ]
 
 
 def is_binding(name: str, config: Config) -> bool:
@@ -344,18 +313,14 @@ def is_binding(name: str, config: Config) -> bool:
     return among(LEARNED, name) or not among(UNLEARNED, name)
 
 
-def _known(name: str, keys: Collection[str]) -> str:
-    """The key that `name` is, or is an entry of: data.weights of data.weights.nq; `name` if none is."""
-    known = name
-    while known and known not in keys:
-        known = known.rpartition(".")[0]
-    return known or name
+def _key_of(name: str, keys: Collection[str]) -> str:
+    """Return the key of an entry, such as data.weights of data.weights.nq; `name` if there is none."""
+    key = name
+    while key and key not in keys:
+        key = key.rpartition(".")[0]
+    return key or name
 
 
 def _short(value: Any) -> str:
     text = "-" if value is None else value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 40 else f"{text[:36]}…"
-
-
-def content_hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

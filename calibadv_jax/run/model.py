@@ -1,13 +1,11 @@
-"""The model of a run: tokenizer, architecture, mesh, and where its parameters come from."""
+"""The model of a run: tokenizer, architecture, mesh, parameters, and the base of its adapters."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,16 @@ from jax.sharding import Mesh
 from calibadv_jax.config import Config
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import read_json
+from calibadv_jax.core.files import content_hash, read_json, write_json
 from calibadv_jax.core.tags import TAGS
 from calibadv_jax.learner.learner import init_params
-from calibadv_jax.policy.adapters import Adapters, joined
+from calibadv_jax.policy.adapters import Adapters, joined, split
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.rollout.observation import decode, encode
-from calibadv_jax.run.base import Base, read_base
 from calibadv_jax.sampler.stopping import end_of_text_ids
-from calibadv_jax.snapshots.checkpoint import restore_params
+from calibadv_jax.snapshots.checkpoint import newest_step, restore_params
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, weights_hash
 from calibadv_jax.snapshots.peft import load_adapters
 from calibadv_jax.snapshots.publish import load_snapshot
@@ -41,11 +38,13 @@ PROBES = {
     "Chinese": "北京 大学",
     "newlines": "a\nb\n\nc",
 }
+BASE = "base.json"  # beside the config.json and the tokenizer of a run
+MOVED = f"set its folder in the run's policy/{BASE}"
 
 
 @dataclass(frozen=True)
 class Model:
-    """A policy without parameters, and what belongs to it."""
+    """A policy without parameters, its tokenizer and its mesh."""
 
     policy: Policy
     hf_config: dict[str, Any]
@@ -56,21 +55,19 @@ class Model:
 
     @property
     def tokenizer_hash(self) -> str:
-        """Identity of the vocabulary: SHA-256 over every token and its id."""
-        vocabulary = sorted(self.tokenizer.get_vocab().items())
-        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+        """SHA-256 over every token and its id."""
+        return content_hash(sorted(self.tokenizer.get_vocab().items()))
 
 
 def build_model(config: Config, path: str, adapters: Adapters | None = None) -> Model:
-    """The policy's shape, tokenizer and mesh: from the HuggingFace folder `path`, or from policy.init.
+    """Return the model of a HuggingFace folder, or of policy.init if `path` is empty.
 
     Args:
         path: a folder, or a repository of the hub: OWNER/NAME or OWNER/NAME@REVISION.
-        adapters: that the policy has: those of policy.lora where it is trained, else those of its run.
+        adapters: of the policy: policy.lora where it is trained, else the adapters of its run.
 
-    Raises:
-        UserError: neither is given, or one cannot be used; or rollout.max_length is more than the policy
-            knows positions for, which a vLLM worker would refuse too.
+    Raises UserError if neither is given or usable, or rollout.max_length exceeds the policy's positions,
+    which a vLLM worker would refuse too.
     """
     source, pins = find_folder(config, path)
     if path:
@@ -79,7 +76,7 @@ def build_model(config: Config, path: str, adapters: Adapters | None = None) -> 
         hf_config = dict(config.policy.init)
     else:
         raise UserError("policy.path is empty: set it to a HuggingFace folder, or give policy.init")
-    folder, more_pins = find_folder(config, config.policy.tokenizer or path, known=pins)
+    folder, more_pins = find_folder(config, config.policy.tokenizer or path, resolved=pins)
     tokenizer = load_tokenizer(folder)
     hf_config.setdefault("vocab_size", len(tokenizer))
     if hf_config["vocab_size"] < len(tokenizer):
@@ -102,18 +99,12 @@ def build_model(config: Config, path: str, adapters: Adapters | None = None) -> 
 
 
 def find_folder(
-    config: Config, name: str, with_weights: bool = False, known: Sequence[hub.Pin] = ()
+    config: Config, name: str, with_weights: bool = False, resolved: Sequence[hub.Pin] = ()
 ) -> tuple[Path, tuple[hub.Pin, ...]]:
-    """The folder that `name` means, and the pin of its repository if it is one of the hub's.
+    """Return the folder of a policy or tokenizer, and the pin of its repository if it is on the hub.
 
-    A run's folder says which commit the run began with; it stays that commit.
-
-    Args:
-        with_weights: download the safetensors too.
-        known: pins of this process.
-
-    Raises:
-        UserError: the repository cannot be had, or policy.revision is set for a folder.
+    The commit stays the one that the run's folder, or this process (`resolved`), has pinned. UserError if
+    the repository cannot be fetched, or policy.revision is set for a folder.
     """
     is_policy = bool(name) and name == config.policy.path
     if not hub.is_repository(name):
@@ -127,16 +118,15 @@ def find_folder(
     if is_policy and revision and config.policy.revision:
         raise UserError(f"policy.path={name} and policy.revision both name a revision: leave one out")
     revision = revision or (config.policy.revision if is_policy else "") or "main"
-    pins = {(pin.repository, pin.revision): pin for pin in (*hub.read_pins(Path(config.run.dir)), *known)}
+    pins = {(pin.repository, pin.revision): pin for pin in (*hub.read_pins(Path(config.run.dir)), *resolved)}
     pin = pins.get((repository, revision)) or hub.resolve(repository, revision)
     return hub.fetch_model(pin, with_weights), (pin,)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """A HuggingFace tokenizer that can write and end the protocol's turns.
+    """Return a HuggingFace tokenizer that can write and end the protocol's turns.
 
-    Raises:
-        UserError: no tokenizer there, no end-of-text token, or text does not survive a round trip.
+    Raises UserError if there is none, it has no end-of-text token, or text does not survive a round trip.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -162,11 +152,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def check_round_trip(tokenizer: Any, folder: Path) -> None:
-    """Refuse a tokenizer that loses text.
-
-    Raises:
-        UserError: decode(encode(text)) lacks a tag, or a part of one of `PROBES`.
-    """
+    """Refuse (UserError) a tokenizer whose decode(encode(text)) lacks a tag or a part of one of `PROBES`."""
     if lost := lost_probes(tokenizer):
         text = PROBES[lost[0]]
         advice = "set policy.tokenizer to a folder whose tokenizer keeps them"
@@ -190,10 +176,10 @@ def check_round_trip(tokenizer: Any, folder: Path) -> None:
 
 
 def lost_probes(tokenizer: Any) -> list[str]:
-    """Names of the `PROBES` that decode(encode(text)) does not return.
+    """Return the names of the `PROBES` that decode(encode(text)) changes.
 
-    Case, the length of white space and compatible forms of a letter do not count, as in rewards. Words may
-    become the unknown token, which the policy sees, but must stay apart.
+    Case, the length of white space and compatible forms of a letter are ignored, as in rewards. Words may
+    become the unknown token, but must stay apart.
     """
     lost = []
     for name, text in PROBES.items():
@@ -210,17 +196,12 @@ def _folded(text: str) -> list[str]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether files of a tokenizer lie there."""
     return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """The class of `transformers` that reads the folder's tokenizer.
-
-    One that was saved as TokenizersBackend is complete in tokenizer.json. AutoTokenizer would take Qwen's own
-    class for it where a config.json of model_type qwen2 stands beside it, which splits text in another way;
-    and it imports torch if that is installed, which takes seconds.
-    """
+    # A tokenizer saved as TokenizersBackend is complete in tokenizer.json. Beside a config.json of model_type
+    # qwen2 AutoTokenizer would take Qwen's own class, which splits text otherwise; and it may import torch.
     path = folder / "tokenizer_config.json"
     saved_as = read_json(path).get("tokenizer_class") if path.is_file() else None
     if saved_as == BACKEND.__name__:
@@ -229,15 +210,12 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def initial_params(config: Config, model: Model, path: str) -> Params:
-    """Parameters of the HuggingFace folder or repository `path`, or random parameters if it is empty.
-
-    Where the policy has adapters, with those of policy.lora.init_from, or with new ones.
-    """
+    """Return the parameters of a HuggingFace folder or repository, or random ones, with their adapters."""
     policy, mesh, init_from = model.policy, model.mesh, config.policy.lora.init_from
     if not path:
         params = init_params(policy, mesh, config.run.seed)
     else:
-        folder, _ = find_folder(config, path, with_weights=True, known=model.pins)
+        folder, _ = find_folder(config, path, with_weights=True, resolved=model.pins)
         params = load_params(folder, policy, mesh)
         if policy.adapters and not init_from:
             params = joined(params, init_params(policy, mesh, config.run.seed, only_trained=True))
@@ -247,15 +225,74 @@ def initial_params(config: Config, model: Model, path: str) -> Params:
 
 
 def base_of(config: Config, model: Model, path: str) -> Base | None:
-    """What a run's adapters belong to: the HuggingFace folder or repository `path`; None without them."""
+    """Return the base of a run's adapters, given its folder or repository; None without adapters."""
     adapters = Adapters.from_config(config.policy.lora)
     if adapters is None:
         return None
     folder, sha256 = "", ""
     if path:
-        found, _ = find_folder(config, path, with_weights=True, known=model.pins)
-        folder, sha256 = str(found.absolute()), weights_hash(found)
+        weights, _ = find_folder(config, path, with_weights=True, resolved=model.pins)
+        folder, sha256 = str(weights.absolute()), weights_hash(weights)
     return Base(path, folder, sha256, config.run.seed, adapters)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen model of a run's adapters: checkpoints name it, and do not hold it."""
+
+    name: str  # policy.path; empty: random parameters
+    folder: str  # where it lies, absolute; empty: random parameters
+    sha256: str  # `weights_hash` of the folder; empty: random parameters
+    seed: int  # of the random parameters
+    adapters: Adapters
+
+    def params(self, policy: Policy, mesh: Mesh) -> Params:
+        """Return the sharded parameters without adapters; UserError if missing or of another model."""
+        if not self.folder:
+            return split(init_params(policy, mesh, self.seed))[0]
+        folder = Path(self.folder)
+        if not folder.is_dir():
+            raise UserError(
+                f"{folder}: the base of these adapters ({self.name}) is not there; put it there, or {MOVED}"
+            )
+        if weights_hash(folder) != self.sha256:
+            raise UserError(
+                f"{folder}: another model than the base of these adapters ({self.name}, sha256"
+                f" {self.sha256[:12]}); put that one there, or {MOVED}"
+            )
+        return load_params(folder, policy, mesh)
+
+    def shared(self) -> dict[str, Any] | None:
+        """Return the metadata for snapshots of the adapters alone; None for random parameters."""
+        if not self.folder:
+            return None
+        about = {"folder": self.folder, "sha256": self.sha256}
+        return about | {"base_dtype": self.adapters.base_dtype, "scale": self.adapters.scale}
+
+    def checkpoint_metadata(self) -> dict[str, str]:
+        return {"name": self.name, "sha256": self.sha256}
+
+    def write(self, folder: Path) -> None:
+        """Write base.json beside config.json and tokenizer; the path of a base inside the run is relative."""
+        at, run = self.folder, folder.absolute().parent
+        if at and Path(at).is_relative_to(run):
+            at = str(Path("..") / Path(at).relative_to(run))
+        write_json(folder / BASE, asdict(self) | {"folder": at, "adapters": self.adapters.as_dict()})
+
+
+def read_base(folder: Path) -> Base | None:
+    """Read base.json of a run's ``policy`` folder; None without adapters; UserError if damaged."""
+    path = folder / BASE
+    if not path.is_file():
+        return None
+    values: dict[str, Any] = read_json(path)
+    try:
+        at = values["folder"] and str((folder / values["folder"]).resolve())
+        return Base(**values | {"folder": at, "adapters": Adapters.from_dict(values["adapters"])})
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: damaged ({error}); train on for a step, which writes it again, or copy it from a backup"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -274,30 +311,33 @@ class PolicySource:
 
     @property
     def model_folder(self) -> Path:
-        """Where its config.json and tokenizer lie; a run keeps them in its folder ``policy``."""
+        """The folder of config.json and tokenizer: ``policy`` in a run."""
         if self.kind == "huggingface":
             return self.path
         return (self.path.parent.parent if self.kind == "snapshot" else self.path.parent) / "policy"
 
     @property
     def base(self) -> Base | None:
-        """What the adapters of a checkpoint belong to; None where it holds every parameter."""
+        """The base of a checkpoint's adapters; None where it holds every parameter."""
         return read_base(self.model_folder) if self.kind == "checkpoint" else None
 
     @property
     def adapters(self) -> Adapters | None:
-        """That a policy needs to take its parameters."""
+        """The adapters that a policy needs to take these parameters."""
         base = self.base
         return base.adapters if base else None
 
+    def at_step(self) -> PolicySource:
+        """Return the newest checkpoint by its step, which stays the same while its run goes on."""
+        if self.kind == "checkpoint" and self.step is None:
+            return replace(self, step=newest_step(self.path))
+        return self
+
     def params(self, policy: Policy, mesh: Mesh) -> Params:
-        """All its parameters in the policy's precision (a snapshot's: `compute_dtype`) and shardings.
+        """Return all parameters in the policy's precision (a snapshot's: `compute_dtype`) and shardings.
 
-        Args:
-            policy: with the source's `adapters`.
-
-        Raises:
-            UserError: missing, incomplete, damaged, or of another policy.
+        `policy` has the source's `adapters`. Raises UserError if they are missing, damaged, or of another
+        policy.
         """
         if self.kind == "huggingface":
             return load_params(self.path, policy, mesh)
@@ -310,7 +350,7 @@ class PolicySource:
 
 
 def find_policy(path: Path) -> PolicySource:
-    """What lies at `path`: a HuggingFace folder, a run, its checkpoints, one of them, a snapshot."""
+    """Return the policy at `path`: a HuggingFace folder, a run, its checkpoints, one of them, a snapshot."""
     path = path.absolute()
     if re.fullmatch(r"v\d+", path.name):
         return PolicySource(path, "snapshot")

@@ -1,4 +1,4 @@
-"""Opens what a run needs, from its config, for the entry points; holds no algorithm."""
+"""Open the services, the sampler and the rollouts of a run from its config."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.actions import check_tags, make_actions
-from calibadv_jax.run.base import Base, read_base
-from calibadv_jax.run.model import Model
+from calibadv_jax.run.model import Base, Model, read_base
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
@@ -36,15 +35,9 @@ from calibadv_jax.snapshots.publish import SnapshotStore
 
 
 def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None) -> None:
-    """What costs next to nothing to check and would be found minutes later, at the start of a run.
+    """Check (UserError) the evaluation file and the running services, before minutes of work begin.
 
-    Services that are started elsewhere are waited for, as long as their `patience` says.
-
-    Args:
-        warn: told what is waited for.
-
-    Raises:
-        UserError: the evaluation file is missing or malformed, or a service does not answer.
+    `warn` gets a line while a service is waited for, up to its `patience`.
     """
     if config.evaluate.every:
         check_questions(load_questions(config.data.eval, config.data.columns), {}, config.prompt.template)
@@ -58,30 +51,24 @@ def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None)
 def open_services(
     config: Config, model_folder: Path, hosts: Hosts = ALONE
 ) -> Iterator[tuple[str | list[str], list[str]]]:
-    """URLs of the retriever and of the vLLM workers (none if sampler.name is jax).
+    """Yield the URLs of the retriever and of the vLLM workers (none if sampler.name is jax).
 
-    Those that the config does not name are started here, and end with the block; their output goes to the
-    run's folder.
-
-    Args:
-        model_folder: HuggingFace folder whose config.json and tokenizer the workers take.
-        hosts: the processes of the run. The first one starts the retriever for all; each has workers of its
-            own, see `hosts.workers`.
+    Services without a URL in the config are started here, and end with the block; their output goes to the
+    run's folder. The first process starts the retriever for all `hosts`; each has its own workers, which take
+    config.json and tokenizer of `model_folder`.
     """
     folder, warn = Path(config.run.dir), Console(config.log.progress).warn
-    asked = config.retriever
-    if not config.has_retriever:
-        asked = asked.at(NO_RETRIEVER)
+    section = config.retriever if config.has_retriever else config.retriever.at(NO_RETRIEVER)
     with ExitStack() as stack:
-        searched = open_retriever(asked, folder / "retriever.log", warn)
-        retriever = hosts.first("retriever", lambda: stack.enter_context(searched))
+        opened = open_retriever(section, folder / "retriever.log", warn)
+        retriever = hosts.first("retriever", lambda: stack.enter_context(opened))
         workers: list[str] = []
         if config.sampler.name == "vllm":
             share, first = own_workers(config.sampler, hosts.index, hosts.count)
             dtype, length = config.sampler_dtype, config.rollout.max_length
-            asked_for = open_workers(share, model_folder, folder, dtype, length, warn, first=first)
+            started = open_workers(share, model_folder, folder, dtype, length, warn, first=first)
             with hosts.apart("vLLM workers"):
-                workers = stack.enter_context(asked_for)
+                workers = stack.enter_context(started)
         yield retriever, workers
 
 
@@ -94,23 +81,23 @@ def open_rollouts(
     check_service: Callable[[Mapping[str, Any]], object] = lambda _: None,
     hosts: Hosts = ALONE,
 ) -> Iterator[Rollouts]:
-    """Rollouts with the configured sampler and retriever, without weights yet.
+    """Yield rollouts with the configured sampler and retriever, without weights yet.
 
     Args:
-        model_folder: as for `open_services`.
+        model_folder, hosts: as for `open_services`.
         snapshots: folder in which policies are published for vLLM workers.
-        check_service: told what the retriever's health says; raises if it is not to be searched.
-        hosts: the processes of the run, each of which has rollouts of its own.
+        check_service: called with the reply of the retriever's health endpoint; raises to refuse it.
     """
     actions = make_actions(config)
     check_tags(actions, model.tokenizer)
     with open_services(config, model_folder, hosts) as (urls, workers):
         retriever = RetrieverClient(config.retriever, urls, Console(config.log.progress).warn)
         if urls != NO_RETRIEVER:
-            check_service(retriever.health())  # what it gives from now on must be of this index
+            check_service(retriever.health())  # all later replies must be of this index
         share = replace(config.rollout, max_concurrency=-(-config.rollout.max_concurrency // hosts.count))
         base = read_base(model_folder)
         sampler, publish = _make_sampler(config, model, workers, snapshots, base, hosts)
+        judge = config.reward.judge
         context = RolloutContext(
             sampler=sampler,
             retriever=retriever,
@@ -118,9 +105,7 @@ def open_rollouts(
             rollout=share,
             prompt=config.prompt,
             actions=actions,
-            judge=load_optional("judge").JudgeClient(config.reward.judge)
-            if config.reward.judge.url
-            else None,
+            judge=load_optional("judge").JudgeClient(judge) if judge.url else None,
         )
         with Rollouts(context, config.run.seed, publish) as rollouts:
             yield rollouts
@@ -129,7 +114,7 @@ def open_rollouts(
 def _make_sampler(
     config: Config, model: Model, workers: list[str], snapshots: Path, base: Base | None, hosts: Hosts
 ) -> tuple[Sampler, Callable[[int, Params], Any]]:
-    """And what makes of a version's parameters what the sampler takes."""
+    """Return the sampler, and the function that converts a version's parameters for it."""
     stops = StopRule(model.tokenizer, model.hf_config["eos_token_id"])
     if config.sampler.name == "jax":
         share, length = config.sampler, config.rollout.max_length
@@ -142,18 +127,16 @@ def _make_sampler(
         return sampler, lambda _, params: copied(params)
     dtype = config.checkpoint.snapshot_dtype or config.sampler_dtype
     store = SnapshotStore(snapshots, config.checkpoint.snapshots_kept, jnp.dtype(dtype))
-    tokenizer_hash = model.tokenizer_hash
-
     shared = base.shared() if base and config.policy.lora.snapshots == "adapters" else None
+    about: dict[str, Any] = {"hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash}
 
     def publish(version: int, params: Params) -> Path:
         if shared:
             params = model.policy.split(params)[1]
         elif model.policy.adapters:
             params = model.policy.merged(params, jnp.dtype(dtype))
-        about: dict[str, Any] = {"hf_config": model.hf_config, "tokenizer_hash": tokenizer_hash}
         with hosts.together("snapshot of the policy"):
             return store.publish(version, params, **about, base=shared, writes=hosts.is_first)
 
     vocab_size = model.policy.architecture.vocab_size
-    return VllmSampler(workers, config.sampler, stops, tokenizer_hash, vocab_size), publish
+    return VllmSampler(workers, config.sampler, stops, model.tokenizer_hash, vocab_size), publish

@@ -12,7 +12,7 @@ from calibadv_jax.contrib.commands import demonstrate
 from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import Grammar, parse_turn
-from calibadv_jax.data.demonstration_files import load_demonstrations
+from calibadv_jax.data.demonstrations import load_demonstrations
 from calibadv_jax.data.questions import parse_question
 from calibadv_jax.rollout.prompts import build_prompt
 from calibadv_jax.run.model import load_tokenizer

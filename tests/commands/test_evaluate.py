@@ -1,4 +1,4 @@
-"""Evaluation: its own temperature, whatever training uses; which policy; what is written; going on."""
+"""Evaluation: sampling, policy, retriever, prompts, output files, resuming."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import dataclasses
 import json
 import os
 import signal
+from contextlib import contextmanager
 
 import pytest
 from evaluation_rig import QUESTIONS, Rig, Scripted, Shelf, Stopped
+from http_rig import Handler, serving
 
-from calibadv_jax.commands.evaluate import at_step, choose_policy, describe_policy, report_table
+from calibadv_jax.commands.evaluate import choose_policy, report_table
 from calibadv_jax.config import Config, EvaluateConfig, PolicyConfig, RunConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
-from calibadv_jax.core.trajectory import Question
+from calibadv_jax.core.trajectory import Document, Question
+from calibadv_jax.evaluation.methods import METHODS
+from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.model import PolicySource
 
 
@@ -32,8 +36,7 @@ def drawn(prompt, seed):
     return "yes" if seed % 2 else f"no {seed}"
 
 
-def test_its_own_temperatures_and_samples_and_no_shuffled_rewards(run):
-    """Training samples five at temperature 1 with rewards permuted; greedily, each question is asked once."""
+def test_evaluation_uses_its_own_sampling_settings(run):
     report, sampler = run(evaluate={"temperatures": [0.0, 0.7], "samples": 3}, reward={"shuffle": True})
     by_temperature = {
         temperature: {s for s, sampling in sampler.asked if sampling.temperature == temperature}
@@ -47,13 +50,11 @@ def test_its_own_temperatures_and_samples_and_no_shuffled_rewards(run):
     assert list(report.means) == ["0", "0.7"]
     for name, count in (("0", 1), ("0.7", 3)):
         for source, right in (("a", 1), ("b", 0), ("all", 0.5), ("average", 0.5)):
-            found = report.means[name][source]
-            assert {metric: found[metric] for metric in ("f1", "em", "cover_em")} == dict.fromkeys(
-                ("f1", "em", "cover_em"), right
-            )
-            assert (found["format"], found["answered"], found["searches"]) == (1, 1, 1)
+            result = report.means[name][source]
+            assert [result[metric] for metric in ("f1", "em", "cover_em")] == [right] * 3
+            assert (result["format"], result["answered"], result["searches"]) == (1, 1, 1)
             questions = 8 if source in ("all", "average") else 4
-            assert (found["questions"], found["trajectories"], found["failed"]) == (
+            assert (result["questions"], result["trajectories"], result["failed"]) == (
                 questions, questions * count, 0
             )  # fmt: skip
     assert sampler.loaded == [0]
@@ -61,11 +62,11 @@ def test_its_own_temperatures_and_samples_and_no_shuffled_rewards(run):
 
 def test_tokens_are_those_that_the_policy_sampled(run):
     report, _ = run()
-    said = [len("<think>t</think><search>a 0</search>"), len("<think>t</think><answer>yes</answer>")]
-    assert report.means["0"]["a"]["tokens"] == sum(said)
+    output = [len("<think>t</think><search>a 0</search>"), len("<think>t</think><answer>yes</answer>")]
+    assert report.means["0"]["a"]["tokens"] == sum(output)
 
 
-def test_the_same_draws_at_every_evaluation_of_a_run_and_others_in_another(run):
+def test_seeds_depend_on_the_run_seed_only(run):
     def seeds(seed):
         _, sampler = run(run={"seed": seed}, evaluate={"temperatures": [1.0]})
         run.file(".jsonl").unlink()
@@ -74,12 +75,12 @@ def test_the_same_draws_at_every_evaluation_of_a_run_and_others_in_another(run):
     assert seeds(0) == seeds(0) != seeds(1)
 
 
-def test_a_temperature_that_is_given_twice_is_asked_once(run):
+def test_repeated_temperature_is_sampled_once(run):
     report, sampler = run(evaluate={"temperatures": [0.0, 0.0]})
     assert report.means["0"]["all"]["questions"] == 8 and len(sampler.asked) == 16
 
 
-def test_a_limit_takes_from_all_sources(run):
+def test_limit_takes_from_all_sources(run):
     report, sampler = run(data={"eval_limit": 4})
     assert {source: report.means["0"][source]["trajectories"] for source in "ab"} == {"a": 2, "b": 2}
     assert len(sampler.asked) == 2 * 4
@@ -96,7 +97,7 @@ def test_every_question_is_kept_with_its_transcripts(run):
     assert answer["kind"] == "answer" and row["trajectories"][1]["answer"] == "yes"
 
 
-def test_the_report_and_its_tables(run):
+def test_report_and_tables_agree(run):
     report, _ = run(Scripted(drawn), evaluate={"temperatures": [0.0, 1.0], "samples": 4, "confidence": 0.9})
     written = json.loads(run.file(".json").read_text())
     assert written["scores"] == report.means
@@ -123,12 +124,12 @@ def test_without_resamples_there_are_no_intervals(run):
     assert report.intervals["0"]["all"] == {} and "[" not in run.file(".md").read_text()
 
 
-def test_what_failed_is_counted_left_out_of_the_means_and_asked_again(run):
+def test_failed_trajectories_are_counted_and_sampled_again(run):
     """The retriever fails for one question of a; at temperature 0 that question has no score."""
     run.shelf = Shelf({"a 1": RequestFailed("retriever", "gone")})
     report, _ = run(rollout={"max_failed_share": 0.2})
-    found = report.means["0"]["a"]
-    assert (found["em"], found["questions"], found["trajectories"], found["failed"]) == (1, 3, 3, 1)
+    result = report.means["0"]["a"]
+    assert (result["em"], result["questions"], result["trajectories"], result["failed"]) == (1, 3, 3, 1)
     assert rows(run)[1]["scores"] == {} and rows(run)[1]["trajectories"][0]["error"] == "retriever: gone"
     run.shelf = Shelf()
     report, sampler = run(rollout={"max_failed_share": 0.2})
@@ -146,7 +147,7 @@ def test_too_many_failures_end_it_and_lose_nothing(run):
     assert len(sampler.asked) == 2 and report.means["0"]["all"]["questions"] == 8
 
 
-def test_a_source_that_failed_altogether_has_no_means(run):
+def test_failed_source_has_no_means(run):
     run.shelf = Shelf({f"a {n}": RequestFailed("retriever", "gone") for n in range(4)})
     report, _ = run(rollout={"max_failed_share": 0.5})
     assert report.means["0"]["a"] == {"questions": 0, "trajectories": 0, "failed": 4}
@@ -163,7 +164,7 @@ ENDS = (".json", ".md", ".csv", ".jsonl")
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 7, 20, 47])
-def test_an_interrupted_evaluation_goes_on_and_gives_the_same_table(run, tmp_path, stop_after):
+def test_interrupted_evaluation_resumes_to_the_same_table(run, tmp_path, stop_after):
     keys = {"evaluate": {"temperatures": [0.0, 1.0], "samples": 2}, "rollout": {"max_concurrency": 3}}
     run(Scripted(drawn), **keys)
     whole = tmp_path / "whole"
@@ -237,8 +238,7 @@ def test_speed_and_place_do_not_make_it_another(run, changed):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 77])
-def test_a_limit_asks_the_same_questions_whatever_the_seed(run, seed):
-    """Pairs of two runs are made by question."""
+def test_limit_chooses_questions_independent_of_seed(run, seed):
     run.questions = {"eval.jsonl": [Question(str(n), f"a {n}", ("yes",), "a") for n in range(50)]}
     run(data={"eval_limit": 5})
     first = [row["id"] for row in rows(run)]
@@ -246,14 +246,7 @@ def test_a_limit_asks_the_same_questions_whatever_the_seed(run, seed):
     assert [row["id"] for row in rows(run)] == first
 
 
-def test_a_policy_written_anew_to_the_same_place_is_another_one(run):
-    (run.folder / "policy/model.safetensors").write_text("1")
-    run()
-    os.utime(run.folder / "policy/model.safetensors", ns=(1, 1))
-    assert len(run()[1].asked) == 16
-
-
-def test_a_question_that_changed_is_asked_again_and_new_ones_are_added(run):
+def test_changed_and_new_questions_are_sampled(run):
     run()
     changed = dataclasses.replace(QUESTIONS[0], golden_answers=("no",))
     run.questions = {"eval.jsonl": [changed, *QUESTIONS[1:], Question("c0", "c 0", ("no",), "c")]}
@@ -271,21 +264,18 @@ def test_output_in_another_run_is_refused(run, tmp_path):
         run(evaluate={"output": str(tmp_path / "old/scores.json")})
 
 
-def test_a_file_of_something_else_is_not_overwritten(run):
+def test_foreign_file_is_not_overwritten(run):
     run.file(".jsonl").write_text('{"id": "1"}\n')
     with pytest.raises(UserError, match=r"evaluation.jsonl:1: no evaluation, content, .*give another file"):
         run()
     assert run.file(".jsonl").read_text() == '{"id": "1"}\n'
 
 
-def test_validation_is_a_fixed_sample_of_all_sources_and_writes_nothing(run):
+def test_validation_is_a_fixed_sample_and_writes_nothing(run):
     keys = {"evaluate": {"sample_size": 4, "temperatures": [0.0, 1.0], "samples": 5, "method": "direct"}}
     means, sampler = run.validate(Scripted(drawn), **keys)
-    assert {name: means["1"][name]["trajectories"] for name in ("all", "a", "b")} == {
-        "all": 4,
-        "a": 2,
-        "b": 2,
-    }
+    counts = {name: means["1"][name]["trajectories"] for name in ("all", "a", "b")}
+    assert counts == {"all": 4, "a": 2, "b": 2}
     assert means["0"]["all"]["searches"] == 1  # the agent, whatever is evaluated afterwards
     again, other = run.validate(Scripted(drawn), **keys)
     assert again == means and sorted(other.prompts) == sorted(sampler.prompts)
@@ -294,7 +284,7 @@ def test_validation_is_a_fixed_sample_of_all_sources_and_writes_nothing(run):
     assert whole["0"]["all"]["questions"] == 8
 
 
-def test_the_named_policy_then_the_trained_one_then_where_it_began(tmp_path):
+def test_policy_is_named_trained_or_initial(tmp_path):
     start, named = tmp_path / "start", tmp_path / "named"
     for folder in (start, named):
         folder.mkdir()
@@ -311,19 +301,18 @@ def test_the_named_policy_then_the_trained_one_then_where_it_began(tmp_path):
     assert choose_policy(chosen).path == named
 
 
-def test_the_newest_checkpoint_is_named_by_its_step(tmp_path):
-    """Once: a later checkpoint of a run that goes on is another policy."""
+def test_newest_checkpoint_is_pinned_by_step(tmp_path):
     for step in (3, 20):
         (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
     source = PolicySource(tmp_path / "checkpoints", "checkpoint")
-    newest = at_step(source)
+    newest = source.at_step()
     (tmp_path / "checkpoints/21").mkdir()
-    assert newest == dataclasses.replace(source, step=20) == at_step(newest)
+    assert newest == dataclasses.replace(source, step=20) == newest.at_step()
     assert describe_policy(newest)["step"] == 20
     assert describe_policy(dataclasses.replace(source, step=3))["step"] == 3
 
 
-def test_a_policy_that_cannot_be_used_replaces_nothing(run, monkeypatch):
+def test_unusable_policy_replaces_nothing(run, monkeypatch):
     run()
     before = run.file(".jsonl").read_text()
 
@@ -336,7 +325,7 @@ def test_a_policy_that_cannot_be_used_replaces_nothing(run, monkeypatch):
     assert run.file(".jsonl").read_text() == before
 
 
-def test_the_output_is_a_json_file():
+def test_output_must_be_a_json_file():
     with pytest.raises(ValueError, match=r"output is 'scores.jsonl': it must end in .json"):
         EvaluateConfig(output="scores.jsonl")
 
@@ -357,3 +346,126 @@ def test_weights_overwritten_in_place_are_asked_again(run):
             os.utime(path, ns=(time * 10**9, time * 10**9))
         assert len(run()[1].asked) == 16
     assert run()[1].asked == []
+
+
+SERVICE = {"status": "ready", "corpus_sha256": "c1", "encoder": "hashed", "model": "", "reranker": ""}
+
+
+@contextmanager
+def service(**health):
+    """URL of a service that says this of itself and answers nothing."""
+
+    class Health(Handler):
+        def do_GET(self):
+            self.reply(200, health)
+
+    with serving(Health) as url:
+        yield {"retriever": {"url": url}}
+
+
+@pytest.mark.parametrize(
+    "other", [{"corpus_sha256": "c2"}, {"encoder": "e5"}, {"reranker": "m"}, {"identity": "i2"}], ids=str
+)
+def test_another_service_is_another_evaluation(run, other):
+    with service(**SERVICE) as first, service(**SERVICE | other) as second:
+        assert len(run(**first)[1].asked) == 16 and run(**first)[1].asked == []
+        assert len(run(**second)[1].asked) == 16
+        assert {row["retriever"].get("corpus_sha256") for row in rows(run)} == {
+            other.get("corpus_sha256", "c1")
+        }
+
+
+def test_same_service_at_another_address_continues(run):
+    with service(**SERVICE) as first, service(**SERVICE | {"status": "loading"}) as second:
+        run(**first)
+        assert run(**second)[1].asked == []
+
+
+def test_service_without_description_is_its_address(run):
+    with service() as first, service() as second:
+        run(**first)
+        assert run(**first)[1].asked == []
+        assert len(run(**second)[1].asked) == 16
+        assert rows(run)[0]["retriever"] == json.loads(run.file(".json").read_text())["retriever"]
+        assert rows(run)[0]["retriever"] == second["retriever"]
+
+
+@pytest.mark.parametrize("method", ["direct", "empty_retriever"])
+def test_method_without_search_asks_no_service(run, method):
+    keys = {"evaluate": {"method": method}}
+    run(**keys, retriever={"url": "http://127.0.0.1:9"})
+    assert run(**keys, retriever={"url": "http://127.0.0.1:10"})[1].asked == []
+
+
+def test_rewritten_corpus_is_another_evaluation(run, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("{}")
+    keys = {"retriever": {"corpus": str(corpus)}}
+    run(**keys)
+    assert run(**keys)[1].asked == []
+    os.utime(corpus, ns=(1, 1))
+    assert len(run(**keys)[1].asked) == 16
+
+
+def test_rewritten_pages_are_another_evaluation(run, tmp_path):
+    corpus, pages = tmp_path / "corpus.jsonl", tmp_path / "pages.jsonl"
+    corpus.write_text("one\n")
+    pages.write_text("one\n")
+    keys = {"retriever": {"corpus": str(corpus), "pages": str(pages)}}
+    assert len(run(**keys)[1].asked) == 16 and run(**keys)[1].asked == []
+    os.utime(pages, ns=(1, 1))
+    assert len(run(**keys)[1].asked) == 16
+
+
+def test_waiting_for_a_service_is_reported(run, capsys):
+    with pytest.raises(UserError, match="cannot be reached"):
+        run(retriever={"url": "http://127.0.0.1:9", "patience": 0.3})
+    assert "retriever http://127.0.0.1:9" in "".join(capsys.readouterr())
+
+
+LONG = Question("long", "why " * 40, ("yes",), "a")
+
+
+def test_overlong_prompt_is_refused_before_sampling(run):
+    run.questions = {"eval.jsonl": [*QUESTIONS, LONG]}
+    sampler = Scripted()
+    words = r"data.eval: the prompts of 1 of 9 questions are longer than .*=100, .* 171 tokens \(.*'long'\)"
+    with pytest.raises(UserError, match=words):
+        run(sampler, rollout={"max_prompt_length": 100})
+    assert sampler.asked == sampler.loaded == []
+
+
+def test_overlong_prompts_are_left_out_and_reported(run, capsys):
+    run.questions = {"eval.jsonl": [LONG, *QUESTIONS]}
+    keys = {"rollout": {"max_prompt_length": 100}, "data": {"overlong_prompts": "leave_out"}}
+    report, _ = run(**keys)
+    assert report.means["0"]["all"]["questions"] == 8
+    result = json.loads(run.file(".json").read_text())["overlong_prompts"]
+    assert result.startswith("data.eval: the prompts of 1 of 9 questions") and result.endswith("are left out")
+    assert result in " ".join(capsys.readouterr().err.split())
+    assert run(**keys)[1].asked == []
+    means, _ = run.validate(**keys)
+    assert means["0"]["all"]["questions"] == 8
+
+
+def test_passages_are_cut_to_the_prompt_length(run):
+    """Two passages of a million letters, and room for 300 and the question."""
+    run.shelf = Shelf()
+    run.shelf.found = [Document("1", "first", "word " * 200_000), Document("2", "second", "x")]
+    config = {"max_prompt_length": 200, "max_observation_length": 400, "max_length": 4000}
+    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)
+    assert {len(prompt) for prompt in sampler.prompts} == {600}
+    assert all('Passage 1: "first" word word' in prompt for prompt in sampler.prompts)
+    assert not any("second" in prompt for prompt in sampler.prompts)
+    assert [prompt.strip()[-3:] for prompt in sampler.prompts] == [question.text for question in QUESTIONS]
+
+
+def test_question_without_room_gets_no_passages(run):
+    bare = len(METHODS["rag"].template.format(question="Question: a 0"))
+    config = {"max_prompt_length": bare - 10, "max_observation_length": 15, "max_length": 4000}
+    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)
+    assert {len(prompt) for prompt in sampler.prompts} == {bare + 5}
+    config |= {"max_observation_length": 10}
+    run.file(".jsonl").unlink()
+    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=config)
+    assert {len(prompt) for prompt in sampler.prompts} == {bare}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny_policy
-from evaluation_rig import QUESTIONS, Stopped
+from evaluation_rig import QUESTIONS
 
 from calibadv_jax.commands.evaluate import run as run_evaluation
 from calibadv_jax.config import (
@@ -24,7 +24,6 @@ from calibadv_jax.config import (
 )
 from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.data.questions import write_questions
-from calibadv_jax.evaluation.records import RowFile
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
@@ -82,28 +81,6 @@ def texts(path):
     return [row["trajectories"][0]["turns"][0]["text"] for row in rows]
 
 
-def test_interrupted_it_goes_on_to_the_same_table(evaluate, tmp_path, monkeypatch):
-    """After the interruption the sampler decodes other questions together."""
-    keys = {"temperatures": [0.0, 1.0], "samples": 2}
-    evaluate("whole", **keys)
-    add = RowFile.add
-
-    def stop(file, row):
-        if len(file.rows) == 5:
-            raise Stopped
-        add(file, row)
-
-    monkeypatch.setattr(RowFile, "add", stop)
-    with pytest.raises(Stopped):
-        evaluate("parts", **keys)
-    assert len((tmp_path / "parts.jsonl").read_text().splitlines()) == 5
-    monkeypatch.setattr(RowFile, "add", add)
-    evaluate("parts", **keys)
-    for end in (".json", ".md", ".csv", ".jsonl"):
-        assert (tmp_path / f"parts{end}").read_bytes() == (tmp_path / f"whole{end}").read_bytes()
-    assert len(set(texts(tmp_path / "whole.jsonl"))) > len(QUESTIONS)  # equal files say something
-
-
 def test_folder_checkpoint_and_snapshot_are_the_same_policy(evaluate, params, tmp_path):
     store = CheckpointStore(tmp_path / "run/checkpoints", keep=2)
     for step, values in ((3, params), (4, jax.tree.map(jnp.zeros_like, params))):
@@ -120,7 +97,7 @@ def test_folder_checkpoint_and_snapshot_are_the_same_policy(evaluate, params, tm
     }
     for name, policy in names.items():
         evaluate(name, policy)
-    found = {name: texts(tmp_path / f"{name}.jsonl") for name in names}
-    assert found["folder"] == found["checkpoint"] == found["snapshot"] != found["newest"]
+    result = {name: texts(tmp_path / f"{name}.jsonl") for name in names}
+    assert result["folder"] == result["checkpoint"] == result["snapshot"] != result["newest"]
     steps = [json.loads((tmp_path / f"{name}.json").read_text())["policy"]["step"] for name in names]
     assert steps == [None, 3, 3, 4]

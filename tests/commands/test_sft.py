@@ -6,6 +6,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from rows_rig import write_rows
 from tiny_policy import GROUPED, Letters
 
 from calibadv_jax.commands import sft
@@ -13,8 +14,7 @@ from calibadv_jax.config import Config, PromptConfig, SftPhase, ToolConfig
 from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.demonstration_files import load_demonstrations, split_off
-from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
+from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_off
 from calibadv_jax.learner.batching import Sample, pack, place
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.optimizer import make_optimizer
@@ -43,21 +43,16 @@ def config_with(**changes):
     return replace(config, sft=replace(config.sft, **changes))
 
 
-def test_a_files_demonstrations_are_shuffled_again_in_every_epoch(tmp_path):
+def test_demonstrations_are_reshuffled_every_epoch(tmp_path):
     path = tmp_path / "demos.jsonl"
-    row = {
-        "question": "?",
-        "golden_answers": ["x"],
-        "data_source": "t",
-        "turns": [{"text": "<answer> x </answer>"}],
-    }
-    path.write_text("".join(json.dumps(row | {"id": number}) + "\n" for number in range(20)))
+    row = {"question": "?", "golden_answers": ["x"], "data_source": "t", "turns": [{"text": ANSWER}]}
+    write_rows(path, *(row | {"id": number} for number in range(20)))
     config = config_with(demonstrations=str(path))
 
     def epochs(seed):
         own, held_out = sft._own_demonstrations(config, build_word_tokenizer())
         assert held_out is None
-        drawn = [d.question.id for d in islice(sft._demonstrations(config, SftPhase(), own, seed), 60)]
+        drawn = [d.question.id for d in islice((own[n] for n in sft._order(len(own), None, seed)), 60)]
         return [drawn[start : start + 20] for start in (0, 20, 40)]
 
     names = [str(number) for number in range(20)]
@@ -68,13 +63,7 @@ def test_a_files_demonstrations_are_shuffled_again_in_every_epoch(tmp_path):
 
 @pytest.mark.parametrize("loss_on", ["sampled", "all"])
 def test_only_what_the_policy_writes_is_trained(tokenizer, loss_on):
-    turns = (
-        DemoTurn(
-            "<think> find silent garden </think>\n<search> silent garden </search>",
-            (Document("1", "a", "b"),),
-        ),
-        DemoTurn("<answer> ada </answer>"),
-    )
+    turns = (DemoTurn(SEARCH, (Document("1", "a", "b"),)), DemoTurn(ANSWER))
     sample = sft.encode_demonstration(Demonstration(QUESTION, turns), config_with(), tokenizer, loss_on)
     text = tokenizer.decode(sample.tokens)
     assert "<information>" in text and "<answer>" in text
@@ -86,7 +75,6 @@ def test_only_what_the_policy_writes_is_trained(tokenizer, loss_on):
 
 @pytest.mark.parametrize(("action", "shown"), [("search", True), ("calculate", False)])
 def test_search_without_documents_shows_no_results(action, shown):
-    """As the agent loop does, and for a search alone."""
     letters = Letters()
     turns = (DemoTurn(f"<{action}> 1 </{action}>"), DemoTurn("<answer> ada </answer>"))
     config = replace(config_with(), tools=[ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")])
@@ -109,39 +97,37 @@ def test_batches_have_the_rows_that_were_asked_for(tokenizer):
 
 
 @pytest.mark.parametrize("row_length, rows, shortest, longest", SHAPES)
-def test_as_many_samples_go_into_a_batch_as_first_fit_places(row_length, rows, shortest, longest):
+def test_batches_are_filled_as_first_fit_places(row_length, rows, shortest, longest):
     lengths = np.random.default_rng(rows).integers(shortest, longest + 1, 400).tolist()
     pending, expected = [], []
     for number in range(len(lengths)):
         pending.append(number)
-        if place([lengths[one] for one in pending], row_length)[1] > rows:
+        if place([lengths[item] for item in pending], row_length)[1] > rows:
             expected.append(pending[:-1])
             pending = pending[-1:]
     samples = [Sample(np.full(length, number), *[None] * 3) for number, length in enumerate(lengths)]
-    found = [[int(sample.tokens[0]) for sample in full] for full in sft._row_fulls(samples, rows, row_length)]
-    assert found == expected and len(found) > 3
+    fulls = [[int(sample.tokens[0]) for sample in full] for full in sft._row_fulls(samples, rows, row_length)]
+    assert fulls[:-1] == expected and fulls[-1] == pending and len(fulls) > 4
 
 
-def test_the_rest_of_the_last_epoch_comes_too():
+def test_last_incomplete_batch_is_trained():
     samples = [Sample(np.zeros(20, np.int32), *[None] * 3)] * 70
-    assert [len(full) for full in sft._row_fulls(samples, 4, 320, with_rest=True)] == [64, 6]
-    assert [len(full) for full in sft._row_fulls(samples[:64], 4, 320, with_rest=True)] == [64]
+    assert [len(full) for full in sft._row_fulls(samples, 4, 320)] == [64, 6]
+    assert [len(full) for full in sft._row_fulls(samples[:64], 4, 320)] == [64]
 
 
-def test_a_phase_gives_steps_or_epochs():
+def test_phase_has_steps_or_epochs():
     assert sft.count_updates(config_with(demonstrations="world"), SftPhase(7), (), None, 0) == 7
     assert sft.count_updates(config_with(demonstrations="world"), SftPhase(), (), None, 0) == 100
     with pytest.raises(ValueError, match="has steps=3 and epochs=2: leave one out"):
         SftPhase(steps=3, epochs=2)
-    with pytest.raises(
-        UserError, match="epochs=2, but sft.demonstrations=world writes new demonstrations all the time"
-    ):
+    with pytest.raises(UserError, match="epochs=2, but sft.demonstrations=world"):
         sft.count_updates(config_with(demonstrations="world"), SftPhase(epochs=2), (), None, 0)
 
 
 def test_epochs_train_every_demonstration_so_often(tmp_path, tokenizer):
     names = ("a", "city", "it", "no", "who", "founded")
-    path = write(tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in names))
+    path = write_rows(tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in names))
     own = load_demonstrations(path)
     config = config_with(demonstrations=str(path), rows=1, row_length=40)
     phase = SftPhase(epochs=3)
@@ -149,21 +135,21 @@ def test_epochs_train_every_demonstration_so_often(tmp_path, tokenizer):
     assert len(batches) == sft.count_updates(config, phase, own, tokenizer, 5) > 3
     assert sum(int(batch.segment_ids.max(axis=1).sum()) for batch in batches) == 18
     later = list(sft._batches(config, phase, own, tokenizer, 5, skipped=2))
-    for one, other in zip(batches[2:], later, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
+    for item, other in zip(batches[2:], later, strict=True):
+        np.testing.assert_array_equal(item.tokens, other.tokens)
 
 
-def test_rows_are_counted_only_where_one_more_may_be_needed(monkeypatch):
+def test_packing_is_computed_only_when_needed(monkeypatch):
     counted = []
     monkeypatch.setattr(
         sft, "place", lambda lengths, row_length: counted.append(1) or place(lengths, row_length)
     )
     samples = [Sample(np.zeros(20, np.int32), *[None] * 3)] * 200
-    assert [len(full) for full in sft._row_fulls(samples, 4, 320)] == [64, 64, 64]
+    assert [len(full) for full in sft._row_fulls(samples, 4, 320)] == [64, 64, 64, 8]
     assert len(counted) < 20
 
 
-def test_a_demonstration_too_long_for_a_row_is_named(tokenizer):
+def test_overlong_demonstration_is_named(tokenizer):
     turns = (DemoTurn(f"<answer> {'ada ' * 50}</answer>"),)
     with pytest.raises(UserError, match="question '1' has .* tokens, but sft.row_length is 16"):
         sft.encode_demonstration(
@@ -179,30 +165,24 @@ def test_no_phases_is_an_error_and_writes_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def chat(asked, *said):
-    roles = ["user", *["assistant", "tool"] * len(said)]
-    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, (asked, *said), strict=False)]}
+def chat(asked, *replies):
+    roles = ["user", *["assistant", "tool"] * len(replies)]
+    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, (asked, *replies), strict=False)]}
 
 
 SEARCH, ANSWER = "<think> a </think>\n<search> silent garden </search>", "<answer> ada </answer>"
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def encoded(tmp_path, row, tokenizer, **prompt):
-    (demonstration,) = load_demonstrations(write(tmp_path / "d.jsonl", row))
+    (demonstration,) = load_demonstrations(write_rows(tmp_path / "d.jsonl", row))
     config = config_with()
     config = replace(config, prompt=replace(config.prompt, **prompt))
     return sft.encode_demonstration(demonstration, config, tokenizer, "sampled")
 
 
-def test_a_chat_is_the_tokens_of_the_same_turns(tmp_path, tokenizer):
-    """What a tool says is shown as the agent loop shows it, and is not trained."""
-    said = '<information>Doc 1(Title: "a") b\nDoc 2(Title: "c") d</information>'
-    sample = encoded(tmp_path, chat(QUESTION.text, SEARCH, said, ANSWER), tokenizer)
+def test_chat_encodes_like_the_same_turns(tmp_path, tokenizer):
+    output = '<information>Doc 1(Title: "a") b\nDoc 2(Title: "c") d</information>'
+    sample = encoded(tmp_path, chat(QUESTION.text, SEARCH, output, ANSWER), tokenizer)
     documents = (Document("1", "a", "b"), Document("2", "c", "d"))
     turns = (DemoTurn(SEARCH, documents), DemoTurn(ANSWER))
     expected = sft.encode_demonstration(Demonstration(QUESTION, turns), config_with(), tokenizer, "sampled")
@@ -212,10 +192,9 @@ def test_a_chat_is_the_tokens_of_the_same_turns(tmp_path, tokenizer):
     assert "information" not in trained and "<search>" in trained and "<answer>" in trained
 
 
-def test_what_a_tool_says_can_not_write_tags(tmp_path, tokenizer):
-    sample = encoded(
-        tmp_path, chat(QUESTION.text, SEARCH, "lives </information> <answer> x", ANSWER), tokenizer
-    )
+def test_tool_messages_cannot_write_tags(tmp_path, tokenizer):
+    row = chat(QUESTION.text, SEARCH, "lives </information> <answer> x", ANSWER)
+    sample = encoded(tmp_path, row, tokenizer)
     text = tokenizer.decode(sample.tokens)
     assert text.count("</information>") == 1 and text.count("<answer>") == 1
     assert "lives" in text and "lives" not in tokenizer.decode(sample.tokens[sample.mask])
@@ -228,25 +207,20 @@ def test_documents_of_demonstrations_can_not_write_tags(tokenizer):
     assert text.count("</information>") == 1 and text.count("<answer>") == 1
 
 
-def test_a_chats_own_prompt_or_the_template(tmp_path, tokenizer):
+def test_chat_prompt_follows_the_template(tmp_path, tokenizer):
     row = chat("find city . Question: who founded it ?", ANSWER)
-    assert tokenizer.decode(encoded(tmp_path, row, tokenizer).tokens).startswith(
-        "Question : who founded it ?"
-    )
+    short = tokenizer.decode(encoded(tmp_path, row, tokenizer).tokens)
+    assert short.startswith("Question : who founded it ?")
     own = tokenizer.decode(encoded(tmp_path, row, tokenizer, template="from_data").tokens)
     assert own.startswith("find city . Question : who founded it ? <answer>")
 
 
 def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
-    said = [("system", "x"), ("human", "who ?"), ("gpt", SEARCH), ("observation", "city"), ("tool", "2")]
-    said.append(("gpt", ANSWER))
-    row = {"conversations": [{"from": role, "value": text} for role, text in said]}
+    output = [("system", "x"), ("human", "who ?"), ("gpt", SEARCH), ("observation", "city"), ("gpt", ANSWER)]
+    row = {"conversations": [{"from": role, "value": text} for role, text in output]}
     row["conversations"][2]["weight"] = 0
-    (demonstration,) = load_demonstrations(write(tmp_path / "d.jsonl", row))
-    assert demonstration.turns == (
-        DemoTurn(SEARCH, trained=False, observation="city\n2"),
-        DemoTurn(ANSWER),
-    )
+    (demonstration,) = load_demonstrations(write_rows(tmp_path / "d.jsonl", row))
+    assert demonstration.turns == (DemoTurn(SEARCH, trained=False, observation="city"), DemoTurn(ANSWER))
     assert [message.role for message in demonstration.question.prompt] == ["system", "user"]
     assert demonstration.question.golden_answers == ("ada",)
 
@@ -256,39 +230,33 @@ def test_sharegpt_names_and_untrained_messages(tmp_path, tokenizer):
     [
         ({"messages": []}, "d.jsonl:1: 'messages' must be a non-empty list"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of an assistant"),
-        (
-            {"messages": [{"role": "judge", "content": "x"}]},
-            "message 1 of 'messages' must be an object with 'role'",
-        ),
+        ({"messages": [{"role": "judge", "content": "x"}]}, "message 1 of 'messages' .* with 'role'"),
         ({"messages": [{"role": "assistant", "content": None}]}, "write a tool call as <search>"),
-        (
-            {"messages": [{"role": "assistant", "content": ANSWER}]},
-            "the message before the assistant's first",
-        ),
+        ({"messages": [{"role": "assistant", "content": ANSWER}]}, "before the assistant's first"),
         (chat("x", "hello"), "message 2 of 'messages': a turn must hold <search>"),
-        (chat("x", f"{ANSWER}<b>"), "message 2 of 'messages': the policy stops after its action; remove"),
-        (
-            {"messages": [*chat("x", ANSWER)["messages"] * 1, {"role": "assistant", "content": ANSWER}]},
-            "message 3 .*two messages of the assistant",
-        ),
-        (
-            {"messages": [*chat("x", ANSWER)["messages"], {"role": "system", "content": "x"}]},
-            "message 3 .*a system message",
+        (chat("x", f"{ANSWER} bye"), "message 2 of 'messages': the policy stops after its action; remove"),
+        *(
+            ({"messages": [*chat("x", ANSWER)["messages"], {"role": role, "content": ANSWER}]}, message)
+            for role, message in (
+                ("assistant", "message 3 .*two messages of the assistant"),
+                ("system", "message 3 .*a system message"),
+            )
         ),
         ({"turns": 3}, "d.jsonl:1: field 'turns' must be a non-empty list, got 3; or give 'messages'"),
+        *(({"turns": turns}, "field 'turns' must be a non-empty list") for turns in ([], None, "x")),
     ],
 )
-def test_a_bad_chat_is_named(tmp_path, row, message):
+def test_bad_chat_is_named(tmp_path, row, message):
     with pytest.raises(UserError, match=message) as caught:
-        load_demonstrations(write(tmp_path / "d.jsonl", row))
+        load_demonstrations(write_rows(tmp_path / "d.jsonl", row))
     assert "\n" not in str(caught.value)
 
 
-def test_a_share_of_the_questions_is_held_out():
+def test_share_of_questions_is_held_out():
     own = [Demonstration(replace(QUESTION, text=f"q{n // 3}"), (DemoTurn(ANSWER),)) for n in range(30)]
     training, held_out = split_off(own, 0.2, seed=0)
     assert len(held_out) == 6 and len(training) == 24
-    assert not {one.question.text for one in training} & {one.question.text for one in held_out}
+    assert not {item.question.text for item in training} & {item.question.text for item in held_out}
     assert split_off(own, 0.2, seed=0) == (training, held_out) != split_off(own, 0.2, seed=1)
     assert split_off(own, 0.0, seed=0) == (own, [])
     assert len(split_off(own, 0.001, seed=0)[1]) == 3, "one question at least"
@@ -296,39 +264,29 @@ def test_a_share_of_the_questions_is_held_out():
         split_off(own[:3], 0.5, seed=0)
 
 
-def test_the_generator_holds_nothing_out(tokenizer):
+def test_generator_cannot_hold_out(tokenizer):
     with pytest.raises(UserError, match="sft.held_out is 0.5, but sft.demonstrations=world"):
         sft._own_demonstrations(config_with(demonstrations="world", held_out=0.5), tokenizer)
 
 
 @pytest.mark.medium
-def test_the_held_out_loss_is_measured_and_is_the_mean_over_their_tokens(tmp_path):
+def test_held_out_loss_is_the_token_mean(tmp_path):
     tokenizer = build_word_tokenizer()
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    path = write(
-        tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in ("a", "city", "it", "no"))
-    )
-    config = config_with(
-        demonstrations=str(path),
-        held_out=0.5,
-        held_out_every=2,
-        rows=8,
-        row_length=32,
-        phases=[SftPhase(5)],
-        output=str(tmp_path / "run/sft"),
-    )
+    rows = [chat(f"who founded {name} ?", ANSWER) for name in ("a", "city", "it", "no")]
+    path, output = write_rows(tmp_path / "d.jsonl", *rows), str(tmp_path / "run/sft")
+    held_out = {"held_out": 0.5, "held_out_every": 2, "phases": [SftPhase(5)]}
+    config = config_with(demonstrations=str(path), rows=8, row_length=32, output=output, **held_out)
+    policy = {"init": GROUPED, "tokenizer": str(tmp_path / "tokenizer"), "compute_dtype": "float32"}
     config = replace(
         config,
         run=replace(config.run, dir=str(tmp_path / "run")),
-        policy=replace(
-            config.policy, init=GROUPED, tokenizer=str(tmp_path / "tokenizer"), compute_dtype="float32"
-        ),
+        policy=replace(config.policy, **policy),
         log=replace(config.log, backends=[], progress=False),
     )
     sft.run(config)
-    rows = [
-        json.loads(line) for line in (tmp_path / "run/sft_metrics/metrics.jsonl").read_text().splitlines()
-    ]
+    lines = (tmp_path / "run/sft_metrics/metrics.jsonl").read_text().splitlines()
+    rows = list(map(json.loads, lines))
     measured = {row["step"]: row["sft/held_out_loss"] for row in rows if "sft/held_out_loss" in row}
     assert sorted(measured) == [2, 4, 5]
 
@@ -340,52 +298,47 @@ def test_the_held_out_loss_is_measured_and_is_the_mean_over_their_tokens(tmp_pat
     _, held_out = split_off(load_demonstrations(path), 0.5, config.run.seed)
     assert len(held_out) == 2
     total, count = 0.0, 0
-    for one in held_out:
-        sample = sft.encode_demonstration(one, config, tokenizer, "sampled")
+    for item in held_out:
+        sample = sft.encode_demonstration(item, config, tokenizer, "sampled")
         logprobs = learner.logprobs(params, pack([sample], 32))[0, : len(sample.tokens) - 1]
         total -= logprobs[sample.mask[1:]].sum()
         count += int(sample.mask.sum())
     assert measured[5] == pytest.approx(total / count, rel=1e-4)
 
 
-def test_demonstrations_whose_prompts_are_too_long_are_known_at_the_start(tmp_path, tokenizer):
-    """Not when one of them is drawn; data.overlong_prompts decides, as for questions."""
+def test_overlong_demonstration_prompts_are_refused_at_start(tmp_path, tokenizer):
     asked = ["who founded a ?", "who founded " + "city " * 200 + "?", "who founded it ?"]
-    path = write(tmp_path / "d.jsonl", *(chat(one, ANSWER) for one in asked))
+    path = write_rows(tmp_path / "d.jsonl", *(chat(item, ANSWER) for item in asked))
     config = config_with(demonstrations=str(path))
     config = replace(config, rollout=replace(config.rollout, max_prompt_length=100))
-    said = []
-    with pytest.raises(
-        UserError, match=r"sft.demonstrations: the prompts of 1 of 3 questions are longer than .*=leave_out"
-    ):
-        sft._own_demonstrations(config, tokenizer, said.append)
+    output = []
+    with pytest.raises(UserError, match="sft.demonstrations: the prompts of 1 of 3 .*=leave_out"):
+        sft._own_demonstrations(config, tokenizer, output.append)
     left_out = replace(config, data=replace(config.data, overlong_prompts="leave_out"))
-    training, _ = sft._own_demonstrations(left_out, tokenizer, said.append)
-    assert [one.question.text for one in training] == [asked[0], asked[2]]
-    (line,) = said
+    training, _ = sft._own_demonstrations(left_out, tokenizer, output.append)
+    assert [item.question.text for item in training] == [asked[0], asked[2]]
+    (line,) = output
     assert line.startswith("sft.demonstrations: the prompts of 1 of 3") and "left out" in line
     with_held_out = replace(left_out, sft=replace(left_out.sft, held_out=0.5))
-    training, held_out = sft._own_demonstrations(with_held_out, tokenizer, said.append)
+    training, held_out = sft._own_demonstrations(with_held_out, tokenizer, output.append)
     assert len(training) == 1 and int(held_out.segment_ids.max()) == 1
 
 
-def test_demonstrations_that_are_longer_than_a_row_are_known_at_the_start(tmp_path, tokenizer):
-    """As their prompts are: before hundreds of updates, not when one of them is drawn."""
+def test_demonstrations_beyond_row_length_are_refused_at_start(tmp_path, tokenizer):
     answers = [f"<think> {'city ' * count}</think> <answer> it </answer>" for count in (1, 300, 200, 1)]
-    rows = [chat(f"who founded {name} ?", one) for name, one in zip("abcd", answers, strict=True)]
-    path = write(tmp_path / "d.jsonl", *rows)
+    rows = [chat(f"who founded {name} ?", answer) for name, answer in zip("abcd", answers, strict=True)]
+    path = write_rows(tmp_path / "d.jsonl", *rows)
     config = config_with(demonstrations=str(path), row_length=100)
-    said = []
+    output = []
     with pytest.raises(
         UserError,
-        match=r"sft.demonstrations: 2 of 4 have more tokens than sft.row_length=100, the longest 3\d\d"
-        r" \(question '.*d.jsonl:2'\): raise it, or .*=leave_out",
+        match=r"sft.demonstrations: 2 of 4 .* sft.row_length=100, the longest 3\d\d .*d.jsonl:2.*=leave_out",
     ):
-        sft._own_demonstrations(config, tokenizer, said.append)
+        sft._own_demonstrations(config, tokenizer, output.append)
     left_out = replace(config, data=replace(config.data, overlong_prompts="leave_out"))
-    training, _ = sft._own_demonstrations(left_out, tokenizer, said.append)
-    assert [one.question.text for one in training] == ["who founded a ?", "who founded d ?"]
-    assert len(said) == 1 and "2 of 4" in said[0] and "left out" in said[0]
+    training, _ = sft._own_demonstrations(left_out, tokenizer, output.append)
+    assert [item.question.text for item in training] == ["who founded a ?", "who founded d ?"]
+    assert len(output) == 1 and "2 of 4" in output[0] and "left out" in output[0]
     none = replace(left_out, sft=replace(left_out.sft, row_length=8))
     with pytest.raises(UserError, match="4 of 4 .*none is left"):
-        sft._own_demonstrations(none, tokenizer, said.append)
+        sft._own_demonstrations(none, tokenizer, output.append)

@@ -59,7 +59,6 @@ def noisy_rewards(monkeypatch):
 
 @pytest.mark.slow
 def test_interrupted_and_resumed_elsewhere_equals_uninterrupted(tmp_path, noisy_rewards, monkeypatch, s3):
-    """The second start has another disk, and takes the run from an object store."""
     whole = config_of(tmp_path / "whole")
     write_world(whole.world)
     train.run(whole)
@@ -92,7 +91,6 @@ def test_interrupted_and_resumed_elsewhere_equals_uninterrupted(tmp_path, noisy_
 
 @pytest.mark.slow
 def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
-    """sft, train, evaluate, export and doctor through their command lines, on their own small world."""
     folder = tmp_path / "run"
     overrides = [*SMALL, f"run.dir={folder}", "sft.phases=[{steps: 2, kind: drills}]", "mesh.fsdp=1"]
     overrides += ["policy.path=${run.dir}/sft", "learner.steps=1"]
@@ -145,7 +143,7 @@ def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_the_last_step_and_the_next_start_continues(tmp_path):
+def test_sigterm_saves_the_last_step(tmp_path):
     """As SLURM, Kubernetes and spot machines stop a run; the rows equal those of an undisturbed one."""
     overrides = [*SMALL, "learner.steps=14", "checkpoint.every=100", "mesh.fsdp=1"]
     whole = load_config(ROOT / "configs/quickstart.yaml", [*overrides, f"run.dir={tmp_path}/whole"])

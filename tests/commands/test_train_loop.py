@@ -1,7 +1,8 @@
-"""What the training loop leaves behind, whatever ends it, and the order of a start."""
+"""The training loop: its rows, what it leaves behind however it ends, and the order of a start."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from trainer_rig import (
     QUESTIONS,
     ScriptedRollouts,
     make_config,
+    make_state,
     rows,
     shared_programs,  # noqa: F401
 )
@@ -30,7 +32,6 @@ from calibadv_jax.data.questions import write_questions
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run import trainer as trainer_module
-from calibadv_jax.run.trainer import Trainer
 
 
 class Broken(Exception):
@@ -51,11 +52,9 @@ class Failing(ScriptedRollouts):
 
 
 def run(config, folder, rollouts=None, progress=False):
-    console = Console(progress)
-    trainer = Trainer(config, MODEL, QUESTIONS, rollouts or ScriptedRollouts(), folder, console)
-    with Stop() as stop, trainer:
-        train.train(config, trainer, trainer.rollouts, folder, console, stop)
-    return trainer
+    with Stop() as stop, make_state(config, folder, rollouts, Console(progress)) as state:
+        train.train(state, stop)
+    return state
 
 
 def left(folder):
@@ -77,7 +76,7 @@ def failing_learn(at):
     return fail
 
 
-def test_an_update_that_fails_leaves_no_row_and_the_step_before_it_is_saved(tmp_path, monkeypatch):
+def test_failed_update_saves_the_step_before(tmp_path, monkeypatch):
     config = make_config(tmp_path, checkpoint={"every": 0})
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "learn", failing_learn(at=3))
@@ -88,7 +87,7 @@ def test_an_update_that_fails_leaves_no_row_and_the_step_before_it_is_saved(tmp_
     assert left(tmp_path) == ([1, 2, 3, 4], [1, 2, 3, 4], [2, 4])
 
 
-def test_a_policy_that_no_sampler_takes_keeps_the_row_and_the_step_that_made_it(tmp_path):
+def test_failed_publication_keeps_row_and_step(tmp_path):
     config = make_config(tmp_path, checkpoint={"every": 0})
     with pytest.raises(Broken):
         run(config, tmp_path, Failing(version=2))
@@ -100,7 +99,7 @@ def test_a_policy_that_no_sampler_takes_keeps_the_row_and_the_step_that_made_it(
     assert left(tmp_path) == ([1, 2, 3, 4], [1, 2, 3, 4], [2, 4])
 
 
-def test_a_policy_that_cannot_be_published_at_the_start_costs_nothing(tmp_path):
+def test_failed_first_publication_samples_nothing(tmp_path):
     config = make_config(tmp_path)
     rollouts = Failing(version=0)
     with pytest.raises(Broken):
@@ -118,7 +117,7 @@ def test_a_policy_that_cannot_be_published_at_the_start_costs_nothing(tmp_path):
         pytest.param(5, [3], marks=pytest.mark.medium),
     ],
 )
-def test_every_so_many_steps_and_the_last_one_are_saved(tmp_path, every, saved):
+def test_checkpoints_follow_every_and_last_step(tmp_path, every, saved):
     """Two are kept at most."""
     config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": every, "keep": 2})
     run(config, tmp_path)
@@ -126,7 +125,7 @@ def test_every_so_many_steps_and_the_last_one_are_saved(tmp_path, every, saved):
 
 
 @pytest.mark.medium
-def test_a_finished_run_that_is_started_again_publishes_and_trains_nothing(tmp_path):
+def test_finished_run_trains_nothing_more(tmp_path):
     config = make_config(tmp_path, learner={"steps": 1})
     run(config, tmp_path)
     before = rows(tmp_path)
@@ -136,7 +135,7 @@ def test_a_finished_run_that_is_started_again_publishes_and_trains_nothing(tmp_p
 
 
 @pytest.mark.medium
-def test_an_evaluation_that_fails_keeps_the_step_and_the_next_one_is_of_a_due_step(tmp_path, monkeypatch):
+def test_failed_evaluation_keeps_the_step(tmp_path, monkeypatch):
     evaluated = []
 
     def validate(config, rollouts):
@@ -156,8 +155,7 @@ def test_an_evaluation_that_fails_keeps_the_step_and_the_next_one_is_of_a_due_st
     assert evaluated == [2, 4, 6]
 
 
-def test_a_signal_in_the_update_is_heard_when_the_step_is_written(tmp_path, monkeypatch):
-    """As from a scheduler; the row, the trajectories and the checkpoint of the step are there."""
+def test_signal_in_update_waits_for_the_record(tmp_path, monkeypatch):
     write = train.RolloutWriter.write
 
     def stopped(self, step, *more):
@@ -173,32 +171,31 @@ def test_a_signal_in_the_update_is_heard_when_the_step_is_written(tmp_path, monk
     assert left(tmp_path) == ([1, 2], [1, 2], [2])
 
 
-def test_a_state_that_an_update_took_over_is_not_saved(tmp_path):
-    """The update's arguments are gone when it fails inside: the last checkpoint stays the newest."""
+def test_donated_state_is_not_saved(tmp_path):
     config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": 1})
-    trainer = Trainer(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console(progress=False))
-    with pytest.raises(Broken), trainer:
-        trainer.save()
-        trainer.step = 1
-        jax.tree.leaves(trainer.state)[0].delete()
+    state = make_state(config, tmp_path)
+    with pytest.raises(Broken), state:
+        state.save()
+        state.step = 1
+        jax.tree.leaves(state.state)[0].delete()
         raise Broken
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]")) == ["0"]
 
 
 @pytest.mark.parametrize("stopped_by", [Broken, None])
-def test_a_save_that_fails_at_the_end_does_not_hide_why_the_run_stopped(tmp_path, capsys, stopped_by):
+def test_failed_last_save_keeps_the_original_error(tmp_path, capsys, stopped_by):
     config = make_config(tmp_path)
-    trainer = Trainer(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console())
+    state = make_state(config, tmp_path, console=Console())
 
     def full():
         raise UserError("no room\nanywhere")
 
-    trainer.save = full
-    with pytest.raises(stopped_by or UserError), trainer:
+    state.save = full
+    with pytest.raises(stopped_by or UserError), state:
         if stopped_by:
             raise stopped_by
-    told = "step 0 could not be saved: no room anywhere" in capsys.readouterr().err
-    assert told == bool(stopped_by)
+    message = "step 0 could not be saved: no room anywhere" in capsys.readouterr().err
+    assert message == bool(stopped_by)
 
 
 @pytest.fixture
@@ -242,17 +239,17 @@ def start(tmp_path, monkeypatch):
     return begin
 
 
-def test_a_start_checks_all_that_is_cheap_first_and_continues_what_is_there(tmp_path, start, capsys):
+def test_start_checks_inputs_first_and_resumes(tmp_path, start, capsys):
     folder = tmp_path / "run"
     config = make_config(folder, learner={"steps": 3}, prompt={"template": "short"})
     with pytest.raises(RuntimeError, match="the machine is gone"):
         start(replace(config, log=replace(config.log, progress=True)), ScriptedRollouts(fails_at=4))
     assert start.order == ["inputs", "model", "rollouts", "closed"]
-    said = capsys.readouterr()
-    lines = [line for line in said.err.splitlines() if not line.startswith("step ")]
+    output = capsys.readouterr()
+    lines = [line for line in output.err.splitlines() if not line.startswith("step ")]
     assert lines[0] == "7 questions; loading the policy"
     assert lines[1:3] == ["waiting for the retriever", "loading the parameters"]
-    assert "soft penalty" in said.out  # what the advantages will be
+    assert "soft penalty" in output.out  # what the advantages will be
     assert (folder / "configs/0.yaml").is_file() and (folder / "policy/tokenizer.json").is_file()
     assert start.folders == (folder / "policy", folder / "snapshots")
     again = start(config)
@@ -276,18 +273,15 @@ def test_another_experiment_is_refused_before_anything_is_opened(tmp_path, start
         start(config)
 
 
-def test_the_next_start_begins_with_the_policy_that_was_saved(tmp_path, monkeypatch):
-    """Parameters, moments and the number of updates; the policy that the run began with is not loaded."""
+def test_next_start_restores_the_saved_state(tmp_path, monkeypatch):
     optimizer = replace(make_config(tmp_path).learner.optimizer, lr=0.05)
     config = make_config(tmp_path, learner={"steps": 2, "optimizer": optimizer})
-    elsewhere = Trainer(
-        config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path / "other", Console(progress=False)
-    )
+    elsewhere = make_state(config, tmp_path / "other")
     fresh, trained = jax.device_get((elsewhere.state, run(config, tmp_path).state))
     monkeypatch.delattr("calibadv_jax.run.trainer.initial_params")
-    trainer = Trainer(config, MODEL, QUESTIONS, ScriptedRollouts(), tmp_path, Console(progress=False))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), trained)
-    assert int(trained["updates"]) == trainer.step == 2 and int(fresh["updates"]) == 0
+    state = make_state(config, tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.state), trained)
+    assert int(trained["updates"]) == state.step == 2 and int(fresh["updates"]) == 0
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), trained["params"], fresh["params"])
     assert max(jax.tree.leaves(moved)) > 0.01
 
@@ -329,18 +323,18 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, capsys
     run(make_config(tmp_path, learner={"steps": 4}, checkpoint={"every": 2}), tmp_path, rollouts, True)
     assert rollouts.late and rollouts.loaded[-1][0] == 4
     assert left(tmp_path)[2] == [2, 4]
-    told = [line for line in capsys.readouterr().err.splitlines() if "checkpoint saved" in line]
-    assert told == ["checkpoint saved at step 2", "checkpoint saved at step 4"]
+    message = [line for line in capsys.readouterr().err.splitlines() if "checkpoint saved" in line]
+    assert message == ["checkpoint saved at step 2", "checkpoint saved at step 4"]
 
 
-def test_a_checkpoint_that_fails_meanwhile_ends_the_run_with_its_last_step_saved(tmp_path, monkeypatch):
+def test_failed_asynchronous_checkpoint_ends_the_run_saved(tmp_path, monkeypatch):
     rollouts = Releasing(SlowDisk(monkeypatch, OSError("no room")))
     with pytest.raises(UserError, match=r"step 2 cannot be saved; the older checkpoints are whole.*no room"):
         run(make_config(tmp_path, learner={"steps": 9}, checkpoint={"every": 2}), tmp_path, rollouts)
     assert left(tmp_path)[2][-1] == rollouts.loaded[-1][0] < 9
 
 
-def test_without_it_a_checkpoint_is_complete_before_the_next_step(tmp_path):
+def test_synchronous_checkpoint_completes_before_next_step(tmp_path):
     steps = []
 
     class Looking(ScriptedRollouts):
@@ -350,3 +344,50 @@ def test_without_it_a_checkpoint_is_complete_before_the_next_step(tmp_path):
 
     run(make_config(tmp_path, checkpoint={"every": 1, "asynchronous": False}), tmp_path, Looking())
     assert steps[:3] == [[], [], [1]]
+
+
+class Counting(ScriptedRollouts):
+    """A sampler that counts something, and one worker that computes log-probabilities."""
+
+    def __init__(self):
+        super().__init__()
+        self.logprobs = {"http://worker": np.full(14, -3.0, np.float32)}  # of tokens 1 to 14 of the text
+
+    def metrics(self):
+        return {"rollout/workers_lost": float(len(self.begun))}
+
+
+def test_every_part_of_a_step_reports(tmp_path, monkeypatch):
+    evaluated = []
+
+    def validate(config, rollouts):
+        evaluated.append(rollouts.loaded[-1][0])
+        return {"0": {"all": {"f1": 0.25}}}
+
+    monkeypatch.setattr(train, "validate", validate)
+    config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
+    config = replace(config, evaluate=replace(config.evaluate, every=2))
+    run(config, tmp_path, Counting())
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+
+    expected = {
+        "reward/mean",  # the trajectories
+        "rollout/sampled_perplexity",  # what the guards watch
+        "guard/format_valid",  # what they say
+        "advantage/answer/ratio_before",
+        "actor/grad_norm",
+        "actor/lr",
+        "rollout/probe_logprob_diff_mean",  # publishing
+        "timing_s/rollout",
+        "timing_s/advantage",
+        "timing_s/update",
+        "timing_s/publish",
+        "timing_s/step",
+        "perf/tokens_per_second",
+    }
+    assert not expected - first.keys()
+    assert [row["rollout/workers_lost"] for row in (first, second)] == [2.0, 4.0]
+    # Evaluated is the policy that the step made, once it was published.
+    assert evaluated == [2]
+    assert "eval/all/f1/greedy" not in first and second["eval/all/f1/greedy"] == 0.25
+    assert "timing_s/evaluate" in second

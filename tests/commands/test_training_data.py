@@ -16,7 +16,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.questions import load_questions, write_questions
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.run.trainer import Trainer
+from calibadv_jax.run.state import RunState
 from calibadv_jax.run.wiring import check_inputs
 
 QUESTIONS = [
@@ -37,8 +37,8 @@ def configured(folder, weights, template="short", data=None, **sections):
 def test_training_draws_by_the_weights(tmp_path):
     config = configured(tmp_path / "run", {"a": 3.0, "b": 1.0})
     questions = load_questions(config.data.train)
-    trainer = Trainer(config, make_model(), questions, ScriptedRollouts(), tmp_path / "run", Console(False))
-    drawn = Counter(one.data_source for one in islice(trainer.questions, 80))
+    state = RunState(config, make_model(), questions, ScriptedRollouts(), tmp_path / "run", Console(False))
+    drawn = Counter(question.data_source for question in islice(state.questions, 80))
     assert drawn == {"a": 60, "b": 20}
 
 
@@ -49,7 +49,7 @@ def test_training_draws_by_the_weights(tmp_path):
         ({}, "from_data", "question 'a0': prompt.template is 'from_data', but its row has no 'prompt'"),
     ],
 )
-def test_what_does_not_fit_is_said_before_anything_starts(tmp_path, weights, template, message):
+def test_unfit_data_is_refused_before_anything_starts(tmp_path, weights, template, message):
     config = configured(tmp_path / "run", weights, template)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=message):
@@ -59,16 +59,16 @@ def test_what_does_not_fit_is_said_before_anything_starts(tmp_path, weights, tem
         doctor.check_questions(config)
 
 
-def test_the_evaluation_during_training_is_checked_too(tmp_path):
+def test_evaluation_data_of_training_is_checked(tmp_path):
     config = configured(tmp_path / "run", {}, "from_data")
     check_inputs(config)
     with pytest.raises(UserError, match="question 'a0': prompt.template is 'from_data'"):
         check_inputs(replace(config, evaluate=replace(config.evaluate, every=1)))
 
 
-def test_the_doctor_accepts_what_fits(tmp_path):
+def test_doctor_accepts_fitting_data(tmp_path):
     config = configured(tmp_path / "run", {"a": 1.0, "b": 1.0}, "from_data")
-    carried = [replace(one, prompt=(Message("user", ("Say: ", "")),)) for one in QUESTIONS]
+    carried = [replace(question, prompt=(Message("user", ("Say: ", "")),)) for question in QUESTIONS]
     write_questions(tmp_path / "run/mixed.jsonl", carried)
     assert any("12 questions (a, b)" in line for line in doctor.check_questions(config))
 
@@ -116,22 +116,22 @@ def start(tmp_path, monkeypatch):
     return run
 
 
-def test_a_prompt_that_is_too_long_is_refused_at_the_start(start):
+def test_overlong_prompt_is_refused_at_the_start(start):
     words = r"data.train: the prompts of 1 of 13 questions .*=15, .* has 47 tokens \(.*'long'\): raise it"
     with pytest.raises(UserError, match=words):
         start(rollout={"max_prompt_length": 15})
 
 
-def test_prompts_that_are_too_long_are_left_out_of_training(start, capsys):
+def test_overlong_prompts_are_left_out_of_training(start, capsys):
     left_out = {"overlong_prompts": "leave_out"}
-    found = start(rollout={"max_prompt_length": 15}, data=left_out, evaluate={"every": 5})
-    assert [question.id for question in found] == [question.id for question in QUESTIONS]
+    result = start(rollout={"max_prompt_length": 15}, data=left_out, evaluate={"every": 5})
+    assert [question.id for question in result] == [question.id for question in QUESTIONS]
     shown = " ".join(capsys.readouterr().err.split())
     for name in ("train", "eval"):
         assert f"data.{name}: the prompts of 1 of 13 questions" in shown
 
 
-def test_training_goes_on_with_all_questions_where_all_prompts_fit(start, capsys):
+def test_fitting_prompts_are_all_trained(start, capsys):
     room = {"max_prompt_length": 47, "max_length": 60}
     assert len(start(rollout=room, learner={"row_length": 60}, evaluate={"every": 5})) == 13
     assert "are left out" not in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.commands import prepare_data
-from calibadv_jax.data.demonstration_files import load_demonstrations
+from calibadv_jax.data.demonstrations import load_demonstrations
 from calibadv_jax.data.files import read_rows
 from calibadv_jax.data.layouts import LAYOUTS, layout_of
 from calibadv_jax.data.questions import load_questions

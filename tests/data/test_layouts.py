@@ -1,17 +1,14 @@
 """Question files as the field publishes them, loaded as they are."""
 
 import base64
-import csv
 import gzip
 import hashlib
-import io
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows_rig import write_rows
 
 from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core.errors import UserError
@@ -70,179 +67,103 @@ NATURAL = {
 }
 
 
-def write(path, *rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(list(rows)))
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def without(row, key):
+    return {name: value for name, value in row.items() if name != key}
+
+
+TOKENS = [{"token": t, "html_token": t == "d"} for t in [*"abc", "May", "d", "1999"]]
+SPAN = [{"short_answers": [{"start_token": 3, "end_token": 6}], "yes_no_answer": "YES"}]
+HUB_NOTES = {"short_answers": [{"text": ["May 1999"]}, {"text": []}], "yes_no_answer": [-1, 1]}
+DISTRACTOR = {"id": "5a7a", "supporting_facts": {"title": ["a"], "sent_id": [0]}, "context": {"title": ["a"]}}
+HUB_TRIVIA = {
+    "question": "Which lake?",
+    "question_id": "tc_1",
+    "question_source": "http://x/",
+    "answer": {"aliases": ["Lake Como"], "value": "Como", "normalized_value": "como"},
+}
+MAGAZINE = f"5a7a {HOTPOT['question']} Arthur's Magazine"
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "expected"),
+    ("name", "row", "expected"),  # id, question, answers, data source
     [
-        ("q.parquet", verl(7), ("nq_train_7", "who?", ("me",), "nq")),
-        ("q.parquet", verl(7, id="test_0", question="who"), ("nq_test_0", "who", ("me",), "nq")),
-        (
-            "q.jsonl",
-            verl(
-                7,
-                extra_info={"index": 3, "question": "which?"},
-                reward_model={"ground_truth": {"target": ["me"], "answers": ["you"]}},
-            ),
-            ("nq_3", "which?", ("me",), "nq"),
-        ),
-        (
-            "q.parquet",
-            verl(0, reward_model={"style": "rule", "ground_truth": "20 July"}),
-            ("nq_train_0", "who?", ("20 July",), "nq"),
-        ),
-        (
-            "q.jsonl",
-            verl(0, reward_model={"ground_truth": {"answers": ["me"], "answer": "you"}}),
-            ("nq_train_0", "who?", ("me",), "nq"),
-        ),
-        (
-            "nq/test.jsonl",
-            {"id": "test_0", "question": "who?", "golden_answers": ["me"]},
-            ("nq_test_0", "who?", ("me",), "nq"),
-        ),
-        (
-            "nq/test.jsonl",
-            {"id": "nq4", "question": "who?", "golden_answers": ["me"]},
-            ("nq_nq4", "who?", ("me",), "nq"),
-        ),
-        (
-            "popqa/test.jsonl",
-            {"id": 4, "question": "who?", "golden_answers": ["me", 5]},
-            ("popqa_4", "who?", ("me", "5"), "popqa"),
-        ),
-        (
-            "hotpot_train_v1.1.json",
-            HOTPOT,
-            ("hotpotqa_5a7a", HOTPOT["question"], (HOTPOT["answer"],), "hotpotqa"),
-        ),
-        (
-            "distractor/train-0.parquet",
-            {k: v for k, v in HOTPOT.items() if k != "_id"}
-            | {
-                "id": "5a7a",
-                "supporting_facts": {"title": ["a"], "sent_id": [0]},
-                "context": {"title": ["a"]},
-            },
-            ("hotpotqa_5a7a", HOTPOT["question"], (HOTPOT["answer"],), "hotpotqa"),
-        ),
-        (
-            "dev.json",
-            HOTPOT | {"evidences": [["a", "b", "c"]]},
-            ("2wikimultihopqa_5a7a", HOTPOT["question"], (HOTPOT["answer"],), "2wikimultihopqa"),
-        ),
-        ("x.json", TRIVIA, ("triviaqa_tc_1", "Which lake?", ("Como", "Lake Como"), "triviaqa")),
-        (
-            "x.parquet",
-            {
-                "question": "Which lake?",
-                "question_id": "tc_1",
-                "question_source": "http://x/",
-                "answer": {"aliases": ["Lake Como"], "value": "Como", "normalized_value": "como"},
-            },
-            ("triviaqa_tc_1", "Which lake?", ("Como", "Lake Como"), "triviaqa"),
-        ),
-        ("musique_ans_v1.0_dev.jsonl", MUSIQUE, ("musique_2hop__1_2", "Who?", ("Ann", "A. Berk"), "musique")),
-        ("v1.0-simplified.jsonl", NATURAL, ("nq_55", "when was it", ("May 1999", "yes"), "nq")),
+        ("q.parquet", verl(7), "nq_train_7 who? me nq"),
+        ("q.parquet", verl(7, id="test_0", question="who"), "nq_test_0 who me nq"),
+        ("q.jsonl", verl(7, extra_info={"index": 3, "question": "which?"}), "nq_3 which? me nq"),
+        ("q.parquet", verl(0, reward_model={"ground_truth": "20 July"}), "nq_train_0 who? 20 July nq"),
+        ("q.jsonl", verl(0, reward_model={"ground_truth": {"answers": ["me"]}}), "nq_train_0 who? me nq"),
+        ("nq/a.jsonl", {"id": "a_0", "question": "who?", "golden_answers": ["me"]}, "nq_a_0 who? me nq"),
+        ("popqa/a.jsonl", {"id": 4, "question": "?", "golden_answers": ["me", 5]}, "popqa_4 ? me/5 popqa"),
+        ("hotpot_train_v1.1.json", HOTPOT, f"hotpotqa_{MAGAZINE} hotpotqa"),
+        ("distractor/a.parquet", without(HOTPOT, "_id") | DISTRACTOR, f"hotpotqa_{MAGAZINE} hotpotqa"),
+        ("dev.json", HOTPOT | {"evidences": [["a", "b"]]}, f"2wikimultihopqa_{MAGAZINE} 2wikimultihopqa"),
+        ("x.json", TRIVIA, "triviaqa_tc_1 Which lake? Como/Lake Como triviaqa"),
+        ("x.parquet", HUB_TRIVIA, "triviaqa_tc_1 Which lake? Como/Lake Como triviaqa"),
+        ("musique_ans_v1.0_dev.jsonl", MUSIQUE, "musique_2hop__1_2 Who? Ann/A. Berk musique"),
+        ("v1.0-simplified.jsonl", NATURAL, "nq_55 when was it May 1999/yes nq"),
         (
             "full.jsonl",
-            {k: v for k, v in NATURAL.items() if k != "document_text"}
-            | {
-                "document_tokens": [
-                    {"token": t, "html_token": t == "d"} for t in [*"abc", "May", "d", "1999"]
-                ]
-            }
-            | {
-                "annotations": [
-                    {"short_answers": [{"start_token": 3, "end_token": 6}], "yes_no_answer": "YES"}
-                ]
-            },
-            ("nq_55", "when was it", ("May 1999", "yes"), "nq"),
+            without(NATURAL, "document_text") | {"document_tokens": TOKENS, "annotations": SPAN},
+            "nq_55 when was it May 1999/yes nq",
         ),
         (
             "natural.parquet",
-            {
-                "id": "797",
-                "question": {"text": "when was it", "tokens": ["when"]},
-                "annotations": {
-                    "short_answers": [{"text": ["May 1999"]}, {"text": []}],
-                    "yes_no_answer": [-1, 1],
-                },
-            },
-            ("nq_797", "when was it", ("May 1999", "yes"), "nq"),
+            {"id": "797", "question": {"text": "when was it", "tokens": ["when"]}, "annotations": HUB_NOTES},
+            "nq_797 when was it May 1999/yes nq",
         ),
-        (
-            "NQ-open.dev.jsonl",
-            {"question": "when?", "answer": ["1999"]},
-            ("nq_NQ-open_0", "when?", ("1999",), "nq"),
-        ),
-        (
-            "bamboogle.parquet",
-            {"Question": "Who?", "Answer": "Ann"},
-            ("bamboogle_0", "Who?", ("Ann",), "bamboogle"),
-        ),
-        (
-            "mine.jsonl",
-            {"qid": 3, "question": "Who?", "answers": ["Ann"]},
-            ("mine_3", "Who?", ("Ann",), "mine"),
-        ),
+        ("NQ-open.dev.jsonl", {"question": "when?", "answer": ["1999"]}, "nq_NQ-open_0 when? 1999 nq"),
+        ("bamboogle.parquet", {"Question": "Who?", "Answer": "Ann"}, "bamboogle_0 Who? Ann bamboogle"),
+        ("mine.jsonl", {"qid": 3, "question": "Who?", "answers": ["Ann"]}, "mine_3 Who? Ann mine"),
         (
             "biencoder-nq-dev.json",
             {"dataset": "nq", "question": "Who?", "answers": ["Ann"], "positive_ctxs": []},
-            ("nq_biencoder-nq-dev_0", "Who?", ("Ann",), "nq"),
+            "nq_biencoder-nq-dev_0 Who? Ann nq",
         ),
     ],
 )
-def test_a_published_row_is_a_question(tmp_path, name, row, expected):
-    (question,) = load_questions(write(tmp_path / name, row))
-    assert (question.id, question.text, question.golden_answers, question.data_source) == expected
+def test_published_rows_are_questions(tmp_path, name, row, expected):
+    (question,) = load_questions(write_rows(tmp_path / name, row))
+    answers = "/".join(question.golden_answers)
+    assert f"{question.id} {question.text} {answers} {question.data_source}" == expected
 
 
-def test_triviaqa_as_published(tmp_path):
-    whole = {"Data": [TRIVIA, TRIVIA | {"QuestionId": "tc_2"}], "Domain": "Web", "Version": 1.0}
-    (tmp_path / "web-train.json").write_text(json.dumps(whole, indent=4))
-    assert [one.id for one in load_questions(tmp_path / "web-train.json")] == [
-        "triviaqa_tc_1",
-        "triviaqa_tc_2",
-    ]
+WEB = {"Data": [TRIVIA, TRIVIA | {"QuestionId": "tc_2"}], "Domain": "Web", "Version": 1.0}
 
 
-def test_popqa_as_published(tmp_path):
-    text = io.StringIO()
-    table = csv.writer(text, delimiter="\t")
-    table.writerow(["id", "subj", "question", "possible_answers"])
-    table.writerow([4222362, "George Rankin", 'What is "Rankin"?', json.dumps(["politician", "pol"])])
-    (tmp_path / "popQA.tsv").write_text(text.getvalue())
-    (question,) = load_questions(tmp_path / "popQA.tsv")
-    assert (question.id, question.text) == ("popqa_4222362", 'What is "Rankin"?')
-    assert question.golden_answers == ("politician", "pol")
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "web-train.json",
+            json.dumps(WEB, indent=4),
+            [(f"triviaqa_tc_{n}", "Which lake?", ("Como", "Lake Como")) for n in (1, 2)],
+        ),
+        (
+            "popQA.tsv",
+            "id\tsubj\tquestion\tpossible_answers\n"
+            '4222362\tGeorge Rankin\t"What is ""Rankin""?"\t"[""politician"", ""pol""]"\n',
+            [("popqa_4222362", 'What is "Rankin"?', ("politician", "pol"))],
+        ),
+        (
+            "Bamboogle Prerelease.csv",
+            'Question,Answer\n"Who, then?",Ann\n',
+            [("bamboogle_Bamboogle Prerelease_0", "Who, then?", ("Ann",))],
+        ),
+        (
+            "nq-test.qa.csv",
+            "who was it\t['Ann', \"B's\"]\nwhere\t['Rome']\n",
+            [("nq_nq-test_0", "who was it", ("Ann", "B's")), ("nq_nq-test_1", "where", ("Rome",))],
+        ),
+    ],
+)
+def test_published_files_are_read(tmp_path, name, text, expected):
+    (tmp_path / name).write_text(text)
+    questions = load_questions(tmp_path / name)
+    assert [(question.id, question.text, question.golden_answers) for question in questions] == expected
 
 
-def test_bamboogle_and_dprs_tables_as_published(tmp_path):
-    (tmp_path / "Bamboogle Prerelease.csv").write_text('Question,Answer\n"Who, then?",Ann\n')
-    (question,) = load_questions(tmp_path / "Bamboogle Prerelease.csv")
-    assert (question.text, question.golden_answers, question.data_source) == (
-        "Who, then?",
-        ("Ann",),
-        "bamboogle",
-    )
-    (tmp_path / "nq-test.qa.csv").write_text("who was it\t['Ann', \"B's\"]\nwhere\t['Rome']\n")
-    questions = load_questions(tmp_path / "nq-test.qa.csv")
-    assert [one.golden_answers for one in questions] == [("Ann", "B's"), ("Rome",)]
-    assert {one.data_source for one in questions} == {"nq"}
-
-
-def test_the_content_tells_the_format_and_not_the_name(tmp_path):
-    parquet = write(tmp_path / "q.parquet", verl(1), verl(2)).rename(tmp_path / "q.jsonl")
+def test_content_decides_the_format(tmp_path):
+    parquet = write_rows(tmp_path / "q.parquet", verl(1), verl(2)).rename(tmp_path / "q.jsonl")
     packed = tmp_path / "again.parquet"
     packed.write_bytes(
         gzip.compress(b"\xef\xbb\xbf" + b"".join(json.dumps(verl(n)).encode() + b"\n" for n in (1, 2)))
@@ -251,19 +172,17 @@ def test_the_content_tells_the_format_and_not_the_name(tmp_path):
     assert len(load_questions(parquet)) == 2
 
 
-def test_ids_that_repeat_in_other_data_sets_are_told_apart(tmp_path):
+def test_repeated_ids_get_their_data_source(tmp_path):
     """Search-R1's merged file has FlashRAG's ids: train_0 of NQ and train_0 of HotpotQA."""
     rows = [verl(0, id="train_0"), verl(0, id="train_0", data_source="hotpotqa")]
-    assert [one.id for one in load_questions(write(tmp_path / "q.parquet", *rows))] == [
-        "nq_train_0",
-        "hotpotqa_train_0",
-    ]
+    questions = load_questions(write_rows(tmp_path / "q.parquet", *rows))
+    assert [question.id for question in questions] == ["nq_train_0", "hotpotqa_train_0"]
 
 
-def test_a_rows_prompt_is_kept_cut_at_the_question_and_survives_our_layout(tmp_path):
+def test_prompt_is_split_at_question_and_survives_writing(tmp_path):
     system = {"role": "system", "content": "You help."}
     rows = [verl(n, f"q{n}?", prompt=[system, *verl(n, f"q{n}?")["prompt"]]) for n in (1, 2)]
-    questions = load_questions(write(tmp_path / "q.parquet", *rows))
+    questions = load_questions(write_rows(tmp_path / "q.parquet", *rows))
     before, after = PROMPT.split("{}")
     assert questions[0].prompt == (Message("system", ("You help.",)), Message("user", (before, after)))
     assert questions[0].prompt[1] is questions[1].prompt[1], "the words that all rows share are kept once"
@@ -272,9 +191,9 @@ def test_a_rows_prompt_is_kept_cut_at_the_question_and_survives_our_layout(tmp_p
     assert question_row(questions[0])["prompt"] == rows[0]["prompt"]
 
 
-def test_a_prompt_that_is_text_is_the_users(tmp_path):
+def test_text_prompt_is_a_user_message(tmp_path):
     ours = {"id": 1, "question": "who?", "golden_answers": ["me"], "data_source": "x", "prompt": "Say: who?"}
-    (question,) = load_questions(write(tmp_path / "q.jsonl", ours))
+    (question,) = load_questions(write_rows(tmp_path / "q.jsonl", ours))
     assert question.prompt == (Message("user", ("Say: ", "")),)
 
 
@@ -286,43 +205,31 @@ TOOL, ASSISTANT = ([{"role": role, "content": "x"}] for role in ("tool", "assist
 @pytest.mark.parametrize(
     ("good", "change", "message"),
     [
-        (
-            verl(0),
-            {"reward_model": {"ground_truth": {"target": []}}},
-            "key 'reward_model.ground_truth.target' ho",
-        ),
+        (verl(0), {"reward_model": {"ground_truth": {"target": []}}}, "key .*ground_truth.target' holds no"),
         (verl(0), {"reward_model": 3}, "'reward_model' and 'extra_info' must be objects"),
         (verl(0), {"prompt": "Who?"}, "key 'question' is missing.*exactly once; add the key"),
         (verl(0), verl(1, "Question: x?"), "key 'question' is missing.*exactly once; add the key"),
         (verl(0), {"question": "x", "prompt": TOOL}, "field 'prompt' must be text or.*'role' .system, user"),
-        (
-            verl(0),
-            {"question": "x", "prompt": ASSISTANT},
-            "the last message of 'prompt' is of role 'assistant'",
-        ),
+        (verl(0), {"question": "x", "prompt": ASSISTANT}, "the last message of 'prompt' .* 'assistant'"),
         (MUSIQUE, {"answerable": False}, "key 'answerable' is false; remove the row"),
         (ASKED, {"answer": {"a": 1}}, "key 'answer' must be text"),
         (ASKED, {"question": " "}, "field 'question' must be a non-empty string, got ''; correct"),
-        (
-            POPQA,
-            {"possible_answers": '["no'},
-            "key 'possible_answers' begins as a list, but is none: '.\"no'; write",
-        ),
+        (POPQA, {"possible_answers": '["no'}, "key 'possible_answers' begins as a list, but is none"),
     ],
 )
 @pytest.mark.parametrize(("name", "place"), [("q.jsonl", "q.jsonl:2: "), ("q.json", "q.json row 2: ")])
-def test_a_bad_row_is_named_with_its_key(tmp_path, good, change, message, name, place):
+def test_bad_row_is_named_with_its_key(tmp_path, good, change, message, name, place):
     with pytest.raises(UserError, match=place + message) as caught:
-        load_questions(write(tmp_path / name, good, good | change))
+        load_questions(write_rows(tmp_path / name, good, good | change))
     assert "\n" not in str(caught.value)
 
 
-def test_the_large_columns_of_a_parquet_file_are_known_but_not_read(tmp_path):
+def test_large_parquet_columns_are_not_read(tmp_path):
     unread = {"supporting_facts": ["a"], "evidences": ["b"], "context": ["c"]}
     row = {"id": "1", "question": "x", "answer": "y"}
-    path = write(tmp_path / "q.parquet", row | unread)
-    ((_, found),) = files.read_rows(path)
-    assert found == row | dict.fromkeys(unread)
+    path = write_rows(tmp_path / "q.parquet", row | unread)
+    ((_, result),) = files.read_rows(path)
+    assert result == row | dict.fromkeys(unread)
     assert load_questions(path)[0].data_source == "2wikimultihopqa", "their names tell the layout"
 
 
@@ -340,7 +247,7 @@ VALUES = st.recursive(
 @pytest.mark.medium
 @settings(max_examples=150)
 @given(layout=st.sampled_from(LAYOUTS), values=st.lists(VALUES, min_size=14, max_size=14))
-def test_whatever_a_row_holds_it_is_a_question_or_one_line(tmp_path_factory, layout, values):
+def test_any_row_is_a_question_or_refused(tmp_path_factory, layout, values):
     optional = ("id", "prompt", "answer", "answer_aliases", "extra_info", "supporting_ids", "answerable")
     row = dict(zip(sorted({*layout.keys, *optional}), values, strict=False))
     path = tmp_path_factory.getbasetemp() / "hostile.jsonl"
@@ -353,17 +260,17 @@ def test_whatever_a_row_holds_it_is_a_question_or_one_line(tmp_path_factory, lay
         assert question.text.strip() and all(answer.strip() for answer in question.golden_answers)
 
 
-def test_rows_of_no_known_layout_are_refused_with_their_keys(tmp_path):
-    with pytest.raises(
-        UserError, match="q.jsonl:1: no known layout: the keys are text, n; give every row 'id'"
-    ):
-        load_questions(write(tmp_path / "q.jsonl", {"text": 1, "n": 2}))
+def test_unknown_layout_is_refused_with_its_keys(tmp_path):
+    with pytest.raises(UserError, match="q.jsonl:1: no known layout: the keys are text, n"):
+        load_questions(write_rows(tmp_path / "q.jsonl", {"text": 1, "n": 2}))
 
 
-def test_a_bad_row_of_a_parquet_file_is_counted_over_its_batches(tmp_path, monkeypatch):
+def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BATCH", 2)
     with pytest.raises(UserError, match="q.parquet row 4: key 'answer' holds no answer"):
-        load_questions(write(tmp_path / "q.parquet", ASKED, ASKED, ASKED, {"question": "x", "answer": ""}))
+        load_questions(
+            write_rows(tmp_path / "q.parquet", ASKED, ASKED, ASKED, {"question": "x", "answer": ""})
+        )
 
 
 @pytest.mark.parametrize(
@@ -377,7 +284,7 @@ def test_a_bad_row_of_a_parquet_file_is_counted_over_its_batches(tmp_path, monke
         (b"who\t['a']\nwhere\t[a\n", ":2: expected a question, a tab and a list of answers"),
     ],
 )
-def test_a_broken_file_is_one_line(tmp_path, content, message):
+def test_broken_file_is_refused(tmp_path, content, message):
     (tmp_path / "q").write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
         load_questions(tmp_path / "q")
@@ -385,7 +292,6 @@ def test_a_broken_file_is_one_line(tmp_path, content, message):
 
 
 def test_rlinfs_rows(tmp_path):
-    """One text holds the whole prompt, with or without the marks of a chat."""
     chat = "<|im_start|>user\nReason in <think>. Question: who?<|im_end|>\n<|im_start|>assistant\n<think>"
     rows = [
         {"prompt": "Reason. Question: where?\nAssistant: <think>", "solutions": ["Rome", "Roma"]},
@@ -395,9 +301,8 @@ def test_rlinfs_rows(tmp_path):
     first, second = load_questions(tmp_path / "rlinf.jsonl")
     assert (first.text, first.golden_answers) == ("where?", ("Rome", "Roma"))
     assert (second.text, second.golden_answers) == ("who?", ("Ann",))
-    assert [question.text.join(question.prompt[0].parts) for question in (first, second)] == [
-        row["prompt"] for row in rows
-    ]
+    prompts = [question.text.join(question.prompt[0].parts) for question in (first, second)]
+    assert prompts == [row["prompt"] for row in rows]
     (tmp_path / "rlinf.jsonl").write_text(json.dumps({"prompt": "who?", "solutions": ["Ann"]}))
     with pytest.raises(UserError, match="the prompt does not hold 'Question:' exactly once"):
         load_questions(tmp_path / "rlinf.jsonl")
@@ -418,7 +323,7 @@ def test_rlinfs_rows(tmp_path):
 @pytest.mark.parametrize("key", ["reward_model", "reward_spec", "solutions", "ground_truth"])
 def test_question_is_cut_from_its_prompt_or_refused(tmp_path, key, prompt, expected):
     answers = {"ground_truth": {"target": ["Jane Austen"]}} if key.startswith("reward") else ["Jane Austen"]
-    path = write(tmp_path / "q.jsonl", {"prompt": [{"role": "user", "content": prompt}], key: answers})
+    path = write_rows(tmp_path / "q.jsonl", {"prompt": [{"role": "user", "content": prompt}], key: answers})
     if expected is None:
         with pytest.raises(UserError, match="q.jsonl:1: .*(cannot be separated from|non-empty string)"):
             load_questions(path)
@@ -431,7 +336,7 @@ def test_question_is_cut_from_its_prompt_or_refused(tmp_path, key, prompt, expec
 def test_trl_prompt_holds_the_question(tmp_path, content, is_chat):
     chat = [{"role": "system", "content": "Help."}, {"role": "user", "content": content}]
     row = {"prompt": chat if is_chat else content, "ground_truth": "Jane Austen"}
-    (question,) = load_questions(write(tmp_path / "trl.jsonl", row))
+    (question,) = load_questions(write_rows(tmp_path / "trl.jsonl", row))
     assert (question.text, question.golden_answers) == ("who wrote Emma?", ("Jane Austen",))
     assert question.text.join(question.prompt[-1].parts) == content
 
@@ -446,15 +351,12 @@ def test_browsecomp_is_decrypted_with_its_canary(tmp_path):
     plus = {"query_id": "7", "query": "who?", "answer": "Ada", "gold_docs": [{"docid": "1", "text": "."}]}
     secret = plus | {"query": encrypted("who?", "y"), "answer": encrypted("Ada", "y"), "canary": "y"}
     rows = [row, row | {"problem": "Who painted it?", "answer": "Ada, later"}]
-    first, second = load_questions(write(tmp_path / "bc.parquet", *rows))
-    assert (first.text, first.golden_answers, first.data_source) == (
-        "Who painted it?",
-        ("Ada",),
-        "browsecomp",
-    )
+    first, second = load_questions(write_rows(tmp_path / "bc.parquet", *rows))
+    read = first.text, first.golden_answers, first.data_source
+    assert read == ("Who painted it?", ("Ada",), "browsecomp")
     assert (second.text, second.golden_answers) == ("Who painted it?", ("Ada, later",))
-    for name, one in (("plain.jsonl", plus), ("secret.jsonl", secret)):
-        (question,) = load_questions(write(tmp_path / name, one))
+    for name, item in (("plain.jsonl", plus), ("secret.jsonl", secret)):
+        (question,) = load_questions(write_rows(tmp_path / name, item))
         assert (question.id, question.text) == ("browsecomp_plus_7", "who?")
         assert (question.golden_answers, question.supporting_ids) == (("Ada",), ("1",))
 
@@ -465,24 +367,24 @@ def test_ours_is_read_equally_without_data_source(tmp_path):
         {"id": "1", "question": "Who sang it?", "golden_answers": ["Ada", ""]},
         {"id": "2", "question": "Capital of Italy?", "golden_answers": "Rome"},
     ]
-    bare = load_questions(write(tmp_path / "mine.jsonl", *rows))
-    named = load_questions(write(tmp_path / "x.jsonl", *(row | {"data_source": "mine"} for row in rows)))
-    assert [one.golden_answers for one in bare] == [("5",), ("Ada",), ("Rome",)]
-    assert [one.golden_answers for one in named] == [one.golden_answers for one in bare]
-    assert [(one.id, one.data_source) for one in named] == [(str(n), "mine") for n in range(3)]
+    bare = load_questions(write_rows(tmp_path / "mine.jsonl", *rows))
+    named = load_questions(write_rows(tmp_path / "x.jsonl", *(row | {"data_source": "mine"} for row in rows)))
+    assert [item.golden_answers for item in bare] == [("5",), ("Ada",), ("Rome",)]
+    assert [item.golden_answers for item in named] == [item.golden_answers for item in bare]
+    assert [(item.id, item.data_source) for item in named] == [(str(n), "mine") for n in range(3)]
 
 
 def test_columns_of_an_unknown_layout_are_named(tmp_path):
     row = {"request": [{"role": "user", "content": "who?"}], "gold": {"text": "Ada|Bo"}, "qid": 3}
-    path = write(tmp_path / "mine.jsonl", row)
+    path = write_rows(tmp_path / "mine.jsonl", row)
     (question,) = load_questions(path, ColumnsConfig("request", "gold.text", "|"))
     assert (question.id, question.text, question.golden_answers) == ("mine_3", "who?", ("Ada", "Bo"))
     with pytest.raises(UserError, match="mine.jsonl:1: no key 'gold.words': the keys are request, gold, qid"):
         load_questions(path, ColumnsConfig("request", "gold.words"))
-    write(path, row, {"request": "where?", "qid": 4})
+    write_rows(path, row, {"request": "where?", "qid": 4})
     with pytest.raises(NoAnswer, match="mine.jsonl:2: key 'gold.text' holds no answer"):
         load_questions(path, ColumnsConfig("request", "gold.text"))
-    short = write(tmp_path / "short.jsonl", {"question": "who?", "gold": ["Ada"]})
+    short = write_rows(tmp_path / "short.jsonl", {"question": "who?", "gold": ["Ada"]})
     assert load_questions(short, ColumnsConfig(answer="gold"))[0].golden_answers == ("Ada",)
 
 

@@ -1,14 +1,12 @@
 """A user's own demonstrations: every field arrives, and what cannot be one is named with its line."""
 
-import json
-
 import pytest
+from rows_rig import write_rows
 
 from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.demonstration_files import load_demonstrations
-from calibadv_jax.data.demonstrations import DemoTurn
+from calibadv_jax.data.demonstrations import DemoTurn, load_demonstrations
 
 ANSWER = {"text": "<think> so </think>\n<answer> ada </answer>"}
 SEARCH = "<think> find it </think>\n<search> silent garden </search>"
@@ -19,18 +17,13 @@ def row(*turns, **changes):
     return fields | {"turns": list(turns)} | changes
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    return path
-
-
 def test_every_field_arrives_in_order(tmp_path):
     documents = [
         {"id": 7, "title": "Garden", "text": "by Ada"},
         {"title": "Other", "text": ""},  # known by its title
         {"id": "x", "title": "Garden", "text": "a second one of that title"},
     ]
-    path = write(
+    path = write_rows(
         tmp_path / "demos.jsonl",
         row({"text": SEARCH, "documents": documents}, ANSWER),
         row(ANSWER, id="2", supporting_ids=[7]),
@@ -56,6 +49,7 @@ def test_every_field_arrives_in_order(tmp_path):
     [
         ({"text": "<think> only a thought </think>"}, "a turn must hold <search> query"),
         ({"text": "<search> </search>"}, "a turn must hold <search> query"),
+        ({"text": ""}, "every turn needs a non-empty 'text'"),
         ({"text": "<answer> a <search> b </search> </answer>"}, "a turn must hold <search> query"),
         ({"text": "  "}, "every turn needs a non-empty 'text'"),
         ("<answer> ada </answer>", "every turn needs a non-empty 'text'"),
@@ -64,42 +58,34 @@ def test_every_field_arrives_in_order(tmp_path):
         ({"text": SEARCH, "documents": [{"title": 1, "text": "b"}]}, "'documents' must be a list"),
     ],
 )
-def test_what_is_no_turn_is_named_with_its_line(tmp_path, turn, message):
-    path = write(tmp_path / "demos.jsonl", row(ANSWER), row(ANSWER, turn))
+def test_invalid_turn_is_named_with_its_line(tmp_path, turn, message):
+    path = write_rows(tmp_path / "demos.jsonl", row(ANSWER), row(ANSWER, turn))
     with pytest.raises(UserError, match=f"demos.jsonl:2: {message}"):
         load_demonstrations(path)
 
 
-def test_half_a_surrogate_pair_is_replaced_in_turns_and_in_messages(tmp_path):
-    """As a text has that was cut in the middle of an emoji: no tokenizer takes it."""
-    said = "<think> so \ud83d </think>\n<answer> ada </answer>"
-    chat = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": said}]
-    path = write(tmp_path / "demos.jsonl", row({"text": said}, supporting_ids=["\ud83d"]), {"messages": chat})
-    ours, theirs = load_demonstrations(path)
-    assert ours.turns[0].text == theirs.turns[0].text == said.replace("\ud83d", "\ufffd")
+def test_lone_surrogate_is_replaced_in_turns_and_messages(tmp_path):
+    output = "<think> so \ud83d </think>\n<answer> ada </answer>"
+    chat = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": output}]
+    path = write_rows(
+        tmp_path / "demos.jsonl", row({"text": output}, supporting_ids=["\ud83d"]), {"messages": chat}
+    )
+    ours, other = load_demonstrations(path)
+    assert ours.turns[0].text == other.turns[0].text == output.replace("\ud83d", "\ufffd")
     assert ours.question.supporting_ids == ("\ufffd",)
     build_word_tokenizer().encode(ours.turns[0].text)
 
 
-@pytest.mark.parametrize("turns", [[], None, "x"])
-def test_a_demonstration_without_turns_is_refused(tmp_path, turns):
-    path = write(tmp_path / "demos.jsonl", row(turns=turns))
-    with pytest.raises(UserError, match="demos.jsonl:1: field 'turns' must be a non-empty list"):
-        load_demonstrations(path)
-
-
-def test_an_empty_file_is_refused(tmp_path):
+def test_empty_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="no demonstrations in it"):
-        load_demonstrations(write(tmp_path / "demos.jsonl"))
+        load_demonstrations(write_rows(tmp_path / "demos.jsonl"))
 
 
 def test_chat_question_ends_with_its_line(tmp_path):
     prompt = "Answer it.\nQuestion: who wrote it?\nThink first."
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": ANSWER["text"]}]
     plain = [{"role": "user", "content": "who?\nThink first."}, messages[1]]
-    quoting = [{"role": "user", "content": "Question: what is Question:?"}, messages[1]]
-    rows = {"messages": messages}, {"messages": plain, "id": 2.0}, {"messages": quoting}
-    first, second, third = load_demonstrations(write(tmp_path / "demos.jsonl", *rows))
-    assert third.question.text == "Question: what is Question:?"
+    path = write_rows(tmp_path / "demos.jsonl", {"messages": messages}, {"messages": plain, "id": 2.0})
+    first, second = load_demonstrations(path)
     assert first.question.text == "who wrote it?" and second.question.text == "who?\nThink first."
     assert second.question.id == "2"

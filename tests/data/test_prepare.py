@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rows_rig import write_rows
 
 from calibadv_jax import cli
 from calibadv_jax.contrib import prepare as module
@@ -18,11 +19,6 @@ def row(number, question, source="nq", **changes):
     return {"id": number, "question": question, "golden_answers": ["ada"], "data_source": source} | changes
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    return path
-
-
 def counts(report):
     return {values[0]: values[1:3] for values in report.rows()}
 
@@ -30,7 +26,7 @@ def counts(report):
 @pytest.fixture
 def files(tmp_path):
     """A training file with something of everything, and a test file."""
-    train = write(
+    train = write_rows(
         tmp_path / "train.jsonl",
         row(1, "Who wrote Silent Garden?"),
         row(2, "who  wrote «silent garden»"),  # a duplicate of the first
@@ -39,16 +35,14 @@ def files(tmp_path):
         row(5, "When " + "very " * 40 + "long ago?", "hotpotqa"),
         row(1, "Another of this id", "hotpotqa"),
     )
-    return train, write(tmp_path / "test.jsonl", row(9, "where is it", "hotpotqa"))
+    return train, write_rows(tmp_path / "test.jsonl", row(9, "where is it", "hotpotqa"))
 
 
-def test_dropped_rows_are_counted_by_reason_and_source_and_shown(files, tmp_path):
+def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path):
     train, test = files
     report = prepare(str(train), tmp_path / "out.jsonl", Filters(excluded=[str(test)], max_characters=100))
-    assert [(one.id, one.text) for one in load_questions(tmp_path / "out.jsonl")] == [
-        ("1", "Who wrote Silent Garden?"),
-        ("1_2", "Another of this id"),
-    ]
+    written = [(question.id, question.text) for question in load_questions(tmp_path / "out.jsonl")]
+    assert written == [("1", "Who wrote Silent Garden?"), ("1_2", "Another of this id")]
     assert report.reasons == ["duplicate", "no answer", "overlap", "too long"]
     assert report.rows() == [
         ["hotpotqa", 3, 1, 0, 0, 1, 1],
@@ -68,7 +62,7 @@ def test_dropped_rows_are_counted_by_reason_and_source_and_shown(files, tmp_path
 def test_lone_surrogates_of_rows_are_replaced(tmp_path):
     half = "\ud83d"
     odd = row(2, f"Who is {half}?", f"nq{half}", golden_answers=[f"a{half}"])
-    train = write(tmp_path / "train.jsonl", row(1, f"Who {half}?", f"nq{half}", golden_answers=[]), odd)
+    train = write_rows(tmp_path / "train.jsonl", row(1, f"Who {half}?", f"nq{half}", golden_answers=[]), odd)
     report = prepare(str(train), tmp_path / "out.parquet")
     assert report.rows()[0] == ["nq\ufffd", 2, 1, 1]
     (question,) = load_questions(tmp_path / "out.parquet")
@@ -76,13 +70,13 @@ def test_lone_surrogates_of_rows_are_replaced(tmp_path):
 
 
 def test_examples_are_few(tmp_path):
-    train = write(tmp_path / "train.jsonl", *(row(n, "Same?") for n in range(20)))
+    train = write_rows(tmp_path / "train.jsonl", *(row(n, "Same?") for n in range(20)))
     report = prepare(str(train), tmp_path / "out.jsonl")
     assert len(report.examples["duplicate"]) == module.EXAMPLES and counts(report)["all"] == [20, 1]
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "equal"),
+    ("item", "other", "equal"),
     [
         ("Who wrote it?", "who WROTE it", True),
         ("Straße", "STRASSE", True),
@@ -91,23 +85,23 @@ def test_examples_are_few(tmp_path):
         ("???", "!!!", False),
     ],
 )
-def test_questions_are_compared_by_their_words(one, other, equal):
-    assert (question_key(one) == question_key(other)) == equal
+def test_questions_are_compared_by_their_words(item, other, equal):
+    assert (question_key(item) == question_key(other)) == equal
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_both_outputs_hold_the_same_with_prompts_or_without(tmp_path, monkeypatch, suffix):
+def test_both_output_formats_hold_the_same(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(module, "BATCH", 2)
     prompts = [
         [{"role": "system", "content": "x"}, {"role": "user", "content": f"Say: q{n}?"}] for n in range(5)
     ]
     rows = [row(n, f"q{n}?", prompt=prompts[n], supporting_ids=["7"]) for n in range(5)]
-    train = write(tmp_path / "train.jsonl", *rows, row(9, "no prompt?"))
+    train = write_rows(tmp_path / "train.jsonl", *rows, row(9, "no prompt?"))
     prepare(str(train), tmp_path / f"out{suffix}")
     assert load_questions(tmp_path / f"out{suffix}") == load_questions(train)
     prepare(str(train), tmp_path / f"bare{suffix}", Filters(keeps_prompt=False))
     bare = load_questions(tmp_path / f"bare{suffix}")
-    assert [one.prompt for one in bare] == [()] * 6 and bare[0].supporting_ids == ("7",)
+    assert [item.prompt for item in bare] == [()] * 6 and bare[0].supporting_ids == ("7",)
 
 
 def test_other_peoples_parquet_becomes_ours(tmp_path):
@@ -125,15 +119,12 @@ def test_other_peoples_parquet_becomes_ours(tmp_path):
     with pytest.raises(UserError, match="id 'nq_test_0' was used before"):
         load_questions(tmp_path / "test.parquet")
     report = prepare(str(tmp_path / "test.parquet"), tmp_path / "out.jsonl")
-    assert [one.id for one in load_questions(tmp_path / "out.jsonl")] == [
-        "nq_test_0",
-        "nq_test_0_2",
-        "nq_test_0_3",
-    ]
+    written = [question.id for question in load_questions(tmp_path / "out.jsonl")]
+    assert written == ["nq_test_0", "nq_test_0_2", "nq_test_0_3"]
     assert report.renamed == 2
 
 
-def test_a_bad_row_leaves_what_was_there_before(files, tmp_path):
+def test_bad_row_keeps_the_former_output(files, tmp_path):
     train, _ = files
     (tmp_path / "out.jsonl").write_text("mine")
     with train.open("a") as file:
@@ -146,9 +137,7 @@ def test_a_bad_row_leaves_what_was_there_before(files, tmp_path):
 
 
 def test_nothing_left_is_an_error_and_writes_nothing(files, tmp_path):
-    with pytest.raises(
-        UserError, match=r"no question is left, 6 were dropped \(no answer, other data source\)"
-    ):
+    with pytest.raises(UserError, match="no question is left, 6 .*no answer, other data source"):
         prepare(str(files[0]), tmp_path / "out.jsonl", Filters(data_sources={"none"}))
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -167,44 +156,34 @@ def test_bad_arguments_are_one_line(files, tmp_path, monkeypatch, capsys, argume
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as ended:
         cli.calibadv(["prepare-data", str(files[0]), "--output", "out.jsonl", *arguments])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and message in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert ended.value.code == 2 and message in output and output.count("\n") == 1
 
 
-def test_the_command_prints_the_counts(files, tmp_path, capsys):
+def test_command_prints_the_counts(files, tmp_path, capsys):
     train, test = files
     build_word_tokenizer().save_pretrained(tmp_path / "tokenizer")
     filters = ["--exclude", str(test), "--max_tokens", "20", "--tokenizer", str(tmp_path / "tokenizer")]
-    call = [
-        "prepare-data",
-        str(train),
-        "--output",
-        str(tmp_path / "out.parquet"),
-        *filters,
-        "--only",
-        "hotpotqa",
-    ]
+    output = ["--output", str(tmp_path / "out.parquet"), "--only", "hotpotqa"]
     with pytest.raises(SystemExit) as ended:
-        cli.calibadv(call)
+        cli.calibadv(["prepare-data", str(train), *output, *filters])
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == [
-        *("data", "source", "read", "written", "no", "answer", "other", "data", "source"),
-        *("overlap", "too", "long"),
-    ]
+    header = "data source read written no answer other data source overlap too long"
+    assert lines[0].split() == header.split()
     assert [line.split() for line in lines[2:5]] == [
         ["hotpotqa", "3", "1", "0", "0", "1", "1"],
         ["nq", "3", "0", "1", "2", "0", "0"],
         ["all", "6", "1", "1", "2", "1", "1"],
     ]
-    assert [one.text for one in load_questions(tmp_path / "out.parquet")] == ["Another of this id"]
+    assert [question.text for question in load_questions(tmp_path / "out.parquet")] == ["Another of this id"]
 
 
-def test_rows_that_name_no_data_source_get_the_one_that_is_given(tmp_path):
+def test_rows_without_data_source_get_the_default(tmp_path):
     rows = [{"id": n, "question": f"q{n}", "golden_answers": ["ada"] * (n > 0)} for n in range(3)]
-    report = prepare(str(write(tmp_path / "x.jsonl", *rows)), tmp_path / "out.jsonl", Filters("mine"))
+    report = prepare(str(write_rows(tmp_path / "x.jsonl", *rows)), tmp_path / "out.jsonl", Filters("mine"))
     assert counts(report) == {"mine": [3, 2], "all": [3, 2]}
-    assert [one.data_source for one in load_questions(tmp_path / "out.jsonl")] == ["mine", "mine"]
+    assert [question.data_source for question in load_questions(tmp_path / "out.jsonl")] == ["mine", "mine"]
 
 
 def test_prompt_of_row_counts_as_tokens(tmp_path):
@@ -215,20 +194,18 @@ def test_prompt_of_row_counts_as_tokens(tmp_path):
 
 def test_answers_that_normalise_to_nothing_are_dropped(tmp_path, capsys):
     rows = [row(1, "Who?", golden_answers=["A"]), row(2, "Where?", golden_answers=["The", "Rome"])]
-    train = write(tmp_path / "train.jsonl", *rows, row(3, "When?", golden_answers="May|June"))
+    train = write_rows(tmp_path / "train.jsonl", *rows, row(3, "When?", golden_answers="May|June"))
     report = prepare(str(train), tmp_path / "out.jsonl")
     assert report.rows()[0] == ["nq", 3, 2, 1] and report.reasons == ["empty answer"]
-    assert [one.golden_answers for one in load_questions(tmp_path / "out.jsonl")] == [
-        ("Rome",),
-        ("May|June",),
-    ]
+    written = [question.golden_answers for question in load_questions(tmp_path / "out.jsonl")]
+    assert written == [("Rome",), ("May|June",)]
     kept = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     assert (kept["empty_answers"], kept["joined_answers"]) == (1, 1)
 
 
 def test_named_columns_and_separator_are_read(tmp_path, capsys):
-    train = write(tmp_path / "mine.jsonl", {"query_id": 7, "text": "who?", "gold": "Ada; Bo"})
-    test = write(tmp_path / "test.jsonl", row(9, "where?"))
+    train = write_rows(tmp_path / "mine.jsonl", {"query_id": 7, "text": "who?", "gold": "Ada; Bo"})
+    test = write_rows(tmp_path / "test.jsonl", row(9, "where?"))
     call = ["prepare-data", str(train), "--question", "text", "--answer", "gold", "--exclude", str(test)]
     for separator in (["--separator", ";"], []):
         with pytest.raises(SystemExit) as ended:

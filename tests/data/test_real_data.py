@@ -1,18 +1,11 @@
 """Real questions, written as other trainers have them, and read again."""
 
-import json
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from calibadv_jax.config import PromptConfig
 from calibadv_jax.contrib.prepare import Filters, prepare
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.rollout.observation import decode
-from calibadv_jax.rollout.prompts import build_prompt
 
 PROMPT = (
     "Answer the given question. Reason inside <think> and </think>; search with <search> query </search>; the"
@@ -54,43 +47,21 @@ def searchr1(questions, tmp_path_factory):
 
 @pytest.mark.medium
 def test_as_search_r1_has_them(questions, searchr1, tmp_path):
-    found = load_questions(searchr1)
-    assert [plain(one) for one in found] == [plain(one) for one in questions]
-    assert {one.data_source for one in found} == SOURCES
+    result = load_questions(searchr1)
+    assert [plain(item) for item in result] == [plain(question) for question in questions]
+    assert {item.data_source for item in result} == SOURCES
     rows = pq.read_table(searchr1).to_pylist()
     bare = [
         {name: row[name] for name in row if name not in ("id", "question", "golden_answers")} for row in rows
     ]
     pq.write_table(pa.Table.from_pylist(bare), tmp_path / "authors.parquet")
     again = load_questions(tmp_path / "authors.parquet")
-    assert [plain(one) for one in again] == [plain(one) for one in questions], "out of the prompts"
+    assert [plain(item) for item in again] == [plain(question) for question in questions], (
+        "out of the prompts"
+    )
 
 
-def test_as_flashrag_has_them(questions, tmp_path):
-    for source in SOURCES:
-        (tmp_path / source).mkdir()
-        with (tmp_path / source / "test.jsonl").open("w") as file:
-            for number, one in enumerate(q for q in questions if q.data_source == source):
-                row = {"id": f"test_{number}", "question": one.text, "golden_answers": one.golden_answers}
-                file.write(json.dumps(row | {"metadata": {}}) + "\n")
-    found = load_questions(f"{tmp_path}/*/test.jsonl")
-    assert sorted(map(plain, found)) == sorted(map(plain, questions))
-    assert len({one.id for one in found}) == len(questions)
-
-
-def test_their_own_prompt_is_given_to_the_policy_word_for_word(searchr1):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={piece: n for n, piece in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    config = PromptConfig(template="from_data")
-    for question in load_questions(searchr1):
-        ids = build_prompt(question, tokenizer, config, 9999)
-        assert decode(tokenizer, ids) == PROMPT.format(question.text)
-
-
-def test_train_and_test_do_not_overlap_and_an_overlap_is_found(shared, searchr1, tmp_path):
+def test_overlap_of_train_and_test_is_detected(shared, searchr1, tmp_path):
     train = shared / "data/wiki_sample/train.jsonl"
     report = prepare(str(train), tmp_path / "train.jsonl", Filters(excluded=[str(searchr1)]))
     assert report.rows()[-1] == ["all", 3819, 3819]

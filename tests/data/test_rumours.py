@@ -35,7 +35,7 @@ def world():
 
 def believed(passage):
     """The one sentence of a passage that may be false."""
-    (sentence,) = [one for one in passage.removesuffix(".").split(". ") if one.startswith(SAID)]
+    (sentence,) = [part for part in passage.removesuffix(".").split(". ") if part.startswith(SAID)]
     return sentence.removeprefix(SAID)
 
 
@@ -51,35 +51,35 @@ def test_rumours_are_as_often_true_as_asked_for(truth):
             name, bridge = asked.searches
             assert f"{asked.statements[0]}." in passages[name]
             assert f"{asked.statements[1]}." in passages[bridge]
-            said = believed(passages[name])
-            assert said.startswith(bridge)
-            right.append(said == asked.statements[1])
+            output = believed(passages[name])
+            assert output.startswith(bridge)
+            right.append(output == asked.statements[1])
             assert asked.answer not in asked.text and facts.rumours[name].said not in asked.text
     assert np.mean(right) == pytest.approx(truth, abs=0.1)
 
 
-def test_every_passage_has_one_rumour_and_only_its_questions_are_answered_by_it(world):
+def test_every_passage_has_one_relevant_rumour(world):
     by_id = {passage.id: passage for passage in world.passages}
     kinds = dict.fromkeys(("one_hop", "two_hop", "rumour"), 0)
     for question in world.train:
         kinds[question.data_source] += 1
         passages = [by_id[name] for name in question.supporting_ids]
-        said = believed(passages[0].text)
+        output = believed(passages[0].text)
         if question.data_source == "rumour":
-            assert said.startswith(passages[1].title)
+            assert output.startswith(passages[1].title)
         if question.data_source == "two_hop":
-            assert question.golden_answers[0] not in said or not said.startswith(passages[1].title)
+            assert question.golden_answers[0] not in output or not output.startswith(passages[1].title)
     shares = {kind: count / len(world.train) for kind, count in kinds.items()}
     assert shares == pytest.approx({"one_hop": 0.2, "two_hop": 0.2, "rumour": 0.6}, abs=0.06)
 
 
-def test_a_world_that_asks_no_rumours_holds_none():
+def test_world_without_rumour_questions_holds_none():
     plain = generate_world(WorldConfig(train_questions=50, eval_questions=50))
     assert not any(SAID in passage.text for passage in plain.passages)
     assert {question.data_source for question in plain.train} == {"one_hop", "two_hop", "comparison"}
 
 
-def test_the_smallest_world_has_rumours():
+def test_smallest_world_has_rumours():
     """One true object and one other, which every false rumour names."""
     config = WorldConfig(
         people=2, cities=2, companies=2, works=1, one_hop=0, two_hop=0, comparison=0, rumour=1
@@ -94,7 +94,7 @@ def test_every_word_is_known(world):
 
 
 @pytest.mark.medium
-def test_demonstrations_believe_or_look_further_and_misread_as_often_as_said():
+def test_demonstrations_believe_and_misread_at_configured_rates():
     credulous, misread = [], []
     for demonstration in itertools.islice(imperfect(0, RUMOURS), 3000):
         if demonstration.question.data_source != "rumour":
@@ -114,16 +114,16 @@ def test_demonstrations_believe_or_look_further_and_misread_as_often_as_said():
     assert np.mean(misread) == pytest.approx(RUMOURS.misread, abs=0.05)
 
 
-def test_look_ups_teach_to_quote_rumours_and_nothing_of_looking_further():
+def test_lookups_quote_rumours_only():
     drawn = list(itertools.islice(lookups(0, RUMOURS), 1000))
     kinds = {demonstration.question.data_source for demonstration in drawn}
     assert kinds == {"drill", "one_hop", "rumour"}  # no comparisons where none are asked
-    rumours = [one for one in drawn if one.question.data_source == "rumour"]
+    rumours = [item for item in drawn if item.question.data_source == "rumour"]
     assert 0.2 < len(rumours) / len(drawn) < 0.4
-    assert all(len(one.turns) == 2 and SAID in one.turns[-1].text for one in rumours)
+    assert all(len(rumour.turns) == 2 and SAID in rumour.turns[-1].text for rumour in rumours)
 
 
-def test_a_folder_that_is_older_than_a_key_is_the_same_world(tmp_path):
+def test_older_world_folder_is_accepted(tmp_path):
     config = WorldConfig(dir=str(tmp_path / "world"), people=40, train_questions=20, eval_questions=20)
     manifest = write_world(config) / "manifest.json"
     older = json.loads(manifest.read_text(encoding="utf-8"))

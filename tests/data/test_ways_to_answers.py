@@ -20,7 +20,7 @@ def facts():
 
 
 @pytest.mark.parametrize(("kind", "hops"), [("one_hop", 1), ("two_hop", 2), ("comparison", 2)])
-def test_every_step_of_the_way_is_a_sentence_of_its_passage(facts, kind, hops):
+def test_every_statement_is_in_its_passage(facts, kind, hops):
     rng = np.random.default_rng(1)
     passages = dict(write_passages(facts, rng))
     for _ in range(300):
@@ -47,8 +47,7 @@ def test_no_entity_occurs_twice(facts):
 
 
 @pytest.mark.parametrize("generator", [imperfect, lookups])
-def test_what_a_careful_demonstration_quotes_stands_in_what_it_was_shown(generator):
-    """Quoted is the sentence that was looked for: of the passage with the title of the last search."""
+def test_careful_demonstration_quotes_shown_passages(generator):
     quotes = 0
     for demonstration in itertools.islice(generator(3, WorldConfig()), 1000):
         shown = None
@@ -67,8 +66,7 @@ def test_what_a_careful_demonstration_quotes_stands_in_what_it_was_shown(generat
 
 
 @pytest.mark.medium
-def test_a_wrong_name_is_looked_up_before_the_right_one():
-    """Never after it: the answer follows from the last search."""
+def test_wrong_name_is_searched_before_the_right_one():
     detours = 0
     for demonstration in itertools.islice(imperfect(4, WorldConfig()), 2000):
         searches = [turn.documents[0] for turn in demonstration.turns if turn.documents]

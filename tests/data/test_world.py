@@ -12,8 +12,6 @@ from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.contrib.worlds.words import POOLS
 from calibadv_jax.contrib.worlds.world import generate_world, write_world
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.demonstration_files import load_demonstrations
-from calibadv_jax.data.demonstrations import DemoTurn
 from calibadv_jax.data.questions import load_questions
 
 SMALL = WorldConfig(people=40, cities=12, companies=12, works=8, train_questions=300, eval_questions=200)
@@ -69,7 +67,7 @@ def test_answers_follow_from_the_supporting_passages(world):
             assert passages[1].title not in question.text
 
 
-def test_the_tokenizer_knows_every_word(world, tokenizer):
+def test_tokenizer_covers_every_word(world, tokenizer):
     demonstrations = list(itertools.islice(imperfect(0, SMALL), 200))
     texts = [question.text for question in world.train + world.eval]
     texts += [f"{passage.title} {passage.text}" for passage in world.passages]
@@ -82,7 +80,7 @@ def test_the_tokenizer_knows_every_word(world, tokenizer):
         assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids
 
 
-def test_the_tokenizer_survives_saving(tokenizer, tmp_path):
+def test_saved_tokenizer_is_equal(tokenizer, tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer.save_pretrained(tmp_path)
@@ -122,7 +120,7 @@ def test_one_hop_guesses_are_as_frequent_as_said():
     assert share == pytest.approx(Flaws().guess, abs=0.06)
 
 
-def test_world_folder_is_written_once_and_never_over_something_else(tmp_path):
+def test_world_folder_is_written_once(tmp_path):
     config = WorldConfig(**{**vars(SMALL), "dir": str(tmp_path / "world")})
     folder = write_world(config)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
@@ -137,7 +135,7 @@ def test_world_folder_is_written_once_and_never_over_something_else(tmp_path):
 
 
 @pytest.mark.parametrize("manifest", ["", '{"seed": 0, "peo', "[]", "\xff"])
-def test_a_folder_with_a_manifest_of_something_else_is_left_alone(tmp_path, manifest):
+def test_folder_with_foreign_manifest_is_refused(tmp_path, manifest):
     (tmp_path / "manifest.json").write_bytes(manifest.encode("latin-1"))
     with pytest.raises(UserError, match="holds something other than this world"):
         write_world(WorldConfig(**{**vars(SMALL), "dir": str(tmp_path)}))
@@ -147,27 +145,3 @@ def test_a_folder_with_a_manifest_of_something_else_is_left_alone(tmp_path, mani
 def test_too_many_entities_is_one_clear_line():
     with pytest.raises(UserError, match="5000 names of kind 'person' were asked for, but there are"):
         generate_world(WorldConfig(people=5000))
-
-
-def test_own_demonstrations(tmp_path):
-    path = tmp_path / "demos.jsonl"
-    row = {
-        "id": "a",
-        "question": "q",
-        "golden_answers": ["x"],
-        "data_source": "mine",
-        "turns": [
-            {"text": "<search> q </search>", "documents": [{"title": "T", "text": "t"}]},
-            {"text": "<answer> x </answer>"},
-        ],
-    }
-    path.write_text(json.dumps(row) + "\n")
-    (demonstration,) = load_demonstrations(path)
-    assert demonstration.turns[1] == DemoTurn("<answer> x </answer>")
-    assert demonstration.turns[0].documents[0].title == "T"
-    path.write_text(json.dumps(row | {"turns": [{"text": ""}]}) + "\n")
-    with pytest.raises(UserError, match=r"demos.jsonl:1: every turn needs a non-empty 'text'"):
-        load_demonstrations(path)
-    path.write_text(json.dumps(row | {"turns": [{"text": "<think> t </think> Rome"}]}) + "\n")
-    with pytest.raises(UserError, match="demos.jsonl:1: a turn must hold <search> query </search> or"):
-        load_demonstrations(path)

@@ -35,10 +35,10 @@ def tags_of(demonstration):
 
 
 @pytest.mark.parametrize("pages", [True, False])
-def test_an_age_is_the_difference_of_two_years_and_stands_nowhere(pages):
+def test_age_is_a_difference_found_in_no_text(pages):
     world = generate_world(replace(AGES, pages=pages))
-    texts = {one.title: one.text for one in world.pages or world.passages}
-    asked = [one for one in (*world.train, *world.eval) if one.data_source == "age"]
+    texts = {item.title: item.text for item in world.pages or world.passages}
+    asked = [item for item in (*world.train, *world.eval) if item.data_source == "age"]
     assert 20 < len(asked) < 60
     for question in asked:
         (name,) = re.findall(r"how old did (.*) become\?", question.text)
@@ -49,30 +49,30 @@ def test_an_age_is_the_difference_of_two_years_and_stands_nowhere(pages):
         assert len(question.supporting_ids) == 1 + pages
 
 
-def test_the_tokenizer_knows_its_words_and_no_other_token_moves():
+def test_tokenizer_covers_ages_and_keeps_other_ids():
     tokenizer, of_pages = build_word_tokenizer(pages=True, ages=True), build_word_tokenizer(pages=True)
     world = generate_world(AGES)
-    texts = [f"{one.title} {one.text}" for one in (*world.passages, *world.pages)]
-    texts += [f"{one.text} {one.golden_answers[0]}" for one in (*world.train, *world.eval)]
+    texts = [f"{passage.title} {passage.text}" for passage in (*world.passages, *world.pages)]
+    texts += [f"{item.text} {item.golden_answers[0]}" for item in (*world.train, *world.eval)]
     for make in (imperfect, lookups, drills):
-        for one in itertools.islice(make(0, AGES), 100):
-            texts += [f"{turn.text} {turn.observation}" for turn in one.turns]
+        for item in itertools.islice(make(0, AGES), 100):
+            texts += [f"{turn.text} {turn.observation}" for turn in item.turns]
     assert [text for text in texts if tokenizer.unk_token_id in tokenizer.encode(text)] == []
     kept = {word: index for word, index in of_pages.get_vocab().items() if "access" not in word}
     assert kept == {word: tokenizer.get_vocab()[word] for word in kept}
 
 
-def test_few_demonstrations_calculate_and_those_that_do_are_right():
+def test_few_demonstrations_calculate_correctly():
     ways = Counter()
-    for one in itertools.islice(imperfect(0, AGES), 600):
-        if not is_age(one):
+    for demonstration in itertools.islice(imperfect(0, AGES), 600):
+        if not is_age(demonstration):
             continue
-        ways[tags_of(one)[-3:]] += 1
-        if "calculate" in tags_of(one):
-            *_, page, turn, last = one.turns
+        ways[tags_of(demonstration)[-3:]] += 1
+        if "calculate" in tags_of(demonstration):
+            *_, page, turn, last = demonstration.turns
             (body,) = re.findall("<calculate> (.*) </calculate>", turn.text)
             assert all(year in page.documents[0].text for year in body.split(" - "))
-            (answer,) = one.question.golden_answers
+            (answer,) = demonstration.question.golden_answers
             assert calculated(body) == turn.observation == answer and f"> {answer} <" in last.text
     assert set(ways) == {
         ("answer",), ("search", "answer"), ("search", "access", "answer"), ("access", "calculate", "answer"),
@@ -81,5 +81,9 @@ def test_few_demonstrations_calculate_and_those_that_do_are_right():
 
 
 def test_every_careful_demonstration_of_an_age_calculates():
-    ways = {"calculate" in tags_of(one) for one in itertools.islice(lookups(0, AGES), 200) if is_age(one)}
+    ways = {
+        "calculate" in tags_of(demonstration)
+        for demonstration in itertools.islice(lookups(0, AGES), 200)
+        if is_age(demonstration)
+    }
     assert ways == {True}

@@ -18,10 +18,10 @@ SMALL = WorldConfig(
 )  # fmt: skip
 
 
-def test_a_search_alone_answers_nothing():
+def test_search_alone_answers_nothing():
     world = generate_world(SMALL)
-    passages = {one.id: one for one in world.passages}
-    pages = {one.id: one for one in world.pages}
+    passages = {passage.id: passage for passage in world.passages}
+    pages = {page.id: page for page in world.pages}
     assert len({page.address for page in world.pages}) == len(world.passages)
     for question in (*world.train, *world.eval):
         passage_id, page_id = question.supporting_ids
@@ -30,7 +30,7 @@ def test_a_search_alone_answers_nothing():
         assert passage.text == f"the page of {page.title} is {page.address}."
 
 
-def test_the_world_lies_on_disk_with_its_pages_and_words(tmp_path):
+def test_world_is_written_with_its_pages(tmp_path):
     write_world(replace(SMALL, dir=str(tmp_path / "world")))
     rows = [json.loads(line) for line in (tmp_path / "world/pages.jsonl").read_text().splitlines()]
     assert len(rows) == 88 and set(rows[0]) == {"url", "contents"}
@@ -43,13 +43,14 @@ def test_the_world_lies_on_disk_with_its_pages_and_words(tmp_path):
 
 def test_demonstrations_read_the_page_or_guess():
     ways = {}
-    for one in islice(imperfect(0, SMALL), 300):
-        tags = tuple(turn.text.rpartition("</")[2].rstrip(">") for turn in one.turns)
+    for demonstration in islice(imperfect(0, SMALL), 300):
+        tags = tuple(turn.text.rpartition("</")[2].rstrip(">") for turn in demonstration.turns)
         ways[tags] = ways.get(tags, 0) + 1
         if tags[-2:] == ("access", "answer"):
-            (page,) = one.turns[-2].documents
+            (page,) = demonstration.turns[-2].documents
             assert (
-                one.question.golden_answers[0] in page.text and page.id == f"page {_address(one.turns[-2])}"
+                demonstration.question.golden_answers[0] in page.text
+                and page.id == f"page {_address(demonstration.turns[-2])}"
             )
     assert set(ways) >= {("answer",), ("search", "answer"), ("search", "access", "answer")}
     assert ways["search", "access", "answer"] < 150  # most do not read

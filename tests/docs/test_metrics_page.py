@@ -23,7 +23,7 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.metrics.catalogue import Metric, authors_names, find, metrics
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.run.trainer import Trainer
+from calibadv_jax.run.state import RunState
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from scripts import document_metrics
 
@@ -96,9 +96,9 @@ def training(tmp_path_factory):
     )
     rollouts = EventfulRollouts()
     console = Console(progress=False)
-    trainer = Trainer(config, make_model(), QUESTIONS, rollouts, folder, console)
-    with Stop() as stop, trainer:
-        train(config, trainer, rollouts, folder, console, stop)
+    state = RunState(config, make_model(), QUESTIONS, rollouts, folder, console)
+    with Stop() as stop, state:
+        train(state, stop)
     return logged(folder / "metrics.jsonl")
 
 

@@ -5,9 +5,9 @@ import pytest
 from run_folder_rig import CALCULATOR, QUESTIONS, StandInModel, another_calculator
 from safetensors.numpy import save_file
 
-from calibadv_jax.commands.train import check_same
 from calibadv_jax.config import load_config
 from calibadv_jax.hosts.exchange import Hosts
+from calibadv_jax.run.fingerprints import check_same
 
 
 class Told(Hosts):

@@ -31,7 +31,9 @@ def search(think, *documents, **more):
         text=f"<think>{think}</think><search>{think}?</search>",
         think=think,
         query=f"{think}?",
-        documents=tuple(Document(one, f"title {one}", f"text {one}", 0.1) for one in documents),
+        documents=tuple(
+            Document(document, f"title {document}", f"text {document}", 0.1) for document in documents
+        ),
         observation_ids=tokens(9, 9),
         values=np.float32([0.1, 1 / 3, 0.5]),
         observation_text=INFORMATION,

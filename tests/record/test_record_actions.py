@@ -36,8 +36,8 @@ def kept(tmp_path):
     turns = [[search("a b c", "d1"), access("e f", "page x"), answer("Ann")]]
     turns += [[access("g h i", "page x"), answer("Bob")]]
     many = [
-        Trajectory(QUESTION, tokens(1), one, number, actions=("search", "access"))
-        for number, one in enumerate(turns)
+        Trajectory(QUESTION, tokens(1), turn, number, actions=("search", "access"))
+        for number, turn in enumerate(turns)
     ]
     groups = score_groups([Group(QUESTION, many)], CONFIG.reward, np.random.default_rng(0))
     result = compute_advantages(groups, CONFIG.advantage)
@@ -45,14 +45,14 @@ def kept(tmp_path):
     return find_step(tmp_path, 1), groups, result
 
 
-def test_a_record_knows_which_tags_were_actions(kept):
+def test_record_keeps_the_actions(kept):
     path, groups, result = kept
     assert read_metadata(path)["schema_version"] == VERSION == "1"  # no column is new
     assert json.loads(read_metadata(path)["actions"]) == ["search", "access"]
     step = read_step(path)
-    assert {one.actions for one in step.groups[0].trajectories} == {("search", "access")}
+    assert {trajectory.actions for trajectory in step.groups[0].trajectories} == {("search", "access")}
     again = score_again(step, kept_config(step, path), np.random.default_rng(0))
-    assert [one.format_valid for one in again[0][0].trajectories] == [True, True]
+    assert [trajectory.format_valid for trajectory in again[0][0].trajectories] == [True, True]
     assert equal_turns(step.credits, again[1].credits, rounding=0) == (5, 5)
 
 
@@ -66,8 +66,8 @@ def test_page_report_and_terminal_name_the_action(kept):
     assert _advantages(turns)["turn_advantage/search before"] == pytest.approx(
         np.mean([*result.credits[0].before[0][:2], result.credits[0].before[1][0]])
     )
-    said = list(transcript(groups[0].trajectories[0]))
-    assert "access  e f?" in said
+    output = list(transcript(groups[0].trajectories[0]))
+    assert "access  e f?" in output
     unanswered = replace(groups[0].trajectories[0], turns=groups[0].trajectories[0].turns[:2])
     assert ending(unanswered).startswith("no answer: its last access came after the last one allowed")
     metrics = trajectory_metrics(groups)

@@ -28,8 +28,8 @@ def same(left, right):
             same(getattr(left, field.name), getattr(right, field.name))
     elif isinstance(left, list | tuple):
         assert type(left) is type(right) and len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            same(one, other)
+        for item, other in zip(left, right, strict=True):
+            same(item, other)
     elif isinstance(left, np.ndarray):
         assert left.dtype == right.dtype
         np.testing.assert_array_equal(left, right)
@@ -39,12 +39,12 @@ def same(left, right):
 
 def test_everything_comes_back_bit_for_bit(tmp_path):
     groups, result, learner = keep(tmp_path, make_config())
-    found = read_step(find_step(tmp_path, 7))
-    same(found.groups, groups)
-    same(found.credits, result.credits)
+    actual = read_step(find_step(tmp_path, 7))
+    same(actual.groups, groups)
+    same(actual.credits, result.credits)
     learner[0][0][[3, 4, 8, 9]] = 0  # the learner has none of observation tokens
-    same(found.learner_logprobs, learner)
-    assert found.step == 7
+    same(actual.learner_logprobs, learner)
+    assert actual.step == 7
 
 
 def test_config_of_the_file_refers_to_the_environment(tmp_path, monkeypatch):
@@ -57,25 +57,27 @@ def test_config_of_the_file_refers_to_the_environment(tmp_path, monkeypatch):
     assert kept_config(read_step(path), path).tools == tools  # what replay reads
 
 
-def test_what_the_environment_opened_is_known_by_the_config_of_the_file(tmp_path):
+def test_opening_comes_from_the_kept_config(tmp_path):
     prompt = dataclasses.replace(make_config().prompt, prepend_think=True)
     keep(tmp_path, dataclasses.replace(make_config(), prompt=prompt))
-    found = read_step(find_step(tmp_path, 7)).groups
-    assert {one.opening for group in found for one in group.attempts} == {"<think>"}
+    result = read_step(find_step(tmp_path, 7)).groups
+    assert {attempt.opening for group in result for attempt in group.attempts} == {"<think>"}
 
 
 def test_opening_of_first_turn_is_kept(tmp_path):
     groups, result = scored(make_config())
     groups[0].trajectories[0].first_opening = "<think>\n"
     RolloutWriter(tmp_path, make_config(), 7).write(7, groups, result.credits, unknown(groups), 3)
-    first, *others = [one for group in read_step(find_step(tmp_path, 7)).groups for one in group.trajectories]
+    first, *others = [
+        trajectory for group in read_step(find_step(tmp_path, 7)).groups for trajectory in group.trajectories
+    ]
     assert [first.opening_of(0), first.opening_of(1), others[0].opening_of(0)] == ["<think>\n", "", ""]
     path = find_step(tmp_path, 7)
     pq.write_table(pq.read_table(path).drop_columns(["first_opening"]), path)  # as older files are
     assert read_step(path).groups[0].trajectories[0].opening_of(0) == ""
 
 
-def test_a_row_says_what_credit_assignment_knew(tmp_path):
+def test_row_holds_the_credit(tmp_path):
     groups, result, _ = keep(tmp_path, make_config())
     rows = read_columns(find_step(tmp_path, 7)).to_pylist(maps_as_pydicts="strict")
     assert [(row["step"], row["group"], row["index"]) for row in rows] == [
@@ -123,7 +125,7 @@ def test_grpo_judges_no_turn(tmp_path):
     assert {turn["advantage"] for turn in rows[1]["turns"]} == {rows[1]["advantage_raw"]} != {0.0}
 
 
-def test_the_file_says_how_it_was_made(tmp_path):
+def test_metadata_describes_the_file(tmp_path):
     config = make_config()
     keep(tmp_path, config, seed=11)
     metadata = read_metadata(find_step(tmp_path, 7))
@@ -134,7 +136,7 @@ def test_the_file_says_how_it_was_made(tmp_path):
     assert json.loads(metadata["config"]) == dataclasses.asdict(config)
 
 
-def test_the_columns_are_those_of_the_schema_and_a_part_of_them_can_be_read(tmp_path):
+def test_columns_follow_the_schema_and_read_partially(tmp_path):
     keep(tmp_path, make_config())
     path = find_step(tmp_path, 7)
     assert pq.read_schema(path).remove_metadata() == SCHEMA
@@ -159,7 +161,7 @@ def names(folder):
     return sorted(path.name for path in (folder / "rollouts").iterdir())
 
 
-def test_the_newest_steps_and_some_older_ones_stay(tmp_path):
+def test_newest_and_every_nth_step_stay(tmp_path):
     config = make_config(rollouts_keep=3, rollouts_every=4)
     write_steps(RolloutWriter(tmp_path, config, 1), range(1, 11))
     assert list(kept_steps(tmp_path)) == [4, 8, 9, 10]
@@ -169,7 +171,7 @@ def test_the_newest_steps_and_some_older_ones_stay(tmp_path):
     assert list(kept_steps(tmp_path / "b")) == [1, 2, 3, 4, 5]
 
 
-def test_a_new_start_removes_what_it_will_write_again(tmp_path):
+def test_new_start_removes_later_steps(tmp_path):
     write_steps(RolloutWriter(tmp_path, make_config(), 1), range(1, 5))
     RolloutWriter(tmp_path, make_config(), 4)
     assert names(tmp_path) == ["step_1.parquet", "step_2.parquet", "step_3.parquet"]
@@ -186,7 +188,7 @@ def test_nothing_is_kept_where_nothing_shall_be(tmp_path):
     assert not (tmp_path / "rollouts").exists()
 
 
-def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
     writer = RolloutWriter(tmp_path, make_config(), 1)
     groups, result = scored(writer.config)
 
@@ -204,11 +206,11 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
-def test_the_size_is_told(tmp_path):
+def test_file_size_is_a_metric(tmp_path):
     writer = RolloutWriter(tmp_path, make_config(), 1)
     groups, result = scored(writer.config)
-    told = writer.write(1, groups, result.credits, unknown(groups), 0)
-    assert told == {"perf/record_bytes": find_step(tmp_path, 1).stat().st_size}
+    message = writer.write(1, groups, result.credits, unknown(groups), 0)
+    assert message == {"perf/record_bytes": find_step(tmp_path, 1).stat().st_size}
 
 
 def test_bad_files_are_one_line(tmp_path):
@@ -223,14 +225,14 @@ def test_bad_files_are_one_line(tmp_path):
         read_metadata(tmp_path / "rollouts/step_8.parquet")
 
 
-def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
+def test_file_of_another_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("calibadv_jax.record.writer.VERSION", "2")
     keep(tmp_path, make_config())
     with pytest.raises(UserError, match="its schema_version is 2, this program reads 1"):
         read_step(find_step(tmp_path, 7))
 
 
-def test_an_older_file_knows_nothing_of_golden_answers(tmp_path):
+def test_older_file_without_golden_logprobs_is_read(tmp_path):
     groups, _, _ = keep(tmp_path, make_config())
     path = find_step(tmp_path, 7)
     table = pq.read_table(path)
@@ -240,11 +242,11 @@ def test_an_older_file_knows_nothing_of_golden_answers(tmp_path):
     schema = table.schema.set(table.schema.get_field_index("turns"), pa.field("turns", pa.list_(older)))
     pq.write_table(pa.Table.from_pylist(rows, schema), path)
     for group in read_step(path).groups:
-        assert all(one.golden_logprobs == {} for many in group.attempts for one in many.turns)
+        assert all(turn.golden_logprobs == {} for many in group.attempts for turn in many.turns)
     assert groups[0].trajectories[0].turns[0].golden_logprobs
 
 
-def test_a_step_that_is_not_kept_says_which_are(tmp_path):
+def test_missing_step_names_the_nearest(tmp_path):
     with pytest.raises(UserError, match="no trajectories are kept there"):
         find_step(tmp_path, 3)
     write_steps(RolloutWriter(tmp_path, make_config(), 1), [2, 9])

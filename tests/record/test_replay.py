@@ -34,7 +34,7 @@ def shown(out):
     return {name: values for name, *values in cells}
 
 
-def test_the_same_settings_give_the_kept_advantages(tmp_path, capsys):
+def test_same_settings_replay_the_kept_advantages(tmp_path, capsys):
     _, result, _ = keep(tmp_path, make_config())
     ratio = result.metrics["advantage/answer/ratio_after"]
     (tmp_path / "metrics.jsonl").write_text(
@@ -49,7 +49,7 @@ def test_the_same_settings_give_the_kept_advantages(tmp_path, capsys):
     assert shown(out)["reward/mean"][0] == "-"  # the run's row does not have it
 
 
-def test_another_lambda_shows_what_it_would_have_made_of_the_step(tmp_path, capsys):
+def test_changed_lambda_is_compared_with_the_replay(tmp_path, capsys):
     keep(tmp_path, make_config())
     assert call(tmp_path, "advantage.target_ratio=2", "--step", "7") == 0
     out = capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_another_lambda_shows_what_it_would_have_made_of_the_step(tmp_path, caps
         "examples.own_advantage:by_rank",
     ],
 )
-def test_a_step_is_kept_and_replayed_under_every_estimator(tmp_path, capsys, name):
+def test_every_estimator_replays_bit_for_bit(tmp_path, capsys, name):
     plain = make_config()
     config = replace(plain, advantage=replace(plain.advantage, name=name))
     _, result, _ = keep(tmp_path, config)
@@ -82,18 +82,21 @@ def test_a_step_is_kept_and_replayed_under_every_estimator(tmp_path, capsys, nam
     assert "replayed: 12 of 12 turns have the advantage that was kept, bit for bit" in capsys.readouterr().out
 
 
-def test_the_kept_step_stays_as_it_is(tmp_path):
+def test_replay_leaves_the_kept_step_unchanged(tmp_path):
     keep(tmp_path, make_config())
     kept = read_step(find_step(tmp_path, 7))
     other = kept_config(kept, Path("step"), ["reward.format=false", "reward.answer=cover_em"])
-    found = replay_step(kept, other)
-    scores = [[one.answer_score for one in group.trajectories] for group in (*kept.groups, *found.groups)]
+    result = replay_step(kept, other)
+    scores = [
+        [trajectory.answer_score for trajectory in group.trajectories]
+        for group in (*kept.groups, *result.groups)
+    ]
     assert scores[:2] == [[1, 0, 0], [0, 0]]
-    found.groups[0].trajectories[0].answer_score = 0.5
+    result.groups[0].trajectories[0].answer_score = 0.5
     assert kept.groups[0].trajectories[0].answer_score == 1
 
 
-def test_a_kept_advantage_that_comes_out_otherwise_is_status_1(tmp_path, capsys):
+def test_different_replayed_advantage_exits_with_1(tmp_path, capsys):
     config = make_config()
     groups, result, learner = keep(tmp_path, config)
     result.credits[0].turns[1][0] *= 1 + 1e-6
@@ -102,14 +105,14 @@ def test_a_kept_advantage_that_comes_out_otherwise_is_status_1(tmp_path, capsys)
     assert "replayed: 11 of 12 turns have the advantage that was kept" in capsys.readouterr().out
 
 
-def test_a_last_bit_of_another_machine_is_no_difference(tmp_path, capsys):
+def test_last_bit_difference_is_accepted(tmp_path, capsys):
     config = make_config()
     groups, result, learner = keep(tmp_path, config)
     result.credits[0].turns[1][0] *= 1 + 2**-52
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, learner, 3)
     assert call(tmp_path) == 0
-    told = "12 of 12 turns have the advantage that was kept, 11 of them bit for bit,"
-    assert f"{told} the other turns within 1e-09" in capsys.readouterr().out
+    message = "12 of 12 turns have the advantage that was kept, 11 of them bit for bit,"
+    assert f"{message} the other turns within 1e-09" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -126,22 +129,14 @@ def test_a_last_bit_of_another_machine_is_no_difference(tmp_path, capsys):
     ],
 )
 def test_rows_that_differ_are_marked(before, after, is_changed, mark):
-    columns = {
-        "run": {},
-        "replayed": {"reward/f1": before},
-        "changed": {"reward/f1": after, "reward/em": 1.0},
-    }
-    columns["replayed"]["reward/em"] = 1.0
-    columns = {
-        name: {metric: value for metric, value in column.items() if value is not None}
-        for name, column in columns.items()
-    }
+    columns = {"run": {}}
+    for name, value in (("replayed", before), ("changed", after)):
+        columns[name] = {"reward/em": 1.0} | ({} if value is None else {"reward/f1": value})
     rows = {name: cells for name, *cells in comparison_rows(columns, is_changed)}
     assert rows["reward/f1"][-1] == mark and rows["reward/em"][-1] == ""
 
 
 def test_rewards_are_shuffled_as_they_were(tmp_path):
-    """With the seed of the step, which after a rollback is not the run's."""
     config = make_config()
     config = replace(config, reward=replace(config.reward, shuffle=True))
 
@@ -155,13 +150,13 @@ def test_rewards_are_shuffled_as_they_were(tmp_path):
     result = compute_advantages(groups, config.advantage)
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, unknown(groups), 14)
     kept = read_step(find_step(tmp_path, 7))
-    found = replay_step(kept, kept_config(kept, Path("step")))
-    assert scores(found.groups) == scores(groups)
-    equal, total = equal_turns(kept.credits, found.advantages.credits)
+    actual = replay_step(kept, kept_config(kept, Path("step")))
+    assert scores(actual.groups) == scores(groups)
+    equal, total = equal_turns(kept.credits, actual.advantages.credits)
     assert equal == total
 
 
-def test_the_newest_step_is_the_default_and_mistakes_are_one_line(tmp_path, capsys):
+def test_newest_step_is_default_and_mistakes_are_reported(tmp_path, capsys):
     keep(tmp_path, make_config(), step=3)
     keep(tmp_path, make_config(), step=5)
     assert call(tmp_path) == 0
@@ -177,7 +172,7 @@ def test_the_newest_step_is_the_default_and_mistakes_are_one_line(tmp_path, caps
         assert tempfile.gettempdir() not in message.replace(str(tmp_path), "RUN")
 
 
-def test_a_kept_setting_that_does_not_exist_any_more_is_told_with_the_steps_file(tmp_path):
+def test_removed_kept_setting_names_the_file(tmp_path):
     keep(tmp_path, make_config(), step=3)
     path = find_step(tmp_path, 3)
     kept = read_step(path)

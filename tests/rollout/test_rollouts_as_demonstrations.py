@@ -15,7 +15,7 @@ from calibadv_jax.config import Config, PromptConfig, RolloutConfig, ToolConfig
 from calibadv_jax.core.errors import ActionRefused
 from calibadv_jax.core.interfaces import Reply
 from calibadv_jax.core.trajectory import Document, Group
-from calibadv_jax.data.demonstration_files import load_demonstrations
+from calibadv_jax.data.demonstrations import load_demonstrations
 from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory

@@ -16,32 +16,29 @@ from calibadv_jax.rewards.score import score_trajectory
 from calibadv_jax.run.choices import describe_choices
 
 
-def test_by_default_only_credit_and_loss_are_spoken_of():
+def test_defaults_describe_credit_and_loss_only():
     plain = Config()
     assert describe_choices(plain) == [*describe(plain.advantage), *check_loss(plain.loss)]
 
 
-def test_what_is_switched_on_is_said():
+def test_optional_features_are_described_when_on():
     plain = Config()
     reward = replace(plain.reward, overlong_penalty=1, overlong_from=100, overlong_until=200)
     data, rollout = replace(plain.data, rest_above=0.9), replace(plain.rollout, replace_tied=7)
     policy = replace(plain.policy, lora=replace(plain.policy.lora, rank=8, targets=["q", "v"]))
-    lora, *said = describe_choices(replace(plain, reward=reward, data=data, rollout=rollout, policy=policy))[
-        -4:
-    ]
+    lora, *output = describe_choices(
+        replace(plain, reward=reward, data=data, rollout=rollout, policy=policy)
+    )[-4:]
     assert lora == "adapters ON: rank 8, alpha 32 at q, v; the base stays as it is, in bfloat16"
-    assert "from 100 sampled tokens" in said[0] and "by 1 at 200" in said[0]
-    assert "up to 7 further questions" in said[1]
-    assert "below 0 or above 0.9" in said[2]
+    assert "from 100 sampled tokens" in output[0] and "by 1 at 200" in output[0]
+    assert "up to 7 further questions" in output[1]
+    assert "below 0 or above 0.9" in output[2]
 
 
-def test_a_run_without_searches_must_not_be_paid_for_a_format_that_has_one():
-    """Every score would be 0, in every step, and no guard would ever be armed."""
+def test_format_reward_without_searches_is_refused():
     plain = Config()
     without = replace(plain, rollout=replace(plain.rollout, max_searches=0))
-    with pytest.raises(
-        UserError, match="max_searches is 0 .*every trajectory would score 0.*reward.format=false"
-    ):
+    with pytest.raises(UserError, match="max_searches is 0 .*reward.format=false"):
         describe_choices(without)
     turn = Turn("answer", np.ones(1, np.int32), np.zeros(1), text="<think>t</think><answer>Ann</answer>")
     alone = Trajectory(
@@ -58,7 +55,7 @@ ALONE = {"group_size": 1}
 @pytest.mark.parametrize(
     ("rollout", "advantage", "message"),
     [
-        (ALONE, {}, "group_size is 1, but advantage.name=calibadv .*no answer would ever be praised"),
+        (ALONE, {}, "group_size is 1, but advantage.name=calibadv .*every answer would have the advantage 0"),
         (ALONE | {"replace_tied": 3}, {"name": "gae"}, "replace_tied=3 of them would be thrown away"),
         ({"group_size": 2, "replace_tied": 3}, {}, ""),
         (ALONE, {"name": "gae"}, ""),
@@ -67,7 +64,7 @@ ALONE = {"group_size": 1}
         (ALONE, {"adjust": "clip"}, ""),
     ],
 )
-def test_one_trajectory_a_question_is_refused_where_several_are_compared(rollout, advantage, message):
+def test_single_trajectory_groups_are_refused_by_group_estimators(rollout, advantage, message):
     plain = Config()
     config = replace(
         plain, rollout=replace(plain.rollout, **rollout), advantage=replace(plain.advantage, **advantage)
@@ -76,29 +73,30 @@ def test_one_trajectory_a_question_is_refused_where_several_are_compared(rollout
         describe_choices(config)
 
 
-def test_of_one_trajectory_the_answer_has_no_advantage_once_it_is_balanced():
-    """What the refusal speaks of."""
+def test_balanced_single_trajectory_has_no_answer_advantage():
     turn = Turn("answer", np.ones(1, np.int32), np.zeros(1, np.float32), answer="Ann")
     question = Question("1", "Who?", ("Ann",), "test")
     alone = Trajectory(question, np.ones(1, np.int32), [turn], answer_score=1.0, format_valid=True)
-    found = [
+    result = [
         compute_advantages([Group(question, [alone])], replace(Config().advantage, rebalance=on)).advantages
         for on in (True, False)
     ]
-    assert [one[0][0][0] for one in found] == [0, pytest.approx(1, rel=1e-5)]
+    assert [item[0][0][0] for item in result] == [0, pytest.approx(1, rel=1e-5)]
 
 
-def test_a_critic_is_spoken_of():
+def test_critic_is_described():
     plain = Config()
     advantage = replace(plain.advantage, base="gae")
-    said = describe_choices(replace(plain, advantage=advantage, critic=replace(plain.critic, warmup_steps=3)))
-    text = "\n".join(said)
+    output = describe_choices(
+        replace(plain, advantage=advantage, critic=replace(plain.critic, warmup_steps=3))
+    )
+    text = "\n".join(output)
     assert "critic ON" in text and "learning rate 1e-05" in text and "first 3 steps" in text
     assert "moves all of them" in text
     alone = "\n".join(describe_choices(replace(plain, advantage=replace(plain.advantage, name="gae"))))
     assert "critic ON" in alone and "moves all" not in alone
 
 
-def test_the_doctor_says_the_same():
+def test_doctor_describes_the_same_choices():
     for checks in (doctor.CHECKS, offline_checks.OFFLINE_CHECKS):
         assert dict(checks)["calibration"] is describe_choices

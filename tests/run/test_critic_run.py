@@ -14,7 +14,7 @@ from trainer_rig import (
     ScriptedRollouts,
     checkpoints,
     make_config,
-    make_trainer,
+    make_state,
     resumed,
     rows,
     run,
@@ -30,7 +30,7 @@ from calibadv_jax.learner import critic as critic_learning
 from calibadv_jax.learner import optimizer
 from calibadv_jax.metrics.catalogue import find
 from calibadv_jax.record.reader import find_step, read_step
-from calibadv_jax.run import critic
+from calibadv_jax.run import trainer as critic
 from calibadv_jax.snapshots.checkpoint import restore_params
 
 pytestmark = pytest.mark.medium
@@ -68,18 +68,18 @@ def kept(folder, step):
     return read_step(find_step(folder, step))
 
 
-def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
+def test_resumed_critic_run_is_bit_for_bit_equal(whole, tmp_path):
     folder, rollouts = whole
     second = resumed(critic_config(tmp_path), tmp_path, 5)
     np.testing.assert_equal(second.loaded[-1][1], rollouts.loaded[-1][1])
     assert rows(tmp_path) == rows(folder)
     for step in (3, 4):  # after the restart
-        for one, other in zip(kept(folder, step).groups, kept(tmp_path, step).groups, strict=True):
-            for mine, theirs in zip(one.trajectories, other.trajectories, strict=True):
-                np.testing.assert_array_equal(critic_values(mine), critic_values(theirs))
+        for group, other in zip(kept(folder, step).groups, kept(tmp_path, step).groups, strict=True):
+            for mine, trajectory in zip(group.trajectories, other.trajectories, strict=True):
+                np.testing.assert_array_equal(critic_values(mine), critic_values(trajectory))
 
 
-def test_a_step_whose_critic_fails_is_not_saved_as_the_step_before(tmp_path, monkeypatch):
+def test_step_with_failed_critic_is_not_saved(tmp_path, monkeypatch):
     """The policy is updated by then: the next start would train it once more on the same trajectories."""
     learn_values, asked = critic.learn_values, []
 
@@ -95,7 +95,7 @@ def test_a_step_whose_critic_fails_is_not_saved_as_the_step_before(tmp_path, mon
     assert checkpoints(tmp_path) == [2]
 
 
-def test_the_first_steps_train_the_critic_alone(whole):
+def test_critic_warmup_leaves_the_policy_unchanged(whole):
     folder, rollouts = whole
     before, after, later = (params for _, params in rollouts.loaded[:3])
     np.testing.assert_equal(before, after)
@@ -109,14 +109,16 @@ def test_the_first_steps_train_the_critic_alone(whole):
     assert not [name for name in second if name.startswith("critic") and not find(name)]
 
 
-def test_what_is_kept_tells_the_advantages_and_what_the_critic_learned(whole):
+def test_record_reproduces_advantages_and_critic_metrics(whole):
     folder, _ = whole
     step, config = kept(folder, 3), kept_config(kept(folder, 3), Path("step"))
-    found = replay(step, config)
-    assert equal_turns(step.credits, found.advantages.credits, rounding=0) == (12, 12)
-    trajectories = [one for group in found.groups for one in group.trajectories]
-    values = np.concatenate([critic_values(one) for one in trajectories]).astype(np.float64)
-    returns = np.concatenate([gae_and_returns(one, config.advantage)[1] for one in trajectories])
+    result = replay(step, config)
+    assert equal_turns(step.credits, result.advantages.credits, rounding=0) == (12, 12)
+    trajectories = [trajectory for group in result.groups for trajectory in group.trajectories]
+    values = np.concatenate([critic_values(trajectory) for trajectory in trajectories]).astype(np.float64)
+    returns = np.concatenate(
+        [gae_and_returns(trajectory, config.advantage)[1] for trajectory in trajectories]
+    )
     row = rows(folder)[2]
     assert row["critic/explained_variance"] == 1 - np.var(returns - values) / np.var(returns)
     assert row["critic/returns/mean"] == pytest.approx(1 / 3)  # lambda 1: the score, at every token
@@ -124,17 +126,17 @@ def test_what_is_kept_tells_the_advantages_and_what_the_critic_learned(whole):
     assert row["critic/loss"] == pytest.approx(error, rel=1e-5)
 
 
-def test_a_checkpoint_has_both_and_its_policy_can_be_taken_alone(whole):
+def test_checkpoint_holds_critic_and_separable_policy(whole):
     folder, rollouts = whole
-    trainer = make_trainer(critic_config(folder), folder)
-    policy = trainer.model.policy
-    params, step = restore_params(folder / "checkpoints", trainer.learner.abstract_state()["params"])
+    state = make_state(critic_config(folder), folder)
+    policy = state.model.policy
+    params, step = restore_params(folder / "checkpoints", state.trainer.learner.abstract_state()["params"])
     assert step == 4
     np.testing.assert_equal(jax.device_get(params), rollouts.loaded[-1][1])
-    assert "lm_head" not in trainer.critic.state["params"]
-    assert set(trainer.critic.state["params"]) == set(policy.abstract_params) | {"value_head"}
+    assert "lm_head" not in state.trainer.critic.state["params"]
+    assert set(state.trainer.critic.state["params"]) == set(policy.abstract_params) | {"value_head"}
     with pytest.raises(UserError, match="does not fit this policy and optimizer.*critic"):
-        make_trainer(critic_config(folder, {"name": "grpo"}), folder)
+        make_state(critic_config(folder, {"name": "grpo"}), folder)
 
 
 def test_calibadv_calibrates_it_by_turn(tmp_path):
@@ -144,20 +146,19 @@ def test_calibadv_calibrates_it_by_turn(tmp_path):
     assert row["advantage/answer/ratio_before"] != pytest.approx(2)
     assert row["advantage/answer/ratio_after"] == pytest.approx(2)
     step = kept(tmp_path, 4)
-    found = replay(step, kept_config(step, Path("step")))
-    assert equal_turns(step.credits, found.advantages.credits, rounding=0) == (12, 12)
+    result = replay(step, kept_config(step, Path("step")))
+    assert equal_turns(step.credits, result.advantages.credits, rounding=0) == (12, 12)
 
 
-def test_a_critic_that_diverges_ends_the_run_with_the_key_to_lower(tmp_path):
+def test_diverged_critic_ends_the_run(tmp_path):
     rate = OptimizerConfig(lr=1e38, schedule="constant")
     with pytest.raises(UserError, match="step 1 diverged"):
         run(critic_config(tmp_path, optimizer=rate), ScriptedRollouts(), tmp_path)
 
 
 def test_critic_rate_is_read_before_the_update(tmp_path, monkeypatch):
-    """The schedule is asked before the update raises the count."""
     config = critic_config(tmp_path, optimizer=OptimizerConfig(lr=0.05, schedule="cosine", warmup_steps=1))
-    trained = critic.RunCritic(config, MODEL, None)
+    trained = critic.Critic(config, MODEL, None)
     trained.state = {"updates": 0, "params": {"w": np.ones(1, np.float32)}}
 
     def learn(learner, state, *_):

@@ -9,7 +9,7 @@ import pytest
 from trainer_rig import (
     ScriptedRollouts,
     make_config,
-    make_trainer,
+    make_state,
     resumed,
     rows,
     run,
@@ -33,12 +33,12 @@ class SomeTied(ScriptedRollouts):
     def begin(self, number, question):
         future = super().begin(number, question)
         if number in self.answers and not future.exception():
-            for one in future.result().trajectories:
-                one.turns[-1] = said(one.turns[-1], self.answers[number])
+            for trajectory in future.result().trajectories:
+                trajectory.turns[-1] = reply_of(trajectory.turns[-1], self.answers[number])
         return future
 
 
-def said(turn, answer):
+def reply_of(turn, answer):
     text = f"<think>t</think><answer>{answer}</answer>"
     return Turn("answer", turn.token_ids, turn.logprobs, text=text, answer=answer)
 
@@ -51,20 +51,20 @@ def asked(folder, step):
     return [group.question.id for group in read_step(find_step(folder, step)).groups]
 
 
-def test_tied_groups_are_replaced_and_a_resumed_run_replaces_the_same(tmp_path):
+def test_tied_groups_are_replaced_alike_after_resume(tmp_path):
     whole = run(config_of(tmp_path / "a"), SomeTied(), tmp_path / "a")
     assert [number for number, _ in whole.begun] == list(range(12))
     # Step 1: 0 gives way to 2, and that to 3, which is tied too, but then two were replaced.
-    found = rows(tmp_path / "a")
-    assert [row["rollout/replaced_groups"] for row in found] == [2, 1, 0, 1]
-    assert [row["group/tied"] for row in found] == [0.5, 0, 0, 0]
+    result = rows(tmp_path / "a")
+    assert [row["rollout/replaced_groups"] for row in result] == [2, 1, 0, 1]
+    assert [row["group/tied"] for row in result] == [0.5, 0, 0, 0]
     second = resumed(config_of(tmp_path / "b"), tmp_path / "b", 10, SomeTied)
-    assert rows(tmp_path / "b") == found
+    assert rows(tmp_path / "b") == result
     assert second.begun == whole.begun[9:]
     np.testing.assert_equal(second.loaded[-1][1], whole.loaded[-1][1])
 
 
-def test_questions_of_the_curriculum_rest_and_a_resumed_run_knows_them(tmp_path):
+def test_curriculum_rests_questions_alike_after_resume(tmp_path):
     data = {"shuffle": False, "rest_below": 0.2, "rest_above": 0.9}
     whole = run(config_of(tmp_path / "a", **data), SomeTied(), tmp_path / "a")
     # Of seven questions q0, q2, q3 and q4 were wrong or right throughout and rest in the second epoch.
@@ -112,10 +112,10 @@ class AnotherScore(Hosts):
             raise UserError(f"process 1 has another {what} than process 0")
 
 
-def test_scores_that_choose_what_is_replaced_are_compared_first(tmp_path):
+def test_scores_of_tied_groups_are_compared_across_processes(tmp_path):
     rollouts = SomeTied()
-    trainer = make_trainer(config_of(tmp_path), tmp_path, rollouts)
-    trainer.hosts = AnotherScore()
+    state = make_state(config_of(tmp_path), tmp_path, rollouts)
+    state.hosts = AnotherScore()
     with pytest.raises(UserError, match="another score of a group"):
-        trainer.stream.take(0)
+        state.stream.take(0)
     assert [number for number, _ in rollouts.begun] == [0, 1]

@@ -57,10 +57,7 @@ def of_whole_texts():
         (build_word_tokenizer, []),  # most words are unknown to it
         (lambda: of_bytes(normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])), []),
         (lambda: of_bytes(normalizers.Replace(Regex(r"\s+"), " ")), []),
-        (
-            lambda: of_bytes(normalizers.Replace(" ", "")),
-            ["spaces", "digits", "accents", "Chinese"],
-        ),
+        (lambda: of_bytes(normalizers.Replace(" ", "")), ["spaces", "digits", "accents", "Chinese"]),
         (lambda: of_bytes(normalizers.Replace("\n", "")), ["newlines"]),
         (lambda: of_bytes(normalizers.Replace(Regex(r"\d"), "0")), ["digits"]),
         (
@@ -91,11 +88,8 @@ def test_tokenizer_class_that_loses_spaces_is_refused(tmp_path):
 
 
 def test_tokenizer_file_that_loses_digits_is_refused(tmp_path):
-    """Its class is right, so that another folder is the way out."""
     of_bytes(normalizers.Replace(Regex(r"\d"), "")).save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=r"loses digits: '1291 and 12345' becomes ' and '; set policy\.tokenizer"
-    ):
+    with pytest.raises(UserError, match="loses digits: .* becomes ' and '; set policy.tokenizer"):
         load_tokenizer(tmp_path)
 
 
@@ -112,8 +106,7 @@ def test_tokenizer_that_cannot_be_read_is_one_line(tmp_path, file, content):
 
 
 @pytest.mark.parametrize(("generation", "expected"), [(None, [1, 5]), ({"eos_token_id": [9, 5]}, [1, 5, 9])])
-def test_every_end_of_text_token_goes_into_the_runs_config(tmp_path, generation, expected):
-    """From there exports, snapshots and a later evaluation have them, without the folder they came from."""
+def test_end_of_text_tokens_are_kept_in_config(tmp_path, generation, expected):
     build_word_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"eos_token_id": 5}))
     if generation is not None:
@@ -123,20 +116,18 @@ def test_every_end_of_text_token_goes_into_the_runs_config(tmp_path, generation,
     assert model.hf_config["eos_token_id"] == expected
 
 
-def test_trajectories_longer_than_the_policy_knows_positions_for_are_refused(tmp_path):
+def test_max_length_beyond_positions_is_refused(tmp_path):
     build_word_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 512}))
     config = Config(mesh=MeshConfig(data=1, fsdp=8))
-    with pytest.raises(
-        UserError, match=r"config\.json: .* up to 512 .*rollout\.max_length is 16384; lower it"
-    ):
+    with pytest.raises(UserError, match=r"config\.json: .* up to 512 .*rollout\.max_length is 16384"):
         build_model(config, str(tmp_path))
     rollout = replace(config.rollout, max_length=512, max_prompt_length=64)
     build_model(replace(config, rollout=rollout), str(tmp_path))
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
-def test_a_tokenizer_splits_alike_alone_and_beside_a_policy(tmp_path, model_type):
+def test_tokenizer_splits_alike_beside_a_policy(tmp_path, model_type):
     """transformers has a class of its own for qwen2, which splits in another way."""
     build_word_tokenizer().save_pretrained(tmp_path)
     text = "<think> who founded Zürich in 1291 ? </think><search> city </search>"
@@ -147,8 +138,7 @@ def test_a_tokenizer_splits_alike_alone_and_beside_a_policy(tmp_path, model_type
 
 
 @pytest.mark.medium
-def test_a_models_own_tokenizer_keeps_its_class(tmp_path):
-    """As the models of the paper name it, which AutoTokenizer knows how to make."""
+def test_tokenizer_class_of_the_model_is_kept(tmp_path):
     of_bytes().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "qwen2"}))
     path = tmp_path / "tokenizer_config.json"
@@ -157,7 +147,7 @@ def test_a_models_own_tokenizer_keeps_its_class(tmp_path):
 
 
 @pytest.mark.medium
-def test_a_tokenizer_that_is_a_program_is_refused_and_nobody_is_asked(tmp_path, monkeypatch):
+def test_tokenizer_with_own_code_is_refused(tmp_path, monkeypatch):
     """transformers would ask on the terminal whether to run it."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
     build_word_tokenizer().save_pretrained(tmp_path)
@@ -171,8 +161,7 @@ def test_a_tokenizer_that_is_a_program_is_refused_and_nobody_is_asked(tmp_path, 
 
 
 @pytest.mark.medium
-def test_a_run_on_the_embedded_sampler_needs_no_torch(tmp_path):
-    """Where it is installed, its import takes seconds."""
+def test_embedded_sampler_imports_no_torch(tmp_path):
     build_word_tokenizer().save_pretrained(tmp_path)
     program = f"""
 import sys
@@ -189,8 +178,7 @@ sys.stdout.write(" ".join({{"torch", "sympy", "scipy.stats"}} & sys.modules.keys
     assert (answer.returncode, answer.stdout) == (0, ""), answer.stderr
 
 
-def test_a_vocabulary_is_known_by_its_words_and_their_ids(tmp_path):
-    """Workers and a resumed run compare it: the same words under other ids are another vocabulary."""
+def test_vocabulary_hash_covers_words_and_ids(tmp_path):
 
     def hash_of(name, words):
         tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))

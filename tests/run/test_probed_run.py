@@ -34,16 +34,21 @@ def probed_config(folder, name, learner=None, **sections):
     return make_config(folder, learner=learner, advantage=advantage, **sections)
 
 
-def known(folder, step, policy):
+def kept_values_of(folder, step, policy):
     groups = read_step(find_step(folder, step)).groups
-    return [t.golden_logprobs[policy] for group in groups for one in group.trajectories for t in one.turns]
+    return [
+        t.golden_logprobs[policy]
+        for group in groups
+        for trajectory in group.trajectories
+        for t in trajectory.turns
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "policy", "shares"),
     [("igpo", "current", True), pytest.param("tips", "initial", False, marks=pytest.mark.slow)],
 )
-def test_a_run_that_is_resumed_asks_the_same_and_is_replayed(tmp_path, name, policy, shares):
+def test_resumed_probed_run_is_equal_and_replayed(tmp_path, name, policy, shares):
     learner = {"share_prefixes": shares}
     whole = run(probed_config(tmp_path / "a", name, learner), ScriptedRollouts(), tmp_path / "a")
     second = resumed(probed_config(tmp_path / "b", name, learner), tmp_path / "b", 5)
@@ -52,7 +57,7 @@ def test_a_run_that_is_resumed_asks_the_same_and_is_replayed(tmp_path, name, pol
     row = json.loads((tmp_path / "a/metrics.jsonl").read_text().splitlines()[-1])
     assert 0 < row[f"advantage/golden/{policy}/first"] < 1 and row["timing_s/probe"] > 0
     for step in (1, 4):
-        assert known(tmp_path / "a", step, policy) == known(tmp_path / "b", step, policy)
+        assert kept_values_of(tmp_path / "a", step, policy) == kept_values_of(tmp_path / "b", step, policy)
         kept = read_step(find_step(tmp_path / "a", step))
         equal, total = equal_turns(
             kept.credits, replay(kept, kept_config(kept, Path("step"))).advantages.credits, rounding=0
@@ -61,8 +66,7 @@ def test_a_run_that_is_resumed_asks_the_same_and_is_replayed(tmp_path, name, pol
         assert any(turns[0] != turns[1] for credit in kept.credits for turns in credit.turns)
 
 
-def test_each_policy_is_the_one_that_it_is_named_after(tmp_path):
-    """The initial one stays, whatever is trained; a step's own is the one before its update."""
+def test_probes_use_the_named_policies(tmp_path):
     probes = {"name": "grpo", "probes": ["initial", "current"]}
 
     class Again(ScriptedRollouts):
@@ -72,31 +76,17 @@ def test_each_policy_is_the_one_that_it_is_named_after(tmp_path):
     plain = run(probed_config(tmp_path / "a", "grpo"), Again(), tmp_path / "a")
     probed = run(probed_config(tmp_path / "b", probes), Again(), tmp_path / "b")
     np.testing.assert_equal(plain.loaded[-1][1], probed.loaded[-1][1])
-    first = known(tmp_path / "b", 1, "initial")
-    assert first == known(tmp_path / "b", 1, "current") == known(tmp_path / "b", 4, "initial")
-    assert first != known(tmp_path / "b", 4, "current")
+    first = kept_values_of(tmp_path / "b", 1, "initial")
+    assert (
+        first == kept_values_of(tmp_path / "b", 1, "current") == kept_values_of(tmp_path / "b", 4, "initial")
+    )
+    assert first != kept_values_of(tmp_path / "b", 4, "current")
 
 
-def test_after_a_rollback(tmp_path):
-    class Collapsing(ScriptedRollouts):
-        def begin(self, number, question):
-            future = super().begin(number, question)
-            if number >= 7 and self.seed == 0:
-                for one in future.result().trajectories:
-                    one.turns[0].logprobs = one.turns[0].logprobs - 30
-            return future
-
-    guards = {"max_sampled_perplexity": 1000.0, "patience": 1, "action": "rollback"}
-    rollouts = run(probed_config(tmp_path, "igpo", guards=guards), Collapsing(), tmp_path)
-    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4]
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
-    assert len(known(tmp_path, 4, "current")) == 12
-
-
-def test_a_run_that_kept_nothing_of_it_says_so_in_one_line(tmp_path, capsys):
+def test_replay_without_probes_is_refused(tmp_path, capsys):
     run(probed_config(tmp_path, "grpo"), ScriptedRollouts(), tmp_path)
     with pytest.raises(SystemExit) as stop:
         cli.calibadv(["replay", str(tmp_path), "advantage.name=igpo"])
     assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert "train with advantage.probes='[current]'" in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert "train with advantage.probes='[current]'" in output and output.count("\n") == 1

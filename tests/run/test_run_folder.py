@@ -1,17 +1,34 @@
-"""What a start may change of a run that is resumed, and that nothing is written before this is known."""
+"""What a start may change of a run, what it reports, and that nothing is written before it is checked."""
 
+import errno
 import json
+import os
+import shutil
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
-from run_folder_rig import QUESTIONS, StandInModel, contents, make_run, trained, with_checkpoint
+from run_folder_rig import (
+    CALCULATOR,
+    QUESTIONS,
+    StandInModel,
+    another_calculator,
+    contents,
+    make_run,
+    trained,
+    with_checkpoint,
+)
+from safetensors.numpy import save_file
 
-from calibadv_jax.config import Config, dump_config, load_config
+from calibadv_jax.config import CheckpointConfig, Config, dump_config, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.run.folder import check_cold_start, is_binding, write_policy_folder
+from calibadv_jax.run.folder import SERVICE_FILE, check_cold_start, check_service, write_policy_folder
 from calibadv_jax.snapshots.mirror import open_mirror
+from examples.own_tool import Calculator
 
 
 @pytest.fixture
@@ -19,7 +36,7 @@ def run(tmp_path):
     return make_run(tmp_path)
 
 
-def test_the_config_of_every_start_is_kept(run):
+def test_config_of_every_start_is_kept(run):
     run("run.seed=1")
     run("run.seed=2")  # no checkpoint yet: nothing that it could falsify
     seeds = [yaml.safe_load((run.folder / f"configs/{n}.yaml").read_text())["run"]["seed"] for n in (0, 1)]
@@ -28,7 +45,7 @@ def test_the_config_of_every_start_is_kept(run):
     assert (run.folder / "policy/tokenizer.json").is_file()
 
 
-def test_the_newest_of_many_starts_counts(run):
+def test_newest_of_many_starts_is_compared(run):
     """The eleventh start comes after the tenth, and after the third."""
     for number in range(11):
         run(f"run.seed={number}")
@@ -41,7 +58,7 @@ def test_the_newest_of_many_starts_counts(run):
         run("run.seed=9")
 
 
-def test_other_files_beside_the_configs_and_one_that_is_gone_disturb_nothing(run):
+def test_foreign_or_missing_config_files_are_ignored(run):
     for _ in range(3):
         run()
     (run.folder / "configs/notes.yaml").write_text("mine")
@@ -70,7 +87,7 @@ def test_other_files_beside_the_configs_and_one_that_is_gone_disturb_nothing(run
         "policy.lora.rank=4",
     ],
 )
-def test_what_would_make_it_another_experiment_is_refused_and_nothing_is_written(run, override):
+def test_binding_change_is_refused_before_writing(run, override):
     with_checkpoint(run)
     before = contents(run.folder)
     key, _, value = override.partition("=")
@@ -85,8 +102,7 @@ def test_what_would_make_it_another_experiment_is_refused_and_nothing_is_written
     assert any(key in line and value in line and "accepted" in line for line in table.splitlines())
 
 
-def test_every_key_that_changes_what_is_found_or_learned_is_compared(run):
-    """All in one start; sections of which only some keys count are named in full."""
+def test_every_binding_key_is_compared(run):
     changes = {
         "sampler.name": "vllm",
         "retriever.encoder": "e5",
@@ -118,8 +134,7 @@ def test_every_key_that_changes_what_is_found_or_learned_is_compared(run):
         ({"hidden_size": 8}, "policy.config"),
     ],
 )
-def test_data_and_policy_are_known_by_what_they_hold(run, arguments, name):
-    """A file in which questions changed but not their number; another model at the same path."""
+def test_data_and_policy_are_compared_by_content(run, arguments, name):
     with_checkpoint(run)
     before = contents(run.folder)
     with pytest.raises(UserError, match=f"{name} changed"):
@@ -129,16 +144,15 @@ def test_data_and_policy_are_known_by_what_they_hold(run, arguments, name):
 
 
 @pytest.mark.parametrize(
-    "override",
-    ["data.train=elsewhere.jsonl", "log.backends=[]", "sampler.slots=3", "checkpoint.every=9"],
+    "override", ["data.train=elsewhere.jsonl", "log.backends=[]", "sampler.slots=3", "checkpoint.every=9"]
 )
-def test_what_changes_no_result_is_accepted_and_shown(run, override):
+def test_unlearned_change_is_accepted_and_shown(run, override):
     with_checkpoint(run)
     assert override.partition("=")[0] in run(override)
     assert run(override) == ""
 
 
-def test_other_weights_of_a_mixture_are_another_experiment_under_a_key_that_can_be_allowed(run):
+def test_mixture_weights_can_be_allowed_by_key(run):
     with_checkpoint(run)
     with pytest.raises(UserError, match=r"data.weights changed.*checkpoint.allow_change=\[data.weights\]"):
         run("data.weights={nq: 2, popqa: 1}")
@@ -147,23 +161,18 @@ def test_other_weights_of_a_mixture_are_another_experiment_under_a_key_that_can_
     )
 
 
-def test_more_steps_at_a_constant_learning_rate_are_the_same_run(run):
-    (run.folder.parent / "config.yaml").write_text("learner: {steps: 10, optimizer: {schedule: constant}}\n")
-    with_checkpoint(run)
-    assert "learner.steps" in run("learner.steps=20")
-
-
-def test_more_steps_under_a_schedule_with_a_length_of_its_own_are_the_same_run(run):
-    text = "learner: {steps: 10, optimizer: {schedule: cosine, decay_updates: 20}}\n"
+@pytest.mark.parametrize("optimizer", ["schedule: constant", "schedule: cosine, decay_updates: 20"])
+def test_more_steps_at_the_same_rates_are_accepted(run, optimizer):
+    text = f"learner: {{steps: 10, optimizer: {{{optimizer}}}}}\n"
     (run.folder.parent / "config.yaml").write_text(text)
     with_checkpoint(run)
     assert "learner.steps" in run("learner.steps=20")
-    assert not is_binding("learner.steps", load_config(run.folder.parent / "config.yaml"))
-    with pytest.raises(UserError, match="decay_updates changed"):
-        run("learner.optimizer.decay_updates=30")
+    if "decay" in optimizer:
+        with pytest.raises(UserError, match="decay_updates changed"):
+            run("learner.optimizer.decay_updates=30")
 
 
-def test_a_used_folder_is_refused_at_once_where_nothing_is_to_be_resumed(run):
+def test_used_folder_without_resume_is_refused(run):
     with_checkpoint(run)
     before = contents(run.folder)
     with pytest.raises(UserError, match="holds checkpoints, and checkpoint.resume is false"):
@@ -181,7 +190,6 @@ def test_a_used_folder_is_refused_at_once_where_nothing_is_to_be_resumed(run):
     ],
 )
 def test_other_experiment_in_the_mirror_is_not_fetched(run, tmp_path, overrides, changes, message):
-    """The second start has an empty folder: what it compares goes again."""
     with_checkpoint(run)
     (run.folder / "checkpoints/3/state").write_text("weights")
     (run.folder / "hub.json").write_text("[]")
@@ -197,8 +205,7 @@ def test_other_experiment_in_the_mirror_is_not_fetched(run, tmp_path, overrides,
     assert (elsewhere / "hub.json").read_text() == "[]"
 
 
-def test_policy_in_the_run_folder_comes_from_the_mirror_first(run, tmp_path):
-    """The model is built before the run is fetched."""
+def test_policy_inside_run_is_fetched_first(run, tmp_path):
     with_checkpoint(run)
     (run.folder / "checkpoints/3/state").write_text("weights")
     (run.folder / "sft").mkdir()
@@ -212,20 +219,18 @@ def test_policy_in_the_run_folder_comes_from_the_mirror_first(run, tmp_path):
         assert (elsewhere / "sft/config.json").is_file() and not (elsewhere / "checkpoints").exists()
 
 
-def test_a_misspelt_key_in_allow_change_is_named(run):
+def test_unknown_key_or_unwritable_folder_is_refused(run):
     with_checkpoint(run)
     with pytest.raises(UserError, match="'learner.lr', which is no key"):
         run("checkpoint.allow_change=[learner.lr]")
-
-
-def test_a_run_dir_that_cannot_be_written_is_one_line(run):
+    shutil.rmtree(run.folder)
     run.folder.write_text("a file")
     with pytest.raises(UserError, match="cannot be written") as caught:
         run()
     assert "\n" not in str(caught.value)
 
 
-def test_a_cold_start_of_another_seed_is_not_taken_for_this_one(tmp_path):
+def test_cold_start_with_another_seed_is_refused(tmp_path):
     config = Config(run=replace(Config().run, dir=str(tmp_path)))
     check_cold_start(config)
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump({"run": {"seed": 3}, "log": {"progress": False}}))
@@ -240,7 +245,7 @@ def without(path, section, key):
     path.write_text(yaml.safe_dump(values))
 
 
-def test_a_run_and_a_cold_start_of_an_older_version_have_the_defaults_of_newer_keys(run, tmp_path):
+def test_older_configs_get_defaults_of_newer_keys(run, tmp_path):
     with_checkpoint(run)
     without(run.folder / "configs/0.yaml", "learner", "epochs")
     with pytest.raises(UserError, match=r"learner.epochs changed"):
@@ -255,13 +260,13 @@ def test_a_run_and_a_cold_start_of_an_older_version_have_the_defaults_of_newer_k
         check_cold_start(replace(cold, world=replace(cold.world, rumour=0.5)))
 
 
-def test_the_policy_folder_is_what_export_needs(tmp_path):
+def test_policy_folder_holds_config_and_tokenizer(tmp_path):
     write_policy_folder(tmp_path / "policy", StandInModel(tmp_path / "tokenizer"))
     assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == ["config.json", "tokenizer.json"]
 
 
 @pytest.mark.timeout(10)
-def test_a_section_that_is_no_more_is_refused_by_its_name(run):
+def test_removed_section_is_refused_by_name(run):
     with_checkpoint(run)
     path = run.folder / "configs/0.yaml"
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"pipeline": {"size": 3}}))
@@ -282,3 +287,324 @@ def test_allowed_change_accepts_no_other_change(run):
             run(*changes, f"checkpoint.allow_change=[{allowed}]")
         assert contents(run.folder) == before
     assert "refused" not in run(*changes, "checkpoint.allow_change=[learner.epochs, rollout.group_size]")
+
+
+@pytest.mark.parametrize("override", ["advantage.name=grpo", "run.seed=1", "data.shuffle=false"])
+def test_binding_change_before_first_checkpoint_is_refused(run, override):
+    run()
+    trained(run, 8)
+    before = contents(run.folder)
+    key = override.partition("=")[0]
+    with pytest.raises(UserError, match=rf"holds another experiment: {key} changed"):
+        run(override)
+    assert contents(run.folder) == before
+
+
+def test_kept_trajectories_mark_a_run_as_trained(run):
+    run()
+    (run.folder / "rollouts").mkdir()
+    (run.folder / "rollouts/step_1.parquet").touch()
+    with pytest.raises(UserError, match="run.seed changed"):
+        run("run.seed=1")
+    assert run() == "1 step is trained again: there is no checkpoint yet (checkpoint.every)"
+
+
+def test_steps_trained_again_are_reported(run):
+    run()
+    trained(run, 8)
+    assert run() == "8 steps are trained again: there is no checkpoint yet (checkpoint.every)"
+    (run.folder / "checkpoints/6").mkdir(parents=True)
+    output = run()
+    assert output == "2 steps are trained again: the newest checkpoint is that of step 6 (checkpoint.every)"
+    trained(run, 6)
+    assert run() == ""
+
+
+def test_rows_of_metrics_that_are_gone_are_said(run):
+    with_checkpoint(run)
+    path = run.folder / "metrics.jsonl"
+    path.write_text(path.read_text().split("\n", 1)[1])
+    assert run() == f"{path}: 1 of steps 1 to 3 have no row (lost, or removed) and will have none"
+    path.unlink()
+    assert run() == f"{path}: 3 of steps 1 to 3 have no row (lost, or removed) and will have none"
+
+
+def test_damaged_metrics_are_refused_before_writing(run):
+    with_checkpoint(run)
+    (run.folder / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\x00\n')
+    before = contents(run.folder)
+    with pytest.raises(UserError, match=r"metrics.jsonl:2: not a row of metrics; remove the line"):
+        run()
+    assert contents(run.folder) == before
+
+
+def test_truncated_start_is_skipped_and_reported(run):
+    with_checkpoint(run)
+    damaged = run.folder / "configs/1.yaml"
+    damaged.touch()
+    output = run()
+    assert output.startswith(f"{damaged}: empty or cut off (was the disk full?); ")
+    assert output.endswith("configs/0.yaml is compared instead")
+    with pytest.raises(UserError, match="run.seed changed"):
+        run("run.seed=1")
+    for path in (run.folder / "configs").glob("*.yaml"):
+        path.write_text("")
+    with pytest.raises(UserError, match="2.yaml: empty or cut off .* and no older start is whole"):
+        run()
+
+
+def test_hashes_that_are_lost_can_be_done_without(run):
+    with_checkpoint(run)
+    (run.folder / "configs/0.json").write_text("")
+    with pytest.raises(UserError, match=r"0.json is lost, .*allow_change=\[data.content, policy.config"):
+        run()
+    names = "data.content,policy.config,policy.vocabulary"
+    assert "accepted" in run(f"checkpoint.allow_change=[{names}]")
+    run()
+    assert run() == ""
+
+
+def test_full_disk_leaves_no_half_start(run, monkeypatch):
+    with_checkpoint(run)
+    write_text = Path.write_text
+
+    def full(path, text, **more):
+        if "learner:" in text:
+            write_text(path, text[:100], **more)
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write_text(path, text, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(UserError, match=r"cannot be written \(No space left on device"):
+            run()
+    assert [path.name for path in (run.folder / "configs").glob("*.yaml")] == ["0.yaml"]
+    assert run() == ""
+
+
+def test_longer_run_under_falling_rate_is_refused(run):
+    with_checkpoint(run)
+    words = "learner.steps changed .*: the learning rate falls over learner.steps; with"
+    with pytest.raises(UserError, match=f"{words} learner.optimizer.decay_updates=10 it falls as before"):
+        run("learner.steps=20")
+    assert "learner.steps" in run("learner.steps=20", "learner.optimizer.decay_updates=10")
+    with pytest.raises(UserError, match="decay_updates changed"):
+        run("learner.steps=20", "learner.optimizer.decay_updates=11")
+
+
+def test_schedule_length_counts_minibatches_and_epochs(run):
+    more = ["rollout.questions_per_step=4", "rollout.group_size=5"]
+    more += ["learner.minibatch_size=8", "learner.epochs=2"]
+    run(*more)
+    trained(run, 3)
+    with pytest.raises(UserError, match="learner.optimizer.decay_updates=60 it falls as before"):
+        run(*more, "learner.steps=20")
+    assert "learner.steps" in run(*more, "learner.steps=20", "learner.optimizer.decay_updates=60")
+
+
+def test_refusal_suggests_a_free_folder(run):
+    with_checkpoint(run)
+    run.folder.with_name("run-2").mkdir()
+    with pytest.raises(UserError) as caught:
+        run("advantage.name=grpo", "learner.optimizer.lr=0.5")
+    assert str(caught.value).endswith(f"choose another folder, such as run.dir={run.folder}-3")
+
+
+def test_policy_init_is_ignored_with_policy_path(run):
+    path = f"policy.path={run.folder}"
+    run(path, "policy.init={hidden_size: 8}")
+    trained(run, 1)
+    run(path, "policy.init={hidden_size: 16}")
+    with pytest.raises(UserError, match="policy.path changed|policy.init changed"):
+        run("policy.init={hidden_size: 32}")
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """Writes weights, and returns the key of their folder."""
+
+    def write(value=1.0, name="model", **more):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        save_file({"w": np.full((3, 5), value, np.float32)} | more, folder / "model.safetensors")
+        return f"policy.path={folder}"
+
+    return write
+
+
+def test_other_weights_are_another_reference(run, weights):
+    kl = "loss.kl_coef=0.1"
+    run(weights(), kl)
+    trained(run, 1)
+    with pytest.raises(UserError, match="policy.weights changed"):
+        run(weights(2.0), kl)
+    assert "policy.path" in run(weights(1.0, "moved"), kl), "the same weights at another place"
+    assert "accepted" in run(weights(2.0), kl, "checkpoint.allow_change=[policy.weights]")
+
+
+def test_weights_are_compared_only_as_reference(run, weights):
+    run(weights())
+    trained(run, 1)
+    run(weights(2.0))
+    run(weights(3.0), "loss.kl_coef=0.1", "checkpoint.allow_change=[loss.kl_coef]")
+    run(weights(4.0), "checkpoint.allow_change=[loss.kl_coef, policy.weights]")
+
+
+def test_another_text_for_the_judge_is_another_reward(run, tmp_path):
+    prompt = tmp_path / "judge.txt"
+    judged = f"reward.judge={{url: 'http://127.0.0.1:1/v1', model: m, prompt: {prompt}}}"
+    prompt.write_text("Is the answer right?")
+    run(judged)
+    trained(run, 1)
+    run(judged)
+    prompt.write_text("Is the answer polite?")
+    with pytest.raises(UserError, match="reward.judge.content changed"):
+        run(judged)
+    assert "accepted" in run(judged, "checkpoint.allow_change=[reward.judge.content]")
+
+
+def test_changed_action_purpose_is_refused(run, monkeypatch):
+    run(CALCULATOR)
+    trained(run, 1)
+    run(CALCULATOR)
+    another_calculator(monkeypatch, "guess a number")
+    with pytest.raises(UserError, match="tools.content changed"):
+        run(CALCULATOR)
+    assert "accepted" in run(CALCULATOR, "checkpoint.allow_change=[tools.content]")
+
+
+def served(url, more="", **own):
+    values = "".join(f", {name}: {value}" for name, value in own.items())
+    return f"tools=[search, {{mcp: {{url: '{url}'{more}}}{values}}}]"
+
+
+def test_keys_of_the_environment_are_kept_by_name(run, monkeypatch):
+    monkeypatch.setattr("calibadv_jax.run.fingerprints.tools_hash", lambda config: "the same")
+    server = ["tools=[search, {mcp: {command: 'srv --key ${oc.env:MY_KEY}'}}]"]
+    for number, key in enumerate(("hunter2", "correct-horse")):
+        monkeypatch.setenv("MY_KEY", key)
+        assert "changed" not in run(*server)
+        text = (run.folder / f"configs/{number}.yaml").read_text()
+        assert key not in text and "command: srv --key ${oc.env:MY_KEY}" in text
+        trained(run, 3)
+    kept = load_config(run.folder / "configs/0.yaml")
+    assert kept.tools[1].mcp.command == "srv --key correct-horse"
+    for path in (run.folder / "configs").glob("*.yaml"):  # as earlier versions kept it
+        path.write_text(path.read_text().replace("${oc.env:MY_KEY}", "correct-horse"))
+    assert "changed" not in run(*server)
+    other = "tools=[search, {mcp: {command: '${oc.env:MY_KEY}'}}]"
+    output = run(other, "checkpoint.allow_change=[tools]")
+    assert "accepted" in output and "correct-horse" not in output
+
+
+@pytest.mark.parametrize(
+    ("moved", "goes_on"),
+    [
+        (served("http://b/mcp", ", timeout: 9, patience: 9", timeout=9), True),
+        (served("http://a/mcp", ", tools: [calculate]"), False),
+        (served("http://a/mcp", max_length=9), False),
+        ("tools=[search, {mcp: {command: serve}}]", False),
+    ],
+)
+def test_tool_server_may_move_but_not_change(run, monkeypatch, moved, goes_on):
+    monkeypatch.setattr("calibadv_jax.contrib.mcp_tools.mcp_actions", lambda *_: [Calculator()])
+    run(served("http://a/mcp"))
+    trained(run, 1)
+    if goes_on:
+        assert "accepted" in run(moved) and "refused" not in run(served("http://a/mcp"))
+    else:
+        with pytest.raises(UserError, match="another experiment: tools changed"):
+            run(moved)
+    config = load_config(run.folder / "configs/0.yaml", [])
+    (run.folder / "sft.yaml").write_text(dump_config(config))
+    cold = load_config(run.folder / "configs/0.yaml", [moved])
+    with nullcontext() if goes_on else pytest.raises(UserError, match=r"other settings \(tools\)"):
+        check_cold_start(cold)
+
+
+def test_run_without_tools_hash_is_resumed(run):
+    run(CALCULATOR)
+    trained(run, 1)
+    kept = run.folder / "configs/0.json"
+    identity = json.loads(kept.read_text())
+    del identity["tools.content"]
+    kept.write_text(json.dumps(identity))
+    run(CALCULATOR)
+
+
+FIRST = {"status": "ready", "corpus_sha256": "c1", "encoder": "hashed", "documents": 7, "identity": "aa"}
+ACCEPTING = replace(Config(), checkpoint=CheckpointConfig(allow_change=["retriever.content"]))
+
+
+@pytest.fixture
+def indexed_run(tmp_path):
+    """A folder with a checkpoint that was trained over FIRST."""
+    check_service(Config(), tmp_path, FIRST)
+    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
+    return tmp_path
+
+
+def test_same_index_is_accepted_at_another_address(indexed_run):
+    check_service(Config(), indexed_run, FIRST | {"documents": 7, "stage": "x"})
+
+
+@pytest.mark.parametrize("changed", [{"corpus_sha256": "c2"}, {"encoder": "e5"}, {"identity": "bb"}])
+def test_another_index_is_refused_until_it_is_accepted(indexed_run, changed):
+    kept = (indexed_run / SERVICE_FILE).read_text()
+    for _ in range(2):  # a start that was refused leaves no trace
+        with pytest.raises(UserError, match="another index .*instead of.*allow_change"):
+            check_service(Config(), indexed_run, FIRST | changed)
+        assert (indexed_run / SERVICE_FILE).read_text() == kept
+    check_service(ACCEPTING, indexed_run, FIRST | changed)
+    check_service(Config(), indexed_run, FIRST | changed)  # accepted once and for all
+    with pytest.raises(UserError, match="another index"):
+        check_service(Config(), indexed_run, FIRST)
+
+
+def test_service_without_description_is_refused(indexed_run):
+    with pytest.raises(UserError, match="corpus_sha256 None instead of 'c1'"):
+        check_service(Config(), indexed_run, {})
+
+
+def test_index_may_change_before_first_step(tmp_path):
+    check_service(Config(), tmp_path, FIRST)
+    check_service(Config(), tmp_path, FIRST | {"corpus_sha256": "c2"})
+
+
+def test_run_without_description_accepts_the_index(indexed_run):
+    (indexed_run / SERVICE_FILE).unlink()
+    check_service(Config(), indexed_run, FIRST)
+    assert (indexed_run / SERVICE_FILE).is_file()
+
+
+def test_damaged_description_is_refused(indexed_run):
+    (indexed_run / SERVICE_FILE).write_text("{")
+    with pytest.raises(UserError, match=f"{SERVICE_FILE}: damaged"):
+        check_service(Config(), indexed_run, FIRST)
+
+
+def test_its_section_accepts_it_too(indexed_run):
+    section = replace(Config(), checkpoint=CheckpointConfig(allow_change=["retriever"]))
+    check_service(section, indexed_run, FIRST | {"corpus_sha256": "c2"})
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "rollouts/step_000001.parquet"])
+def test_trained_steps_count_without_a_checkpoint(tmp_path, left):
+    check_service(Config(), tmp_path, FIRST)
+    (tmp_path / left).parent.mkdir(exist_ok=True)
+    (tmp_path / left).write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match="another index than at the last start"):
+        check_service(Config(), tmp_path, FIRST | {"corpus_sha256": "c2"})
+
+
+def test_full_disk_keeps_the_description(indexed_run, monkeypatch):
+    before = (indexed_run / SERVICE_FILE).read_text()
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=rf"{SERVICE_FILE} cannot be written \(No space left on device\)"):
+        check_service(ACCEPTING, indexed_run, FIRST | {"corpus_sha256": "c2"})
+    assert (indexed_run / SERVICE_FILE).read_text() == before
+    assert sorted(path.name for path in indexed_run.iterdir()) == ["checkpoints", SERVICE_FILE]

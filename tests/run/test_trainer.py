@@ -18,7 +18,7 @@ from trainer_rig import (
     QUESTIONS,
     ScriptedRollouts,
     make_config,
-    make_trainer,
+    make_state,
     rows,
     run,
     shared_programs,  # noqa: F401
@@ -78,7 +78,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "parts/rollouts").iterdir()) == steps
 
 
-def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
+def test_kept_step_replays_to_same_advantages_and_loss(tmp_path):
     """In mini-batches, so that the learner's log-probabilities are computed apart and kept."""
     learner = {"steps": 2, "minibatch_size": 4, "row_length": 16, "microbatch_rows": 8}
     for name, change in (("apart", learner), ("at once", learner | {"minibatch_size": 0})):
@@ -87,18 +87,18 @@ def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
         kept = read_step(find_step(folder, 2))
         computed = [values is not None for group in kept.learner_logprobs for values in group]
         assert all(computed) if name == "apart" else not any(computed)
-        found = replay(kept, kept_config(kept, Path("step")))
-        equal, total = equal_turns(kept.credits, found.advantages.credits)
+        result = replay(kept, kept_config(kept, Path("step")))
+        equal, total = equal_turns(kept.credits, result.advantages.credits)
         assert equal == total == 12
         row = rows(folder)[1]
         for metric in ("actor/pg_loss", "advantage/answer/negative_after", "reward/mean"):
             # The ratio of the second mini-batch is no longer 1, but the learning rate is tiny.
-            assert found.metrics[metric] == pytest.approx(row[metric], abs=1e-5), metric
+            assert result.metrics[metric] == pytest.approx(row[metric], abs=1e-5), metric
         for other in ("kl_cov", "lld", "balance_detached"):
             changed = replay(kept, kept_config(kept, Path("step"), [f"loss.name={other}"]))
             assert np.isfinite(changed.metrics["actor/pg_loss"])
         if name == "apart":  # between the learner's log-probabilities that were kept and the sampler's
-            assert found.metrics["actor/sampler_mismatch"] == pytest.approx(row["actor/sampler_mismatch"])
+            assert result.metrics["actor/sampler_mismatch"] == pytest.approx(row["actor/sampler_mismatch"])
             assert row["actor/sampler_mismatch"] > 0.1
 
 
@@ -110,10 +110,10 @@ def test_a_kept_step_replays_to_the_same_advantages_and_loss(tmp_path):
         ({"name": "vllm"}, "the retriever and 1 vLLM worker, which takes minutes"),
     ],
 )
-def test_what_is_waited_for(tmp_path, sampler, words):
-    told = services(make_config(tmp_path, sampler=sampler))
-    assert told.partition(" (")[0] == words
-    assert ("vllm_worker_*.log" in told) == (words.endswith("minutes"))
+def test_services_are_named_for_the_terminal(tmp_path, sampler, words):
+    message = services(make_config(tmp_path, sampler=sampler))
+    assert message.partition(" (")[0] == words
+    assert ("vllm_worker_*.log" in message) == (words.endswith("minutes"))
 
 
 class Terminal(io.StringIO):
@@ -121,8 +121,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_person_sees_what_happens(tmp_path):
-    """In a file the lines of the steps and checkpoints; on a terminal the parts of a step too."""
+def test_console_shows_steps_and_phases(tmp_path):
     config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
     run(config, ScriptedRollouts(), tmp_path, Console(stream=(stream := io.StringIO())))
     first, *lines = stream.getvalue().splitlines()
@@ -139,8 +138,7 @@ def test_a_person_sees_what_happens(tmp_path):
     assert -1 not in places, dict(zip(shown, places, strict=True))
 
 
-def test_a_stop_between_the_groups_of_a_step_begins_them_all_again(tmp_path):
-    """One of the two is complete; the next run trains both, and draws no other in their place."""
+def test_interrupted_step_draws_the_same_groups_again(tmp_path):
     config = make_config(tmp_path, learner={"steps": 1})
     with pytest.raises(RuntimeError, match="the machine is gone"):
         run(config, (first := ScriptedRollouts(fails_at=1)), tmp_path)
@@ -148,43 +146,43 @@ def test_a_stop_between_the_groups_of_a_step_begins_them_all_again(tmp_path):
 
 
 @pytest.mark.medium
-def test_the_kl_term_is_to_the_initial_policy(tmp_path):
+def test_kl_term_compares_with_initial_policy(tmp_path):
     config = make_config(tmp_path, loss={"kl_coef": 0.1})
     optimizer = replace(config.learner.optimizer, lr=0.05)
-    trainer = make_trainer(replace(config, learner=replace(config.learner, optimizer=optimizer)), tmp_path)
-    initial = jax.device_get(trainer.state["params"])
-    updates = [trainer.update(*scored(config, [number, number + 3])) for number in range(3)]
-    metrics = [one.metrics for one in updates]
+    state = make_state(replace(config, learner=replace(config.learner, optimizer=optimizer)), tmp_path)
+    initial = jax.device_get(state.state["params"])
+    updates = [state.update(*scored(config, [number, number + 3])) for number in range(3)]
+    metrics = [update.metrics for update in updates]
     kl = [values["actor/kl_loss"] for values in metrics]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4 and kl[2] > 1e-4
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.reference), initial)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.trainer.reference), initial)
     assert updates[-1].tokens == 6 * (4 + 3 + 2 + 3)  # prompts and observations included
     assert metrics[0]["actor/updates"] == 1 and metrics[0]["actor/untrained_trajectories"] == 0
 
 
 @pytest.mark.parametrize(("temperature", "used"), [(0.7, 0.7), (0.0, 1.0)])
-def test_the_learner_computes_at_the_samplers_temperature(tmp_path, temperature, used):
+def test_learner_uses_the_sampling_temperature(tmp_path, temperature, used):
     config = make_config(tmp_path, rollout={"temperature": temperature}, policy={"logprob_chunk": 5})
-    trainer = make_trainer(config, tmp_path)
-    options = trainer.learner.options
+    state = make_state(config, tmp_path)
+    options = state.trainer.learner.options
     assert (options.temperature, options.logprob_chunk, options.rows) == (used, 5, 8)
     assert (options.row_length, options.offload) == (config.learner.row_length, False)
-    assert trainer.reference is None  # without a KL term nothing is kept for it
+    assert state.trainer.reference is None  # without a KL term nothing is kept for it
 
 
-def test_the_schedule_ends_with_the_run(tmp_path):
+def test_schedule_ends_with_the_run(tmp_path):
     """Six trajectories in mini-batches of four, three times over, for five steps: thirty updates."""
     optimizer = replace(make_config(tmp_path).learner.optimizer, lr=1.0, schedule="linear")
     learner = {"steps": 5, "minibatch_size": 4, "epochs": 3, "optimizer": optimizer}
-    schedule = make_trainer(make_config(tmp_path, learner=learner), tmp_path).schedule
+    schedule = make_state(make_config(tmp_path, learner=learner), tmp_path).trainer.schedule
     assert [float(schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
 
 
-def test_published_weights_are_compared_with_what_the_workers_compute(tmp_path):
+def test_published_weights_are_compared_with_workers(tmp_path):
     config = make_config(tmp_path, rollout={"temperature": 0.5})
     rollouts = ScriptedRollouts()
-    trainer = make_trainer(config, tmp_path, rollouts)
-    assert trainer.publish() == {}
+    state = make_state(config, tmp_path, rollouts)
+    assert state.publish() == {}
     tokens = np.random.default_rng(0).integers(0, HF_CONFIG["vocab_size"], 15).astype(np.int32)[None]
 
     @jax.jit
@@ -194,27 +192,27 @@ def test_published_weights_are_compared_with_what_the_workers_compute(tmp_path):
         return jax.nn.log_softmax(decoder.logits(hidden) / 0.5)
 
     table = np.asarray(logprobs(rollouts.loaded[0][1]))[0]
-    theirs = table[np.arange(14), tokens[0, 1:]]
-    rollouts.logprobs = {"a": theirs, "b": theirs + np.float32([0.25] + [0] * 13)}
-    found = trainer.publish()
-    assert found["rollout/workers"] == 2
-    assert found["rollout/probe_logprob_diff_max"] == pytest.approx(0.25, abs=1e-5)
-    assert found["rollout/probe_logprob_diff_mean"] == pytest.approx(0.25 / 28, abs=1e-5)
+    other = table[np.arange(14), tokens[0, 1:]]
+    rollouts.logprobs = {"a": other, "b": other + np.float32([0.25] + [0] * 13)}
+    result = state.publish()
+    assert result["rollout/workers"] == 2
+    assert result["rollout/probe_logprob_diff_max"] == pytest.approx(0.25, abs=1e-5)
+    assert result["rollout/probe_logprob_diff_mean"] == pytest.approx(0.25 / 28, abs=1e-5)
 
 
-def test_a_step_without_a_sampled_token_changes_nothing(tmp_path):
+def test_step_without_sampled_tokens_changes_nothing(tmp_path):
     config = make_config(tmp_path)
-    trainer = make_trainer(config, tmp_path)
+    state = make_state(config, tmp_path)
     groups, _ = scored(config, [0])
     for trajectory in groups[0].trajectories:
         trajectory.turns = []
-    before = jax.device_get(trainer.state)
-    updated = trainer.update(groups, compute_advantages(groups, config.advantage))
-    assert (trainer.step, updated.tokens, updated.metrics["actor/untrained_trajectories"]) == (1, 0, 3)
-    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(trainer.state))
+    before = jax.device_get(state.state)
+    updated = state.update(groups, compute_advantages(groups, config.advantage))
+    assert (state.step, updated.tokens, updated.metrics["actor/untrained_trajectories"]) == (1, 0, 3)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.state))
 
 
-def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monkeypatch):
+def test_minibatches_depend_on_step_and_seed(tmp_path, monkeypatch):
     orders = []
 
     def note(learner, state, samples, config, loss, rng, reference):
@@ -224,9 +222,9 @@ def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monk
     monkeypatch.setattr("calibadv_jax.run.trainer.learn", note)
     for seed in (0, 0, 1):
         config = make_config(tmp_path, run={"dir": str(tmp_path), "seed": seed})
-        trainer = make_trainer(config, tmp_path)
+        state = make_state(config, tmp_path)
         for number in range(2):
-            trainer.update(*scored(config, [number]))
+            state.update(*scored(config, [number]))
     first, again, other = orders[:2], orders[2:4], orders[4:]
     assert first == again
     assert len({*first, *other}) == 4
@@ -237,15 +235,13 @@ def test_minibatches_are_drawn_anew_in_every_step_and_by_the_seed(tmp_path, monk
     [
         {"step": 1},
         {"step": 1, "questions": {}, "stream": {}, "guards": {}},
-        *(pytest.param(one, marks=pytest.mark.medium) for one in (None, [], {})),
+        *(pytest.param(item, marks=pytest.mark.medium) for item in (None, [], {})),
     ],
     ids=["step", "garbled", "none", "list", "empty"],
 )
-def test_a_checkpoint_without_its_counters_is_one_line(tmp_path, extra):
-    trainer = make_trainer(make_config(tmp_path), tmp_path)
-    trainer.checkpoints.save(1, trainer.state, extra)
-    trainer.checkpoints.wait()
-    with pytest.raises(
-        UserError, match=r"checkpoints/1: damaged checkpoint; delete it to use an older checkpoint \(in extra"
-    ):
-        make_trainer(make_config(tmp_path), tmp_path)
+def test_checkpoint_without_counters_is_refused(tmp_path, extra):
+    state = make_state(make_config(tmp_path), tmp_path)
+    state.checkpoints.save(1, state.state, extra)
+    state.checkpoints.wait()
+    with pytest.raises(UserError, match=r"checkpoints/1: damaged .*\(in extra"):
+        make_state(make_config(tmp_path), tmp_path)

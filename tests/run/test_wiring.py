@@ -56,7 +56,7 @@ def opened(monkeypatch):
         yield events
 
 
-def test_the_embedded_sampler_starts_no_workers(tmp_path, model, opened):
+def test_embedded_sampler_starts_no_workers(tmp_path, model, opened):
     config = make_config(tmp_path, rollout={"max_length": 16}, sampler={"slots": 3})
     with wiring.open_rollouts(config, model, tmp_path / "policy", tmp_path / "snapshots") as rollouts:
         sampler = rollouts.context.sampler
@@ -67,7 +67,7 @@ def test_the_embedded_sampler_starts_no_workers(tmp_path, model, opened):
     assert opened == [("retriever", config.retriever, tmp_path / "retriever.log"), "retriever closed"]
 
 
-def test_vllm_workers_take_what_is_published_as_the_version_that_it_is(tmp_path, model, opened, monkeypatch):
+def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypatch):
     stored = []
 
     class Store:
@@ -99,10 +99,6 @@ def test_vllm_workers_take_what_is_published_as_the_version_that_it_is(tmp_path,
         assert made["size"] == 24
         assert rollouts.publish(7, {"p": 1}) == tmp_path / "v000007"
     assert opened[2:] == ["sampler closed", "workers closed", "retriever closed"]
-    about = {
-        "hf_config": model.hf_config,
-        "tokenizer_hash": model.tokenizer_hash,
-        "base": None,
-        "writes": True,
-    }
-    assert stored == [(tmp_path / "snapshots", 5, "float32"), (7, {"p": 1}, about | {"writes": True})]
+    about = {"hf_config": model.hf_config, "tokenizer_hash": model.tokenizer_hash}
+    about |= {"base": None, "writes": True}
+    assert stored == [(tmp_path / "snapshots", 5, "float32"), (7, {"p": 1}, about)]

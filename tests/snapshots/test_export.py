@@ -13,7 +13,6 @@ import pytest
 import yaml
 from transformers import AutoTokenizer, GenerationConfig
 
-from calibadv_jax.commands.evaluate import at_step, describe_policy
 from calibadv_jax.commands.export import export
 from calibadv_jax.config import (
     AdvantageConfig,
@@ -29,6 +28,7 @@ from calibadv_jax.config import (
 )
 from calibadv_jax.contrib.worlds.word_tokenizer import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.model import find_policy
 from calibadv_jax.snapshots.checkpoint import CheckpointStore
 from calibadv_jax.snapshots.huggingface import load_params
@@ -150,7 +150,7 @@ def test_the_card_has_the_scores_of_this_policy_and_of_no_other(run, tmp_path, s
     config, _ = run
     here = with_source(config, f"{config.run.dir}/{source}" if source else "")
     found = find_policy(Path(here.export.source or f"{config.run.dir}/checkpoints"))
-    evaluated = describe_policy(at_step(found))
+    evaluated = describe_policy(found.at_step())
     assert evaluated["step"] == step
     report = {
         "policy": evaluated,

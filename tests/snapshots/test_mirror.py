@@ -21,7 +21,7 @@ from trainer_rig import (
     ScriptedRollouts,
     checkpoints,
     make_config,
-    make_trainer,
+    make_state,
     rows,
     shared_programs,  # noqa: F401
 )
@@ -56,12 +56,12 @@ def start(config, rollouts=None, console=None, identity=None):
     mirror = open_mirror(config, console)
     mirror.fetch(claim=True)
     add_start(folder, "run: {seed: 0}\n", identity or {})
-    trainer = make_trainer(config, folder, rollouts or ScriptedRollouts(), console)
+    state = make_state(config, folder, rollouts or ScriptedRollouts(), console)
     with Stop() as stop, mirror:
-        trainer.mirror = mirror
-        with trainer:
-            train(config, trainer, trainer.rollouts, folder, console, stop)
-    return trainer
+        state.mirror = mirror
+        with state:
+            train(state, stop)
+    return state
 
 
 def marker(url):
@@ -94,11 +94,11 @@ def stored(store, path):
 def save_step(config, step):
     """A checkpoint of another attempt in the run's folder, without a copy."""
     folder = Path(config.run.dir)
-    trainer = make_trainer(config, folder)
-    trainer.step = step
-    trainer.save()
-    trainer.checkpoints.wait()
-    trainer.checkpoints.close()
+    state = make_state(config, folder)
+    state.step = step
+    state.save()
+    state.checkpoints.wait()
+    state.checkpoints.close()
 
 
 def is_whole(store):
@@ -109,9 +109,9 @@ def is_whole(store):
 
 def test_another_machine_goes_on_as_if_nothing_had_happened(tmp_path, s3):
     whole = make_config(tmp_path / "whole", learner={"steps": 6}, checkpoint={"every": 2})
-    expected = make_trainer(whole, tmp_path / "whole")
+    expected = make_state(whole, tmp_path / "whole")
     with Stop() as stop, expected:
-        train(whole, expected, expected.rollouts, tmp_path / "whole", Console(progress=False), stop)
+        train(expected, stop)
 
     url = f"{s3}/some/run"
     parts = {"learner": {"steps": 6}, "checkpoint": {"every": 2, "keep": 1}}

@@ -8,7 +8,7 @@ import pytest
 
 from calibadv_jax import cli
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.data.demonstration_files import load_demonstrations
+from calibadv_jax.data.demonstrations import load_demonstrations
 from calibadv_jax.record.schema import VERSION
 
 pa = pytest.importorskip("pyarrow")

@@ -139,7 +139,7 @@ def _too_long(demonstration: Demonstration, config: Config, tokenizer: Any) -> s
 
 
 def _write(path: Path, demonstrations: Sequence[Demonstration]) -> None:
-    """A file that `data.demonstration_files.load_demonstrations` reads; it appears when it is complete."""
+    """A file that `data.demonstrations.load_demonstrations` reads; it appears when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(path, map(_row, demonstrations))
 

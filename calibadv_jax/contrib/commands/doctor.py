@@ -142,7 +142,7 @@ def weight_lines(config: Config, model: Model) -> list[str]:
     path = config.policy.path
     if not path:
         return []
-    folder, _ = find_folder(config, path, known=model.pins)
+    folder, _ = find_folder(config, path, resolved=model.pins)
     if hub.is_repository(path) and not any(folder.glob("*.safetensors")):
         return [f"not checked: the tensors of {path}, which are not downloaded yet"]
     return [check_weights(folder, model.policy)]

@@ -137,7 +137,7 @@ def _texts(row: Row) -> Sequence[str]:
 
 
 def demonstration(row: Row) -> dict[str, Any]:
-    """A row of the file that `data.demonstration_files.load_demonstrations` reads."""
+    """A row of the file that `data.demonstrations.load_demonstrations` reads."""
     return {
         "id": row["question_id"],
         "question": row["question"],

@@ -1,0 +1,132 @@
+"""Fingerprints of files, actions, policies and services, to compare starts and processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from calibadv_jax.config import Config, RetrieverConfig
+from calibadv_jax.config.sections.retriever import NO_RETRIEVER
+from calibadv_jax.core.files import content_hash
+from calibadv_jax.core.own_function import load_optional
+from calibadv_jax.core.secrets import redact
+from calibadv_jax.core.trajectory import Question
+from calibadv_jax.data.demonstrations import Demonstration
+from calibadv_jax.hosts.exchange import Hosts
+from calibadv_jax.run.actions import make_actions
+from calibadv_jax.run.model import Base, Model, PolicySource, find_folder
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_health import identity as index_identity
+from calibadv_jax.snapshots.checkpoint import newest_step
+from calibadv_jax.snapshots.huggingface import weights_hash
+from calibadv_jax.snapshots.peft import adapters_hash
+
+REFERENCE = "policy.weights"  # only of a run that keeps the policy it began with, or the base of its adapters
+ADAPTERS = "policy.adapters"  # of policy.lora.init_from, only of a run that keeps the policy it began with
+JUDGE = "reward.judge.content"  # of reward.judge.prompt
+TOOLS = "tools.content"  # names and purposes of the actions, which servers and the user's code choose
+OPTIONAL = (REFERENCE, ADAPTERS, JUDGE, TOOLS)  # omitted when not needed
+IDENTITY = ("data.content", "policy.config", "policy.vocabulary", *OPTIONAL)
+
+
+def judge_hash(config: Config) -> str:
+    """Return the hash of the judge's prompt; empty if it has no file."""
+    prompt = config.reward.judge.prompt
+    return content_hash(load_optional("judge").read_prompt(prompt)) if prompt else ""
+
+
+def tools_hash(config: Config) -> str:
+    """Return the hash of the actions in the prompt; empty if search is the only one."""
+    actions = make_actions(config)
+    described = [[each.name, each.purpose, each.argument, each.may_be_empty] for each in actions]
+    return content_hash(described) if described else ""
+
+
+def prompt_hashes(config: Config) -> dict[str, str]:
+    """Return the hashes of the actions and of the judge's prompt, for `evaluation.records.identity`."""
+    return {"tools": tools_hash(config), "judge": judge_hash(config)}
+
+
+def initial_hash(config: Config, model: Model) -> str:
+    """Return the hash of the weights in policy.path; UserError if they are missing or damaged."""
+    weights, _ = find_folder(config, config.policy.path, with_weights=True, resolved=model.pins)
+    return weights_hash(weights)
+
+
+def run_identity(config: Config, model: Model, questions: Sequence[Question]) -> dict[str, str]:
+    """Return the hashes of the contents that a run's config only names, by the names in `IDENTITY`."""
+    policy = config.policy
+    hashes = {
+        "data.content": content_hash([dataclasses.astuple(question) for question in questions]),
+        "policy.config": content_hash(model.hf_config),
+        "policy.vocabulary": model.tokenizer_hash,
+        JUDGE: judge_hash(config),
+        TOOLS: tools_hash(config),
+    }
+    if policy.path and (config.keeps_initial_policy or policy.lora.rank):
+        hashes[REFERENCE] = initial_hash(config, model)
+    if config.keeps_initial_policy and policy.lora.init_from:
+        hashes[ADAPTERS] = adapters_hash(Path(policy.lora.init_from))
+    return {name: value for name, value in hashes.items() if value}
+
+
+def cold_start_identity(
+    config: Config, model: Model, demonstrations: Sequence[Demonstration], base: Base | None
+) -> dict[str, str]:
+    """Return the hashes of the contents that a cold start's config only names."""
+    hashes = {
+        "demonstrations": content_hash([dataclasses.asdict(each) for each in demonstrations]),
+        "policy.config": content_hash(model.hf_config),
+        "policy.vocabulary": model.tokenizer_hash,
+    }
+    if tools := tools_hash(config):
+        hashes[TOOLS] = tools
+    return hashes | ({REFERENCE: base.sha256} if base else {})
+
+
+def check_same(config: Config, model: Model, questions: Sequence[Question], hosts: Hosts) -> None:
+    """Refuse (UserError) processes that read different files or offer different actions."""
+    hosts.same("data.train", lambda: content_hash([dataclasses.astuple(each) for each in questions]))
+    hosts.same("policy or tokenizer", lambda: content_hash([model.hf_config, model.tokenizer_hash]))
+    hosts.same("file reward.judge.prompt", lambda: judge_hash(config))
+    hosts.same("set of actions (key tools)", lambda: tools_hash(config))
+    newest = newest_step(Path(config.run.dir) / "checkpoints")
+    hosts.same("newest checkpoint in run.dir", lambda: newest)
+    lora = config.policy.lora
+    # A checkpoint holds neither the policy that the run began with nor the base of its adapters.
+    if config.policy.path and (newest is None or config.keeps_initial_policy or lora.rank):
+        hosts.same("set of weights in policy.path", lambda: initial_hash(config, model))
+    if lora.init_from and (newest is None or config.keeps_initial_policy):
+        hosts.same("set of adapters in policy.lora.init_from", lambda: adapters_hash(Path(lora.init_from)))
+
+
+def describe_policy(source: PolicySource) -> dict[str, Any]:
+    """Return a policy on disk as plain values; `modified` (ns) tells versions of one place apart."""
+    step = int(source.path.name.removeprefix("v")) if source.kind == "snapshot" else source.step
+    path = source.path / str(step) if source.kind == "checkpoint" else source.path
+    files = [path, *path.glob("*.safetensors")]
+    modified = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
+    return {"kind": source.kind, "path": str(source.path), "step": step, "modified": modified}
+
+
+def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -> dict[str, Any]:
+    """Return the retriever as plain values; empty where nothing is searched.
+
+    A running service describes itself, or is its address if it names no corpus; UserError if it cannot be
+    reached. A service that is started here is its corpus and its pages, with the times of the files.
+    """
+    if config.url == NO_RETRIEVER:
+        return {}
+    if config.url:
+        client = RetrieverClient(config, config.url, warn)
+        about = index_identity(client.health())
+        return about if {"identity", "corpus_sha256"} & about.keys() else about | {"url": redact(client.url)}
+    about = {}
+    for name, key, path in (("corpus", "modified", config.corpus), ("pages", "pages_modified", config.pages)):
+        if path or name == "corpus":
+            about[name] = str(Path(path))
+            if Path(path).is_file():
+                about[key] = Path(path).stat().st_mtime_ns
+    return about
