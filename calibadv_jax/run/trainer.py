@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from calibadv_jax.advantages.estimators import AdvantageResult
-from calibadv_jax.advantages.estimators import critic_values, gae_and_returns
+from calibadv_jax.advantages.estimators import AdvantageResult, critic_values, gae_and_returns
 from calibadv_jax.config import Config
 from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.seeds import random_state

@@ -8,7 +8,6 @@ from shelf_rig import BY_ID, find
 from calibadv_jax.contrib.annotated import (
     MAX_QUOTE,
     Lookup,
-    answer_in,
     demonstrate,
     find_support,
     find_varied_support,

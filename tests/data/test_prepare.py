@@ -187,7 +187,7 @@ def test_rows_without_data_source_get_the_default(tmp_path):
 
 
 def test_prompt_of_row_counts_as_tokens(tmp_path):
-    train = write(tmp_path / "train.jsonl", row(1, "Who?"), row(2, "When?", prompt="Say it: When?"))
+    train = write_rows(tmp_path / "train.jsonl", row(1, "Who?"), row(2, "When?", prompt="Say it: When?"))
     filters = Filters(max_tokens=2, count_tokens=lambda text: len(text.split()))
     assert counts(prepare(str(train), tmp_path / "out.jsonl", filters))["all"] == [2, 1]
 

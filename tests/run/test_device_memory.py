@@ -18,7 +18,6 @@ from calibadv_jax.contrib.planning.memory import (
     adapter_lines,
     estimate_memory,
     heads_warnings,
-    held_beside,
     memory_line,
     peak_memory,
     program_memory,
