@@ -1,4 +1,4 @@
-"""The service's own error type, and its wording; it shares nothing with the trainer."""
+"""Errors of the service, each one line; nothing is shared with the trainer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,19 @@ class Unavailable(RetrieverError):
     """Another service does not answer now; the same call may succeed later."""
 
 
+class SearchFailed(Exception):
+    """One query was not answered; `status` is the HTTP status of the reply."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
 def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> int:
-    """Do a command's work: 0, or 2 after an error and 130 after Ctrl-C, which are said in one line.
+    """Run a command: status 0, 2 after an error or 130 after Ctrl-C, each reported in one line.
 
     Args:
-        interrupted: that line after Ctrl-C.
+        interrupted: the line after Ctrl-C.
     """
     try:
         work()
@@ -36,13 +44,12 @@ def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> i
 
 
 def require(module: str, advice: str) -> Any:
-    """An optional package's module.
+    """Import an optional package's module.
+
+    Raises RetrieverError: it, or something that it needs, is not installed.
 
     Args:
         advice: what to install, or which option not to use.
-
-    Raises:
-        RetrieverError: it, or something that it needs, is not installed.
     """
     try:
         return importlib.import_module(module)

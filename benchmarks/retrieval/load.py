@@ -42,9 +42,8 @@ from pydantic import BaseModel
 
 from retriever.corpus.passages import load_corpus, split_contents
 from retriever.encoders.dense import DenseEncoder
-from retriever.search.index import Dense, Index
-from retriever.search.index_memory import available_cores
-from retriever.search.opening import open_index
+from retriever.indexes.opening import Dense, Index, open_index
+from retriever.indexes.storage import available_cores
 
 SLICES = 10  # of the soak
 

@@ -1,4 +1,4 @@
-"""Pages by URL for RLinf's ``POST /access``: JSON Lines of rows with ``url``, read from disk on demand."""
+"""Pages by URL for RLinf's ``POST /access``: JSON Lines of rows with ``url``."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from retriever.corpus.offsets import check_sendable, read_lines
+from retriever.corpus.passages import check_sendable, read_lines
 from retriever.errors import RetrieverError
 
 
 class Pages:
-    """Knows where each URL's row begins; rows themselves stay on disk.
+    """Rows by URL, read from disk on demand. The file stays open: replacing it changes nothing.
 
-    The file stays open, so that another one that is moved to its place changes nothing.
+    Raises RetrieverError: no such file, or a malformed row, with file and line.
 
     Attributes:
-        sha256: of all rows, as they stand in the file.
-
-    Raises:
-        RetrieverError: no such file, or a malformed row, with file and line.
+        sha256: hash of all rows as in the file.
     """
 
     def __init__(self, path: Path):
@@ -43,10 +40,9 @@ class Pages:
         return len(self._start)
 
     def access(self, url: str) -> dict[str, Any] | None:
-        """The page's row, or None; ``…/index.php/Title`` is looked up as ``…/index.php?title=Title``.
+        """Return the page's row, or None; RetrieverError if the file was changed since it was read.
 
-        Raises:
-            RetrieverError: the file was written to since it was read.
+        ``…/index.php/Title`` is looked up as ``…/index.php?title=Title``.
         """
         url = url.replace("index.php/", "index.php?title=")
         start = self._start.get(url)

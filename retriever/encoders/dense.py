@@ -1,10 +1,11 @@
-"""Encoders with weights, through sentence-transformers."""
+"""Models with weights, through sentence-transformers: encoders and rerankers; encoders by name."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +15,14 @@ from typing import Any
 import httpx
 import numpy as np
 
-from retriever.encoders.probe import PROBE_FILE, probe
+from retriever.encoders.hashed import HashedEncoder, reading
 from retriever.errors import RetrieverError, reason, require
-from retriever.interfaces import Encoder, Row
+from retriever.interfaces import CorpusRow, Encoder, Hits
 
+PROBE_FILE = "probe.npy"  # the vector of PROBE_TEXT: identifies the model that built an index
+PROBE_TEXT = "who wrote the book the origin of species"
+PROBE_COSINE = 0.98  # fp16 and another machine's kernels stay above 0.999
+PASSAGE_COSINE = 0.5  # of a passage's vector: built in fp16, or with passages cut elsewhere, it is less
 BATCH = 64
 CHUNK = 1024  # texts that a process of `spread` takes at once
 HUB_SECONDS = 5.0  # for the hub to answer at all; its own client tries for a minute
@@ -57,7 +62,7 @@ class DenseEncoder:
         self._pool: Any = None  # of `spread`
         self._spare = [self._model]  # a tokenizer must not be used by two threads at once
 
-    def encode_passages(self, rows: Sequence[Row]) -> np.ndarray:
+    def encode_passages(self, rows: Sequence[CorpusRow]) -> np.ndarray:
         texts = [row["contents"] for row in rows]
         return self._encode(texts, "encode_document", self._recipe.passage_prefix)
 
@@ -65,7 +70,7 @@ class DenseEncoder:
         return self._encode(list(queries), "encode_query", self._recipe.query_prefix)
 
     def save(self, folder: Path) -> None:
-        np.save(folder / PROBE_FILE, probe(self))
+        np.save(folder / PROBE_FILE, self.encode_queries([PROBE_TEXT])[0])
 
     def _encode(self, texts: list[str], encode: str, prefix: str) -> np.ndarray:
         # Without a prefix of ours, encode_query and encode_document take the one in the model's folder.
@@ -82,12 +87,12 @@ class DenseEncoder:
         return np.asarray(vectors, np.float32).reshape(len(texts), self.dimension)
 
     def _take(self) -> Any:
-        """A model that no other thread uses; copies share the weights."""
+        """Return a model that no other thread uses; copies share the weights."""
         try:
             return self._spare.pop()
         except IndexError:
             weights = itertools.chain(self._model.parameters(), self._model.buffers())
-            return copy.deepcopy(self._model, {id(one): one for one in weights})
+            return copy.deepcopy(self._model, {id(array): array for array in weights})
 
     def _check_pooling(self) -> None:
         from sentence_transformers.sentence_transformer.modules import Pooling
@@ -103,10 +108,9 @@ class DenseEncoder:
 
 @contextmanager
 def spread(encoder: Encoder, devices: Sequence[str]) -> Iterator[None]:
-    """Within the block each device's own process encodes a part of the texts; without devices, this one.
+    """Encode within the block by a process on each device; without devices, by this process.
 
-    Raises:
-        RetrieverError: the encoder has no network, there is no such device, or a process has ended.
+    Raises RetrieverError: the encoder has no network, there is no such device, or a process has ended.
     """
     if not devices:
         yield
@@ -122,9 +126,8 @@ def spread(encoder: Encoder, devices: Sequence[str]) -> Iterator[None]:
     except (RuntimeError, AssertionError) as error:  # of a torch without CUDA
         raise RetrieverError(f"--devices {','.join(devices)}: {reason(error)}") from error
     try:
-        mask = signal.pthread_sigmask(
-            signal.SIG_BLOCK, {signal.SIGINT}
-        )  # inherited: Ctrl-C is this process's
+        # Inherited: only this process handles Ctrl-C.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             pool = encoder._pool = encoder._model.start_multi_process_pool(list(devices))
         finally:
@@ -142,7 +145,7 @@ def _load(model: str, name: str) -> Any:
     if not model:
         raise RetrieverError(f"--retriever_name {name}: set --retriever_model to a folder or hub name")
     library = require("sentence_transformers", INSTALL)
-    local = Path(model).is_dir() or not _is_hub_there(model)
+    local = Path(model).is_dir() or not _hub_answers(model)
     try:
         loaded = library.SentenceTransformer(model, local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -153,12 +156,8 @@ def _load(model: str, name: str) -> Any:
     return loaded.half() if loaded.device.type == "cuda" else loaded
 
 
-def _is_hub_there(model: str) -> bool:
-    """Whether the hub answers; if it does not, what lies in its cache is taken.
-
-    Raises:
-        RetrieverError: it does not answer, and the model is not in the cache.
-    """
+def _hub_answers(model: str) -> bool:
+    """Whether the hub answers; if not, the model must be in its cache, else RetrieverError."""
     hub = require("huggingface_hub", INSTALL)
     constants = require("huggingface_hub.constants", INSTALL)
     try:
@@ -174,3 +173,108 @@ def _is_hub_there(model: str) -> bool:
             " the model, or fetch it on a machine that reaches the hub"
         )
     return False
+
+
+def check_dimension(where: object, dimension: int, encoder: Encoder) -> None:
+    """Raise RetrieverError if an index has vectors of another dimension than the encoder's."""
+    if dimension != encoder.dimension:
+        raise RetrieverError(
+            f"{where}: holds vectors of dimension {dimension}, and {encoder.model or encoder.name} makes"
+            f" {encoder.dimension}; set --retriever_model to the model that built it"
+        )
+
+
+def check_vector(where: str, vector: np.ndarray, row: CorpusRow, encoder: Encoder) -> None:
+    """Raise RetrieverError if the vector of a passage is not what the encoder makes of it."""
+    likeness = cosine(vector, encoder.encode_passages([row])[0])
+    if likeness < PASSAGE_COSINE:
+        raise RetrieverError(
+            f"{where}: its vector is not what {encoder.model} makes of its text (cosine {likeness:.2f}); set"
+            " --retriever_name and --retriever_model to the encoder that built it"
+        )
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / max(1e-12, float(np.linalg.norm(a) * np.linalg.norm(b))))
+
+
+def make_encoder(name: str, model: str, corpus: Sequence[CorpusRow]) -> Encoder:
+    """Return an encoder for a new index.
+
+    Raises RetrieverError: no such encoder, or its model cannot be loaded.
+
+    Args:
+        model: folder or hub name of a sentence-transformers model; empty for the name's own.
+    """
+    if name == HashedEncoder.name:
+        if model:
+            raise RetrieverError(f"--retriever_model {model}: hashed has no model; leave it out")
+        return HashedEncoder.fit(corpus)
+    if name not in RECIPES:
+        raise RetrieverError(f"encoder {name!r} is unknown; available are hashed, {', '.join(RECIPES)}, bm25")
+    return DenseEncoder(name, model)
+
+
+def load_encoder(folder: Path, name: str, model: str) -> Encoder:
+    """Return the encoder that `save` wrote into a folder.
+
+    Raises RetrieverError: no such encoder, no such model, or a model that is not the index's.
+    """
+    if name == HashedEncoder.name and not model:
+        return HashedEncoder.load(folder)
+    encoder = make_encoder(name, model, ())
+    with reading(folder / PROBE_FILE) as path:
+        built = np.load(path)  # float32 [dimension]
+    check_dimension(folder, built.size, encoder)
+    likeness = cosine(built, encoder.encode_queries([PROBE_TEXT])[0])
+    if likeness < PROBE_COSINE:
+        raise RetrieverError(
+            f"{folder}: was built with another model than {encoder.model} (likeness {likeness:.2f} of one"
+            " text's vectors); set --retriever_model to the model that built it"
+        )
+    return encoder
+
+
+class Reranker:
+    """A cross-encoder, which reads query and passage together; in half precision on a GPU.
+
+    Raises RetrieverError: sentence-transformers is not installed, or the model cannot be loaded.
+
+    Args:
+        model: folder or hub name.
+    """
+
+    def __init__(self, model: str, batch_size: int = 32):
+        advice = "pip install 'calibadv-jax[dense]', or leave out --reranker_model"
+        library = require("sentence_transformers", advice)
+        import torch
+
+        self.model, self.batch_size = model, batch_size
+        kwargs: dict[str, Any] = {"dtype": torch.float16} if torch.cuda.is_available() else {}
+        try:
+            self._encoder = library.CrossEncoder(
+                model, max_length=512, trust_remote_code=False, model_kwargs=kwargs
+            )
+        except (OSError, ValueError) as error:
+            raise RetrieverError(f"--reranker_model {model}: cannot be loaded ({reason(error)})") from error
+        self._lock = threading.Lock()
+
+    def rerank(self, queries: Sequence[str], hits: Sequence[Hits], k: int) -> list[Hits]:
+        """Return the k best documents of each query with the cross-encoder's scores, best first."""
+        pairs = [
+            (query, passage_text(row["contents"]))
+            for query, hits_of_query in zip(queries, hits, strict=True)
+            for row, _ in hits_of_query
+        ]
+        if not pairs:
+            return [[] for _ in queries]
+        with self._lock:  # tokenizers and the GPU are shared
+            scores = iter(self._encoder.predict(pairs, batch_size=self.batch_size).tolist())
+        scored = [[(row, float(next(scores))) for row, _ in hits_of_query] for hits_of_query in hits]
+        return [sorted(hits_of_query, key=lambda hit: -hit[1])[:k] for hits_of_query in scored]
+
+
+def passage_text(contents: str) -> str:
+    """Return a passage as in the authors' server: ``(Title: "T") text``."""
+    title, _, text = contents.partition("\n")
+    return f"(Title: {title}) {text}"

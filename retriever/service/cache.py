@@ -1,4 +1,4 @@
-"""Results on disk, found by request: repeats cost nothing, and a run can be repeated offline, exactly."""
+"""Store of results on disk: repeated queries cost nothing, and a run can be replayed offline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from retriever.errors import RetrieverError
-from retriever.interfaces import Found
+from retriever.interfaces import Hits
 
 WAIT = 30.0  # seconds for another process of this host that writes
 
@@ -21,20 +21,18 @@ CacheMode = Literal["use", "replay"]
 
 
 class NotRecorded(Exception):
-    """Replay was asked for a query that the store does not hold."""
+    """A replay lacks a query."""
 
 
 class ResultCache:
-    """Content-addressed store: hash of query, depth and index identity -> documents and scores.
+    """Hash of query, depth and index identity -> documents and scores.
 
-    A SQLite file in WAL mode: several processes of one host may share it, several hosts may not.
+    A SQLite file in WAL mode: several processes of one host may share it, several hosts may not. Raises
+    RetrieverError: the file is not such a store, or does not exist for a replay.
 
     Args:
-        identity: of index and reranker; results of another one are never mixed in.
-        mode: use: look up, search and store what is missing. replay: look up only.
-
-    Raises:
-        RetrieverError: the file is not such a store, or replay is asked for and it does not exist.
+        identity: of the index; results of another index are not used.
+        mode: use: look up, search and store missing results; replay: look up only.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any], mode: CacheMode):
@@ -53,7 +51,7 @@ class ResultCache:
             ) from error
 
     def _set_up(self) -> None:
-        """SQLite itself does not wait for another process that changes the journal mode: this does."""
+        """Wait for another process that changes the journal mode, which SQLite itself does not."""
         patience = time.monotonic() + WAIT
         while True:
             try:
@@ -67,13 +65,12 @@ class ResultCache:
                     raise
             time.sleep(0.01)
 
-    def look_up(self, queries: Sequence[str], k: int) -> list[Found | None]:
-        """What is known of each query.
+    def look_up(self, queries: Sequence[str], k: int) -> list[Hits | None]:
+        """Return the stored results of each query, or None.
 
-        Raises:
-            NotRecorded: in replay mode, with the first query that is not known.
+        Raises NotRecorded: in replay mode, with the first query that is not stored.
         """
-        known: list[Found | None] = []
+        results: list[Hits | None] = []
         for query in queries:
             with self._lock:
                 row = self._store.execute(
@@ -81,20 +78,14 @@ class ResultCache:
                 ).fetchone()
             if row is None and self.mode == "replay":
                 raise NotRecorded(query)
-            known.append(None if row is None else [(entry, score) for entry, score in json.loads(row[0])])
-        return known
+            results.append(None if row is None else [(entry, score) for entry, score in json.loads(row[0])])
+        return results
 
-    def store(self, queries: Sequence[str], k: int, found: Sequence[Found]) -> None:
-        """Keeps the results of queries, all or none.
-
-        Raises:
-            RetrieverError: they cannot be written; what was stored before remains.
-        """
-        rows = [
-            # ASCII: SQLite takes UTF-8 only, which has no half of a surrogate pair.
-            (self._key(query, k), json.dumps(one))
-            for query, one in zip(queries, found, strict=True)
-        ]
+    def store(self, queries: Sequence[str], k: int, results: Sequence[Hits]) -> None:
+        """Store the results of queries, all or none; RetrieverError if they cannot be written."""
+        pairs = zip(queries, results, strict=True)
+        # ASCII: SQLite takes UTF-8 only, which has no half of a surrogate pair.
+        rows = [(self._key(query, k), json.dumps(hits)) for query, hits in pairs]
         try:
             with self._lock, self._transaction() as store:
                 store.executemany("INSERT OR IGNORE INTO results VALUES (?, ?)", rows)
@@ -106,7 +97,7 @@ class ResultCache:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Another process that writes is waited for; whatever fails leaves no transaction open."""
+        """Wait for another process that writes; no failure leaves a transaction open."""
         self._store.execute("BEGIN IMMEDIATE")
         try:
             yield self._store

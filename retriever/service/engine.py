@@ -1,28 +1,232 @@
-"""A request's way through the service: cut, looked up in the store, searched in a batch, reranked."""
+"""Answers requests: cuts queries, looks them up in the store, searches them in batches, reranks."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import hashlib
+import json
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from fastapi.concurrency import run_in_threadpool
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from retriever.encoders.dense import Reranker
 from retriever.errors import RetrieverError
-from retriever.interfaces import Found, Searcher
-from retriever.search.rerank import Reranker
-from retriever.service.batching import SearchBatcher
+from retriever.interfaces import Hits, Searcher
 from retriever.service.cache import ResultCache
-from retriever.service.memory import trimmed
-from retriever.service.metrics import Metrics
-from retriever.service.web.contracts import MAX_QUERY_LENGTH, RetrieveRequest
+from retriever.service.contracts import MAX_QUERY_LENGTH, RetrieveRequest
+
+HEADER = "X-Index-Identity"  # of every reply of POST /retrieve and POST /access
+IDENTITY_LENGTH = 32  # hexadecimal digits
+# Place and file format of an index: copies, and engines that search exactly, answer alike.
+_IRRELEVANT = ("kind", "bytes", "checksums", "url")
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+TRIM_EVERY = 1000  # queries; a trim takes about 10 ms, a thousand queries of a small encoder 3 s
+WORTH_IT = 8  # queries for which a further search begins beside those under way
+
+T = TypeVar("T")
+Search = Callable[[Sequence[str], int], T]
+
+
+def index_identity(manifest: Mapping[str, Any], reranker: str, pages: str = "") -> str:
+    """Return a hash of corpus, encoder, model, approximation, reranker, and pages.
+
+    Services over copies of one index have the same, wherever they run.
+
+    Args:
+        reranker: its model; empty: none.
+        pages: their hash; empty: none.
+    """
+    decisive = {name: value for name, value in manifest.items() if name not in _IRRELEVANT}
+    text = json.dumps([decisive, reranker, *([pages] if pages else [])], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:IDENTITY_LENGTH]
+
+
+class Metrics:
+    """Prometheus metrics in their own registry: one process may hold several services."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("retriever_requests", "Requests", ["route", "status"], registry=registry)
+        self.seconds = Histogram("retriever_request_seconds", "Time to answer", ["route"], registry=registry)
+        self.batch = Histogram(
+            "retriever_batch_queries", "Queries of a search", buckets=BATCH_SIZES, registry=registry
+        )
+        self.queue = Gauge("retriever_queued_queries", "Queries that wait", registry=registry)
+        self.cached = Counter("retriever_cached_queries", "Answered from the store", registry=registry)
+        self.unstored = Counter(
+            "retriever_unstored_queries", "Answered, but the store took no result", registry=registry
+        )
+        self.cut = Counter("retriever_cut_queries", "Longer than the limit, and cut to it", registry=registry)
+        self.reranked = Counter("retriever_reranked_queries", "Reranked", registry=registry)
+
+
+def trim_memory() -> None:
+    """Return freed memory to the system; no effect without glibc."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return
+    trim(0)
+
+
+def trimmed(search: Search[T]) -> Search[T]:
+    """Return the search with a `trim_memory` every TRIM_EVERY queries, in any number of threads.
+
+    glibc keeps the holes of temporaries of many sizes: 100 to 200 MB in ten minutes of 64 clients.
+    """
+    queries_since = 0
+    lock = threading.Lock()
+
+    def search_and_trim(queries: Sequence[str], k: int) -> T:
+        nonlocal queries_since
+        try:
+            return search(queries, k)
+        finally:
+            with lock:
+                queries_since += len(queries)
+                is_due = queries_since >= TRIM_EVERY
+                queries_since = 0 if is_due else queries_since
+            if is_due:
+                trim_memory()
+
+    return search_and_trim
+
+
+class Overloaded(Exception):
+    """More queries wait than the queue may hold."""
+
+
+@dataclass
+class _Waiting:
+    query: str
+    k: int
+    request: int  # its number
+    future: asyncio.Future[Hits]
+
+
+class SearchBatcher:
+    """Searches in threads; queries that arrive meanwhile share the next searches.
+
+    Args:
+        search: (queries, k) -> the k best of each, or the error of that query. With more than one worker,
+            several threads call it at once.
+        max_batch: queries of one search.
+        max_queue: queries that may wait; more are refused.
+        max_wait: seconds a search waits for other requests to join, unless the last search had a single
+            request: a client that sends one at a time would wait in vain.
+        on_batch: called with the number of queries of every search.
+        workers: searches at the same time. A second one begins when WORTH_IT queries wait: a query of a small
+            batch costs several times one of a large batch.
+    """
+
+    def __init__(
+        self,
+        search: Search[Sequence[Hits | Exception]],
+        max_batch: int = 256,
+        max_queue: int = 8192,
+        max_wait: float = 0.002,
+        on_batch: Callable[[int], object] = lambda _: None,
+        workers: int = 1,
+    ):
+        self._search, self._on_batch = search, on_batch
+        self.max_batch, self.max_queue, self.max_wait, self.workers = max_batch, max_queue, max_wait, workers
+        self._queue: deque[_Waiting] = deque()
+        self._requests = 0  # so far
+        self._is_shared = False  # whether the last search was of several requests
+        self._timer: asyncio.TimerHandle | None = None  # of the next searches
+        self._searches: set[asyncio.Task[None]] = set()
+        # Always the same threads: torch and OpenMP keep buffers and workers for each calling thread.
+        self._threads = ThreadPoolExecutor(workers, "search")
+
+    @property
+    def queued(self) -> int:
+        """Number of queries that wait for their search."""
+        return len(self._queue)
+
+    async def submit(self, queries: Sequence[str], k: int) -> list[Hits | BaseException]:
+        """Return the k best rows of each query, best first, or the error of that query.
+
+        Raises Overloaded: the queue is full; nothing of the request was queued.
+        """
+        if self.queued + len(queries) > self.max_queue:
+            raise Overloaded
+        loop = asyncio.get_running_loop()
+        self._requests += 1
+        waiting = [_Waiting(query, k, self._requests, loop.create_future()) for query in queries]
+        self._queue += waiting
+        self._schedule()
+        # If the client has left, this is cancelled and cancels the futures: queued queries are dropped.
+        return list(await asyncio.gather(*(query.future for query in waiting), return_exceptions=True))
+
+    def _schedule(self) -> None:
+        """Begin searches soon, if allowed: other requests may join until then."""
+        if self._timer is None and self._may_begin():
+            wait = self.max_wait if self._is_shared and len(self._queue) < self.max_batch else 0.0
+            self._timer = asyncio.get_running_loop().call_later(wait, self._begin)
+
+    def _may_begin(self) -> bool:
+        if not self._searches:
+            return bool(self._queue)
+        return len(self._searches) < self.workers and len(self._queue) >= WORTH_IT
+
+    def _begin(self) -> None:
+        self._timer = None
+        while self._may_begin():
+            searches = max(1, min(self.workers - len(self._searches), len(self._queue) // WORTH_IT))
+            batch = self._next_batch(min(self.max_batch, -(-len(self._queue) // searches)))
+            if batch:
+                search = asyncio.get_running_loop().create_task(self._run(batch))
+                self._searches.add(search)
+                search.add_done_callback(self._end)
+
+    def _end(self, search: asyncio.Task[None]) -> None:
+        self._searches.discard(search)
+        self._schedule()
+
+    async def _run(self, batch: list[_Waiting]) -> None:
+        self._on_batch(len(batch))
+        self._is_shared = batch[0].request != batch[-1].request
+        queries = [waiting.query for waiting in batch]
+        loop = asyncio.get_running_loop()
+        try:
+            results = await loop.run_in_executor(self._threads, self._search, queries, batch[0].k)
+        except Exception as error:  # handed to every caller; the next batch is searched nevertheless
+            results = [error] * len(batch)
+        for waiting, result in zip(batch, results, strict=True):
+            if waiting.future.done():
+                continue
+            if isinstance(result, Exception):
+                waiting.future.set_exception(result)
+            else:
+                waiting.future.set_result(result)
+
+    def _next_batch(self, size: int) -> list[_Waiting]:
+        """Return at most `size` of the longest-waiting queries with the same k; drop those of absent clients.
+
+        An approximate index may rank the first five of ten differently from five of five.
+        """
+        batch: list[_Waiting] = []
+        while self._queue and len(batch) < size:
+            if self._queue[0].future.done():
+                self._queue.popleft()
+            elif batch and self._queue[0].k != batch[0].k:
+                break
+            else:
+                batch.append(self._queue.popleft())
+        return batch
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one service."""
+    """Limits of a service."""
 
     max_batch: int = 256  # queries of one search
     max_queue: int = 8192  # queries that wait; then 503
@@ -44,7 +248,7 @@ class Depths:
 
 
 class Refused(Exception):
-    """A request that this service does not take, and how to change it."""
+    """A request that this service does not accept, and how to change it."""
 
 
 class Engine:
@@ -76,11 +280,10 @@ class Engine:
         self._has_warned = False  # that results cannot be stored
         metrics.queue.set_function(lambda: self._batcher.queued)
 
-    async def answer(self, request: RetrieveRequest) -> list[Found]:
-        """Each query's documents, as many and in such an order as the request asks for.
+    async def answer(self, request: RetrieveRequest) -> list[Hits]:
+        """Return each query's documents in the number and order of the request.
 
-        Raises:
-            Refused, Overloaded, NotRecorded, or why a query was not answered.
+        Raises Refused, Overloaded, NotRecorded, or the error of a query.
         """
         if len(request.queries) > self._max_queries:
             raise Refused(
@@ -93,22 +296,20 @@ class Engine:
         if needs_reranker and self._reranker is None:
             raise Refused("topk_rerank: no reranker is loaded; leave it out, or start with --reranker_model")
         queries = self._cut(request.queries)
-        found = await self._find(queries, depth)
+        hits = await self._find(queries, depth)
         if not request.is_calibadv:
-            return found
+            return hits
         keep = request.topk_rerank or self._depths.rerank_topk
         if request.not_sort:  # as the authors' server: no reranking, not only no new order
-            return [one[:keep] for one in found]
+            return [hits_of_query[:keep] for hits_of_query in hits]
         if self._reranker is None:
-            return found
+            return hits
         self._metrics.reranked.inc(len(queries))
-        rerank = self._reranker.rerank
-        return await asyncio.get_running_loop().run_in_executor(
-            self._rerank_thread, rerank, queries, found, keep
-        )
+        loop, rerank = asyncio.get_running_loop(), self._reranker.rerank
+        return await loop.run_in_executor(self._rerank_thread, rerank, queries, hits, keep)
 
     def _check_results(self, queries: int, depth: int) -> None:
-        """All that is found for a request is in memory at once."""
+        """Refuse more documents than may be in memory for a request."""
         if queries * depth <= self._max_results:
             return
         fitting = self._max_results // depth
@@ -119,33 +320,30 @@ class Engine:
         )
 
     def _cut(self, queries: Sequence[str]) -> list[str]:
-        """One overlong query must not cost the others of its request their answers."""
+        """Cut overlong queries: they must not cost the others of the request their answers."""
         self._metrics.cut.inc(sum(len(query) > MAX_QUERY_LENGTH for query in queries))
         return [query[:MAX_QUERY_LENGTH] for query in queries]
 
-    async def _find(self, queries: list[str], k: int) -> list[Found]:
-        """The k best rows of each query, from the store if they are known."""
+    async def _find(self, queries: list[str], k: int) -> list[Hits]:
+        """Return the k best rows of each query, from the store where it has them."""
         if self._cache is None:
-            return _all_found(await self._batcher.submit(queries, k))
-        known = await run_in_threadpool(self._cache.look_up, queries, k)
-        missing = [number for number, found in enumerate(known) if found is None]
-        self._metrics.cached.inc(len(known) - len(missing))
+            return _raise_errors(await self._batcher.submit(queries, k))
+        hits = await run_in_threadpool(self._cache.look_up, queries, k)
+        missing = [number for number, stored in enumerate(hits) if stored is None]
+        self._metrics.cached.inc(len(hits) - len(missing))
         if missing:
-            asked = [queries[number] for number in missing]
-            outcomes = await self._batcher.submit(asked, k)
-            # What was found is kept even if another query failed: it may have been paid for.
-            fresh = {
-                query: one
-                for query, one in zip(asked, outcomes, strict=True)
-                if not isinstance(one, BaseException)
-            }
-            await run_in_threadpool(self._keep, self._cache, fresh, k)
-            for number, one in zip(missing, _all_found(outcomes), strict=True):
-                known[number] = one
-        return [one for one in known if one is not None]
+            searched = [queries[number] for number in missing]
+            outcomes = await self._batcher.submit(searched, k)
+            # Results are stored even if another query failed: they may have been paid for.
+            pairs = zip(searched, outcomes, strict=True)
+            fresh = {query: outcome for query, outcome in pairs if not isinstance(outcome, BaseException)}
+            await run_in_threadpool(self._store, self._cache, fresh, k)
+            for number, outcome in zip(missing, _raise_errors(outcomes), strict=True):
+                hits[number] = outcome
+        return [hits_of_query for hits_of_query in hits if hits_of_query is not None]
 
-    def _keep(self, cache: ResultCache, fresh: Mapping[str, Found], k: int) -> None:
-        """Stores results. A full disk costs no client its answer: it is counted, and said once."""
+    def _store(self, cache: ResultCache, fresh: Mapping[str, Hits], k: int) -> None:
+        """Store results; a full disk costs no client its answer: count it, and warn once."""
         try:
             cache.store(list(fresh), k, list(fresh.values()))
             self._has_warned = False
@@ -156,10 +354,10 @@ class Engine:
             self._has_warned = True
 
 
-def _all_found(outcomes: Sequence[Found | BaseException]) -> list[Found]:
-    found = []
-    for one in outcomes:
-        if isinstance(one, BaseException):
-            raise one
-        found.append(one)
-    return found
+def _raise_errors(outcomes: Sequence[Hits | BaseException]) -> list[Hits]:
+    hits = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        hits.append(outcome)
+    return hits

@@ -4,8 +4,8 @@ import pytest
 from retriever_rig import NAMES, town_rows, write_rows
 
 from retriever.corpus.passages import load_corpus
-from retriever.indexing.builder import build_index
-from retriever.search.opening import open_index
+from retriever.indexes.building import build_index
+from retriever.indexes.opening import open_index
 
 
 @pytest.fixture(scope="module")

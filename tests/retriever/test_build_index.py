@@ -15,7 +15,7 @@ from retriever import prepare_corpus, serve
 from retriever.build_index import main
 from retriever.corpus.passages import load_corpus
 from retriever.encoders.hashed import HashedEncoder
-from retriever.search.opening import open_index
+from retriever.indexes.opening import open_index
 
 
 def test_it_builds_what_the_options_say(tmp_path, files, capsys):
@@ -34,10 +34,10 @@ def interrupt(*_, **__):
 @pytest.mark.parametrize(
     ("name", "where", "kept"),
     [
-        ("hashed", "retriever.indexing.embeddings._begin", set()),
-        ("hashed", "retriever.indexing.builder.write_faiss", {"i.embeddings"}),
-        ("hashed", "retriever.indexing.builder.write_manifest", {"i.embeddings"}),
-        ("bm25", "retriever.indexing.builder.write_manifest", set()),
+        ("hashed", "retriever.indexes.building._begin", set()),
+        ("hashed", "retriever.indexes.faiss.write_faiss", {"i.embeddings"}),
+        ("hashed", "retriever.indexes.building.write_manifest", {"i.embeddings"}),
+        ("bm25", "retriever.indexes.building.write_manifest", set()),
     ],
 )
 def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch, name, where, kept):
@@ -93,7 +93,7 @@ def test_ctrl_c_in_the_other_commands_is_one_line(tmp_path, files, capsys, monke
     assert prepare_corpus.main([str(files[0]), "--output", str(tmp_path / "c.jsonl")]) == 130
     assert capsys.readouterr().err == "interrupted; nothing was written: give the same command again\n"
     assert not os.listdir(tmp_path)
-    monkeypatch.setattr("retriever.service.web.server.run", interrupt)
+    monkeypatch.setattr("retriever.service.server.run", interrupt)
     assert serve.main(["--corpus_path", str(files[0]), "--index_path", str(files[1])]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

@@ -12,10 +12,10 @@ pytest.importorskip("fastapi")
 
 from fastapi.testclient import TestClient
 
+from retriever.indexes.gpu import NORM_BYTES, WORKSPACE
+from retriever.indexes.storage import vector_bytes
 from retriever.options import make_parser, parse
-from retriever.search.backends.gpu import NORM_BYTES, WORKSPACE
-from retriever.search.index_memory import vector_bytes
-from retriever.service.assembly import load
+from retriever.service.server import load
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "retriever.md").read_text(encoding="utf-8")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from retriever.contrib.web import PROVIDERS
 from retriever.errors import RetrieverError
 from retriever.options import WEB_SEARCHES, parse
-from retriever.search.backends.web import PROVIDERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,7 +75,7 @@ def test_a_missing_extra_is_one_line(module, package):
 def test_a_corpus_needs_no_optional_package(tmp_path):
     """scripts/download.py reads one where nothing but the base packages is installed."""
     code = "import sys; sys.modules.update(dict.fromkeys(['faiss', 'scipy', 'fastapi', 'bm25s', 'jax']))\n"
-    code += "import retriever.corpus.passages, retriever.search.backends.faiss"
+    code += "import retriever.corpus.passages, retriever.indexes.faiss"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, env=dict(os.environ))
 
 

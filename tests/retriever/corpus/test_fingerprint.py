@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from retriever.corpus import offsets
-from retriever.corpus.offsets import HEADER, cache_file, load_offsets, save_offsets, scan
+from retriever.corpus import passages as offsets
+from retriever.corpus.passages import HEADER, cache_file, load_offsets, save_offsets, scan
 
 
 @pytest.fixture

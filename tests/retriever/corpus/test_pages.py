@@ -9,11 +9,11 @@ import json
 
 from fastapi.testclient import TestClient
 
-from retriever.corpus import offsets
+from retriever.corpus import passages as offsets
 from retriever.corpus.pages import Pages
 from retriever.errors import RetrieverError
+from retriever.service.app import make_app
 from retriever.service.engine import Depths
-from retriever.service.web.app import make_app
 
 
 def test_pages_by_url(index, tmp_path):

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retriever.corpus import offsets
 from retriever.corpus import passages as corpus_module
+from retriever.corpus import passages as offsets
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError
 

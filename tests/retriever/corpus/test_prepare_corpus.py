@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from retriever.corpus import layouts, offsets
+from retriever.corpus import layouts
+from retriever.corpus import passages as offsets
 from retriever.corpus.passages import load_corpus, split_contents
 from retriever.corpus.prepare import prepare_corpus
 from retriever.errors import RetrieverError

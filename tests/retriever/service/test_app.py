@@ -15,9 +15,9 @@ from fastapi.testclient import TestClient
 from retriever_rig import town_rows
 
 from retriever.errors import RetrieverError, Unavailable
+from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
 from retriever.service.engine import Depths
-from retriever.service.web.app import make_app
 
 ROWS = town_rows()
 

@@ -13,11 +13,10 @@ from fastapi.testclient import TestClient
 from retriever_rig import served
 
 from retriever.errors import RetrieverError
+from retriever.indexes.storage import MANIFEST
 from retriever.options import parse
-from retriever.search.backends.web import Budget, WebSearch
-from retriever.search.manifest import MANIFEST
-from retriever.service import assembly
-from retriever.service.assembly import load, load_index
+from retriever.service import server as assembly
+from retriever.service.server import load, load_index
 
 
 def test_build_if_missing(tmp_path, files):
@@ -77,17 +76,14 @@ def test_limits_reach_the_service(files):
 def test_a_search_a_core_but_one_for_the_web(files, tmp_path, monkeypatch):
     """Equal queries of one search are paid for once; those of two searches would be paid for twice."""
     monkeypatch.setattr(assembly, "available_cores", lambda: 6)
-    monkeypatch.setenv("GOOGLE_API_KEY", "k")
-    monkeypatch.setenv("GOOGLE_CSE_ID", "c")
     paths = ["--corpus_path", str(files[0]), "--index_path", str(files[1])]
-    web = WebSearch("google", Budget(tmp_path / "budget", 1))
+    web = ["--retriever_name", "google", "--cache_path", str(tmp_path / "c"), "--web_budget", "1"]
     for threads, variable, expected in ((0, "1", 6), (0, "2", 3), (0, "99", 1), (4, "1", 4), (4, "2", 4)):
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
-        arguments = parse([*paths, "--threads", str(threads)])
-        assert assembly._workers(arguments, None) == expected
-        assert assembly._workers(arguments, web) == 1
+        assert assembly._workers(parse([*paths, "--threads", str(threads)])) == expected
+        assert assembly._workers(parse([*web, "--threads", str(threads)])) == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert assembly._workers(parse(paths), None) == 6
+    assert assembly._workers(parse(paths)) == 6
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan"])

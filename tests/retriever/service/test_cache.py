@@ -14,9 +14,9 @@ from fastapi.testclient import TestClient
 from retriever_rig import Counting
 
 from retriever.errors import RetrieverError
+from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
 from retriever.service.engine import Depths
-from retriever.service.web.app import make_app
 
 
 def test_a_run_is_repeated_from_the_store_exactly_and_a_miss_is_named(index, tmp_path):

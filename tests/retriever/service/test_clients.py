@@ -12,8 +12,8 @@ pytest.importorskip("fastapi")
 from retriever_rig import NAMES, served
 
 from retriever.corpus.pages import Pages
+from retriever.service.app import make_app
 from retriever.service.engine import Depths
-from retriever.service.web.app import make_app
 
 STEP = 512 * 5  # questions times trajectories of a paper run's step
 LONG = "ada almson " * 900  # 9,900 characters: a policy that repeats itself

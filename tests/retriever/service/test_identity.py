@@ -11,14 +11,13 @@ pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient
 from retriever_rig import town_rows, write_rows
 
+from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.pages import Pages
 from retriever.corpus.passages import load_corpus
-from retriever.indexing.builder import build_index
-from retriever.indexing.options import BuildOptions
-from retriever.search.opening import IndexOptions, open_index
-from retriever.service.engine import Depths
-from retriever.service.identity import index_identity
-from retriever.service.web.app import make_app
+from retriever.indexes.building import build_index
+from retriever.indexes.opening import open_index
+from retriever.service.app import make_app
+from retriever.service.engine import Depths, index_identity
 
 
 def identity(index, **more):

@@ -18,11 +18,9 @@ import httpx
 
 from retriever.errors import RetrieverError
 from retriever.options import parse
-from retriever.service.engine import Depths
-from retriever.service.identity import index_identity
-from retriever.service.loading import Loading
-from retriever.service.web.app import make_app
-from retriever.service.web.server import run
+from retriever.service.app import make_app
+from retriever.service.engine import Depths, index_identity
+from retriever.service.server import Loading, run
 
 
 class Empty:
@@ -123,5 +121,5 @@ def test_a_taken_port_is_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         options = ["--corpus_path", "c", "--index_path", "i", "--port", port]
-        with pytest.raises(RetrieverError, match=f"--port {port}: 127.0.0.1 does not give it"):
+        with pytest.raises(RetrieverError, match=f"--port {port}: cannot listen on 127.0.0.1"):
             run(parse(options))

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from benchmarks.retrieval.load import process_bytes
-from retriever.service import memory
+from retriever.service import engine as memory
 
 
 def own_bytes():
@@ -19,14 +19,14 @@ def test_holes_go_back():
     full = own_bytes()
     pins = blocks[::50]
     del blocks
-    memory.give_back_freed()
+    memory.trim_memory()
     assert own_bytes() < full - 40e6
     assert all(set(pin) == {120} for pin in pins)
 
 
 def test_once_in_so_many_queries(monkeypatch):
     trims = []
-    monkeypatch.setattr(memory, "give_back_freed", lambda: trims.append(1))
+    monkeypatch.setattr(memory, "trim_memory", lambda: trims.append(1))
 
     def search(queries, k):
         if k < 0:

@@ -10,9 +10,8 @@ pytest.importorskip("fastapi")
 
 from fastapi.testclient import TestClient
 
+from retriever.service.app import BodyLimit, make_app
 from retriever.service.engine import Depths, Limits
-from retriever.service.web.app import make_app
-from retriever.service.web.middleware import BodyLimit
 
 
 def test_token_body_limit_and_unknown_routes(index):

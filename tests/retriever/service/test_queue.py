@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from retriever.service.batching import Overloaded, SearchBatcher
+from retriever.service.engine import Overloaded, SearchBatcher
 
 
 def test_a_request_that_does_not_fit_beside_those_that_wait_is_refused_whole():

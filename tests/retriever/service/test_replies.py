@@ -14,10 +14,10 @@ from fastapi.testclient import TestClient
 from retriever_rig import NAMES, Counting, served
 
 from retriever.corpus.pages import Pages
+from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
+from retriever.service.contracts import PIECE
 from retriever.service.engine import Depths, Limits
-from retriever.service.web.app import make_app
-from retriever.service.web.replies import PIECE
 
 ROW = {
     "id": "7",

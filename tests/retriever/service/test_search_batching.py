@@ -11,7 +11,7 @@ pytest.importorskip("fastapi")
 
 from retriever_rig import NAMES, Counting
 
-from retriever.service.batching import Overloaded, SearchBatcher
+from retriever.service.engine import Overloaded, SearchBatcher
 
 
 def test_queries_that_wait_together_share_a_search_and_get_their_own_results(index):

@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 import httpx
 from retriever_rig import NAMES
 
-from retriever.service.web.server import listen
+from retriever.service.server import listen
 
 
 def test_connections_send_at_once():

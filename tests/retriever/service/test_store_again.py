@@ -10,9 +10,8 @@ pytest.importorskip("fastapi")
 from retriever_rig import Counting
 
 from retriever.service.cache import ResultCache
-from retriever.service.engine import Depths, Engine, Limits
-from retriever.service.metrics import Metrics
-from retriever.service.web.contracts import RetrieveRequest
+from retriever.service.contracts import RetrieveRequest
+from retriever.service.engine import Depths, Engine, Limits, Metrics
 
 FIRST = [({"id": "1", "contents": "é"}, 0.5)]
 SECOND = [({"id": "2", "contents": "b"}, 0.25)]

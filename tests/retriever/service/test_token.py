@@ -9,9 +9,8 @@ pytest.importorskip("fastapi")
 
 from fastapi.testclient import TestClient
 
+from retriever.service.app import ROUTES, make_app
 from retriever.service.engine import Depths
-from retriever.service.web.app import make_app
-from retriever.service.web.middleware import ROUTES
 
 HEADER = {"Authorization": "Bearer secret"}
 

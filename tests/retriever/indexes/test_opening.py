@@ -1,0 +1,258 @@
+"""Opening an index of each kind; what does not belong together is refused at the start."""
+
+import json
+import math
+import re
+import shutil
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("faiss")
+
+import faiss
+
+from retriever.backends import BuildOptions, IndexOptions
+from retriever.corpus.passages import load_corpus
+from retriever.encoders.hashed import HashedEncoder
+from retriever.errors import RetrieverError
+from retriever.indexes.building import build_index
+from retriever.indexes.opening import open_index
+from retriever.indexes.storage import MANIFEST
+
+PEOPLE = ["adara almson", "brulen falkski", "cirel domson", "elgar berkson"]
+
+
+def write_corpus(path, count=40):
+    rows = [
+        {"id": f"p{i}", "contents": f'"{PEOPLE[i % 4]} {i}"\nlives in town number {i // 3}.', "url": f"u{i}"}
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus_path(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")
+
+
+@pytest.fixture(scope="module")
+def corpus(corpus_path):
+    return load_corpus(corpus_path)
+
+
+@pytest.fixture(scope="module")
+def hashed(corpus, corpus_path):
+    build_index(corpus, corpus_path.parent / "hashed", progress=False)
+    return corpus_path.parent / "hashed"
+
+
+@pytest.fixture
+def copy(hashed, tmp_path):
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(hashed, tmp_path / "copy"))
+
+
+def ids(found):
+    return [[row["id"] for row, _ in one] for one in found]
+
+
+def brute_force(encoder, corpus, queries, k):
+    scores = encoder.encode_queries(queries) @ encoder.encode_passages(corpus[:]).T
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    return [[corpus[i]["id"] for i in row] for row in order.tolist()]
+
+
+@pytest.mark.parametrize("options", [{}, {"mmap": True}, {"engine": "jax"}, {"retriever_name": "hashed"}])
+def test_every_engine_gives_the_rows_of_a_brute_force_search(hashed, corpus, options):
+    index = open_index(hashed, corpus, IndexOptions(**options))
+    queries = ["cirel domson 2", "elgar in town number 3", "town"]
+    assert ids(index.search(queries, 7)) == brute_force(HashedEncoder.load(hashed), corpus, queries, 7)
+    assert index.manifest["documents"] == 40
+    assert index.manifest["kind"] == options.get("engine", "faiss")
+    json.dumps(index.manifest)
+    assert index.search([], 3) == []
+    assert len(index.search(["cirel"], 1000)[0]) == 10
+    assert index.search(["zzzz", "", "!!!"], 3) == [[]] * 3
+    (ranked,) = brute_force(HashedEncoder.load(hashed), corpus, ["zzzz cirel"], 40)
+    assert ids(index.search(["zzzz cirel"], 40)) == [[name for name in ranked if int(name[1:]) % 4 == 2]]
+
+
+def test_qdrant_gives_the_rows_of_a_brute_force_search(tmp_path, corpus):
+    pytest.importorskip("qdrant_client")
+    build_index(corpus, tmp_path / "q", BuildOptions(kind="qdrant"), progress=False)
+    index = open_index(tmp_path / "q", corpus)
+    queries = ["cirel domson 2", "elgar in town number 3"]
+    found = index.search(queries, 5)
+    assert ids(found) == brute_force(HashedEncoder.load(tmp_path / "q"), corpus, queries, 5)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: index.search(queries, 5), range(16))) == [found] * 16
+    with pytest.raises(RetrieverError, match="open in another process"):
+        open_index(tmp_path / "q", corpus)
+
+
+def test_a_qdrant_server_that_is_not_there(tmp_path, corpus):
+    pytest.importorskip("qdrant_client")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    options = BuildOptions(kind="qdrant", settings={"qdrant_url": url})
+    with pytest.raises(RetrieverError, match=rf"--qdrant_url {url}: no answer"):
+        build_index(corpus, tmp_path / "q", options, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def bm25(corpus, corpus_path):
+    pytest.importorskip("bm25s")
+    build_index(corpus, corpus_path.parent / "bm25", BuildOptions("bm25"), progress=False)
+    return corpus_path.parent / "bm25"
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_bm25_is_its_definition(bm25, corpus, mmap):
+    texts = [re.findall(r"\w+", row["contents"].lower()) for row in corpus]
+    mean = sum(map(len, texts)) / len(texts)
+
+    def score(terms, text):
+        total = 0.0
+        for term in terms:
+            frequency = sum(term in other for other in texts)
+            idf = math.log1p((len(texts) - frequency + 0.5) / (frequency + 0.5))
+            count = text.count(term)
+            total += idf * count / (count + 0.9 * (0.6 + 0.4 * len(text) / mean))
+        return total
+
+    index = open_index(bm25, corpus, IndexOptions("bm25", mmap=mmap))
+    terms = ["cirel", "town", "7"]
+    expected = np.array([score(terms, text) for text in texts])
+    (found,) = index.search(["Cirel, of town 7!"], 10)
+    order = np.argsort(-expected.round(5), kind="stable")[:10]
+    assert [row["id"] for row, _ in found] == [f"p{i}" for i in order]
+    np.testing.assert_allclose([score for _, score in found], expected[order], rtol=1e-4)
+    assert index.search(["zzzz", "", "!!!"], 3) == [[]] * 3
+    assert ids(index.search(["zzzz 39", "town"], 3)) == [["p39"], ["p0", "p1", "p2"]]
+
+
+def test_damaged_bm25(bm25, tmp_path, corpus):
+    copy = Path(shutil.copytree(bm25, tmp_path / "copy"))
+    data = copy / "bm25" / "data.csc.index.npy"
+    data.write_bytes(data.read_bytes()[:-10])
+    with pytest.raises(RetrieverError, match="not a whole BM25 index"):
+        open_index(copy, corpus)
+    shutil.rmtree(copy / "bm25")
+    with pytest.raises(RetrieverError, match="not a whole BM25 index"):
+        open_index(copy, corpus)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"PK damaged"])
+def test_a_damaged_encoder(copy, corpus, content):
+    file = copy / "encoder.npz"
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(RetrieverError, match="encoder.npz: cannot be read .*build the index again"):
+        open_index(copy, corpus)
+
+
+def test_missing_files(copy, corpus):
+    (copy / "index.faiss").unlink()
+    with pytest.raises(RetrieverError, match="index.faiss: no such index"):
+        open_index(copy, corpus)
+
+
+def test_index_of_the_first_version_still_loads(copy, corpus):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    old = {key: manifest[key] for key in ("corpus_sha256", "documents", "encoder", "factory", "words")}
+    (copy / MANIFEST).write_text(json.dumps(old))
+    assert ids(open_index(copy, corpus).search(["cirel domson 2"], 1)) == [["p2"]]
+
+
+@pytest.mark.parametrize("version", [None, 1, 3])
+def test_index_of_another_word_splitter_is_refused(copy, corpus, version):
+    manifest = json.loads((copy / MANIFEST).read_text())
+    assert manifest.pop("words") == 2
+    (copy / MANIFEST).write_text(json.dumps(manifest | ({"words": version} if version else {})))
+    with pytest.raises(RetrieverError, match="split into words by another version .*build it again with"):
+        open_index(copy, corpus)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_truncated_index_is_refused_with_both_sizes(copy, mmap, corpus):
+    file = copy / "index.faiss"
+    whole = file.stat().st_size
+    file.write_bytes(file.read_bytes()[: whole // 2])
+    with pytest.raises(RetrieverError, match=rf"index.faiss: has {whole // 2:,} bytes .* says {whole:,}"):
+        open_index(copy, corpus, IndexOptions(mmap=mmap))
+
+
+def test_sizes_of_index_and_corpus_must_agree(hashed, copy, corpus, tmp_path):
+    with pytest.raises(RetrieverError, match=r"built from another corpus \(40 passages; this one has 39\)"):
+        open_index(hashed, load_corpus(write_corpus(tmp_path / "c.jsonl", 39)))
+    index = faiss.IndexFlatIP(4096)
+    index.add(np.ones((39, 4096), np.float32))
+    faiss.write_index(index, str(copy / "index.faiss"))
+    manifest = json.loads((copy / MANIFEST).read_text())
+    del manifest["bytes"]
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(RetrieverError, match="holds 39 vectors and the corpus .* 40 passages"):
+        open_index(copy, corpus)
+
+
+def test_dimensions_of_index_and_encoder_must_agree(copy, corpus):
+    index = faiss.IndexFlatIP(8)
+    index.add(np.ones((40, 8), np.float32))
+    faiss.write_index(index, str(copy / "index.faiss"))
+    manifest = json.loads((copy / MANIFEST).read_text())
+    manifest["bytes"] = (copy / "index.faiss").stat().st_size
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(RetrieverError, match="holds vectors of dimension 8, and hashed makes 4096"):
+        open_index(copy, corpus)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"kind": "x"}'])
+def test_damaged_manifests(copy, corpus, text):
+    (copy / MANIFEST).write_text(text)
+    with pytest.raises(RetrieverError, match=r"manifest.json: .*build it again"):
+        open_index(copy, corpus)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"retriever_name": "e5"}, "--retriever_name e5: .* was built with hashed"),
+        ({"engine": "tpu"}, "--engine 'tpu' is unknown"),
+        ({"engine": "jax", "faiss_gpu": True}, "--faiss_gpu: has no meaning for the JAX engine"),
+        ({"retriever_model": "m"}, "--retriever_model m: hashed has no model"),
+    ],
+)
+def test_options_that_do_not_fit(hashed, options, message, corpus):
+    with pytest.raises(RetrieverError, match=message):
+        open_index(hashed, corpus, IndexOptions(**options))
+
+
+def test_missing_indexes_and_bare_files_without_an_encoder(hashed, tmp_path, corpus):
+    with pytest.raises(RetrieverError, match="no complete index; build it"):
+        open_index(tmp_path / "none", corpus)
+    for name in ("", "hashed", "bm25"):
+        with pytest.raises(RetrieverError, match="set --retriever_name to e5, bge or dense"):
+            open_index(hashed / "index.faiss", corpus, IndexOptions(name))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "message"),
+    [
+        ("bm25s", "bm25", "pip install bm25s"),
+        ("sentence_transformers", "e5", r"pip install 'calibadv-jax\[dense\]'"),
+        ("qdrant_client", "hashed", "pip install qdrant-client"),
+    ],
+)
+def test_missing_packages_say_what_to_install(tmp_path, corpus, monkeypatch, module, name, message):
+    monkeypatch.setitem(sys.modules, module, None)
+    options = BuildOptions(name, kind="qdrant" if module == "qdrant_client" else "faiss")
+    with pytest.raises(RetrieverError, match=message):
+        build_index(corpus, tmp_path / "x", options, progress=False)

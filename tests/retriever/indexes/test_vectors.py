@@ -1,0 +1,264 @@
+"""Indexes of vectors against a brute-force search: ids and order; ties in corpus order."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+pytest.importorskip("faiss")
+
+import faiss
+
+from retriever.errors import RetrieverError
+from retriever.indexes import faiss as faiss_module
+from retriever.indexes import storage as plan
+from retriever.indexes.backend import Embeddings
+from retriever.indexes.bm25 import top_k
+from retriever.indexes.faiss import FaissVectors, make_empty, map_flat, read_header, write_faiss
+from retriever.indexes.jax import JaxVectors
+
+DIMENSION = 24
+
+
+def whole(rng, *shape):
+    """Whole numbers as float32: their inner products are exact, so that every machine ranks them alike."""
+    return rng.integers(-500, 501, shape).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def vectors():
+    """float32 [1000, 24] with 100 vectors that occur twice or more."""
+    rng = np.random.default_rng(0)
+    found = whole(rng, 1000, DIMENSION)
+    found[rng.permutation(1000)[:200]] = found[rng.integers(0, 100, 200)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def queries():
+    return whole(np.random.default_rng(1), 30, DIMENSION)
+
+
+@pytest.fixture(scope="module")
+def embeddings(tmp_path_factory, vectors):
+    return embeddings_of(tmp_path_factory.mktemp("shards"), vectors)
+
+
+def embeddings_of(folder, vectors, shard_rows=300):
+    for number, start in enumerate(range(0, len(vectors), shard_rows)):
+        np.save(folder / f"shard-{number:05d}.npy", vectors[start : start + shard_rows])
+    return Embeddings(folder, SimpleNamespace(dimension=vectors.shape[1]), len(vectors), shard_rows)
+
+
+def built(folder, embeddings, factory="Flat", search=""):
+    path = folder / "index.faiss"
+    write_faiss(path, embeddings, factory, search, progress=False)
+    return path
+
+
+def brute_force(vectors, queries, k):
+    """int64 [Q, k] by a stable sort of the full product."""
+    return np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :k]
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 10, 150])
+def test_flat_equals_brute_force(tmp_path, embeddings, vectors, queries, mmap, k):
+    index = FaissVectors(built(tmp_path, embeddings), mmap)
+    assert index.documents == 1000
+    scores, ids = index.nearest(queries, k)
+    expected = brute_force(vectors, queries, k)
+    product = np.take_along_axis(queries @ vectors.T, expected, 1)
+    np.testing.assert_array_equal(scores, product)
+    assert ids.tolist() == expected.tolist()
+
+
+def test_a_query_finds_the_same_with_the_same_scores_alone_and_among_others(tmp_path):
+    """A matrix product, which several queries share, rounds otherwise than a pass for one query."""
+    rng = np.random.default_rng(1)
+    vectors = rng.standard_normal((1000, DIMENSION), dtype=np.float32)
+    queries = rng.standard_normal((30, DIMENSION), dtype=np.float32)
+    index = FaissVectors(built(tmp_path, embeddings_of(tmp_path, vectors)))
+    scores, ids = index.nearest(queries, 10)
+    for number, query in enumerate(queries):
+        alone_scores, alone_ids = index.nearest(query[None], 10)
+        assert alone_scores.tolist() == scores[number : number + 1].tolist()
+        assert alone_ids.tolist() == ids[number : number + 1].tolist()
+
+
+@pytest.mark.parametrize(("version", "limit"), [("1.12.0", 4), ("1.14.1", 4), ("1.15.1", 4 * DIMENSION)])
+def test_four_queries_share_one_matrix_product(version, limit):
+    """Until 1.14 the limit was a number of queries, from 1.15 on of their elements."""
+    stand_in = SimpleNamespace(__version__=version, cvar=SimpleNamespace())
+    faiss_module.multiply_sooner(stand_in, DIMENSION)
+    assert stand_in.cvar.distance_compute_blas_threshold == limit
+
+
+@pytest.mark.parametrize("k", [1, 3, 10, 150, 1000])
+def test_jax_equals_brute_force(vectors, queries, k):
+    scores, ids = JaxVectors(vectors, "test").nearest(queries, k)
+    assert ids.tolist() == brute_force(vectors, queries, k).tolist()
+    assert ids.dtype == np.int64
+    np.testing.assert_array_equal(scores, -np.sort(-(queries @ vectors.T))[:, :k])
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 17])
+def test_jax_pads_to_its_devices_and_finds_no_padding(count):
+    vectors = -np.abs(whole(np.random.default_rng(2), count, 4)) - 1
+    queries = np.ones((3, 4), np.float32)  # every score is negative: a row of padding would win
+    _, ids = JaxVectors(vectors, "test").nearest(queries, count)
+    assert ids.tolist() == brute_force(vectors, queries, count).tolist()
+
+
+def test_equal_scores_at_the_last_place_are_taken_in_corpus_order(tmp_path):
+    vectors = np.ones((500, 4), np.float32)
+    vectors[400] = 2
+    path = built(tmp_path, embeddings_of(tmp_path, vectors))
+    _, ids = FaissVectors(path).nearest(np.ones((40, 4), np.float32), 3)
+    assert ids.tolist() == [[400, 0, 1]] * 40
+
+
+@given(st_numpy.arrays(np.int8, st.integers(1, 60), elements=st.integers(0, 5)), st.integers(1, 60))
+@settings(deadline=None)
+def test_top_k_is_a_stable_sort(scores, k):
+    found, ids = top_k(scores.astype(np.float32), k)
+    expected = np.argsort(-scores, kind="stable")[:k]
+    assert ids.tolist() == expected.tolist()
+    assert found.tolist() == scores[expected].tolist()
+
+
+@pytest.mark.parametrize(
+    "factory", ["IVF16,Flat", "HNSW16", "SQfp16", "IVF8,SQ8", "PCA20,Flat", "HNSW16_SQ8"]
+)
+def test_factories_find_what_brute_force_finds_with_and_without_mmap(
+    tmp_path, embeddings, vectors, queries, factory
+):
+    path = built(tmp_path, embeddings, factory, "nprobe=16" if "IVF" in factory else "")
+    _, ids = FaissVectors(path).nearest(queries, 10)
+    expected = brute_force(vectors, queries, 10)
+    recall = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(ids, expected, strict=True)])
+    assert recall > (0.5 if "PCA" in factory else 0.9)
+    _, mapped = FaissVectors(path, mmap=True).nearest(queries, 10)
+    assert mapped.tolist() == ids.tolist()
+
+
+def test_search_parameters_are_kept_in_the_file(tmp_path, embeddings):
+    assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat", "nprobe=5"))).nprobe == 5
+    assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat"))).nprobe == 4
+    assert faiss.read_index(str(built(tmp_path, embeddings, "HNSW16"))).hnsw.efSearch == 128
+    with pytest.raises(RetrieverError, match="--search 'nprob=5'"):
+        make_empty(8, "IVF16,Flat", "nprob=5")
+
+
+def test_flat_files_are_those_of_faiss(tmp_path, embeddings, vectors):
+    index = faiss.IndexFlatIP(DIMENSION)
+    index.add(vectors)
+    faiss.write_index(index, str(tmp_path / "own"))
+    path = built(tmp_path, embeddings)
+    assert path.read_bytes() == (tmp_path / "own").read_bytes()
+    np.testing.assert_array_equal(map_flat(path), vectors)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_truncated_flat_file_is_refused_with_both_sizes(tmp_path, embeddings, mmap):
+    path = built(tmp_path, embeddings)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(RetrieverError, match=r"index.faiss: has 96,044 bytes, but .* take 96,045"):
+        FaissVectors(path, mmap)
+
+
+def test_other_damaged_files_are_refused(tmp_path, embeddings):
+    path = built(tmp_path, embeddings, "SQ8")
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(RetrieverError, match="index.faiss: FAISS cannot read it"):
+        FaissVectors(path)
+    path.write_text("nothing")
+    with pytest.raises(RetrieverError, match="not a FAISS index"):
+        read_header(path)
+    faiss.write_index(faiss.IndexFlatL2(4), str(path))
+    with pytest.raises(RetrieverError, match="metric is FAISS number 1"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize(
+    ("factory", "ids", "example"),
+    [
+        ("IDMap,Flat", [1, 2, 3, 4], "there is id 4"),
+        ("IDMap2,Flat", [0, 1, -1, 3], "there is id -1"),
+        ("IDMap,HNSW8", [0, 1, 1, 3], "some occur twice"),
+        ("IVF2,Flat", [5, 6, 7, 8], "there is id [5678]"),
+        ("IVF2,Flat", [3, 2, 2, 0], "some occur twice"),
+        ("PCA8,IVF2,Flat", [0, 1, 2, 2**40], f"there is id {2**40}"),
+        ("PCA8,IDMap,Flat", [0, 0, 1, 2], "some occur twice"),
+        ("IDMap,IVF2,Flat", [0, 1, 2, 4], "there is id 4"),
+        ("IDMap,Flat", [2, 0, 3, 1], None),
+        ("IVF2,Flat", [2, 0, 3, 1], None),
+        ("PCA8,IVF2,Flat", [0, 1, 2, 3], None),
+    ],
+)
+def test_ids_must_be_row_numbers(tmp_path, factory, ids, example, mmap):
+    """In any order: each passage is then found under its own row number."""
+    vectors = whole(np.random.default_rng(0), 4, DIMENSION)
+    index = faiss.index_factory(DIMENSION, factory, faiss.METRIC_INNER_PRODUCT)
+    index.train(whole(np.random.default_rng(1), 500, DIMENSION))
+    index.add_with_ids(vectors, np.array(ids))
+    path = tmp_path / "x.index"
+    faiss.write_index(index, str(path))
+    if example:
+        with pytest.raises(
+            RetrieverError, match=rf"x.index: its ids are not the row numbers 0 … 3 .*{example}"
+        ):
+            FaissVectors(path, mmap)
+    elif factory == "IDMap,Flat":
+        order = np.argsort(-(vectors @ vectors[0]), kind="stable")
+        assert FaissVectors(path, mmap).nearest(vectors[:1], 4)[1][0].tolist() == [ids[i] for i in order]
+    else:
+        assert FaissVectors(path, mmap).documents == 4
+
+
+def test_gpu_shards_need_a_gpu(tmp_path, embeddings):
+    if hasattr(faiss, "GpuMultipleClonerOptions") and faiss.get_num_gpus():
+        pytest.skip("a GPU is there")
+    with pytest.raises(RetrieverError, match="no GPU support"):
+        FaissVectors(built(tmp_path, embeddings), gpu=True)
+
+
+def test_samples_are_spread_evenly(embeddings, vectors):
+    np.testing.assert_array_equal(embeddings.sample(1000), vectors)
+    np.testing.assert_array_equal(embeddings.sample(150), vectors[::7])
+
+
+def test_what_does_not_fit_is_refused_with_numbers_and_alternatives(tmp_path, embeddings, monkeypatch):
+    path = built(tmp_path, embeddings)
+    monkeypatch.setattr(plan, "available_memory", lambda: 90_000)
+    with pytest.raises(RetrieverError, match=r"needs 0.0 GiB .*--mmap.* --factory IVF4096,PQ64"):
+        FaissVectors(path)
+    FaissVectors(path, mmap=True)
+    write_faiss(tmp_path / "again", embeddings, "Flat", "", progress=False)  # streamed, not held
+    with pytest.raises(RetrieverError, match="factory IVF16,Flat: needs"):
+        write_faiss(tmp_path / "again", embeddings, "IVF16,Flat", "", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("factory", "is_exhaustive"), [("Flat", True), ("SQ8", True), ("IVF16,Flat", False), ("HNSW16", False)]
+)
+def test_only_a_large_exhaustive_index_searches_with_several_threads(
+    tmp_path, embeddings, vectors, queries, monkeypatch, factory, is_exhaustive
+):
+    """In a thread of its own, one search at a time; what it finds is the same."""
+    path = built(tmp_path, embeddings, factory, "nprobe=16" if "IVF" in factory else "")
+    small = FaissVectors(path, threads=2)
+    assert small._searcher is None
+    monkeypatch.setattr(faiss_module, "LARGE", path.stat().st_size)
+    large = FaissVectors(path, threads=2)
+    assert (large._searcher is not None) == is_exhaustive
+    with ThreadPoolExecutor(4) as pool:
+        for _, ids in pool.map(lambda _: large.nearest(queries, 5), range(8)):
+            assert ids.tolist() == small.nearest(queries, 5)[1].tolist()
+    if is_exhaustive:
+        assert large._searcher.submit(faiss.omp_get_max_threads).result() == 2
