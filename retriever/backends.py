@@ -166,18 +166,14 @@ class BuildOptions:
         if _ranks_texts(self.kind):
             raise RetrieverError(f"--kind {self.kind}: set --retriever_name {self.kind} instead")
         if self.embedding_dtype not in DTYPES:
-            raise RetrieverError(
-                f"--embedding_dtype {self.embedding_dtype!r}: choose from {', '.join(DTYPES)}"
-            )
+            raise RetrieverError(f"--embedding_dtype {self.embedding_dtype!r}: choose from {DTYPES}")
         if self.shard_rows < 1:
             raise RetrieverError(f"--shard_rows {self.shard_rows}: must be 1 or more")
         if self.devices and self.retriever_name in LEXICAL:
-            raise RetrieverError(
-                f"--devices {self.devices}: {self.retriever_name} has no network; leave it out"
-            )
+            raise RetrieverError(f"--devices: {self.retriever_name} has no network; leave it out")
         if _ranks_texts(self.retriever_name) and self != BuildOptions(self.retriever_name):
             raise RetrieverError(
-                f"--retriever_name {self.retriever_name} has no vectors; leave out the options about them"
+                f"--retriever_name {self.retriever_name} has no vectors: leave out their options"
             )
         foreign = {name: value for name, value in self.settings.items() if name not in kind.build_options}
         if self.factory != "Flat" and not kind.has_factory:
@@ -214,18 +210,13 @@ class IndexOptions:
 
 
 def find_kind(name: str) -> Kind:
-    """Return the entry of a kind, or a plain one for ``package.module:Class``.
-
-    Raises RetrieverError: no such kind.
-    """
+    """Return the entry of a kind, or a plain one for package.module:Class; raises RetrieverError."""
     if name in KINDS and KINDS[name].backend:
         return KINDS[name]
     if ":" in name:
         return Kind(name)
     kinds = [kind for kind, entry in KINDS.items() if entry.backend and entry.has_vectors]
-    raise RetrieverError(
-        f"--kind {name!r} is unknown; available are {', '.join(kinds)}, or package.module:Class"
-    )
+    raise RetrieverError(f"--kind {name!r} is unknown: choose {', '.join(kinds)} or package.module:Class")
 
 
 def find_remote(options: Namespace) -> Kind | None:
@@ -241,7 +232,7 @@ def load_object(address: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise RetrieverError(
-            f"--kind {address}: cannot be loaded ({reason(error)}); name an importable package.module:Class"
+            f"{address}: not an importable package.module:Class ({reason(error)})"
         ) from error
 
 

@@ -27,11 +27,7 @@ class SearchFailed(Exception):
 
 
 def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> int:
-    """Run a command: status 0, 2 after an error or 130 after Ctrl-C, each reported in one line.
-
-    Args:
-        interrupted: the line after Ctrl-C.
-    """
+    """Run a command: status 0, 2 after an error, or 130 and the line `interrupted` after Ctrl-C."""
     try:
         work()
     except RetrieverError as error:
@@ -44,13 +40,7 @@ def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> i
 
 
 def require(module: str, advice: str) -> Any:
-    """Import an optional package's module.
-
-    Raises RetrieverError: it, or something that it needs, is not installed.
-
-    Args:
-        advice: what to install, or which option not to use.
-    """
+    """Import an optional package's module; raises RetrieverError with advice if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -13,10 +13,7 @@ from pathlib import Path
 def replacing(path: Path, by_many: bool = False) -> Iterator[Path]:
     """Yield a temporary name beside `path`, renamed to it if the block succeeds and removed otherwise.
 
-    Raises OSError: it cannot be written; an older file of this name is unchanged.
-
-    Args:
-        by_many: several processes may write it at once; each gets its own name.
+    Raises OSError: an older file is unchanged. `by_many`: several processes may write it at once.
     """
     own = f".{os.getpid()}" if by_many else ""
     partial = path.with_name(f".{path.name}{own}.partial")

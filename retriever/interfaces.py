@@ -17,23 +17,15 @@ Hits = list[tuple[CorpusRow, float]]  # one query's rows with their scores, best
 
 
 class Encoder(Protocol):
-    """Texts to vectors whose inner product ranks passages."""
+    """Texts to vectors whose inner product ranks passages: float32 [texts, dimension]."""
 
     name: str  # of --retriever_name
     model: str  # folder or hub name; empty without weights
     dimension: int
 
-    def encode_passages(self, rows: Sequence[CorpusRow]) -> np.ndarray:
-        """Return float32 [len(rows), dimension]."""
-        ...
-
-    def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
-        """Return float32 [len(queries), dimension]."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the files that `encoders.dense.load_encoder` reads."""
-        ...
+    def encode_passages(self, rows: Sequence[CorpusRow]) -> np.ndarray: ...
+    def encode_queries(self, queries: Sequence[str]) -> np.ndarray: ...
+    def save(self, folder: Path) -> None: ...  # for `encoders.dense.load_encoder`
 
 
 class Vectors(Protocol):
@@ -51,20 +43,16 @@ class Vectors(Protocol):
 
 
 class Ranker(Protocol):
-    """Ranks rows for texts."""
+    """Ranks rows for texts; returns as `Vectors.nearest`."""
 
     documents: int
 
-    def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return scores and row numbers as `Vectors.nearest`."""
-        ...
+    def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 class Searcher(Protocol):
-    """What the service searches: an index, a collection or the web."""
+    """An index, a collection or the web: at most k rows for each query, or the error of that query."""
 
     manifest: dict[str, Any]
 
-    def search(self, queries: Sequence[str], k: int) -> Sequence[Hits | Exception]:
-        """Return at most k rows for each query, or the error of that query."""
-        ...
+    def search(self, queries: Sequence[str], k: int) -> Sequence[Hits | Exception]: ...

@@ -143,7 +143,7 @@ def _given_build(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the options of the service: those of the command line win over those of the file.
+    """Read the options of the service; those of the command line win over those of the file.
 
     Raises RetrieverError: unknown key, bad value, an option that is missing or has no meaning.
     """
@@ -177,10 +177,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_token(arguments: argparse.Namespace) -> str:
-    """Return the token that clients must send; empty: none.
-
-    Raises RetrieverError: the file is missing or empty.
-    """
+    """Return the token that clients must send, or ""; raises RetrieverError for a missing or empty file."""
     if arguments.token_file is None:
         return os.environ.get("RETRIEVER_TOKEN", "").strip()
     if not arguments.token_file.is_file():
@@ -205,9 +202,8 @@ def _read_options(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]
     for name, value in values.items():
         if name not in actions:
             near = difflib.get_close_matches(str(name), actions, n=1)
-            raise RetrieverError(
-                f"{path}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-            )
+            advice = f"; did you mean {near[0]!r}?" if near else ""
+            raise RetrieverError(f"{path}: unknown key {name!r}{advice}")
         options[name] = _convert(path, name, value, actions[name])
     return options
 

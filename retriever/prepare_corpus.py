@@ -1,4 +1,4 @@
-"""``python -m retriever.prepare_corpus INPUT … --output corpus.jsonl``: converts a corpus of any known layout."""
+"""``python -m retriever.prepare_corpus INPUT … --output corpus.jsonl``: converts a corpus."""
 
 from __future__ import annotations
 

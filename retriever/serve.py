@@ -24,12 +24,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _limit_threads(is_asked: bool) -> None:
-    """Set one thread for each operation: searches run beside each other.
+    """Set one thread for each operation, as searches run beside each other; --threads wins over the
+    environment.
 
     On two busy cores two threads encoded a query at 5 to 10 times one thread's CPU time.
-
-    Args:
-        is_asked: --threads was given, and wins over the environment.
     """
     # Read when numpy, FAISS, torch and tokenizers are loaded: nothing above imports them.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -51,7 +51,7 @@ class QdrantBackend(Backend):
             is_taken = client.collection_exists(collection)
         except errors as error:
             raise RetrieverError(
-                f"--qdrant_url {url}: no answer ({reason(error)}); start the server or correct the URL"
+                f"--qdrant_url {url}: no answer ({reason(error)}); start the server"
             ) from error
         finally:
             client.close()
@@ -86,8 +86,7 @@ class QdrantBackend(Backend):
                         _save_state(state, done)
         except errors as error:
             raise RetrieverError(
-                f"Qdrant at {url or build.folder}: upload into {collection!r} failed ({reason(error)}); give the same"
-                " command again: vectors and what was uploaded are kept"
+                f"{url or build.folder}: upload into {collection!r} failed ({reason(error)}); give the same command again"
             ) from error
         finally:
             client.close()
@@ -184,16 +183,11 @@ class QdrantVectors:
             vectors = self._client.get_collection(collection).config.params.vectors
             self.documents = self._client.count(collection, exact=True).count
         except self._errors as error:
-            raise RetrieverError(
-                f"{self.name}: cannot be opened ({reason(error)}); start the server, correct the name, or"
-                " build the index again"
-            ) from error
+            raise RetrieverError(f"{self.name}: cannot be opened ({reason(error)})") from error
         if isinstance(vectors, dict):
             raise RetrieverError(f"{self.name}: has named vectors ({', '.join(vectors)}); name one without")
         if str(vectors.distance).rpartition(".")[2].lower() not in ("dot", "cosine"):
-            raise RetrieverError(
-                f"{self.name}: its distance is {vectors.distance}; build it with Dot or Cosine"
-            )
+            raise RetrieverError(f"{self.name}: its distance is {vectors.distance}, not Dot or Cosine")
         self.dimension = int(vectors.size)
 
     def query(self, vectors: np.ndarray, k: int, with_payload: bool = False) -> list[list[Any]]:
@@ -251,10 +245,7 @@ class Collection:
         self, url: str, collection: str, name: str, model: str = "", text: str = "contents", search: str = ""
     ):
         if name in LEXICAL:
-            raise RetrieverError(
-                f"--retriever_name {name}: its counts lie in an index's folder; name --index_path, or e5, bge"
-                " or dense"
-            )
+            raise RetrieverError(f"--retriever_name {name}: needs --index_path; or name e5, bge or dense")
         require_package("qdrant_client")
         self._text, self._vectors = text, QdrantVectors(Path(), url, collection, search)
         self._encoder = make_encoder(name, model, ())
@@ -294,7 +285,8 @@ class Collection:
 
 
 def search_params(text: str) -> Any:
-    """Return Qdrant's search parameters of such as ``hnsw_ef=128,rescore=true,oversampling=2``; None if empty.
+    """Return Qdrant's search parameters of such as ``hnsw_ef=128,rescore=true,oversampling=2``; None if
+    empty.
 
     Raises RetrieverError: no such parameter, or no such value.
     """
@@ -313,7 +305,7 @@ def search_params(text: str) -> Any:
             )
         except (KeyError, ValueError) as error:
             raise RetrieverError(
-                f"search parameter {item!r}: expected NAME=VALUE with one of {', '.join(types)}"
+                f"search parameter {item!r}: expected NAME=VALUE of {', '.join(types)}"
             ) from error
     quantization = {name: values.pop(name) for name in QUANTIZATION if name in values}
     if quantization:
@@ -336,6 +328,4 @@ def connect(folder: Path, url: str) -> tuple[Any, tuple[type[Exception], ...]]:
     try:
         return QdrantClient(path=str(folder)), (ValueError, KeyError)
     except RuntimeError as error:
-        raise RetrieverError(
-            f"{folder}: open in another process; stop it, or use a Qdrant server (--qdrant_url)"
-        ) from error
+        raise RetrieverError(f"{folder}: open in another process; stop it, or set --qdrant_url") from error

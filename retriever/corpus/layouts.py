@@ -66,9 +66,9 @@ def is_convertible(path: Path) -> bool:
 
 
 def read_passages(path: Path, progress: bool = True) -> Iterator[tuple[str, Passage]]:
-    """Yield (place, passage): ``file:line`` for lines of text, ``file row N`` for parquet, counted from 1.
+    """Yield (place, passage); the place is ``file:line``, or ``file row N`` for parquet.
 
-    Raises RetrieverError: no such file, broken, or a row that no layout fits.
+    Raises RetrieverError: no such file, broken, or a row of no layout.
     """
     if not path.is_file():
         raise RetrieverError(f"{path}: no such file of passages; correct the path")
@@ -140,8 +140,7 @@ def _text(path: Path, raw: BinaryIO, is_packed: bool) -> Iterator[tuple[str, Map
         yield from _table(path, first, lines)
     elif first.strip():
         raise RetrieverError(
-            f"{path}: neither JSON Lines nor a tsv, a csv with a header or parquet; convert it to one JSON"
-            " object a line, with 'id', 'title' and 'text'"
+            f"{path}: neither JSON Lines nor a tsv, a csv with a header or parquet; convert it"
         )
 
 
@@ -152,9 +151,7 @@ def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Mapping
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise RetrieverError(
-                f"{path}:{number}: not valid JSON ({error.msg}); each line is one object"
-            ) from error
+            raise RetrieverError(f"{path}:{number}: not valid JSON ({error.msg})") from error
         if not isinstance(row, dict):
             raise RetrieverError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
         yield f"{path}:{number}", row
@@ -175,8 +172,7 @@ def _table(path: Path, first: str, lines: Iterator[str]) -> Iterator[tuple[str, 
     names = first.rstrip("\r\n").split("\t")
     if len(names) not in TABLES:
         raise RetrieverError(
-            f"{path}:1: {len(names)} columns; a tsv has a header with 'id', 'text' and 'title', or the two"
-            " columns of MS MARCO's passages, or the four of its documents; add a header"
+            f"{path}:1: {len(names)} columns and no header with 'id', 'text' and 'title'; add one"
         )
     columns = TABLES[len(names)]
     for number, line in enumerate(lines, 1):
@@ -197,9 +193,7 @@ def _row(names: Iterable[str], cells: list[str], where: str) -> Iterator[tuple[s
     if cells in ([], [""]):
         return
     if len(cells) != len(names):
-        raise RetrieverError(
-            f"{where}: {len(cells)} columns, but the first row has {len(names)}; correct the row"
-        )
+        raise RetrieverError(f"{where}: {len(cells)} columns, but the first row has {len(names)}")
     yield where, dict(zip(names, cells, strict=True))
 
 

@@ -13,12 +13,9 @@ from retriever.errors import RetrieverError
 
 
 class Pages:
-    """Rows by URL, read from disk on demand. The file stays open: replacing it changes nothing.
+    """Rows by URL, read on demand from a file that stays open: replacing it changes nothing.
 
-    Raises RetrieverError: no such file, or a malformed row, with file and line.
-
-    Attributes:
-        sha256: hash of all rows as in the file.
+    Raises RetrieverError: no such file, or a malformed row. `sha256` is the hash of all rows.
     """
 
     def __init__(self, path: Path):

@@ -52,9 +52,7 @@ def read_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
         if not line:
             return
         if len(line) > MAX_LINE:
-            raise RetrieverError(
-                f"{path}:{number}: longer than {MAX_LINE:,} bytes; cut the passage into several, one a line"
-            )
+            raise RetrieverError(f"{path}:{number}: longer than {MAX_LINE:,} bytes; cut the passage")
         yield line
 
 
@@ -94,9 +92,7 @@ def scan(
     row_at: Callable[[int, int], CorpusRow],
     places: Sequence[str] | None = None,
 ) -> Offsets:
-    """Read every row once.
-
-    Raises RetrieverError: a malformed or empty row, or an id used twice, with file and line.
+    """Read every row once; raises RetrieverError for a malformed row or a repeated id, with its place.
 
     Args:
         row_at: returns the row between two offsets, to compare ids whose hashes are equal.
@@ -127,11 +123,9 @@ def scan(
 
 
 def find_duplicate(keys: np.ndarray, id_at: Callable[[int], str]) -> tuple[int, int, str] | None:
-    """Return the first repeated id: (earlier row, row, id).
+    """Return (earlier row, row, id) of the first repeated id, from a hash of each: int64 [documents].
 
-    Args:
-        keys: int64 [documents], a hash of each id. Ids with equal hashes are compared: one in 80,000 corpora
-            of 21 million rows has such a pair by chance.
+    Ids of equal hashes are compared: one in 80,000 corpora of 21 million rows has such a pair by chance.
     """
     ordered = np.sort(keys)  # sorted values, not an argsort: half the memory
     suspects = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
@@ -187,10 +181,7 @@ def save_offsets(corpus: Path, offsets: Offsets) -> None:
             file.write(json.dumps(state).encode().ljust(HEADER))
             offsets.starts.tofile(file)
     except OSError as error:
-        raise RetrieverError(
-            f"{path}: offsets of the corpus cannot be written ({error.strerror});"
-            " set XDG_CACHE_HOME to a folder that can be"
-        ) from error
+        raise RetrieverError(f"{path}: cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
 
 
 def _identity(corpus: Path) -> dict[str, Any]:
@@ -234,12 +225,6 @@ class Corpus(Sequence[CorpusRow]):
         i = index % len(self)
         return parse_row(self._text[self._starts[i] : self._starts[i + 1]], f"{self.path}:{i + 1}")
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Corpus) and (len(self), self.sha256) == (len(other), other.sha256)
-
-    def __hash__(self) -> int:
-        return hash(self.sha256)
-
 
 def split_contents(contents: str) -> tuple[str, str]:
     """Return (title, text) of a passage; the title is the first line without its quotes."""
@@ -250,9 +235,8 @@ def split_contents(contents: str) -> tuple[str, str]:
 def load_corpus(path: Path, progress: bool = True) -> Corpus:
     """Map a ``.jsonl`` into memory, or read a small ``.jsonl.gz`` or a file of another layout.
 
-    The first time every row is read and checked; offsets of a large file are then kept beside it. Raises
-    RetrieverError: no such file, a malformed or empty row or an id used twice (with file and line), or one
-    too large to hold that is not mapped.
+    Every row is checked the first time; offsets of a large file are then kept beside it. Raises
+    RetrieverError: no such file, a malformed row or a repeated id (with its place), or too large to hold.
     """
     if not path.is_file():
         raise RetrieverError(f"{path}: no such corpus; set --corpus_path to a .jsonl, csv, tsv or .gz file")
@@ -286,8 +270,7 @@ def _converted(path: Path, progress: bool) -> Corpus:
         places.append(where)
         if rows.tell() > GZIP_LIMIT:
             raise RetrieverError(
-                f"{path}: more than {GZIP_LIMIT:,} bytes as JSON; convert it ({convert}) and name the .jsonl,"
-                " which is mapped into memory instead"
+                f"{path}: more than {GZIP_LIMIT:,} bytes as JSON; {convert} makes a mapped one"
             )
     return _in_memory(path, rows.getvalue(), places)
 
@@ -315,7 +298,6 @@ def _unpack(path: Path) -> bytes:
         raise RetrieverError(f"{path}: broken file: {error}") from error
     if len(text) > GZIP_LIMIT:
         raise RetrieverError(
-            f"{path}: more than {GZIP_LIMIT:,} bytes when unpacked; unpack it (gunzip -k {path}) and name"
-            " the .jsonl, which is mapped into memory instead"
+            f"{path}: more than {GZIP_LIMIT:,} bytes; unpack it (gunzip -k {path}), then it is mapped"
         )
     return text

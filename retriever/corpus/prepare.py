@@ -34,14 +34,14 @@ def prepare_corpus(
 ) -> PreparedPassages:
     """Write the passages of all inputs as ``{"id", "contents"}`` (and ``"url"`` if a row has one).
 
-    The result is read once more before it gets its name: every row is well-formed and no id occurs twice. Its
-    offsets are kept beside it. Raises RetrieverError: a file is missing or a row malformed (with its place),
-    an id occurs twice, nothing is left, or the output cannot be written.
+    The result is read once more before it gets its name; its offsets are kept beside it. Raises
+    RetrieverError: a file is missing or a row malformed, an id occurs twice, nothing is left, or the disk
+    refuses.
 
     Args:
         inputs: files or patterns of files.
-        number_ids: give passages their number instead of their id.
-        drop_duplicates: keep the first of passages with the same contents; about 100 bytes of memory each.
+        number_ids: replace ids by numbers.
+        drop_duplicates: keep the first of equal contents; about 100 bytes of memory each.
     """
     if output.suffix != ".jsonl":
         raise RetrieverError(f"{output}: the output must end in .jsonl")
@@ -52,16 +52,12 @@ def prepare_corpus(
             partial = stack.enter_context(replacing(output))
             partial.touch()
         except OSError as error:
-            raise RetrieverError(
-                f"{output}: cannot be written ({error.strerror}); choose another --output"
-            ) from error
+            raise RetrieverError(f"{output}: cannot be written ({error.strerror})") from error
         with partial.open("wb") as file:
             for passage in _kept(find_inputs(inputs), drop_duplicates, number_ids, counts, progress):
                 file.write(passage.to_line())
         if not counts.written:
-            raise RetrieverError(
-                f"{output}: no passage is left of {counts.read}; see docs/data.md for layouts"
-            )
+            raise RetrieverError(f"{output}: no passage is left of {counts.read}; see docs/data.md")
         offsets = _check(partial)
     if output.stat().st_size >= CACHED_FROM:
         save_offsets(output, offsets)

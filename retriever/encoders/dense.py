@@ -169,8 +169,7 @@ def _hub_answers(model: str) -> bool:
         why = f"{constants.ENDPOINT} does not answer: {reason(error)}"
     if not isinstance(hub.try_to_load_from_cache(model, "config.json"), str):
         raise RetrieverError(
-            f"--retriever_model {model}: not in {constants.HF_HUB_CACHE}, and {why}; name a folder that holds"
-            " the model, or fetch it on a machine that reaches the hub"
+            f"--retriever_model {model}: not in {constants.HF_HUB_CACHE}, and {why}; name a folder"
         )
     return False
 
@@ -199,12 +198,9 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def make_encoder(name: str, model: str, corpus: Sequence[CorpusRow]) -> Encoder:
-    """Return an encoder for a new index.
+    """Return an encoder for a new index; raises RetrieverError for an unknown name or model.
 
-    Raises RetrieverError: no such encoder, or its model cannot be loaded.
-
-    Args:
-        model: folder or hub name of a sentence-transformers model; empty for the name's own.
+    `model` is a folder or hub name of a sentence-transformers model; empty: the default of the name.
     """
     if name == HashedEncoder.name:
         if model:
@@ -216,10 +212,7 @@ def make_encoder(name: str, model: str, corpus: Sequence[CorpusRow]) -> Encoder:
 
 
 def load_encoder(folder: Path, name: str, model: str) -> Encoder:
-    """Return the encoder that `save` wrote into a folder.
-
-    Raises RetrieverError: no such encoder, no such model, or a model that is not the index's.
-    """
+    """Return the encoder that `save` wrote; raises RetrieverError if the model is not the index's."""
     if name == HashedEncoder.name and not model:
         return HashedEncoder.load(folder)
     encoder = make_encoder(name, model, ())
@@ -229,8 +222,7 @@ def load_encoder(folder: Path, name: str, model: str) -> Encoder:
     likeness = cosine(built, encoder.encode_queries([PROBE_TEXT])[0])
     if likeness < PROBE_COSINE:
         raise RetrieverError(
-            f"{folder}: was built with another model than {encoder.model} (likeness {likeness:.2f} of one"
-            " text's vectors); set --retriever_model to the model that built it"
+            f"{folder}: built with another model than {encoder.model} ({likeness:.2f}); set --retriever_model"
         )
     return encoder
 
@@ -239,9 +231,6 @@ class Reranker:
     """A cross-encoder, which reads query and passage together; in half precision on a GPU.
 
     Raises RetrieverError: sentence-transformers is not installed, or the model cannot be loaded.
-
-    Args:
-        model: folder or hub name.
     """
 
     def __init__(self, model: str, batch_size: int = 32):

@@ -17,7 +17,7 @@ from scipy.sparse import csr_matrix
 
 from retriever.backends import LEXICAL
 from retriever.corpus.passages import split_contents
-from retriever.errors import RetrieverError
+from retriever.errors import RetrieverError, reason
 from retriever.interfaces import CorpusRow
 
 K1, B = 0.9, 0.4  # Pyserini's defaults for Wikipedia passages
@@ -165,6 +165,4 @@ def reading(path: Path) -> Iterator[Path]:
     try:
         yield path
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        raise RetrieverError(
-            f"{path}: cannot be read ({type(error).__name__}: {error}); build the index again"
-        ) from error
+        raise RetrieverError(f"{path}: cannot be read ({reason(error)}); build the index again") from error

@@ -62,11 +62,7 @@ class Backend:
         """Raise RetrieverError for wrong values, before anything is read."""
 
     def prepare(self, dimension: int, options: BuildOptions, shards: Path) -> None:
-        """Raise RetrieverError for what would fail after hours of encoding.
-
-        Args:
-            shards: folder of the vectors, where an earlier attempt may have left files.
-        """
+        """Raise RetrieverError for failures of `write` that can be foreseen; `shards`: folder of vectors."""
 
     def write(self, build: Build) -> dict[str, Any]:
         """Write the index and return its own entries of the manifest."""
@@ -82,10 +78,7 @@ class Backend:
 
 
 def load_backend(kind: str, building: bool = False) -> Backend:
-    """Return the backend of a kind.
-
-    Raises RetrieverError: no such kind or class, or the package that it needs is not installed.
-    """
+    """Return the backend of a kind; raises RetrieverError without it or the package that it needs."""
     entry = find_kind(kind)
     require_package(entry.build_package if building else entry.package)
     backend = load_object(entry.backend)

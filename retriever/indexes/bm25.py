@@ -13,7 +13,7 @@ from retriever.backends import IndexOptions
 from retriever.encoders.hashed import K1, B, words
 from retriever.errors import RetrieverError
 from retriever.indexes.backend import Backend, Build
-from retriever.indexes.storage import bm25_bytes, progress_bar, require_memory
+from retriever.indexes.storage import progress_bar, require_memory
 from retriever.interfaces import Ranker
 
 FOLDER = "bm25"
@@ -30,9 +30,9 @@ class Bm25Backend(Backend):
         corpus = build.corpus
         sample = corpus[:: max(1, len(corpus) // SAMPLE)]
         count = len(corpus) * sum(len(words(row["contents"])) for row in sample) // len(sample)
-        require_memory(
-            bm25_bytes(len(corpus), count), "BM25", "use --retriever_name hashed --factory IVF4096,PQ64"
-        )
+        # The peak: word ids as lists, then three arrays of distinct words and their sort.
+        peak = 8 * count + 40 * (count * 2 // 3) + 64 * len(corpus)
+        require_memory(peak, "BM25", "use --retriever_name hashed --factory IVF4096,PQ64")
         vocabulary: dict[str, int] = {}
         ids = []
         with progress_bar(len(corpus), "words", build.progress) as bar:
@@ -49,12 +49,9 @@ class Bm25Backend(Backend):
 
 
 class Bm25:
-    """Ranks all passages.
+    """Ranks all passages; raises RetrieverError for a damaged index, or one too large for the memory.
 
-    Raises RetrieverError: files of the index are missing or damaged, or too large for the memory.
-
-    Args:
-        check: reads all of the index, so that no search meets a place out of range.
+    `check` reads all of the index, so that no search meets a place out of range.
     """
 
     def __init__(self, folder: Path, mmap: bool = False, check: bool = True):

@@ -45,7 +45,11 @@ def build_index(
     backend = load_backend(options.index_kind, building=True)
     backend.check(options)
     with locked(folder):
-        if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not _has_manifest(folder):
+        if (
+            folder.exists()
+            and (folder.is_file() or any(folder.iterdir()))
+            and not (folder / MANIFEST).is_file()
+        ):
             raise RetrieverError(f"{folder}: exists and is not an index; choose another --index_path")
         if find_kind(options.index_kind).has_vectors:
             _build_vectors(corpus, folder, backend, options, progress)
@@ -86,10 +90,6 @@ def _finish(folder: Path, corpus: Corpus, options: BuildOptions, entries: dict[s
     write_manifest(folder, source | words_version(options.retriever_name) | entries | sums)
 
 
-def _has_manifest(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
-
-
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
     try:
@@ -110,10 +110,8 @@ def embed(
 ) -> Embeddings:
     """Encode all passages; complete shards of an earlier start are kept.
 
-    Raises RetrieverError: the folder was started with other settings, or the disk is too small.
-
-    Args:
-        before: called with the encoder before anything is encoded; it may raise.
+    `before` is called with the encoder before anything is encoded. Raises RetrieverError: the folder was
+    started with other settings, or the disk is too small.
     """
     settings = {
         "corpus_sha256": corpus.sha256,
@@ -131,7 +129,9 @@ def embed(
         before(encoder)
         if folder.exists() and any(folder.iterdir()):
             raise RetrieverError(f"{folder}: exists and holds no embeddings; choose another --embeddings")
-        _begin(folder, settings, encoder)
+        with replacing_folder(folder) as unfinished:
+            encoder.save(unfinished)
+            (unfinished / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     rows, dtype = options.shard_rows, np.dtype(options.embedding_dtype)
     missing = [
         (start, min(start + rows, len(corpus)))
@@ -152,12 +152,6 @@ def embed(
     return Embeddings(folder, encoder, len(corpus), rows)
 
 
-def _begin(folder: Path, settings: dict[str, Any], encoder: Encoder) -> None:
-    with replacing_folder(folder) as unfinished:
-        encoder.save(unfinished)
-        (unfinished / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
-
-
 def _resume(folder: Path, settings: dict[str, Any]) -> Encoder:
     begun = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     changed = [
@@ -167,8 +161,7 @@ def _resume(folder: Path, settings: dict[str, Any]) -> Encoder:
     ]
     if changed:
         raise RetrieverError(
-            f"{folder}: was started with other settings ({', '.join(changed)}); restore them, or delete"
-            " the folder to start again"
+            f"{folder}: started with other settings ({', '.join(changed)}); restore or delete it"
         )
     return load_encoder(folder, settings["encoder"], settings["model"])
 

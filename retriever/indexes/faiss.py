@@ -79,11 +79,8 @@ def search_in_corpus_order(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the k best, ties in corpus order: fetch until the tie for the k-th place has ended.
 
-    Args:
-        search: count -> scores float32 [Q, count] and row numbers int64 [Q, count], or -1.
-
-    Returns:
-        Scores [Q, k] and row numbers [Q, k], best first; -1 comes last.
+    `search` returns for a count scores float32 [Q, count] and row numbers int64 [Q, count], or -1. The result
+    is [Q, k] of both, best first; -1 comes last.
     """
     k, fetch = min(k, documents), min(k + MORE, documents)
     while True:
@@ -109,8 +106,8 @@ class Header:
 def read_header(path: Path) -> Header:
     """Read the header of a FAISS file.
 
-    Raises RetrieverError: no such file, not a FAISS file, a metric other than inner product, or a flat index
-    whose size differs from its header.
+    Raises RetrieverError: not a FAISS file, another metric than inner product, or a flat index that was cut
+    off.
     """
     if not path.is_file():
         raise RetrieverError(f"{path}: no such index; build it with python -m retriever.build_index")
@@ -121,8 +118,7 @@ def read_header(path: Path) -> Header:
     kind, dimension, documents, _, _, _, metric = HEAD.unpack(head)
     if metric != 0:
         raise RetrieverError(
-            f"{path}: its metric is FAISS number {metric}, not inner product (0); build it again with"
-            " faiss.METRIC_INNER_PRODUCT"
+            f"{path}: its metric is FAISS number {metric}; build it with METRIC_INNER_PRODUCT"
         )
     size, whole = path.stat().st_size, FLAT_HEADER + 4 * dimension * documents
     if kind == FLAT and size != whole:
@@ -134,27 +130,19 @@ def read_header(path: Path) -> Header:
 
 
 def map_flat(path: Path) -> np.ndarray:
-    """Memory-map the vectors of a flat index: float32 [documents, dimension].
-
-    Raises RetrieverError: as `read_header`, or the index is of another type.
-    """
+    """Memory-map the vectors of a flat index, float32 [documents, dimension]; raises RetrieverError."""
     header = read_header(path)
     if header.kind != FLAT:
-        raise RetrieverError(
-            f"{path}: is of FAISS type {header.kind.decode()}; --engine jax needs factory Flat"
-        )
+        raise RetrieverError(f"{path}: FAISS type {header.kind.decode()}; --engine jax needs factory Flat")
     shape = (header.documents, header.dimension)
     return np.memmap(path, np.float32, mode="r", offset=FLAT_HEADER, shape=shape)
 
 
 class FaissVectors:
-    """Vectors of a FAISS file, ranked by inner product.
+    """Vectors of a FAISS file, ranked by inner product. Callers may search in several threads at once.
 
-    Raises RetrieverError: as `read_header`; too large for the memory; cut off; or no GPU for it.
-
-    Args:
-        threads: of one search of a large exhaustive index, 0 for all cores; other searches have those of
-            OMP_NUM_THREADS. Callers may search in several threads at once.
+    `threads` are those of one search of a large exhaustive index, 0 for all cores; other searches have those
+    of OMP_NUM_THREADS. Raises RetrieverError: too large for the memory, cut off, or no GPU for it.
     """
 
     def __init__(self, path: Path, mmap: bool = False, gpu: bool = False, threads: int = 0):
@@ -172,7 +160,9 @@ class FaissVectors:
         else:
             self._index = _read(faiss, path, mmap)
         self._searcher: ThreadPoolExecutor | None = None
-        if not gpu and path.stat().st_size >= LARGE and _is_exhaustive(header):
+        # Flat, SQ and PQ read all vectors in each search; inverted lists and graphs do not.
+        is_exhaustive = header.kind[:2] == b"Ix" and header.kind != b"IxPT"
+        if not gpu and path.stat().st_size >= LARGE and is_exhaustive:
             # One search at a time reads the whole matrix with all threads: several would share the memory's
             # speed, and a single query would have one core. OpenMP keeps a pool for each caller.
             count = threads or available_cores()
@@ -202,24 +192,15 @@ class FaissVectors:
 def multiply_sooner(faiss: Any, dimension: int) -> None:
     """Make FAISS search all vectors by one matrix product from MULTIPLIED queries on.
 
-    FAISS 1.15 does so from 128,000 / dimension queries; below, it reads the whole matrix for each query,
-    in up to 10 times the time (benchmarks/retrieval.md). Until 1.14 its limit was a number of queries
-    (facebookresearch/faiss#5022).
+    FAISS 1.15 does so from 128,000 / dimension queries; below, a query takes up to 10 times as long
+    (benchmarks/retrieval.md). Until 1.14 its limit was a number of queries (facebookresearch/faiss#5022).
     """
     counts_queries = tuple(int(part) for part in faiss.__version__.split(".")[:2]) < (1, 15)
     faiss.cvar.distance_compute_blas_threshold = MULTIPLIED * (1 if counts_queries else dimension)
 
 
-def _is_exhaustive(header: Header) -> bool:
-    """Flat, SQ and PQ read all vectors in each search; inverted lists and graphs do not."""
-    return header.kind[:2] == b"Ix" and header.kind != b"IxPT"
-
-
 def _map_flag(faiss: Any, kind: bytes) -> int:
-    """Inverted lists have one flag, vectors, codes and links another; both together fail.
-
-    A transform (IxPT) stands before inverted lists in practice (OPQ…,IVF…,PQ…).
-    """
+    """Inverted lists have one flag, vectors, codes and links another; IxPT stands before inverted lists."""
     return int(faiss.IO_FLAG_MMAP if kind[:2] == b"Iw" or kind == b"IxPT" else faiss.IO_FLAG_MMAP_IFC)
 
 
@@ -229,10 +210,7 @@ def _read(faiss: Any, path: Path, mmap: bool) -> Any:
     try:
         index = faiss.read_index(str(path), _map_flag(faiss, read_header(path).kind) if mmap else 0)
     except RuntimeError as error:
-        raise RetrieverError(
-            f"{path}: FAISS cannot read it ({faiss_reason(error)}); it was cut off or comes from a newer"
-            " FAISS: download or build it again, or upgrade FAISS"
-        ) from error
+        raise RetrieverError(f"{path}: FAISS cannot read it ({faiss_reason(error)}); {AGAIN}") from error
     _check_ids(faiss, index, path)
     return index
 
@@ -250,9 +228,7 @@ def _check_ids(faiss: Any, index: Any, path: Path) -> None:
     if outside or seen.sum() != count:
         example = f"there is id {outside[0]}" if outside else "some occur twice"
         raise RetrieverError(
-            f"{path}: its ids are not the row numbers 0 … {len(seen) - 1} of the corpus ({example}); add the"
-            " vectors with index.add, in the order of the corpus, or build it with python -m"
-            " retriever.build_index"
+            f"{path}: its ids are not the row numbers 0 … {len(seen) - 1} of the corpus ({example}); {AGAIN}"
         )
     for name in ("index", "index_ivf", "base_index"):  # of an id map or transform, quantizer, refinement
         if hasattr(index, name):
@@ -277,22 +253,17 @@ def faiss_reason(error: RuntimeError) -> str:
 
 
 def make_empty(dimension: int, factory: str, search: str = "") -> Any:
-    """Return an untrained index.
+    """Return an untrained index; raises RetrieverError for an unknown factory or search parameter.
 
-    Raises RetrieverError: not a factory string, or no such parameter.
-
-    Args:
-        search: FAISS search parameters such as ``nprobe=32``, which FAISS keeps in the file; empty: a quarter
-            of the lists (128 at most), efSearch 128.
+    `search`, such as ``nprobe=32``, is kept in the file; empty: a quarter of the lists (128 at most),
+    efSearch 128.
     """
     import faiss
 
     try:
         index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
-        raise RetrieverError(
-            f"factory {factory!r} is not a FAISS factory string for dimension {dimension}; try Flat"
-        ) from error
+        raise RetrieverError(f"--factory {factory!r}: not a FAISS factory string; try Flat") from error
     if not search and (lists := re.search(r"IVF(\d+)", factory)):
         search = f"nprobe={max(1, min(128, int(lists[1]) // 4))}"
     elif not search and factory.startswith("HNSW"):
@@ -301,17 +272,14 @@ def make_empty(dimension: int, factory: str, search: str = "") -> Any:
         if search:
             faiss.ParameterSpace().set_index_parameters(index, search)  # type: ignore[arg-type]
     except RuntimeError as error:
-        raise RetrieverError(
-            f"--search {search!r}: not a parameter of {factory}; IVF has nprobe=, HNSW has efSearch="
-        ) from error
+        raise RetrieverError(f"--search {search!r}: not a parameter of {factory}") from error
     return index
 
 
 def write_faiss(path: Path, embeddings: Embeddings, factory: str, search: str, progress: bool) -> None:
-    """Train, fill and write an index; a flat one is streamed to disk.
+    """Train, fill and write an index; a flat one is streamed to disk. Raises OSError on a full disk.
 
-    Raises RetrieverError: as `make_empty`; too large for the memory or the disk; or too few passages to train
-    on. OSError: the disk is full.
+    Raises RetrieverError: as `make_empty`; too large for memory or disk; or too few passages to train on.
     """
     import faiss
 
@@ -333,8 +301,7 @@ def write_faiss(path: Path, embeddings: Embeddings, factory: str, search: str, p
                 index.train(embeddings.sample(TRAINING))
         except RuntimeError as error:
             raise RetrieverError(
-                f"factory {factory}: cannot be trained on {count:,} passages ({faiss_reason(error)}); take"
-                " fewer lists or Flat"
+                f"--factory {factory}: cannot be trained on {count:,} passages; take fewer lists or Flat"
             ) from error
         for shard in embeddings.shards():
             index.add(np.asarray(shard, np.float32))

@@ -1,8 +1,7 @@
 """FAISS on GPUs: a flat index as an fp16 shard on each device, filled from the memory map.
 
-FAISS' own cloner holds a float32 matrix and two fp16 copies at once: 129 GB for 21 million vectors of 768, of
-which the fp16 index takes 32 GB. `GpuIndexFlat.add` on an empty index reserves the fp16 bytes once and
-converts pages of 256 MB (faiss/gpu/GpuIndexFlat.cu, GpuIndex.cu): one call adds all rows of a device.
+FAISS' own cloner holds a float32 matrix and two fp16 copies: 129 GB for 21 million vectors of 768, where the
+index takes 32 GB. `GpuIndexFlat.add` on an empty index converts pages of 256 MB (faiss/gpu/GpuIndexFlat.cu).
 """
 
 from __future__ import annotations
@@ -27,38 +26,34 @@ def check_kind(kind: bytes, what: str) -> None:
     """Raise RetrieverError for an index that FAISS would leave on the CPU, or copy there."""
     if kind not in ON_GPU:
         raise RetrieverError(
-            f"--faiss_gpu: {what} is of FAISS type {kind.decode()}, which would stay on the CPU; leave"
-            f" --faiss_gpu out, or build one of {', '.join(ON_GPU.values())}"
+            f"--faiss_gpu: {what} would stay on the CPU; build one of {', '.join(ON_GPU.values())}"
         )
 
 
 def plan_shards(documents: int, dimension: int, free: list[int], what: str) -> list[range]:
     """Return the rows of each device for a flat index in fp16, in order and as even as can be.
 
-    Raises RetrieverError: a device's part does not fit.
-
-    Args:
-        free: bytes of each device.
+    `free` are the bytes of each device. Raises RetrieverError: a part does not fit.
     """
     starts = [documents * i // len(free) for i in range(len(free) + 1)]
     shards = [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
-    for device, (rows, available) in enumerate(zip(shards, free, strict=True)):
+    for device, rows in enumerate(shards):
         need = len(rows) * (2 * dimension + NORM_BYTES) + WORKSPACE
-        if need > available:
-            raise RetrieverError(
-                f"--faiss_gpu: {what} in fp16 over {len(free)} GPU(s) needs {need / 2**30:,.1f} GiB on each,"
-                f" and GPU {device} has {available / 2**30:,.1f} GiB free; {ADVICE}"
-            )
+        _require(need, free, device, f"{what} in fp16")
     return shards
 
 
 def require_ivf_memory(size: int, free: list[int], what: str) -> None:
     """Raise RetrieverError if an even part of inverted lists of `size` bytes does not fit on a device."""
     need = int(size * IVF_FACTOR) // len(free) + WORKSPACE
-    if need > min(free):
+    _require(need, free, free.index(min(free)), what)
+
+
+def _require(need: int, free: list[int], device: int, what: str) -> None:
+    if need > free[device]:
         raise RetrieverError(
             f"--faiss_gpu: {what} over {len(free)} GPU(s) needs {need / 2**30:,.1f} GiB on each, and GPU"
-            f" {free.index(min(free))} has {min(free) / 2**30:,.1f} GiB free; {ADVICE}"
+            f" {device} has {free[device] / 2**30:,.1f} GiB free; {ADVICE}"
         )
 
 
@@ -67,11 +62,7 @@ def fill(
 ) -> tuple[Any, list[Any]]:
     """Add each device's rows of float32 [documents, dimension], usually memory-mapped, in one call.
 
-    Args:
-        make_shard: returns an empty index on a device.
-
-    Returns:
-        The index over all of them, and objects that must live as long.
+    `make_shard` returns an empty index on a device. Returns the index, and objects that must live as long.
     """
     parts = []
     for device, rows in enumerate(shards):
@@ -91,22 +82,13 @@ def to_gpus(
 ) -> tuple[Any, list[Any]]:
     """Put the index of a file onto all GPUs that CUDA shows.
 
-    Raises RetrieverError: no GPU or no GPU build of FAISS, a type that would stay on the CPU, or too little
-    memory.
-
-    Args:
-        vectors: maps a flat index's vectors.
-        load: reads any other index into the host's memory.
-
-    Returns:
-        The index, and objects that must live as long: C++ does not own them.
+    `vectors` maps a flat index; `load` reads any other into memory. Returns the index, and objects that must
+    live as long: C++ does not own them. Raises RetrieverError: no GPU, a type that stays on the CPU, too
+    little memory.
     """
     check_kind(kind, str(path))
     if not hasattr(faiss, "GpuIndexFlatIP") or faiss.get_num_gpus() == 0:
-        raise RetrieverError(
-            "--faiss_gpu: this FAISS has no GPU support or sees no GPU; pip install faiss-gpu in place of"
-            " faiss-cpu and check CUDA_VISIBLE_DEVICES, or leave --faiss_gpu out"
-        )
+        raise RetrieverError("--faiss_gpu: FAISS has no GPU support or sees no GPU; pip install faiss-gpu")
     free = free_memory(faiss.get_num_gpus())
     try:
         if ON_GPU[kind] == "Flat":
@@ -127,9 +109,7 @@ def to_gpus(
         options.shard, options.useFloat16 = True, True
         return faiss.index_cpu_to_all_gpus(load(), co=options), []
     except RuntimeError as error:
-        raise RetrieverError(
-            f"--faiss_gpu: {path} cannot be put onto {len(free)} GPU(s) ({reason(error)}); {ADVICE}"
-        ) from error
+        raise RetrieverError(f"--faiss_gpu: {path} cannot be put onto GPUs ({reason(error)})") from error
 
 
 def free_memory(devices: int) -> list[int]:

@@ -24,13 +24,9 @@ class JaxBackend(FaissBackend):
 
 
 class JaxVectors:
-    """Ranks by inner product, as a flat FAISS index.
+    """Ranks float32 [documents, dimension] by inner product, as a flat FAISS index; `name` is for errors.
 
     Raises RetrieverError: the devices' memory is too small.
-
-    Args:
-        vectors: float32 [documents, dimension], usually memory-mapped; copied a device's part at a time.
-        name: named in errors.
     """
 
     def __init__(self, vectors: np.ndarray, name: str):
@@ -39,7 +35,10 @@ class JaxVectors:
 
         self.documents, self.dimension = vectors.shape
         devices = jax.devices()
-        _require_device_memory(devices, vectors.nbytes, name)
+        state = devices[0].memory_stats() if devices[0].platform != "cpu" else None
+        free = (state["bytes_limit"] - state["bytes_in_use"]) * len(devices) if state else None
+        what = f"{name} on {len(devices)} {devices[0].platform} device(s)"
+        require_memory(vectors.nbytes, what, "take more devices, or --engine faiss --mmap", free)
         mesh = Mesh(np.array(devices), ("rows",))
         part = -(-self.documents // len(devices))  # rows a device; the last is padded
 
@@ -99,14 +98,3 @@ def _make_search(mesh: Any, documents: int) -> Any:
         return best, jnp.take_along_axis(ids, places, axis=1)
 
     return jax.jit(search, static_argnums=2)
-
-
-def _require_device_memory(devices: list[Any], need: int, name: str) -> None:
-    state = devices[0].memory_stats() if devices[0].platform != "cpu" else None
-    free = (state["bytes_limit"] - state["bytes_in_use"]) * len(devices) if state else None
-    require_memory(
-        need,
-        f"{name} on {len(devices)} {devices[0].platform} device(s)",
-        "take more devices, or --engine faiss --mmap",
-        free,
-    )

@@ -65,13 +65,10 @@ class Index:
 
 
 def open_index(path: Path, corpus: Corpus, options: IndexOptions | None = None) -> Index:
-    """Load an index that was built from exactly this corpus.
+    """Load an index that was built from exactly this corpus: a folder, or a bare FAISS file.
 
-    Raises RetrieverError: it is missing, damaged or too large, it does not belong to the corpus, or the
-    options do not fit it.
-
-    Args:
-        path: folder of a built index, or a bare FAISS file such as the published e5_Flat.index.
+    Raises RetrieverError: it is missing, damaged or too large, belongs to another corpus, or the options do
+    not fit it.
     """
     options = options or IndexOptions()
     if path.is_file():
@@ -102,9 +99,7 @@ def _open_file(path: Path, corpus: Corpus, options: IndexOptions) -> Index:
     """Open a FAISS file without a manifest: only sizes, dimension and the first vector can be checked."""
     name, engine = options.retriever_name, options.engine or "faiss"
     if name in ("", *LEXICAL):
-        raise RetrieverError(
-            f"{path}: a bare FAISS file does not say its encoder; set --retriever_name to e5, bge or dense"
-        )
+        raise RetrieverError(f"{path}: has no manifest: set --retriever_name to e5, bge or dense")
     options.check(engine)
     header = read_header(path)
     _check_count(path, header.documents, corpus)
@@ -134,14 +129,9 @@ def _check_source(folder: Path, manifest: dict[str, Any], corpus: Corpus, option
             f" {len(corpus)}); {AGAIN}"
         )
     if manifest.get("words") != words_version(manifest["encoder"]).get("words"):
-        raise RetrieverError(
-            f"{folder}: its texts were split into words by another version of this program; {AGAIN}"
-        )
+        raise RetrieverError(f"{folder}: split into words by another version of this program; {AGAIN}")
     if options.retriever_name and options.retriever_name != manifest["encoder"]:
-        raise RetrieverError(
-            f"--retriever_name {options.retriever_name}: {folder} was built with {manifest['encoder']};"
-            " leave the option out"
-        )
+        raise RetrieverError(f"--retriever_name: {folder} was built with {manifest['encoder']}; leave it out")
 
 
 def _check_count(path: Path, documents: int, corpus: Corpus) -> None:

@@ -30,10 +30,7 @@ def is_index(path: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read what `write_manifest` wrote, or an earlier version of it.
-
-    Raises RetrieverError: there is none, or it is damaged.
-    """
+    """Read a manifest of this or an earlier version; raises RetrieverError if missing or damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         raise RetrieverError(f"{folder}: no complete index; build it with python -m retriever.build_index")
@@ -106,10 +103,7 @@ def available_cores() -> int:
 
 
 def vector_bytes(documents: int, dimension: int, factory: str) -> int:
-    """Return the bytes of a FAISS index of this factory string in memory, and within 1 % on disk.
-
-    An unknown storage counts as Flat, which is the largest.
-    """
+    """Return the bytes of a FAISS index in memory, within 1 % on disk; unknown storage counts as Flat."""
     per_vector = total = 0
     stored = False
     for part in re.sub(r"\(.*?\)", "", factory).split(","):
@@ -137,11 +131,6 @@ def _code_bytes(storage: str, dimension: int) -> int:
     return -(-dimension * bits // 8)
 
 
-def bm25_bytes(documents: int, words: int) -> int:
-    """Return the peak of building: word ids as lists, then three arrays of distinct words and their sort."""
-    return 8 * words + 40 * (words * 2 // 3) + 64 * documents
-
-
 def require_memory(need: int, what: str, alternatives: str, available: int | None = None) -> None:
     """Raise RetrieverError if `need` bytes do not fit the memory, with `alternatives` that need less."""
     free = available_memory() if available is None else available
@@ -163,10 +152,7 @@ def require_disk(folder: Path, need: int, what: str, alternatives: str) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold ``FOLDER.lock``; the system releases it however the process ends.
-
-    Raises RetrieverError: another process builds into the folder.
-    """
+    """Hold ``FOLDER.lock``, else raise RetrieverError; the system releases it however the process ends."""
     path = folder.with_name(folder.name + ".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     file = _take(path, folder)
@@ -187,7 +173,7 @@ def _take(path: Path, folder: Path) -> int:
         except BlockingIOError as error:
             os.close(file)
             raise RetrieverError(
-                f"{folder}: another process is building it; wait until it has ended, or choose another folder"
+                f"{folder}: another process is building it; wait until it has ended"
             ) from error
         if path.is_file() and os.fstat(file).st_ino == path.stat().st_ino:
             return file
@@ -201,8 +187,7 @@ LINE = "{desc}: {n_fmt} of {total_fmt} ({percentage:.1f} %), {rate_fmt}, {remain
 def progress_bar(total: int, what: str, is_shown: bool = True, done: int = 0) -> Any:
     """Return a tqdm bar over passages: a bar on a terminal, a line now and then in a log.
 
-    Args:
-        done: passages of earlier runs, which count neither for the rate nor for the time left.
+    Passages `done` by earlier runs count neither for the rate nor for the time left.
     """
     options = {"desc": what, "unit": " passages", "total": total, "initial": done, "leave": False}
     if sys.stderr.isatty():

@@ -48,10 +48,12 @@ READS = ("GET", "HEAD")  # their bodies mean nothing, and are not read
 
 
 class Measure:
-    """ASGI middleware: counts requests by route and status, and times them."""
+    """ASGI middleware: counts and times requests by route and status, and adds the index identity to replies
+    of ``/retrieve`` and ``/access``."""
 
-    def __init__(self, app: Any, metrics: Metrics):
+    def __init__(self, app: Any, metrics: Metrics, identity: str):
         self.app, self.metrics = app, metrics
+        self.header = (HEADER.lower().encode(), identity.encode())
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -64,6 +66,8 @@ class Measure:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if route in ("/retrieve", "/access"):
+                    message = message | {"headers": [*message.get("headers", ()), self.header]}
             await send(message)
 
         try:
@@ -71,22 +75,6 @@ class Measure:
         finally:
             self.metrics.requests.labels(route, str(status)).inc()
             self.metrics.seconds.labels(route).observe(time.monotonic() - begun)
-
-
-class Identify:
-    """ASGI middleware: adds the index identity to every reply of ``/retrieve`` and ``/access``."""
-
-    def __init__(self, app: Any, identity: str):
-        self.app, self.header = app, (HEADER.lower().encode(), identity.encode())
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def send_identity(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message = message | {"headers": [*message.get("headers", ()), self.header]}
-            await send(message)
-
-        has_documents = scope["type"] == "http" and scope["path"] in ("/retrieve", "/access")
-        await self.app(scope, receive, send_identity if has_documents else send)
 
 
 class RequireToken:
@@ -111,8 +99,8 @@ class RequireToken:
 class BodyLimit:
     """ASGI middleware: bounds memory and time of requests' bodies.
 
-    A body beyond `max_body` bytes gets 413, one that takes longer than `seconds` 408, neither read to its end.
-    One that would bring all bodies under way above `max_bodies` bytes gets 503.
+    A body beyond `max_body` bytes gets 413, one that takes longer than `seconds` 408, neither read to its
+    end. One that would bring all bodies under way above `max_bodies` bytes gets 503.
     """
 
     def __init__(self, app: Any, max_body: int, max_bodies: int = 2**27, seconds: float = 30.0):
@@ -196,11 +184,7 @@ def make_app(
     limits: Limits | None = None,
     token: str = "",
 ) -> FastAPI:
-    """``POST /retrieve``, ``POST /access``, ``GET /health`` and ``GET /metrics`` over a loaded index.
-
-    Args:
-        token: if it is not empty, every route but /health needs ``Authorization: Bearer <token>``.
-    """
+    """Return the routes over a loaded index; with a `token`, all but /health need it as bearer token."""
     app = _make_fastapi()
     metrics, limits = Metrics(), limits or Limits()
     engine = Engine(searcher, depths, limits, metrics, reranker, cache)
@@ -214,8 +198,7 @@ def make_app(
         app.add_middleware(RequireToken, token=token)
     model = reranker.model if reranker else ""
     identity = index_identity(searcher.manifest, model, pages.sha256 if pages else "")
-    app.add_middleware(Identify, identity=identity)
-    app.add_middleware(Measure, metrics=metrics)
+    app.add_middleware(Measure, metrics=metrics, identity=identity)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")

@@ -25,14 +25,10 @@ class NotRecorded(Exception):
 
 
 class ResultCache:
-    """Hash of query, depth and index identity -> documents and scores.
+    """Hash of query, depth and identity of the index -> documents and scores, in SQLite's WAL mode.
 
-    A SQLite file in WAL mode: several processes of one host may share it, several hosts may not. Raises
-    RetrieverError: the file is not such a store, or does not exist for a replay.
-
-    Args:
-        identity: of the index; results of another index are not used.
-        mode: use: look up, search and store missing results; replay: look up only.
+    Several processes of one host may share it. Mode `use` stores missing results, `replay` looks up only.
+    Raises RetrieverError: the file is not such a store, or does not exist for a replay.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any], mode: CacheMode):
@@ -46,9 +42,7 @@ class ResultCache:
             self._store = sqlite3.connect(path, timeout=WAIT, check_same_thread=False, isolation_level=None)
             self._set_up()
         except sqlite3.DatabaseError as error:
-            raise RetrieverError(
-                f"{path}: not a result store ({error}); choose another --cache_path"
-            ) from error
+            raise RetrieverError(f"{path}: not a result store ({error})") from error
 
     def _set_up(self) -> None:
         """Wait for another process that changes the journal mode, which SQLite itself does not."""
@@ -66,10 +60,7 @@ class ResultCache:
             time.sleep(0.01)
 
     def look_up(self, queries: Sequence[str], k: int) -> list[Hits | None]:
-        """Return the stored results of each query, or None.
-
-        Raises NotRecorded: in replay mode, with the first query that is not stored.
-        """
+        """Return the stored results of each query, or None; raises NotRecorded in a replay."""
         results: list[Hits | None] = []
         for query in queries:
             with self._lock:
@@ -91,8 +82,7 @@ class ResultCache:
                 store.executemany("INSERT OR IGNORE INTO results VALUES (?, ?)", rows)
         except sqlite3.Error as error:
             raise RetrieverError(
-                f"{self.path}: results cannot be stored ({error}); make room there, or choose another"
-                " --cache_path"
+                f"{self.path}: results cannot be stored ({error}); set --cache_path"
             ) from error
 
     @contextmanager
@@ -106,9 +96,6 @@ class ResultCache:
             if self._store.in_transaction:
                 self._store.execute("ROLLBACK")
             raise
-
-    def close(self) -> None:
-        self._store.close()
 
     def _key(self, query: str, k: int) -> bytes:
         return hashlib.sha256(json.dumps([self._identity, k, query]).encode()).digest()

@@ -125,8 +125,6 @@ class Bounded(H11Protocol):
 def bounded_protocol(max_connections: int, seconds: float) -> type[asyncio.Protocol]:
     """Return the protocol with these limits.
 
-    Args:
-        seconds: for a client to send a request's head, and to take a reply; then its connection is closed.
-            `BodyLimit` times the body.
+    In `seconds` a client must send a request's head, and take a reply; `BodyLimit` times the body.
     """
     return type("Bounded", (Bounded,), {"max_connections": max_connections, "seconds": seconds})

@@ -4,7 +4,7 @@
 |---|---|---|
 | Search-R1, verl, SkyRL | queries, topk, return_scores true | {"document": corpus row, "score"} |
 | RLinf | queries, topk, return_scores false | the corpus row |
-| CalibAdv authors | queries, topk_retrieval, topk_rerank, … | {"document": contents, "score", "id"}, or contents |
+| CalibAdv authors | queries, topk_retrieval, topk_rerank, … | {"document": contents, "score", "id"} |
 
 Replies of any size are made beside the event loop and sent in pieces.
 """
@@ -62,10 +62,7 @@ class AccessRequest(BaseModel):
 
 
 def render(request: RetrieveRequest, hits: list[Hits]) -> Iterator[str]:
-    """Yield the parts of the reply's JSON in the contract of the request.
-
-    Raises ValueError: a score is not finite; before the first part.
-    """
+    """Yield the parts of the reply's JSON in the contract of the request; raises ValueError before them."""
     scores = (score for hits_of_query in hits for _, score in hits_of_query)
     if request.return_scores and not all(map(math.isfinite, scores)):
         raise ValueError("a score is no finite number")
@@ -108,11 +105,7 @@ class Left(Exception):
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of the work, or cancel it and raise Left if the client leaves.
-
-    Args:
-        request: its body was read.
-    """
+    """Return the result of the work, or cancel it and raise Left if the client leaves."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -125,11 +118,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def reply_with(parts: Iterator[str]) -> Response:
-    """Reply with JSON; with its length if it is one piece, as nearly all are.
-
-    Args:
-        parts: computed in other threads, when the client has taken the previous pieces.
-    """
+    """Reply with JSON parts, computed in other threads; with a length if it is one piece, as most are."""
     pieces = _pieces(parts)
     first = await run_in_threadpool(next, pieces)
     second = await run_in_threadpool(next, pieces, None) if len(first) >= PIECE else None

@@ -36,13 +36,9 @@ Search = Callable[[Sequence[str], int], T]
 
 
 def index_identity(manifest: Mapping[str, Any], reranker: str, pages: str = "") -> str:
-    """Return a hash of corpus, encoder, model, approximation, reranker, and pages.
+    """Return a hash of corpus, encoder, approximation, reranker model and hash of the pages.
 
     Services over copies of one index have the same, wherever they run.
-
-    Args:
-        reranker: its model; empty: none.
-        pages: their hash; empty: none.
     """
     decisive = {name: value for name, value in manifest.items() if name not in _IRRELEVANT}
     text = json.dumps([decisive, reranker, *([pages] if pages else [])], sort_keys=True)
@@ -116,12 +112,7 @@ class SearchBatcher:
     """Searches in threads; queries that arrive meanwhile share the next searches.
 
     Args:
-        search: (queries, k) -> the k best of each, or the error of that query. With more than one worker,
-            several threads call it at once.
-        max_batch: queries of one search.
-        max_queue: queries that may wait; more are refused.
-        max_wait: seconds a search waits for other requests to join, unless the last search had a single
-            request: a client that sends one at a time would wait in vain.
+        max_wait: seconds a search waits for other requests to join, unless the last search had a single one.
         on_batch: called with the number of queries of every search.
         workers: searches at the same time. A second one begins when WORTH_IT queries wait: a query of a small
             batch costs several times one of a large batch.
@@ -152,10 +143,7 @@ class SearchBatcher:
         return len(self._queue)
 
     async def submit(self, queries: Sequence[str], k: int) -> list[Hits | BaseException]:
-        """Return the k best rows of each query, best first, or the error of that query.
-
-        Raises Overloaded: the queue is full; nothing of the request was queued.
-        """
+        """Return the k best rows of each query or its error; raises Overloaded and queues nothing if full."""
         if self.queued + len(queries) > self.max_queue:
             raise Overloaded
         loop = asyncio.get_running_loop()
@@ -209,10 +197,7 @@ class SearchBatcher:
                 waiting.future.set_result(result)
 
     def _next_batch(self, size: int) -> list[_Waiting]:
-        """Return at most `size` of the longest-waiting queries with the same k; drop those of absent clients.
-
-        An approximate index may rank the first five of ten differently from five of five.
-        """
+        """Return queued queries of one k: an approximate index may rank 5 of 10 differently from 5 of 5."""
         batch: list[_Waiting] = []
         while self._queue and len(batch) < size:
             if self._queue[0].future.done():
@@ -281,21 +266,25 @@ class Engine:
         metrics.queue.set_function(lambda: self._batcher.queued)
 
     async def answer(self, request: RetrieveRequest) -> list[Hits]:
-        """Return each query's documents in the number and order of the request.
-
-        Raises Refused, Overloaded, NotRecorded, or the error of a query.
-        """
-        if len(request.queries) > self._max_queries:
+        """Return each query's documents; raises Refused, Overloaded, NotRecorded, or the error of a query."""
+        count, most = len(request.queries), self._max_queries
+        if count > most:
             raise Refused(
-                f"queries: {len(request.queries)} in one request, and {self._max_queries} are taken; send"
-                " fewer at once, or start with a larger --max_queries and --max_queue"
+                f"queries: {count} in one request, and {most} are taken; raise --max_queries, --max_queue"
             )
         depth = request.depth(self._depths.topk)
-        self._check_results(len(request.queries), depth)
+        if count * depth > self._max_results:
+            fitting = self._max_results // depth
+            smaller = f"at most {fitting} queries at once" if fitting else f"topk {self._max_results} at most"
+            raise Refused(
+                f"queries: {count} with {depth} documents each are {count * depth:,}, and"
+                f" {self._max_results:,} are taken; send {smaller}, or raise --max_results"
+            )
         needs_reranker = request.topk_rerank is not None and not request.not_sort
         if needs_reranker and self._reranker is None:
             raise Refused("topk_rerank: no reranker is loaded; leave it out, or start with --reranker_model")
-        queries = self._cut(request.queries)
+        self._metrics.cut.inc(sum(len(query) > MAX_QUERY_LENGTH for query in request.queries))
+        queries = [query[:MAX_QUERY_LENGTH] for query in request.queries]
         hits = await self._find(queries, depth)
         if not request.is_calibadv:
             return hits
@@ -307,22 +296,6 @@ class Engine:
         self._metrics.reranked.inc(len(queries))
         loop, rerank = asyncio.get_running_loop(), self._reranker.rerank
         return await loop.run_in_executor(self._rerank_thread, rerank, queries, hits, keep)
-
-    def _check_results(self, queries: int, depth: int) -> None:
-        """Refuse more documents than may be in memory for a request."""
-        if queries * depth <= self._max_results:
-            return
-        fitting = self._max_results // depth
-        smaller = f"at most {fitting} queries at once" if fitting else f"topk {self._max_results} at most"
-        raise Refused(
-            f"queries: {queries} with {depth} documents each are {queries * depth:,}, and"
-            f" {self._max_results:,} are taken; send {smaller}, or start with a larger --max_results"
-        )
-
-    def _cut(self, queries: Sequence[str]) -> list[str]:
-        """Cut overlong queries: they must not cost the others of the request their answers."""
-        self._metrics.cut.inc(sum(len(query) > MAX_QUERY_LENGTH for query in queries))
-        return [query[:MAX_QUERY_LENGTH] for query in queries]
 
     async def _find(self, queries: list[str], k: int) -> list[Hits]:
         """Return the k best rows of each query, from the store where it has them."""

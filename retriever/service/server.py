@@ -41,9 +41,7 @@ RETRY_SECONDS = 5  # while the index is loaded
 class Loading:
     """ASGI application that loads another one in a thread, and then hands requests to it.
 
-    Args:
-        load: makes the application; its argument is a function to report a stage to.
-        token: if it is not empty, /health alone answers requests without it.
+    `load` reports its stage to a function. With a `token`, /health alone answers requests without it.
     """
 
     def __init__(self, load: Callable[[ReportStage], Any], token: str = ""):
@@ -83,10 +81,7 @@ class Loading:
 
 
 def load(arguments: argparse.Namespace, report: ReportStage = lambda _: None) -> FastAPI:
-    """Return the application that the options describe.
-
-    Raises RetrieverError: something is missing, damaged, too large, or does not belong together.
-    """
+    """Return the application of the options; raises RetrieverError if parts are missing or do not fit."""
     token = read_token(arguments)
     if arguments.host not in ("127.0.0.1", "localhost", "::1") and not token:
         sys.stderr.write(f"warning: {arguments.host} is open to the network without --token_file\n")
@@ -126,11 +121,7 @@ def _workers(arguments: argparse.Namespace) -> int:
 
 
 def load_index(arguments: argparse.Namespace, report: ReportStage) -> Index:
-    """Open the index over its corpus, and build it first if it is missing and --build_if_missing is given.
-
-    Raises RetrieverError: as `load_corpus`, `build_index` and `open_index`; or the index differs from the
-    build options.
-    """
+    """Open the index over its corpus, built first if missing; raises RetrieverError if it does not fit."""
     path = arguments.index_path
     report(f"reading the corpus {arguments.corpus_path}")
     corpus = load_corpus(arguments.corpus_path)
@@ -151,19 +142,16 @@ def load_index(arguments: argparse.Namespace, report: ReportStage) -> Index:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket whose connections send at once.
+    """Return a listening socket without Nagle's algorithm; raises RetrieverError for a taken port.
 
-    asyncio turns off Nagle's algorithm only for its own sockets; with it, the body of every reply waited 40
-    ms for the client to acknowledge the head. Raises RetrieverError: the port is taken.
+    asyncio turns it off only for its own sockets; with it, the body of a reply waited 40 ms.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         both = host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        raise RetrieverError(
-            f"--port {port}: cannot listen on {host}:{port} ({error.strerror}); choose another"
-        ) from error
+        raise RetrieverError(f"--port {port}: cannot listen on {host}:{port} ({error.strerror})") from error
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -176,10 +164,7 @@ def make_config(app: Any, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve until a signal, or until the parent process has ended.
-
-    Raises RetrieverError: the port is taken, or as `read_token` and `load`.
-    """
+    """Serve until a signal, or until the parent process has ended; raises RetrieverError as `load`."""
     listener = listen(arguments.host, arguments.port)
     port = listener.getsockname()[1]
     loading = Loading(lambda report: load(arguments, report), read_token(arguments))
